@@ -1,0 +1,18 @@
+"""Apex's ``amp`` and what belongs to it: opt levels, loss scaling around the backward pass, op casting."""
+
+from ..engine.casting.ops import deactivate, disable_casts
+from .initialize import initialize
+from .scale_loss import scale_loss
+from .session import _amp_state as _amp_state
+from .session import load_state_dict, master_params, state_dict, steps_skipped
+
+__all__ = [
+    "deactivate",
+    "disable_casts",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "scale_loss",
+    "state_dict",
+    "steps_skipped",
+]

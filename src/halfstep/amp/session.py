@@ -1,0 +1,191 @@
+"""What one call of ``amp.initialize`` set up, and how later calls find it again.
+
+A session hangs on its optimizers, so the memory of a finished training goes with them. The module keeps only the
+latest one, for the calls that name no optimizer: ``amp.state_dict()`` and ``amp.load_state_dict()``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..engine.scaling import LossScaler
+from ..engine.stepping import Binding, binding_of
+from .options import Options
+
+__all__ = ["AmpState", "Session", "load_state_dict", "master_params", "state_dict", "steps_skipped"]
+
+logger = logging.getLogger("halfstep")
+
+
+@dataclass
+class Session:
+    """Options and loss scalers shared by the models and optimizers of one ``amp.initialize``."""
+
+    options: Options
+    verbosity: int
+    loss_scalers: list[LossScaler] = field(default_factory=list)
+
+
+class AmpState:
+    """The latest session, and the switches that scripts written for Apex reach for under ``amp._amp_state``.
+
+    Attributes:
+        session: the latest session, or None before the first ``amp.initialize``.
+        allow_incoming_model_not_fp32: let ``initialize`` take a model that has 16-bit parameters already.
+    """
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.allow_incoming_model_not_fp32 = False
+
+    @property
+    def loss_scalers(self) -> list[LossScaler]:
+        """The loss scalers of the latest session."""
+        return require_session("amp._amp_state.loss_scalers").loss_scalers
+
+    @property
+    def opt_properties(self) -> Options:
+        """The options of the latest session."""
+        return require_session("amp._amp_state.opt_properties").options
+
+    @property
+    def verbosity(self) -> int:
+        """The verbosity of the latest session."""
+        return require_session("amp._amp_state.verbosity").verbosity
+
+
+_amp_state = AmpState()
+
+
+def require_session(caller: str) -> Session:
+    """The latest session.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    if _amp_state.session is None:
+        raise UsageError(f"{caller} needs amp.initialize to be called before it.")
+    return _amp_state.session
+
+
+def session_of(optimizers: Sequence[object], caller: str) -> tuple[Session, list[Binding]]:
+    """The session and the bindings of some optimizers; no bindings when amp is disabled.
+
+    Raises:
+        UsageError: before ``amp.initialize``, or for an optimizer that it did not return.
+    """
+    bindings = []
+    for optimizer in optimizers:
+        binding = binding_of(optimizer)
+        if binding is None or binding.session is None:
+            latest = require_session(caller)
+            if not latest.options.enabled:
+                return latest, []
+            raise UsageError(
+                f"{caller} was given a {type(optimizer).__name__} that did not come back from amp.initialize (it has "
+                "no _amp_stash); pass every optimizer through amp.initialize and use what it returns."
+            )
+        bindings.append(binding)
+    return (bindings[0].session if bindings else require_session(caller)), bindings
+
+
+def as_list(optimizers: Any, caller: str) -> list[Any]:
+    """One optimizer or several, as a list.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+    """
+    if isinstance(optimizers, (list, tuple)):
+        return list(optimizers)
+    if optimizers is None or isinstance(optimizers, (str, torch.Tensor, torch.nn.Module)):
+        raise ArgumentTypeError(
+            f"{caller} needs an optimizer or a list of them, not {type(optimizers).__name__}; "
+            "pass those that amp.initialize returned."
+        )
+    return [optimizers]
+
+
+def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters that the optimizer updates: fp32 masters at O2, the model's own at other levels.
+
+    ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`` right after ``amp.scale_loss`` clips
+    unscaled gradients.
+
+    Args:
+        optimizer: one that ``amp.initialize`` returned, or any other.
+
+    Yields:
+        Each parameter of each group.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def steps_skipped(optimizer: torch.optim.Optimizer) -> int:
+    """How many steps of an optimizer were skipped because gradients overflowed. Reads the device."""
+    _, bindings = session_of([optimizer], "amp.steps_skipped")
+    return bindings[0].steps_skipped if bindings else 0
+
+
+def state_dict(
+    destination: dict[str, Any] | None = None, *, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """The loss scales, to be saved beside the model and the optimizer. Plain numbers, as Apex wrote them.
+
+    Args:
+        destination: a dict to fill; a new one if None.
+        optimizer: whose session to save, when ``amp.initialize`` was called more than once; the latest if None.
+
+    Returns:
+        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, empty when amp is disabled.
+
+    Raises:
+        UsageError: before ``amp.initialize``.
+    """
+    target: dict[str, Any] = OrderedDict() if destination is None else destination
+    for i, scaler in enumerate(_session(optimizer, "amp.state_dict").loss_scalers):
+        target[f"loss_scaler{i}"] = scaler.state_dict()
+    return target
+
+
+def load_state_dict(state_dict: Mapping[str, Any], *, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Take the loss scales back from what ``amp.state_dict`` (or Apex's) returned.
+
+    Fewer or more entries than there are loss scalers is allowed, as in Apex, and logged as a warning.
+
+    Args:
+        state_dict: the saved dict.
+        optimizer: whose session to load; the latest if None.
+
+    Raises:
+        UsageError: before ``amp.initialize``.
+        ArgumentValueError: for an entry that is not one of a loss scaler; nothing is loaded then.
+    """
+    scalers = _session(optimizer, "amp.load_state_dict").loss_scalers
+    names = [key for key in state_dict if key.startswith("loss_scaler")]
+    unexpected = [key for key in state_dict if key not in names]
+    incomplete = [key for key in names if not {"loss_scale", "unskipped"} <= set(state_dict[key])]
+    if unexpected or incomplete:
+        raise ArgumentValueError(
+            f"amp.load_state_dict: unexpected keys {unexpected}, entries without loss_scale or unskipped {incomplete}; "
+            "pass what amp.state_dict() returned. Nothing was loaded."
+        )
+    if len(names) != len(scalers):
+        logger.warning(
+            "amp.load_state_dict: %d loss scalers saved, %d in use; the surplus is left as it is.",
+            len(names),
+            len(scalers),
+        )
+    for scaler, name in zip(scalers, names, strict=False):
+        scaler.load_state_dict(state_dict[name])
+
+
+def _session(optimizer: torch.optim.Optimizer | None, caller: str) -> Session:
+    return require_session(caller) if optimizer is None else session_of([optimizer], caller)[0]

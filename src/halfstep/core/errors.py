@@ -1,0 +1,34 @@
+"""Every error halfstep raises on purpose. A message says what was given, what is allowed and what to do."""
+
+__all__ = [
+    "ArgumentIndexError",
+    "ArgumentTypeError",
+    "ArgumentValueError",
+    "HalfstepError",
+    "LossScaleCollapsed",
+    "UsageError",
+]
+
+
+class HalfstepError(RuntimeError):
+    """The base of all of them, so that one ``except`` catches what this library refuses."""
+
+
+class ArgumentIndexError(HalfstepError, IndexError):
+    """An index is outside of what there is."""
+
+
+class ArgumentValueError(HalfstepError, ValueError):
+    """An argument of the right type has a value that is not allowed."""
+
+
+class ArgumentTypeError(HalfstepError, TypeError):
+    """An argument has the wrong type."""
+
+
+class UsageError(HalfstepError):
+    """Calls that are fine by themselves came in an order, or on objects, that cannot work."""
+
+
+class LossScaleCollapsed(HalfstepError):  # noqa: N818 - the name says what happened
+    """A dynamic loss scale sits at its floor and the gradients still overflow."""

@@ -1,0 +1,66 @@
+"""The number formats, their names, and what each device can do with them. Facts only; nothing here casts."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import ArgumentTypeError, ArgumentValueError
+
+__all__ = ["HALF_DTYPES", "default_half", "dtype_name", "is_half", "parse_dtype"]
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+"""The 16-bit floating formats: float16 (5-bit exponent, 10-bit fraction) and bfloat16 (8 and 7)."""
+
+_BY_NAME = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "float64": torch.float64,
+    "double": torch.float64,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a dtype: ``torch.bfloat16`` is ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A floating dtype from itself or from its name (``"bfloat16"``, ``"bf16"``, ``"torch.bfloat16"``, any case).
+
+    Raises:
+        ArgumentValueError: for a name or dtype that is no floating format.
+        ArgumentTypeError: for anything that is neither a dtype nor a string.
+    """
+    if isinstance(dtype, torch.dtype):
+        if dtype not in _BY_NAME.values():
+            raise ArgumentValueError(f"dtype={dtype} is not a format to train in; use one of {_allowed()}.")
+        return dtype
+    if not isinstance(dtype, str):
+        raise ArgumentTypeError(f"dtype must be a torch.dtype or its name, not {dtype!r}; use one of {_allowed()}.")
+    found = _BY_NAME.get(dtype.strip().lower().removeprefix("torch."))
+    if found is None:
+        raise ArgumentValueError(f"dtype={dtype!r} is not a floating format; use one of {_allowed()}.")
+    return found
+
+
+def _allowed() -> str:
+    return ", ".join(sorted({dtype_name(d) for d in _BY_NAME.values()}))
+
+
+def is_half(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds 16-bit floating numbers."""
+    return tensor.dtype in HALF_DTYPES
+
+
+def default_half(device: torch.device | str) -> torch.dtype:
+    """The 16-bit format a device trains best in: float16 on CUDA as Apex had it, bfloat16 elsewhere.
+
+    Float16 on a CPU works and is slow; bfloat16 needs no loss scale and has kernels of its own there.
+    """
+    return torch.float16 if torch.device(device).type == "cuda" else torch.bfloat16

@@ -1,0 +1,145 @@
+"""The one description of a precision recipe. Levels are constructors of it; everything downstream takes a Policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+
+from .errors import ArgumentValueError, HalfstepError
+from .formats import HALF_DTYPES, dtype_name, parse_dtype
+from .oplists import OpLists
+
+__all__ = ["LEVELS", "LossScaleSpec", "Policy", "parse_level"]
+
+LossScaleSpec = float | Literal["dynamic"]
+
+LEVELS = {
+    "O0": "fp32 training",
+    "O1": "casts inserted around torch operations; the weights stay fp32",
+    "O2": "16-bit weights, fp32 BatchNorm and fp32 master weights",
+    "O3": "everything in 16 bits, the yardstick for speed",
+}
+"""The opt levels of Apex and what each means in a line."""
+
+_ROCM_ALIASES = {"O4": "O1", "O5": "O2"}
+
+
+def parse_level(level: object, dtype: torch.dtype | None = None) -> tuple[str, torch.dtype | None]:
+    """Check an opt level; the ROCm fork's "O4" and "O5" are "O1" and "O2" in bfloat16.
+
+    Raises:
+        ArgumentValueError: for anything but "O0" to "O5", or for "O4"/"O5" together with another dtype.
+    """
+    if isinstance(level, str) and level in _ROCM_ALIASES:
+        if dtype not in (None, torch.bfloat16):
+            raise ArgumentValueError(
+                f"opt_level={level!r} means {_ROCM_ALIASES[level]} in bfloat16 and dtype={dtype} says otherwise; "
+                f"pass opt_level={_ROCM_ALIASES[level]!r} with that dtype."
+            )
+        return _ROCM_ALIASES[level], torch.bfloat16
+    if not isinstance(level, str) or level not in LEVELS:
+        raise ArgumentValueError(
+            f"Unexpected optimization level {level!r}. Options are 'O0', 'O1', 'O2', 'O3' "
+            "(and 'O4', 'O5' for O1, O2 in bfloat16): the letter O followed by a digit, not the digit zero."
+        )
+    return level, dtype
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is held and computed in which dtype, which ops are cast, and how the loss is scaled.
+
+    It prints as one line and parses back from it: ``Policy.parse(str(policy)) == policy``.
+
+    Attributes:
+        param_dtype: what floating parameters and buffers are cast to; ``None`` leaves them as they are.
+        compute_dtype: with ``op_lists`` the 16-bit dtype of the ops on the half list, without them the dtype that
+            floating inputs of the model are cast to; ``None`` casts nothing.
+        output_dtype: what floating outputs of the model are cast to; ``None`` leaves them.
+        op_lists: which ops run in which precision; ``None`` casts no ops.
+        keep_batchnorm_fp32: leave BatchNorm parameters and statistics in fp32 when the rest is cast.
+        master_weights: update fp32 copies of 16-bit weights.
+        loss_scale: a number, or ``"dynamic"``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    op_lists: OpLists | None = None
+    keep_batchnorm_fp32: bool = False
+    master_weights: bool = False
+    loss_scale: LossScaleSpec = 1.0
+
+    @classmethod
+    def from_level(cls, level: str, dtype: torch.dtype | str = torch.float16) -> Policy:
+        """The policy of an opt level in a 16-bit dtype.
+
+        A bfloat16 policy has the exponent range of fp32 and so starts with a static loss scale of 1.0;
+        a float16 one scales dynamically at O1 and O2.
+
+        Raises:
+            ArgumentValueError: for an unknown level, or a dtype of other than 16 bits.
+        """
+        level, implied = parse_level(level)
+        half = implied or parse_dtype(dtype)
+        if half not in HALF_DTYPES:
+            raise ArgumentValueError(f"dtype={half} has not 16 bits; use torch.float16 or torch.bfloat16.")
+        scale: LossScaleSpec = "dynamic" if half is torch.float16 else 1.0
+        if level == "O0":
+            return cls(torch.float32, torch.float32, torch.float32)
+        if level == "O1":
+            return cls(compute_dtype=half, op_lists=OpLists.default(), loss_scale=scale)
+        if level == "O2":
+            return cls(half, half, torch.float32, None, True, True, scale)
+        return cls(half, half, torch.float32)
+
+    def replace(self, **changes: object) -> Policy:
+        """A copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        parts = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            parts.append(f"{field.name}={dtype_name(value) if isinstance(value, torch.dtype) else value}")
+        return ",".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """The policy that prints as ``text``; a field left out has its default.
+
+        Raises:
+            ArgumentValueError: for an unknown field or a value that does not fit it.
+        """
+        names = [field.name for field in fields(cls)]
+        values: dict[str, object] = {}
+        for part in text.split(","):
+            name, found, value = part.strip().partition("=")
+            if not found or name not in names:
+                raise ArgumentValueError(
+                    f"{part!r} is no field of a policy; write name=value with a name among {', '.join(names)}."
+                )
+            values[name] = cls._parse_field(name, value)
+        return cls(**values)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _parse_field(name: str, value: str) -> object:
+        if name == "loss_scale":
+            if value == "dynamic":
+                return value
+            try:
+                return float(value)
+            except ValueError:
+                raise ArgumentValueError(f'loss_scale={value!r} is neither a number nor "dynamic".') from None
+        if name in ("keep_batchnorm_fp32", "master_weights"):
+            if value not in ("True", "False"):
+                raise ArgumentValueError(f"{name}={value!r} must be True or False.")
+            return value == "True"
+        if value == "None":
+            return None
+        try:
+            return OpLists.parse(value) if name == "op_lists" else parse_dtype(value)
+        except HalfstepError as error:
+            raise ArgumentValueError(f"{name}={value!r}: {error}") from None

@@ -1,0 +1,1 @@
+"""The engine under every face: casting, scaling, masters, stepping."""

@@ -1,0 +1,1 @@
+"""Which dtype each op and each module computes in."""

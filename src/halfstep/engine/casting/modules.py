@@ -1,0 +1,197 @@
+"""Whole modules in another dtype: their parameters and buffers, what goes in and out, and what they save.
+
+Everything attached to a module is a hook that pickles and copies by value, so that ``copy.deepcopy``, ``torch.save``
+and ``DataParallel`` replicas of a converted model are converted models of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
+
+from ..masters.plain import master_of
+from . import ops
+
+__all__ = ["CastInputs", "CastOutputs", "JoinCasting", "SaveAs", "attach", "cast_module", "cast_tree", "is_attached"]
+
+ModuleFilter = Callable[[nn.Module, str], "torch.dtype | None"]
+
+
+def cast_tree(value: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating tensor in a nest of containers; what holds none comes back as the same object.
+
+    Containers keep their type: lists, tuples, named tuples, sets, mappings of any class, dataclasses,
+    ``PackedSequence``. Another object with a ``to`` method is asked ``value.to(dtype)``, as Apex did.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if isinstance(value, PackedSequence):
+        return value.to(dtype) if value.data.is_floating_point() else value
+    if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
+        return value
+    if isinstance(value, Mapping):
+        cast = {key: cast_tree(item, dtype) for key, item in value.items()}
+        if all(cast[key] is item for key, item in value.items()):
+            return value
+        if type(value) is dict:
+            return cast
+        mapping: Any = copy.copy(value)
+        for key, item in cast.items():
+            mapping[key] = item
+        return mapping
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [cast_tree(item, dtype) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {}
+        for field in dataclasses.fields(value):
+            old = getattr(value, field.name)
+            new = cast_tree(old, dtype)
+            if new is not old:
+                changed[field.name] = new
+        if not changed:
+            return value
+        twin: Any = copy.copy(value)
+        for name, new in changed.items():
+            object.__setattr__(twin, name, new)
+        return twin
+    convert = getattr(value, "to", None)
+    return convert(dtype) if callable(convert) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class CastInputs:
+    """A forward pre-hook: floating tensors among the arguments become ``dtype``."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast positional and keyword arguments."""
+        return cast_tree(args, self.dtype), cast_tree(kwargs, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class CastOutputs:
+    """A forward hook: floating tensors in what the module returns become ``dtype``."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Cast the output."""
+        return cast_tree(output, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinCasting:
+    """A forward pre-hook: the thread that runs this model takes part in the process-wide op casting."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Turn the casting on in this thread if it is on in the process."""
+        ops.ensure_thread()
+
+
+class SaveAs:
+    """A state-dict hook of one module: its floating parameters and buffers are saved in ``dtype``.
+
+    A parameter with an fp32 master is saved from the master, so that a checkpoint loses nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """Replace the module's own entries."""
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            key = prefix + name
+            if tensor is None or key not in state_dict or not tensor.is_floating_point():
+                continue
+            master = master_of(tensor)
+            source = state_dict[key] if master is None else master.detach()
+            state_dict[key] = source.to(self.dtype)
+
+
+def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
+    """A load-state-dict pre-hook of one module: what is loaded reaches the masters unrounded, not only the weights."""
+    for name, param in module._parameters.items():
+        master = None if param is None else master_of(param)
+        value = state_dict.get(prefix + name)
+        if master is not None and isinstance(value, torch.Tensor) and value.shape == master.shape:
+            with torch.no_grad():
+                master.copy_(value)
+
+
+def cast_module(
+    model: nn.Module,
+    dtype: torch.dtype,
+    *,
+    keep_batchnorm_fp32: bool = False,
+    module_filter: ModuleFilter | None = None,
+) -> None:
+    """Cast the floating parameters, their gradients and the buffers of a model in place; parameters keep identity.
+
+    Args:
+        model: any module; shared parameters stay shared.
+        dtype: a floating dtype.
+        keep_batchnorm_fp32: leave BatchNorm of every kind as it is.
+        module_filter: asked for each submodule with its qualified name ("" for the model); a dtype it returns is
+            used for that module's own parameters and buffers instead, and its inputs and outputs are cast at its
+            borders. None leaves the choice to the other arguments.
+    """
+    for name, module in model.named_modules():
+        chosen = module_filter(module, name) if module_filter is not None else None
+        if chosen is not None and chosen != dtype:
+            module.register_forward_pre_hook(CastInputs(chosen), with_kwargs=True)
+            module.register_forward_hook(CastOutputs(dtype), prepend=True)
+        target = chosen or dtype
+        if chosen is None and keep_batchnorm_fp32 and isinstance(module, _BatchNorm):
+            continue
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            if tensor.is_floating_point() and tensor.dtype != target:
+                tensor.data = tensor.data.to(target)
+                if tensor.grad is not None:
+                    tensor.grad = tensor.grad.to(target)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+def attach(
+    model: nn.Module,
+    *,
+    inputs: torch.dtype | None = None,
+    outputs: torch.dtype | None = None,
+    saved: torch.dtype | None = None,
+    join_casting: bool = False,
+) -> None:
+    """Put the hooks on a model.
+
+    Args:
+        model: the module whose calls are to be cast.
+        inputs: dtype of floating arguments; None leaves them.
+        outputs: dtype of floating results; None leaves them. User hooks see the cast output.
+        saved: dtype of floating entries in ``state_dict()`` of the model and of each of its submodules.
+        join_casting: threads that run the model join the process-wide op casting.
+    """
+    if join_casting:
+        model.register_forward_pre_hook(JoinCasting())
+    if inputs is not None:
+        model.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True)
+    if outputs is not None:
+        model.register_forward_hook(CastOutputs(outputs), prepend=True)
+    if saved is not None:
+        for module in model.modules():
+            module.register_state_dict_post_hook(SaveAs(saved))  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(load_masters)  # type: ignore[no-untyped-call]
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether hooks of ours are on a model."""
+    return any(isinstance(hook, (CastInputs, JoinCasting)) for hook in model._forward_pre_hooks.values())

@@ -1,0 +1,1 @@
+"""Full-precision truth behind 16-bit weights."""

@@ -1,0 +1,188 @@
+"""Plain masters: an fp32 copy beside each 16-bit parameter, held by the optimizer in the parameter's place.
+
+The optimizer then updates fp32 numbers with fp32 state, whatever optimizer it is, and the copies are rounded back
+into the model. When gradients move from the model to the masters is decided in ``engine.stepping``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...core.formats import is_half
+from ...kernels import eager
+from ...kernels.plan import Plan, PlanCache
+
+__all__ = ["MasterLink", "PlainMasters", "master_of"]
+
+
+class MasterLink:
+    """A 16-bit parameter of a model and its fp32 master. Optimizers that share the parameter share the link."""
+
+    __slots__ = ("__weakref__", "master", "model")
+
+    def __init__(self, model: torch.nn.Parameter) -> None:
+        self.model = model
+        # From the rounded weight, as Apex had it: the master starts where the model computes.
+        fp32 = model.detach().to(torch.float32, copy=True)
+        self.master = torch.nn.Parameter(fp32, requires_grad=model.requires_grad)
+
+    def fresh_grad(self) -> torch.Tensor | None:
+        """The gradient of the 16-bit parameter, unless the master has had it already."""
+        grad = self.model.grad
+        if grad is None or getattr(grad, "_halfstep_collected", -1) == grad._version:
+            return None
+        return grad
+
+    def mark_collected(self) -> None:
+        """Remember on the gradient itself that the master has it; Apex left 16-bit gradients in place, so do we."""
+        grad = self.model.grad
+        if grad is not None:
+            grad._halfstep_collected = grad._version  # type: ignore[attr-defined]
+
+
+# Parameter -> weak reference to its link. Weak on both sides: the optimizer's PlainMasters owns the links, so that a
+# model outliving its optimizer has no masters any more. Model hooks and a second optimizer look masters up here,
+# because what hangs on the module itself would be copied by deepcopy and pickle.
+_LINKS: MutableMapping[torch.Tensor, weakref.ref[MasterLink]] = WeakIdKeyDictionary()
+
+
+def _link(param: torch.nn.Parameter) -> MasterLink:
+    reference = _LINKS.get(param)
+    link = reference() if reference is not None else None
+    if link is None:
+        link = MasterLink(param)
+        _LINKS[param] = weakref.ref(link)
+    return link
+
+
+def master_of(param: torch.Tensor) -> torch.nn.Parameter | None:
+    """The fp32 master of a model's parameter, or None if no living optimizer keeps one."""
+    reference = _LINKS.get(param)
+    link = reference() if reference is not None else None
+    return None if link is None else link.master
+
+
+class PlainMasters:
+    """The masters of one optimizer.
+
+    On construction every trainable float16 or bfloat16 parameter in ``optimizer.param_groups`` is replaced there by
+    its master, and what state the optimizer had for it follows, in fp32.
+
+    Attributes:
+        links: one ``MasterLink`` for each master, in the order of the groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.links: list[MasterLink] = []
+        self._frozen: list[tuple[dict[str, Any], int]] = []
+        self._plans = PlanCache()
+        for group in optimizer.param_groups:
+            self.adopt(optimizer, group)
+
+    def adopt(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Give masters to the 16-bit parameters of a group; frozen ones get theirs when they are unfrozen."""
+        for i, param in enumerate(group["params"]):
+            if is_half(param):
+                if param.requires_grad:
+                    self._swap(optimizer, group, i)
+                else:
+                    self._frozen.append((group, i))
+
+    def adopt_unfrozen(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give masters to parameters that were frozen before and train now."""
+        if self._frozen:
+            thawed = [(group, i) for group, i in self._frozen if group["params"][i].requires_grad]
+            self._frozen = [(group, i) for group, i in self._frozen if not group["params"][i].requires_grad]
+            for group, i in thawed:
+                self._swap(optimizer, group, i)
+
+    def _swap(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], i: int) -> None:
+        param = group["params"][i]
+        link = _link(param)
+        group["params"][i] = link.master
+        self.links.append(link)
+        if param in optimizer.state:
+            state = optimizer.state.pop(param)
+            optimizer.state[link.master] = {
+                name: value.float() if isinstance(value, torch.Tensor) and is_half(value) else value
+                for name, value in state.items()
+            }
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Round every master into its 16-bit parameter."""
+        if self.links:
+            masters = [link.master for link in self.links]
+            models = [link.model for link in self.links]
+            eager.copy(self._plans.get("copy", masters, masters, models), masters, models)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def collect(self, inv_scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int]) -> None:
+        """Add the model's fresh gradients, times ``inv_scale``, to the gradients of the masters.
+
+        Args:
+            inv_scale: 0-dim float32 tensor; None adds them as they are and looks for no overflow.
+            found_inf: 0-dim float32 tensor, set to 1.0 if one of these gradients holds inf or NaN.
+            seen: identities of masters already served in this pass; extended.
+        """
+        first: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        again: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        for link in self.links:
+            if id(link.master) in seen:
+                continue
+            seen.add(id(link.master))
+            grad = link.fresh_grad()
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                _collect_sparse(link, grad, inv_scale, found_inf)
+            else:
+                (first if link.master.grad is None else again).append((link.master, grad))
+            link.mark_collected()
+        for slot, rows in (("first", first), ("again", again)):
+            if not rows:
+                continue
+            masters = [master for master, _ in rows]
+            grads = [grad for _, grad in rows]
+            if slot == "first":
+                for master in masters:
+                    master.grad = torch.empty_like(master)
+            targets = [master.grad for master in masters]
+            plan = self._plans.get(slot, masters, grads, targets)  # type: ignore[arg-type]
+            eager.unscale_into(plan, grads, targets, inv_scale, found_inf, accumulate=slot == "again")  # type: ignore[arg-type]
+
+    def drop_collected(self) -> None:
+        """Set those 16-bit gradients to None that the masters have had."""
+        for link in self.links:
+            if link.fresh_grad() is None:
+                link.model.grad = None
+
+    def clear_master_grads(self) -> None:
+        """Set the gradients of the masters to None."""
+        for link in self.links:
+            link.master.grad = None
+
+    def zero_model_grads(self, set_to_none: bool) -> None:
+        """Clear the 16-bit gradients of the model."""
+        for link in self.links:
+            if set_to_none:
+                link.model.grad = None
+            elif link.model.grad is not None:
+                link.model.grad.detach_().zero_()
+                link.mark_collected()
+
+
+def _collect_sparse(
+    link: MasterLink, grad: torch.Tensor, inv_scale: torch.Tensor | None, found_inf: torch.Tensor
+) -> None:
+    """Coalesce in fp32, where duplicates of an index cannot overflow, then unscale the values."""
+    wide = grad.float().coalesce()
+    if inv_scale is not None:
+        values = [wide._values()]
+        eager.unscale_(Plan(values), values, inv_scale, found_inf)
+    link.master.grad = wide if link.master.grad is None else link.master.grad + wide

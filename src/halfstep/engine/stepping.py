@@ -1,0 +1,325 @@
+"""What halfstep keeps about one torch optimizer: how scaled gradients become the ones it steps with, and when not.
+
+A ``Binding`` replaces ``step``, ``zero_grad`` and ``add_param_group`` on the optimizer instance, which may be any
+``torch.optim.Optimizer``. Faces drive it: ``begin`` before a scaled backward pass, ``finish`` after it; the next
+``step`` is skipped if a pass since the last one overflowed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.errors import UsageError
+from ..kernels import eager
+from ..kernels.plan import PlanCache
+from .casting import ops
+from .masters.plain import PlainMasters
+from .scaling import LossScaler
+
+__all__ = ["Binding", "bind", "binding_of", "reciprocal"]
+
+logger = logging.getLogger("halfstep")
+
+_ATTRIBUTE = "_amp_stash"  # the name under which Apex kept its own; scripts ask for it to learn whether amp is on
+_CLOSURE_RETRIES = 64  # enough to bring any float32 scale down to its floor by halving, twice over
+
+
+class _Pass(NamedTuple):
+    """One scaled backward pass since the last step."""
+
+    found_inf: torch.Tensor
+    scaler: LossScaler | None
+    name: str
+
+
+def bind(optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: bool = True) -> Binding:
+    """Attach a ``Binding`` to an optimizer.
+
+    Raises:
+        UsageError: if it has one already.
+    """
+    if binding_of(optimizer) is not None:
+        raise UsageError(
+            f"This {type(optimizer).__name__} has been through amp.initialize or amp.decorate once and can go only "
+            "once; make a new optimizer to start over."
+        )
+    return Binding(optimizer, master_weights=master_weights, verbose=verbose)
+
+
+def binding_of(optimizer: object) -> Binding | None:
+    """The binding of an optimizer, or None."""
+    found = getattr(optimizer, _ATTRIBUTE, None)
+    return found if isinstance(found, Binding) else None
+
+
+def reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """``1 / scale`` rounded once to float32, as a tensor on the same device."""
+    return scale.double().reciprocal().float()
+
+
+class Binding:
+    """The gradients and the step of one optimizer.
+
+    Attributes:
+        masters: the fp32 masters of its 16-bit parameters, or None.
+        session: whoever bound it may leave its own state here.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: bool) -> None:
+        self.optimizer = optimizer
+        self.masters = PlainMasters(optimizer) if master_weights else None
+        self.session: Any = None
+        self._verbose = verbose
+        self._plans = PlanCache()
+        self._passes: list[_Pass] = []
+        self._delayed = False  # the gradients are still scaled, by:
+        self._delayed_scale: torch.Tensor | None = None
+        self._stash: dict[torch.Tensor, torch.Tensor] = {}
+        self._skipped: int | torch.Tensor = 0
+        self._own_step = optimizer.step
+        self._own_zero_grad = optimizer.zero_grad
+        self._own_add_param_group = optimizer.add_param_group
+        setattr(optimizer, _ATTRIBUTE, self)
+        _replace(optimizer, "step", self.step)
+        _replace(optimizer, "zero_grad", self.zero_grad)
+        _replace(optimizer, "add_param_group", self.add_param_group)
+
+    # ---- what the faces ask
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter lives: flags and scales are kept there."""
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                return param.device  # type: ignore[no-any-return]
+        return torch.device("cpu")
+
+    @property
+    def steps_skipped(self) -> int:
+        """How many steps were skipped for an overflow. Reads the device."""
+        return int(self._skipped)
+
+    def begin(self, scale: torch.Tensor | None, seen: set[int]) -> None:
+        """Set aside what gradients there are, so that a backward pass scaled by ``scale`` brings only its own.
+
+        Args:
+            scale: the 0-dim tensor the loss is multiplied by; None if it is not scaled.
+            seen: identities of parameters already set aside for this pass by another optimizer; extended.
+        """
+        if self._delayed:
+            if self._delayed_scale is scale:
+                return
+            self._note_delayed()
+        if self.masters is not None:
+            self.masters.adopt_unfrozen(self.optimizer)
+            # Gradients of a plain loss.backward() count too: nothing is lost.
+            self.masters.collect(None, torch.zeros((), device=self.device), set())
+            self.masters.drop_collected()
+        if scale is None:
+            return
+        for param in self._direct():
+            if param.grad is not None and id(param) not in seen:
+                # A view may be of a DistributedDataParallel bucket, which the next backward pass overwrites.
+                self._stash[param] = param.grad.clone() if param.grad._is_view() else param.grad
+                param.grad = None
+            seen.add(id(param))
+
+    def abandon(self) -> None:
+        """After ``begin``, when the backward pass failed: drop what it brought and put back what was set aside."""
+        if self.masters is not None:
+            self.masters.zero_model_grads(set_to_none=True)
+        for param, grad in self._stash.items():
+            param.grad = grad
+        self._stash.clear()
+        self._delayed = False
+
+    def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int], *, delay: bool) -> None:
+        """After ``begin`` and the backward pass: unscale what it brought and add what was set aside.
+
+        Args:
+            scale: as given to ``begin``.
+            found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN.
+            seen: identities of parameters already served by another optimizer in this pass; extended.
+            delay: leave the gradients scaled for now; the next undelayed pass, or ``step``, unscales all of them.
+        """
+        self._delayed, self._delayed_scale = delay, scale
+        if not delay:
+            self._unscale(scale, found_inf, seen)
+
+    def note_pass(self, found_inf: torch.Tensor, scaler: LossScaler, name: str) -> None:
+        """The next step depends on this flag; ``scaler`` and ``name`` are for the message."""
+        self._passes.append(_Pass(found_inf, scaler, name))
+
+    # ---- what replaces the optimizer's own methods
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """The optimizer's step on unscaled gradients, unless a backward pass overflowed; then nothing changes."""
+        if self._delayed:
+            self._note_delayed()
+        passes, self._passes = self._passes, []
+        casting = ops.active()
+        with ops.disable_casts() if casting is not None else nullcontext():
+            if self.masters is not None and closure is None:
+                self.masters.adopt_unfrozen(self.optimizer)
+                self.masters.collect(None, torch.zeros((), device=self.device), set())
+            if not passes:
+                return self._run(self._wrap(closure, casting), kwargs)
+            found_inf = _any(passes)
+            if closure is None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+                return self._run_guarded(found_inf, kwargs)
+            if found_inf.item():
+                self._skip(passes)
+                return None
+            return self._run(self._wrap(closure, casting), kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the optimizer's parameters, of the 16-bit parameters behind masters, and flags."""
+        self._own_zero_grad(set_to_none)
+        if self.masters is not None:
+            self.masters.zero_model_grads(set_to_none)
+            self.masters.clear_master_grads()
+        self._stash.clear()
+        self._passes.clear()
+        self._delayed = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The optimizer's own, then masters for what 16-bit parameters came in."""
+        self._own_add_param_group(param_group)
+        if self.masters is not None:
+            self.masters.adopt(self.optimizer, self.optimizer.param_groups[-1])
+
+    # ---- inside
+
+    def _direct(self) -> list[torch.Tensor]:
+        """The parameters that the optimizer updates without a master."""
+        owned = {id(link.master) for link in self.masters.links} if self.masters is not None else ()
+        return [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in owned]
+
+    def _note_delayed(self) -> None:
+        """Unscale what delayed passes left, by the scale they had; their overflow counts for the next step."""
+        self._delayed = False
+        found_inf = torch.zeros((), device=self.device)
+        self._unscale(self._delayed_scale, found_inf, set())
+        if self._delayed_scale is not None:
+            self._passes.append(_Pass(found_inf, None, ""))
+
+    @torch.no_grad()
+    def _unscale(self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int]) -> None:
+        """Unscale the gradients that the last pass brought, then add what was set aside before it."""
+        inv_scale = None if scale is None else reciprocal(scale)
+        if self.masters is not None:
+            self.masters.collect(inv_scale, found_inf, seen)
+        if inv_scale is None:
+            return
+        params, views = [], []
+        for param in self._direct():
+            if param.grad is None or id(param) in seen:
+                continue
+            seen.add(id(param))
+            if param.grad.is_sparse and not param.grad.is_coalesced():
+                param.grad = _coalesce(param.grad)
+            params.append(param)
+            views.append(_dense_view(param.grad))
+        if params:
+            eager.unscale_(self._plans.get("direct", params, views), views, inv_scale, found_inf)
+        for param, before in self._stash.items():
+            if param.grad is None:
+                param.grad = before
+            elif param.grad.is_sparse != before.is_sparse:
+                param.grad = before + param.grad
+            else:
+                param.grad.add_(before)
+        self._stash.clear()
+
+    def _wrap(self, closure: Callable[[], Any] | None, casting: ops.OpCasting | None) -> Callable[[], Any] | None:
+        """A closure that sees up-to-date 16-bit weights and the casts, and is run again when it overflows."""
+        if closure is None:
+            return None
+
+        def evaluate() -> Any:
+            if self.masters is not None:
+                self.masters.copy_to_model()
+            for _ in range(_CLOSURE_RETRIES):
+                with torch.enable_grad(), casting if casting is not None else nullcontext():
+                    loss = closure()
+                passes, self._passes = self._passes, []
+                if self.masters is not None:
+                    self.masters.collect(None, torch.zeros((), device=self.device), set())
+                if not passes or not _any(passes).item():
+                    return loss
+                self._report(passes, "Running the closure again")
+            raise UsageError(
+                f"The closure given to {type(self.optimizer).__name__}.step overflowed {_CLOSURE_RETRIES} times in a "
+                "row, each time at a lower loss scale; its loss or its gradients are not finite at any scale."
+            )
+
+        return evaluate
+
+    def _run(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        result = self._own_step(**kwargs) if closure is None else self._own_step(closure, **kwargs)
+        if self.masters is not None:
+            self.masters.copy_to_model()
+            self.masters.clear_master_grads()
+        return result
+
+    def _run_guarded(self, found_inf: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        """A step that the optimizer itself skips on the device, by torch's contract for scalers: nothing is read."""
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale, optimizer.found_inf = None, found_inf
+        try:
+            result = self._run(None, kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        self._skipped = self._skipped + found_inf
+        return result
+
+    def _skip(self, passes: list[_Pass]) -> None:
+        self._skipped = self._skipped + 1
+        self._report(passes, "Skipping step")
+        if self.masters is not None:
+            self.masters.clear_master_grads()
+
+    def _report(self, passes: list[_Pass], consequence: str) -> None:
+        if not self._verbose:
+            return
+        for passed in passes:
+            if passed.found_inf.item():
+                scale = f", {passed.name} now at loss scale {passed.scaler.loss_scale():g}" if passed.scaler else ""
+                logger.info("Gradient overflow. %s%s", consequence, scale)
+
+
+def _replace(optimizer: torch.optim.Optimizer, name: str, method: Callable[..., Any]) -> None:
+    """Put ``method`` in the place of the instance's ``name``, keeping the marks that lr schedulers leave on it."""
+    own = getattr(optimizer, name)
+
+    @functools.wraps(getattr(own, "__func__", own))
+    def replacement(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    # A bound method, because torch's schedulers bind what they find again.
+    setattr(optimizer, name, types.MethodType(replacement, optimizer))
+
+
+def _any(passes: list[_Pass]) -> torch.Tensor:
+    if len(passes) == 1:
+        return passes[0].found_inf
+    device = passes[0].found_inf.device
+    return torch.stack([p.found_inf.to(device) for p in passes]).amax()
+
+
+def _coalesce(grad: torch.Tensor) -> torch.Tensor:
+    """Sum duplicates of an index in fp32 at least: in float16 they could overflow although no gradient did."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return grad.to(wide).coalesce().to(grad.dtype)
+
+
+def _dense_view(grad: torch.Tensor) -> torch.Tensor:
+    values = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(values) if values.is_complex() else values

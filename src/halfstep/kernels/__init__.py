@@ -1,0 +1,1 @@
+"""Multi-tensor operations over a cached plan of tensor lists."""

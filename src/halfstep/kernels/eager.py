@@ -1,0 +1,83 @@
+"""The reference backend: multi-tensor operations on ``torch._foreach`` and torch's own kernels, on any device.
+
+Every function takes lists that may mix devices and dtypes and a ``Plan`` that sorts them; ``found_inf`` is a
+0-dim float32 tensor that is set to 1.0 where a value is inf or NaN and is never read here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .plan import Plan
+
+__all__ = ["copy", "l2norm", "unscale_", "unscale_into"]
+
+
+def copy(plan: Plan, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    """``target = source``, cast to the target's dtype, for each pair."""
+    for src, dst in plan.split(sources, targets):
+        torch._foreach_copy_(dst, src)
+
+
+def unscale_(plan: Plan, tensors: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """``tensor *= inv_scale`` in place, in fp32 arithmetic, looking for inf and NaN in the same pass.
+
+    Args:
+        plan: made for ``tensors``.
+        tensors: real tensors of any float dtype.
+        inv_scale: 0-dim float32 tensor on any device.
+        found_inf: 0-dim float32 tensor on any device, set to 1.0 if a value is not finite.
+    """
+    for (group,) in plan.split(tensors):
+        _unscale_group(group, inv_scale, found_inf)
+
+
+def unscale_into(
+    plan: Plan,
+    sources: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    inv_scale: torch.Tensor | None,
+    found_inf: torch.Tensor,
+    *,
+    accumulate: bool,
+) -> None:
+    """``target = source * inv_scale``, or ``target += ...`` with ``accumulate``; the sources stay as they are.
+
+    Args:
+        plan: made for ``sources, targets``.
+        sources: gradients, usually of 16 bits.
+        targets: float32 tensors of the same shapes.
+        inv_scale: 0-dim float32 tensor, or None to copy without scaling and without looking for overflow.
+        found_inf: 0-dim float32 tensor, set to 1.0 if a source is not finite.
+        accumulate: add to the targets instead of overwriting them.
+    """
+    for src, dst in plan.split(sources, targets):
+        if accumulate and inv_scale is None:
+            torch._foreach_add_(dst, src)
+            continue
+        fresh = [torch.empty_like(t) for t in dst] if accumulate else dst
+        torch._foreach_copy_(fresh, src)
+        if inv_scale is not None:
+            _unscale_group(fresh, inv_scale, found_inf)
+        if accumulate:
+            torch._foreach_add_(dst, fresh)
+
+
+def l2norm(plan: Plan, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all the tensors taken as one vector: a 0-dim float32 tensor on the first tensor's device."""
+    norms: list[torch.Tensor] = []
+    for (group,) in plan.split(tensors):
+        norms.extend(torch._foreach_norm(group, 2, dtype=torch.float32))
+    device = norms[0].device
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(device, non_blocking=True) for n in norms]))
+    return total
+
+
+def _unscale_group(group: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    device = group[0].device
+    if device == found_inf.device:
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale.to(device, non_blocking=True))
+        return
+    local = torch.zeros((), device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(group, local, inv_scale.to(device, non_blocking=True))
+    found_inf.copy_(torch.maximum(found_inf, local.to(found_inf.device, non_blocking=True)))
