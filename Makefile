@@ -1,0 +1,41 @@
+# A fresh machine needs Python >= 3.10 and make; everything else goes into .venv.
+# Extra pip options through PIP_FLAGS, for example the CPU-only torch, which on Linux saves gigabytes:
+#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+.NOTPARALLEL:
+.PHONY: demo test lint docs bench clean
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/halfstep demo
+
+# --timeout stands here and not in pyproject.toml, so that the tests also run where pytest-timeout is missing.
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest --timeout=300
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.installed-demo
+	$(BIN)/python -m benchmarks simplenet --device cpu --json simplenet.json
+
+clean:
+	rm -rf $(VENV) site build dist halfstep-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "halfstep needs Python 3.10 or newer; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each extra of pyproject.toml, so that nothing is installed twice.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
+	touch $@
