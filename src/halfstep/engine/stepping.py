@@ -224,7 +224,7 @@ class Binding:
                 continue
             seen.add(id(param))
             if param.grad.is_sparse and not param.grad.is_coalesced():
-                param.grad = _coalesce(param.grad)
+                param.grad = _widen(param.grad).coalesce().to(param.grad.dtype)
             params.append(param)
             views.append(_dense_view(param.grad))
         if params:
@@ -232,8 +232,9 @@ class Binding:
         for param, before in self._stash.items():
             if param.grad is None:
                 param.grad = before
-            elif param.grad.is_sparse != before.is_sparse:
-                param.grad = before + param.grad
+            elif param.grad.is_sparse or before.is_sparse:
+                # torch adds no sparse tensors of 16 bits
+                param.grad = (_widen(before) + _widen(param.grad)).to(before.dtype)
             else:
                 param.grad.add_(before)
         self._stash.clear()
@@ -314,10 +315,8 @@ def _any(passes: list[_Pass]) -> torch.Tensor:
     return torch.stack([p.found_inf.to(device) for p in passes]).amax()
 
 
-def _coalesce(grad: torch.Tensor) -> torch.Tensor:
-    """Sum duplicates of an index in fp32 at least: in float16 they could overflow although no gradient did."""
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return grad.to(wide).coalesce().to(grad.dtype)
+def _widen(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to(torch.promote_types(grad.dtype, torch.float32))
 
 
 def _dense_view(grad: torch.Tensor) -> torch.Tensor:
