@@ -1,6 +1,7 @@
 """Apex's ``amp`` and what belongs to it: opt levels, loss scaling around the backward pass, op casting."""
 
 from ..engine.casting.ops import deactivate, disable_casts
+from .decorate import decorate
 from .initialize import initialize
 from .scale_loss import scale_loss
 from .session import _amp_state as _amp_state
@@ -8,6 +9,7 @@ from .session import load_state_dict, master_params, state_dict, steps_skipped
 
 __all__ = [
     "deactivate",
+    "decorate",
     "disable_casts",
     "initialize",
     "load_state_dict",

@@ -21,8 +21,6 @@ __all__ = ["initialize"]
 
 logger = logging.getLogger("halfstep")
 
-_PARALLEL = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
-
 
 def initialize(
     models: Any,
@@ -128,7 +126,7 @@ def _check_models(models: Any) -> list[nn.Module]:
                 f"models must be either a single model or a list of models (torch.nn.Module), not "
                 f"{type(models).__name__}" + (f" with a {type(model).__name__} in it." if model is not models else ".")
             )
-        if isinstance(model, _PARALLEL):
+        if isinstance(model, modules.PARALLEL):
             raise UsageError(
                 f"The model is wrapped in {type(model).__name__} already. Give amp.initialize the bare model and wrap "
                 "it for parallel training after that."
@@ -195,7 +193,7 @@ def _prepare_model(model: nn.Module, policy: Policy, module_filter: modules.Modu
         modules.cast_module(
             model,
             policy.param_dtype,
-            keep_batchnorm_fp32=policy.keep_batchnorm_fp32,
+            keep=lambda module: policy.keep_batchnorm_fp32 and isinstance(module, modules.BatchNorm),
             module_filter=module_filter,
         )
     modules.attach(

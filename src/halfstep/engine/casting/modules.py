@@ -13,13 +13,27 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
 from ..masters.plain import master_of
 from . import ops
 
-__all__ = ["CastInputs", "CastOutputs", "JoinCasting", "SaveAs", "attach", "cast_module", "cast_tree", "is_attached"]
+__all__ = [
+    "PARALLEL",
+    "BatchNorm",
+    "CastInputs",
+    "CastOutputs",
+    "JoinCasting",
+    "SaveAs",
+    "attach",
+    "cast_module",
+    "cast_tree",
+    "is_attached",
+]
+
+PARALLEL = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
+"""Wrappers that must come after a model was cast: they have looked at its parameters already."""
 
 ModuleFilter = Callable[[nn.Module, str], "torch.dtype | None"]
 
@@ -133,7 +147,7 @@ def cast_module(
     model: nn.Module,
     dtype: torch.dtype,
     *,
-    keep_batchnorm_fp32: bool = False,
+    keep: Callable[[nn.Module], bool] = lambda module: False,
     module_filter: ModuleFilter | None = None,
 ) -> None:
     """Cast the floating parameters, their gradients and the buffers of a model in place; parameters keep identity.
@@ -141,7 +155,8 @@ def cast_module(
     Args:
         model: any module; shared parameters stay shared.
         dtype: a floating dtype.
-        keep_batchnorm_fp32: leave BatchNorm of every kind as it is.
+        keep: tells which submodules to leave as they are; torch's BatchNorm and other norms take 16-bit input with
+            fp32 parameters, so nothing else is needed for those.
         module_filter: asked for each submodule with its qualified name ("" for the model); a dtype it returns is
             used for that module's own parameters and buffers instead, and its inputs and outputs are cast at its
             borders. None leaves the choice to the other arguments.
@@ -152,7 +167,7 @@ def cast_module(
             module.register_forward_pre_hook(CastInputs(chosen), with_kwargs=True)
             module.register_forward_hook(CastOutputs(dtype), prepend=True)
         target = chosen or dtype
-        if chosen is None and keep_batchnorm_fp32 and isinstance(module, _BatchNorm):
+        if chosen is None and keep(module):
             continue
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             if tensor.is_floating_point() and tensor.dtype != target:
@@ -188,8 +203,8 @@ def attach(
         model.register_forward_hook(CastOutputs(outputs), prepend=True)
     if saved is not None:
         for module in model.modules():
-            module.register_state_dict_post_hook(SaveAs(saved))  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(load_masters)  # type: ignore[no-untyped-call]
+            module.register_state_dict_post_hook(SaveAs(saved))
+            module.register_load_state_dict_pre_hook(load_masters)
 
 
 def is_attached(model: nn.Module) -> bool:
