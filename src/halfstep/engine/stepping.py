@@ -23,7 +23,7 @@ from .casting import ops
 from .masters.plain import PlainMasters
 from .scaling import LossScaler
 
-__all__ = ["Binding", "bind", "binding_of", "reciprocal"]
+__all__ = ["Binding", "bind", "binding_of", "reciprocal", "unbind"]
 
 logger = logging.getLogger("halfstep")
 
@@ -39,6 +39,14 @@ class _Pass(NamedTuple):
     name: str
 
 
+class _ClosureOverflowed(Exception):  # noqa: N818 - never leaves this file
+    """Leaves an optimizer's step before it has changed anything."""
+
+    def __init__(self, passes: list[_Pass]) -> None:
+        super().__init__()
+        self.passes = passes
+
+
 def bind(optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: bool = True) -> Binding:
     """Attach a ``Binding`` to an optimizer.
 
@@ -47,8 +55,8 @@ def bind(optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: boo
     """
     if binding_of(optimizer) is not None:
         raise UsageError(
-            f"This {type(optimizer).__name__} has been through amp.initialize or amp.decorate once and can go only "
-            "once; make a new optimizer to start over."
+            f"This {type(optimizer).__name__} has been through amp.initialize, amp.decorate, FP16_Optimizer or "
+            "amp.init once and can go only once; make a new optimizer to start over."
         )
     return Binding(optimizer, master_weights=master_weights, verbose=verbose)
 
@@ -57,6 +65,16 @@ def binding_of(optimizer: object) -> Binding | None:
     """The binding of an optimizer, or None."""
     found = getattr(optimizer, _ATTRIBUTE, None)
     return found if isinstance(found, Binding) else None
+
+
+def unbind(optimizer: torch.optim.Optimizer) -> None:
+    """Take the ``Binding`` off an optimizer and put its own methods back; one with masters keeps it.
+
+    A method that was wrapped again since (by a scheduler, say) stays; with nothing left to do it only passes on.
+    """
+    binding = binding_of(optimizer)
+    if binding is not None and binding.masters is None:
+        binding.release()
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
@@ -87,9 +105,11 @@ class Binding:
         self._own_zero_grad = optimizer.zero_grad
         self._own_add_param_group = optimizer.add_param_group
         setattr(optimizer, _ATTRIBUTE, self)
-        _replace(optimizer, "step", self.step)
-        _replace(optimizer, "zero_grad", self.zero_grad)
-        _replace(optimizer, "add_param_group", self.add_param_group)
+        self._replaced = [
+            _replace(optimizer, "step", self.step),
+            _replace(optimizer, "zero_grad", self.zero_grad),
+            _replace(optimizer, "add_param_group", self.add_param_group),
+        ]
 
     # ---- what the faces ask
 
@@ -105,6 +125,16 @@ class Binding:
     def steps_skipped(self) -> int:
         """How many steps were skipped for an overflow. Reads the device."""
         return int(self._skipped)
+
+    @property
+    def delayed_scale(self) -> torch.Tensor | None:
+        """By what the gradients of delayed passes are still scaled; None if there are none."""
+        return self._delayed_scale if self._delayed else None
+
+    @property
+    def has_fresh_grads(self) -> bool:
+        """Whether a 16-bit parameter has a gradient that its master has not had yet."""
+        return self.masters is not None and any(link.fresh_grad() is not None for link in self.masters.links)
 
     def begin(self, scale: torch.Tensor | None, seen: set[int]) -> None:
         """Set aside what gradients there are, so that a backward pass scaled by ``scale`` brings only its own.
@@ -157,6 +187,12 @@ class Binding:
         """The next step depends on this flag; ``scaler`` and ``name`` are for the message."""
         self._passes.append(_Pass(found_inf, scaler, name))
 
+    def release(self) -> None:
+        """Put the optimizer's own methods back, where nobody has replaced ours since."""
+        for undo in self._replaced:
+            undo()
+        delattr(self.optimizer, _ATTRIBUTE)
+
     # ---- what replaces the optimizer's own methods
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -169,15 +205,18 @@ class Binding:
             if self.masters is not None and closure is None:
                 self.masters.adopt_unfrozen(self.optimizer)
                 self.masters.collect(None, torch.zeros((), device=self.device), set())
-            if not passes:
+            if passes:
+                found_inf = _any(passes)
+                if closure is None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+                    return self._run_guarded(found_inf, kwargs)
+                if found_inf.item():
+                    self._skip(passes)
+                    return None
+            try:
                 return self._run(self._wrap(closure, casting), kwargs)
-            found_inf = _any(passes)
-            if closure is None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
-                return self._run_guarded(found_inf, kwargs)
-            if found_inf.item():
-                self._skip(passes)
+            except _ClosureOverflowed as overflowed:
+                self._skip(overflowed.passes)
                 return None
-            return self._run(self._wrap(closure, casting), kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the optimizer's parameters, of the 16-bit parameters behind masters, and flags."""
@@ -240,11 +279,16 @@ class Binding:
         self._stash.clear()
 
     def _wrap(self, closure: Callable[[], Any] | None, casting: ops.OpCasting | None) -> Callable[[], Any] | None:
-        """A closure that sees up-to-date 16-bit weights and the casts, and is run again when it overflows."""
+        """A closure that sees up-to-date 16-bit weights and the casts, and is run again when it overflows.
+
+        Under a static scale the same would come again. Then the step is skipped, if nothing has moved yet.
+        """
         if closure is None:
             return None
+        first = True
 
         def evaluate() -> Any:
+            nonlocal first
             if self.masters is not None:
                 self.masters.copy_to_model()
             for _ in range(_CLOSURE_RETRIES):
@@ -254,7 +298,15 @@ class Binding:
                 if self.masters is not None:
                     self.masters.collect(None, torch.zeros((), device=self.device), set())
                 if not passes or not _any(passes).item():
+                    first = False
                     return loss
+                if not any(passed.scaler is not None and passed.scaler.dynamic for passed in passes):
+                    if first:
+                        raise _ClosureOverflowed(passes)
+                    raise UsageError(
+                        f"The closure given to {type(self.optimizer).__name__}.step overflowed under a static loss "
+                        "scale after the optimizer had moved the weights; use a lower scale, or a dynamic one."
+                    )
                 self._report(passes, "Running the closure again")
             raise UsageError(
                 f"The closure given to {type(self.optimizer).__name__}.step overflowed {_CLOSURE_RETRIES} times in a "
@@ -296,16 +348,31 @@ class Binding:
                 logger.info("Gradient overflow. %s%s", consequence, scale)
 
 
-def _replace(optimizer: torch.optim.Optimizer, name: str, method: Callable[..., Any]) -> None:
-    """Put ``method`` in the place of the instance's ``name``, keeping the marks that lr schedulers leave on it."""
+def _replace(optimizer: torch.optim.Optimizer, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Put ``method`` in the place of the instance's ``name``, keeping the marks that lr schedulers leave on it.
+
+    Returns:
+        A function that puts back what was there, unless something else has taken the place since.
+    """
+    before = vars(optimizer).get(name)
     own = getattr(optimizer, name)
 
     @functools.wraps(getattr(own, "__func__", own))
     def replacement(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
 
+    def undo() -> None:
+        if vars(optimizer).get(name) is not bound:
+            return
+        if before is None:
+            delattr(optimizer, name)
+        else:
+            setattr(optimizer, name, before)
+
     # A bound method, because torch's schedulers bind what they find again.
-    setattr(optimizer, name, types.MethodType(replacement, optimizer))
+    bound = types.MethodType(replacement, optimizer)
+    setattr(optimizer, name, bound)
+    return undo
 
 
 def _any(passes: list[_Pass]) -> torch.Tensor:
