@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -110,7 +112,7 @@ def _loss_scales(runs: Sequence[Run]) -> str:
     def draw(axes: Axes) -> None:
         for i, run in enumerate(runs):
             # Levels often share a scale: thinner lines on top of thicker ones keep all of them in sight.
-            width = 1.6 + 1.6 * (len(runs) - 1 - i)
+            width = 1.6 + 1.3 * (len(runs) - 1 - i)
             axes.step(
                 range(len(run.loss_scales)), run.loss_scales, color=COLORS[run.level], linewidth=width, label=run.level
             )
@@ -156,11 +158,9 @@ def _picture(ylabel: str, draw: Callable[[Axes], None]) -> str:
     return svg.replace(_INK, "currentColor")
 
 
-def _smooth(values: Sequence[float], keep: float = 0.9) -> list[float]:
-    """An exponential moving average without the bias of its start."""
-    smoothed, average, weight = [], 0.0, 0.0
-    for value in values:
-        average = keep * average + (1 - keep) * value
-        weight = keep * weight + (1 - keep)
-        smoothed.append(average / weight)
-    return smoothed
+def _smooth(values: Sequence[float], reach: int = 5) -> list[float]:
+    """The geometric mean over ``reach`` values before and after each; a loss that is not positive stays as it is."""
+    if any(not 0 < value < math.inf for value in values):
+        return list(values)
+    windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
+    return [statistics.geometric_mean(window) for window in windows]
