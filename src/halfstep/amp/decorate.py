@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import HALF_DTYPES, default_half, dtype_name, parse_dtype
+from ..core.hardware import warn_if_slow
 from ..engine.casting import modules
 from ..engine.stepping import bind, binding_of
 
@@ -65,6 +67,9 @@ def decorate(
         UsageError: a model wrapped for parallel training already, an optimizer that was decorated before, or
             ``master_grad`` on a torch without ``Tensor.grad_dtype``. Nothing has been changed then.
 
+    Warns:
+        PrecisionWarning: once, where the device of a model has no units for the dtype.
+
     Source: Paddle's AMP guide, section 2.1.3.
     """
     if level not in ("O1", "O2"):
@@ -85,6 +90,8 @@ def decorate(
     _check_untouched(model_list, optimizer_list, master_grad)
     if level == "O1":
         return models if optimizers is None else (models, optimizers)
+    for device in {param.device for model in model_list for param in model.parameters()}:
+        warn_if_slow(device, half)
 
     masters = master_weight is not False and bool(optimizer_list)
     for model in model_list:
@@ -95,7 +102,7 @@ def decorate(
                 if param.dtype in HALF_DTYPES:
                     param.grad_dtype = torch.float32
     for optimizer in optimizer_list:
-        bind(optimizer, master_weights=masters)
+        bind(optimizer, master_weights=masters).models = tuple(map(weakref.ref, model_list))
     return models if optimizers is None else (models, optimizers)
 
 

@@ -10,20 +10,22 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core.errors import UsageError
-from ..kernels import eager
-from ..kernels.plan import PlanCache
+from .blame import first_bad_gradient
 from .casting import ops
+from .late import LateReader
 from .masters.plain import PlainMasters
 from .scaling import LossScaler
+from .unscaling import Unscaler, reciprocal, widen
 
-__all__ = ["Binding", "bind", "binding_of", "reciprocal", "unbind"]
+__all__ = ["Binding", "bind", "binding_of", "blame", "unbind"]
 
 logger = logging.getLogger("halfstep")
 
@@ -35,16 +37,11 @@ class _Pass(NamedTuple):
     """One scaled backward pass since the last step."""
 
     found_inf: torch.Tensor
-    scaler: LossScaler | None
-    name: str
+    dynamic: bool
 
 
 class _ClosureOverflowed(Exception):  # noqa: N818 - never leaves this file
     """Leaves an optimizer's step before it has changed anything."""
-
-    def __init__(self, passes: list[_Pass]) -> None:
-        super().__init__()
-        self.passes = passes
 
 
 def bind(optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: bool = True) -> Binding:
@@ -77,30 +74,29 @@ def unbind(optimizer: torch.optim.Optimizer) -> None:
         binding.release()
 
 
-def reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """``1 / scale`` rounded once to float32, as a tensor on the same device."""
-    return scale.double().reciprocal().float()
-
-
 class Binding:
     """The gradients and the step of one optimizer.
 
     Attributes:
         masters: the fp32 masters of its 16-bit parameters, or None.
         session: whoever bound it may leave its own state here.
+        models: weak references to the models it trains, which know the names of parameters; whoever bound it fills it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: bool) -> None:
         self.optimizer = optimizer
         self.masters = PlainMasters(optimizer) if master_weights else None
         self.session: Any = None
+        self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
         self._verbose = verbose
-        self._plans = PlanCache()
+        self._unscaler = Unscaler()
         self._passes: list[_Pass] = []
         self._delayed = False  # the gradients are still scaled, by:
         self._delayed_scale: torch.Tensor | None = None
         self._stash: dict[torch.Tensor, torch.Tensor] = {}
-        self._skipped: int | torch.Tensor = 0
+        self._skipped = 0
+        self._skipped_on_device: torch.Tensor | None = None
+        self._late = LateReader(1)  # what delayed passes found; every other pass is its scaler's to tell of
         self._own_step = optimizer.step
         self._own_zero_grad = optimizer.zero_grad
         self._own_add_param_group = optimizer.add_param_group
@@ -124,7 +120,8 @@ class Binding:
     @property
     def steps_skipped(self) -> int:
         """How many steps were skipped for an overflow. Reads the device."""
-        return int(self._skipped)
+        unread = self._skipped_on_device
+        return self._skipped + (0 if unread is None else int(unread))
 
     @property
     def delayed_scale(self) -> torch.Tensor | None:
@@ -183,9 +180,9 @@ class Binding:
         if not delay:
             self._unscale(scale, found_inf, seen)
 
-    def note_pass(self, found_inf: torch.Tensor, scaler: LossScaler, name: str) -> None:
-        """The next step depends on this flag; ``scaler`` and ``name`` are for the message."""
-        self._passes.append(_Pass(found_inf, scaler, name))
+    def note_pass(self, found_inf: torch.Tensor, scaler: LossScaler) -> None:
+        """The next step depends on this flag, 1.0 if the pass scaled by ``scaler`` overflowed."""
+        self._passes.append(_Pass(found_inf, scaler.dynamic))
 
     def release(self) -> None:
         """Put the optimizer's own methods back, where nobody has replaced ours since."""
@@ -197,6 +194,7 @@ class Binding:
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """The optimizer's step on unscaled gradients, unless a backward pass overflowed; then nothing changes."""
+        self._tell_of_delayed()
         if self._delayed:
             self._note_delayed()
         passes, self._passes = self._passes, []
@@ -210,12 +208,12 @@ class Binding:
                 if closure is None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
                     return self._run_guarded(found_inf, kwargs)
                 if found_inf.item():
-                    self._skip(passes)
+                    self._skip()
                     return None
             try:
                 return self._run(self._wrap(closure, casting), kwargs)
-            except _ClosureOverflowed as overflowed:
-                self._skip(overflowed.passes)
+            except _ClosureOverflowed:
+                self._skip()
                 return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -247,7 +245,8 @@ class Binding:
         found_inf = torch.zeros((), device=self.device)
         self._unscale(self._delayed_scale, found_inf, set())
         if self._delayed_scale is not None:
-            self._passes.append(_Pass(found_inf, None, ""))
+            self._passes.append(_Pass(found_inf, False))
+            self._late.post(found_inf)
 
     @torch.no_grad()
     def _unscale(self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int]) -> None:
@@ -257,23 +256,13 @@ class Binding:
             self.masters.collect(inv_scale, found_inf, seen)
         if inv_scale is None:
             return
-        params, views = [], []
-        for param in self._direct():
-            if param.grad is None or id(param) in seen:
-                continue
-            seen.add(id(param))
-            if param.grad.is_sparse and not param.grad.is_coalesced():
-                param.grad = _widen(param.grad).coalesce().to(param.grad.dtype)
-            params.append(param)
-            views.append(_dense_view(param.grad))
-        if params:
-            eager.unscale_(self._plans.get("direct", params, views), views, inv_scale, found_inf)
+        self._unscaler(self._direct(), inv_scale, found_inf, seen)
         for param, before in self._stash.items():
             if param.grad is None:
                 param.grad = before
             elif param.grad.is_sparse or before.is_sparse:
                 # torch adds no sparse tensors of 16 bits
-                param.grad = (_widen(before) + _widen(param.grad)).to(before.dtype)
+                param.grad = (widen(before) + widen(param.grad)).to(before.dtype)
             else:
                 param.grad.add_(before)
         self._stash.clear()
@@ -300,14 +289,15 @@ class Binding:
                 if not passes or not _any(passes).item():
                     first = False
                     return loss
-                if not any(passed.scaler is not None and passed.scaler.dynamic for passed in passes):
+                if not any(passed.dynamic for passed in passes):
                     if first:
-                        raise _ClosureOverflowed(passes)
+                        raise _ClosureOverflowed
                     raise UsageError(
                         f"The closure given to {type(self.optimizer).__name__}.step overflowed under a static loss "
                         "scale after the optimizer had moved the weights; use a lower scale, or a dynamic one."
                     )
-                self._report(passes, "Running the closure again")
+                if self._verbose:
+                    logger.info("Gradient overflow. Running the closure again")
             raise UsageError(
                 f"The closure given to {type(self.optimizer).__name__}.step overflowed {_CLOSURE_RETRIES} times in a "
                 "row, each time at a lower loss scale; its loss or its gradients are not finite at any scale."
@@ -330,22 +320,26 @@ class Binding:
             result = self._run(None, kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-        self._skipped = self._skipped + found_inf
+        if self._skipped_on_device is None:
+            self._skipped_on_device = torch.zeros_like(found_inf)
+        self._skipped_on_device.add_(found_inf)  # in place, so that a captured step goes on counting
         return result
 
-    def _skip(self, passes: list[_Pass]) -> None:
-        self._skipped = self._skipped + 1
-        self._report(passes, "Skipping step")
+    def _skip(self) -> None:
+        self._skipped += 1
         if self.masters is not None:
             self.masters.clear_master_grads()
 
-    def _report(self, passes: list[_Pass], consequence: str) -> None:
-        if not self._verbose:
-            return
-        for passed in passes:
-            if passed.found_inf.item():
-                scale = f", {passed.name} now at loss scale {passed.scaler.loss_scale():g}" if passed.scaler else ""
-                logger.info("Gradient overflow. %s%s", consequence, scale)
+    def _tell_of_delayed(self) -> None:
+        for (found_inf,) in self._late.poll():
+            if found_inf and self._verbose:
+                logger.info("Gradient overflow in a delayed pass. Skipping step")
+
+
+def blame(bindings: Sequence[Binding]) -> str:
+    """The first parameter behind these bindings whose gradient is not finite, in words. Reads the device."""
+    models = [model for binding in bindings for ref in binding.models if (model := ref()) is not None]
+    return first_bad_gradient([binding.optimizer for binding in bindings], models)
 
 
 def _replace(optimizer: torch.optim.Optimizer, name: str, method: Callable[..., Any]) -> Callable[[], None]:
@@ -380,12 +374,3 @@ def _any(passes: list[_Pass]) -> torch.Tensor:
         return passes[0].found_inf
     device = passes[0].found_inf.device
     return torch.stack([p.found_inf.to(device) for p in passes]).amax()
-
-
-def _widen(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to(torch.promote_types(grad.dtype, torch.float32))
-
-
-def _dense_view(grad: torch.Tensor) -> torch.Tensor:
-    values = grad._values() if grad.is_sparse else grad
-    return torch.view_as_real(values) if values.is_complex() else values
