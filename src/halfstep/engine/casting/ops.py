@@ -12,7 +12,16 @@ import torch
 
 from ...core.oplists import OpLists
 
-__all__ = ["OpCasting", "activate", "active", "clear_cache", "deactivate", "disable_casts", "ensure_thread"]
+__all__ = [
+    "OpCasting",
+    "activate",
+    "active",
+    "clear_cache",
+    "deactivate",
+    "disable_casts",
+    "ensure_thread",
+    "process_casting",
+]
 
 
 class _Thread(threading.local):
@@ -75,6 +84,11 @@ class OpCasting:
 def active() -> OpCasting | None:
     """The casting in force in this thread, or None."""
     return _thread.active
+
+
+def process_casting() -> OpCasting | None:
+    """The casting of the whole process, which ``activate`` sets, or None."""
+    return _process
 
 
 def activate(casting: OpCasting) -> None:
