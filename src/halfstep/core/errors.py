@@ -1,4 +1,4 @@
-"""Every error halfstep raises on purpose. A message says what was given, what is allowed and what to do."""
+"""Every error and warning that halfstep raises on purpose, each with a message that says what to do."""
 
 __all__ = [
     "ArgumentIndexError",
@@ -6,6 +6,7 @@ __all__ = [
     "ArgumentValueError",
     "HalfstepError",
     "LossScaleCollapsed",
+    "PrecisionWarning",
     "UsageError",
 ]
 
@@ -32,3 +33,7 @@ class UsageError(HalfstepError):
 
 class LossScaleCollapsed(HalfstepError):  # noqa: N818 - the name says what happened
     """A dynamic loss scale sits at its floor and the gradients still overflow."""
+
+
+class PrecisionWarning(UserWarning):
+    """The training is right and slower than it need be, because the hardware has no units for the dtype."""
