@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,9 +59,10 @@ def command(
     import torch
     from rich.console import Console
 
+    from halfstep.core.errors import PrecisionWarning
     from halfstep.core.formats import default_half, parse_dtype
+    from halfstep.core.hardware import slow_reason
 
-    from ..machine import emulation_note
     from .report import write_report
     from .training import Settings
 
@@ -68,7 +70,7 @@ def command(
         raise click.ClickException("torch finds no CUDA device here; leave out --device cuda to train on the CPU.")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     half = parse_dtype(dtype) if dtype else default_half(where)
-    note = emulation_note(where, half)
+    note = slow_reason(where, half)
     notes = [note] if note else []
     if width is None:
         width = 16 if note and where.type == "cpu" else 64
@@ -77,9 +79,11 @@ def command(
     settings = Settings(levels, where, half, epochs, seed, width)
 
     console = Console()
-    for note in notes:
-        console.print(note, style="yellow", soft_wrap=True)
-    runs = _train(console, settings)
+    for sentence in notes:
+        console.print(sentence, style="yellow", soft_wrap=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)  # the note says it already
+        runs = _train(console, settings)
     _print_table(console, runs)
     out.mkdir(parents=True, exist_ok=True)
     write_report(out / "report.html", runs, settings, notes)
