@@ -7,9 +7,7 @@ A ``Binding`` replaces ``step``, ``zero_grad`` and ``add_param_group`` on the op
 
 from __future__ import annotations
 
-import functools
 import logging
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,6 +20,7 @@ from .blame import first_bad_gradient
 from .casting import ops
 from .late import LateReader
 from .masters.plain import PlainMasters
+from .replacing import replace_method
 from .scaling import LossScaler
 from .unscaling import Unscaler, reciprocal, widen
 
@@ -89,7 +88,7 @@ class Binding:
         self.session: Any = None
         self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
         self._verbose = verbose
-        self._unscaler = Unscaler()
+        self._unscaler, self._clipper = Unscaler(), Unscaler()
         self._passes: list[_Pass] = []
         self._delayed = False  # the gradients are still scaled, by:
         self._delayed_scale: torch.Tensor | None = None
@@ -102,9 +101,10 @@ class Binding:
         self._own_add_param_group = optimizer.add_param_group
         setattr(optimizer, _ATTRIBUTE, self)
         self._replaced = [
-            _replace(optimizer, "step", self.step),
-            _replace(optimizer, "zero_grad", self.zero_grad),
-            _replace(optimizer, "add_param_group", self.add_param_group),
+            replace_method(optimizer, "step", self.step),
+            replace_method(optimizer, "zero_grad", self.zero_grad),
+            replace_method(optimizer, "add_param_group", self.add_param_group),
+            replace_method(optimizer, "clip_master_grads", self.clip_master_grads),
         ]
 
     # ---- what the faces ask
@@ -184,6 +184,18 @@ class Binding:
         """The next step depends on this flag, 1.0 if the pass scaled by ``scaler`` overflowed."""
         self._passes.append(_Pass(found_inf, scaler.dynamic))
 
+    def unscale(self, scale: torch.Tensor, found_inf: torch.Tensor, scaler: LossScaler, seen: set[int]) -> None:
+        """Unscale what backward passes without ``begin`` brought; the next step depends on it.
+
+        Args:
+            scale: 0-dim tensor that all of their losses were multiplied by.
+            found_inf: 0-dim float32 tensor, set to 1.0 if a gradient holds inf or NaN.
+            scaler: whose scale it is.
+            seen: identities of parameters already unscaled; extended.
+        """
+        self.finish(scale, found_inf, seen, delay=False)
+        self.note_pass(found_inf, scaler)
+
     def release(self) -> None:
         """Put the optimizer's own methods back, where nobody has replaced ours since."""
         for undo in self._replaced:
@@ -200,9 +212,8 @@ class Binding:
         passes, self._passes = self._passes, []
         casting = ops.active()
         with ops.disable_casts() if casting is not None else nullcontext():
-            if self.masters is not None and closure is None:
-                self.masters.adopt_unfrozen(self.optimizer)
-                self.masters.collect(None, torch.zeros((), device=self.device), set())
+            if closure is None:
+                self._complete_masters()
             if passes:
                 found_inf = _any(passes)
                 if closure is None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
@@ -232,7 +243,34 @@ class Binding:
         if self.masters is not None:
             self.masters.adopt(self.optimizer, self.optimizer.param_groups[-1])
 
+    @torch.no_grad()
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients that the next step uses to a total norm, taken over all of them as one vector.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: of the p-norm; ``float("inf")`` for the largest element.
+
+        Returns:
+            The norm before, a 0-dim tensor; -1 if a scaled backward pass overflowed, since there is nothing to clip
+            then. No device is read.
+        """
+        if self._delayed:
+            self._note_delayed()
+        self._complete_masters()
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = self._clipper.clip(params, max_norm, norm_type)
+        return torch.where(_any(self._passes) != 0, -1.0, norm) if self._passes else norm
+
     # ---- inside
+
+    def _complete_masters(self) -> None:
+        """Bring to the masters what no scaled pass has: gradients of a plain backward, edits of 16-bit gradients."""
+        if self.masters is not None:
+            self.masters.drop_spent()
+            self.masters.adopt_unfrozen(self.optimizer)
+            self.masters.take_edits()
+            self.masters.collect(None, torch.zeros((), device=self.device), set())
 
     def _direct(self) -> list[torch.Tensor]:
         """The parameters that the optimizer updates without a master."""
@@ -309,7 +347,7 @@ class Binding:
         result = self._own_step(**kwargs) if closure is None else self._own_step(closure, **kwargs)
         if self.masters is not None:
             self.masters.copy_to_model()
-            self.masters.clear_master_grads()
+            self.masters.spend_master_grads()
         return result
 
     def _run_guarded(self, found_inf: torch.Tensor, kwargs: dict[str, Any]) -> Any:
@@ -328,7 +366,7 @@ class Binding:
     def _skip(self) -> None:
         self._skipped += 1
         if self.masters is not None:
-            self.masters.clear_master_grads()
+            self.masters.spend_master_grads()
 
     def _tell_of_delayed(self) -> None:
         for (found_inf,) in self._late.poll():
@@ -340,33 +378,6 @@ def blame(bindings: Sequence[Binding]) -> str:
     """The first parameter behind these bindings whose gradient is not finite, in words. Reads the device."""
     models = [model for binding in bindings for ref in binding.models if (model := ref()) is not None]
     return first_bad_gradient([binding.optimizer for binding in bindings], models)
-
-
-def _replace(optimizer: torch.optim.Optimizer, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Put ``method`` in the place of the instance's ``name``, keeping the marks that lr schedulers leave on it.
-
-    Returns:
-        A function that puts back what was there, unless something else has taken the place since.
-    """
-    before = vars(optimizer).get(name)
-    own = getattr(optimizer, name)
-
-    @functools.wraps(getattr(own, "__func__", own))
-    def replacement(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    def undo() -> None:
-        if vars(optimizer).get(name) is not bound:
-            return
-        if before is None:
-            delattr(optimizer, name)
-        else:
-            setattr(optimizer, name, before)
-
-    # A bound method, because torch's schedulers bind what they find again.
-    bound = types.MethodType(replacement, optimizer)
-    setattr(optimizer, name, bound)
-    return undo
 
 
 def _any(passes: list[_Pass]) -> torch.Tensor:

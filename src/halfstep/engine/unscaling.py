@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..core.formats import is_half
 from ..kernels import eager
 from ..kernels.plan import Plan, PlanCache
 
@@ -34,31 +35,35 @@ def dense_view(grad: torch.Tensor) -> torch.Tensor:
 
 
 class Unscaler:
-    """Unscales the gradients of one list of parameters again and again, with a plan that is kept between steps."""
+    """Unscales the gradients of one list of parameters again and again, with a plan that is kept between steps.
+
+    Attributes:
+        any_half: whether a gradient of the latest ``gather`` has 16 bits.
+    """
 
     def __init__(self) -> None:
+        self.any_half = False
         self._plans = PlanCache()
-        self._plan: Plan | None = None
+        self._plan = Plan()
         self._complex = False
 
-    @torch.no_grad()
     def __call__(
         self,
         params: Iterable[torch.Tensor],
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
         seen: set[int] | None = None,
-    ) -> list[torch.Tensor]:
-        """Multiply each gradient by ``inv_scale`` in place, in fp32 arithmetic.
+    ) -> None:
+        """``gather`` and ``unscale``."""
+        self.unscale(self.gather(params, seen), inv_scale, found_inf)
+
+    @torch.no_grad()
+    def gather(self, params: Iterable[torch.Tensor], seen: set[int] | None = None) -> list[torch.Tensor]:
+        """The gradients of parameters as real dense tensors that share their memory.
 
         Args:
             params: parameters of any kind; those without a gradient are passed over.
-            inv_scale: 0-dim float32 tensor on any device.
-            found_inf: 0-dim float32 tensor on any device, set to 1.0 if a gradient holds inf or NaN.
             seen: identities of parameters to leave out; extended.
-
-        Returns:
-            The gradients as real dense tensors that share their memory.
         """
         if seen is None:
             owners = [p for p in params if p.grad is not None]
@@ -71,6 +76,7 @@ class Unscaler:
         plan = self._plans.get("grads", owners, grads)
         if plan is not self._plan:
             self._plan, self._complex = plan, any(grad.is_complex() for grad in grads)
+            self.any_half = any(map(is_half, grads))
         if [grad for grad in grads if grad.is_sparse]:
             for i, param in enumerate(owners):
                 if grads[i].is_sparse and not grads[i].is_coalesced():
@@ -79,5 +85,57 @@ class Unscaler:
             grads = [dense_view(grad) for grad in grads]
         elif self._complex:
             grads = [dense_view(grad) for grad in grads]
-        eager.unscale_(plan, grads, inv_scale, found_inf)
         return grads
+
+    @torch.no_grad()
+    def clip(self, params: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale gradients down so that their total norm is at most ``max_norm``.
+
+        Args:
+            params: as for ``gather``.
+            max_norm: the largest norm allowed.
+            norm_type: of the p-norm; ``float("inf")`` for the largest element.
+
+        Returns:
+            The norm before, as a 0-dim tensor; 0 without gradients. Where it is inf or NaN all gradients become NaN.
+        """
+        grads = self.gather(params)
+        if not grads:
+            return torch.zeros(())
+        norm = eager.norm(self._plan, grads, norm_type)
+        eager.scale_(self._plan, grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def unscale_and_clip(
+        self, grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor, max_norm: float
+    ) -> torch.Tensor:
+        """``unscale`` and clip to a 2-norm; one read of the gradients gives the norm and the finite check together.
+
+        Args:
+            grads: what the latest ``gather`` returned.
+            inv_scale: 0-dim float32 tensor.
+            found_inf: 0-dim float32 tensor, set to 1.0 if the norm of the scaled gradients is not finite in fp32.
+            max_norm: the largest norm allowed.
+
+        Returns:
+            The norm of the unscaled gradients, as a 0-dim tensor on the device of ``found_inf``.
+        """
+        if not grads:
+            return torch.zeros_like(found_inf)
+        norm = eager.norm(self._plan, grads).to(found_inf.device) * inv_scale
+        found_inf.logical_or_(norm.isfinite().logical_not_())
+        eager.scale_(self._plan, grads, inv_scale * (max_norm / (norm + 1e-6)).clamp_(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def unscale(self, grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+        """Multiply gradients by ``inv_scale`` in place, in fp32 arithmetic.
+
+        Args:
+            grads: what the latest ``gather`` returned.
+            inv_scale: 0-dim float32 tensor on any device.
+            found_inf: 0-dim float32 tensor on any device, set to 1.0 if a gradient holds inf or NaN.
+        """
+        if grads:
+            eager.unscale_(self._plan, grads, inv_scale, found_inf)
