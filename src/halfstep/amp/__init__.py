@@ -4,6 +4,7 @@ from ..core.errors import PrecisionWarning
 from ..core.hardware import is_bfloat16_supported, is_float16_supported
 from ..engine.casting.ops import deactivate, disable_casts
 from .decorate import decorate
+from .grad_scaler import GradScaler
 from .handle import init
 from .initialize import initialize
 from .scale_loss import scale_loss
@@ -11,6 +12,7 @@ from .session import _amp_state as _amp_state
 from .session import load_state_dict, master_params, state_dict, steps_skipped
 
 __all__ = [
+    "GradScaler",
     "PrecisionWarning",
     "deactivate",
     "decorate",

@@ -88,4 +88,4 @@ def scale_loss(
         return
     for binding in bindings:
         binding.note_pass(found_inf, scaler)
-    scaler.update(found_inf, lambda: blame(bindings))
+    scaler.update(found_inf, lambda: blame([binding.optimizer for binding in bindings]))

@@ -73,4 +73,4 @@ def conclude(bindings: Sequence[Binding], scaler: LossScaler, found_inf: torch.T
     """Let the next step of each optimizer and the loss scale know what a pass found."""
     for binding in bindings:
         binding.note_pass(found_inf, scaler)
-    scaler.update(found_inf, lambda: blame(bindings))
+    scaler.update(found_inf, lambda: blame([binding.optimizer for binding in bindings]))

@@ -80,6 +80,7 @@ class Binding:
         masters: the fp32 masters of its 16-bit parameters, or None.
         session: whoever bound it may leave its own state here.
         models: weak references to the models it trains, which know the names of parameters; whoever bound it fills it.
+        clipper: clips the gradients of the parameters in its groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: bool) -> None:
@@ -88,7 +89,8 @@ class Binding:
         self.session: Any = None
         self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
         self._verbose = verbose
-        self._unscaler, self._clipper = Unscaler(), Unscaler()
+        self.clipper = Unscaler()
+        self._unscaler = Unscaler()
         self._passes: list[_Pass] = []
         self._delayed = False  # the gradients are still scaled, by:
         self._delayed_scale: torch.Tensor | None = None
@@ -259,7 +261,7 @@ class Binding:
             self._note_delayed()
         self._complete_masters()
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = self._clipper.clip(params, max_norm, norm_type)
+        norm = self.clipper.clip(params, max_norm, norm_type)
         return torch.where(_any(self._passes) != 0, -1.0, norm) if self._passes else norm
 
     # ---- inside
@@ -374,10 +376,11 @@ class Binding:
                 logger.info("Gradient overflow in a delayed pass. Skipping step")
 
 
-def blame(bindings: Sequence[Binding]) -> str:
-    """The first parameter behind these bindings whose gradient is not finite, in words. Reads the device."""
+def blame(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """The first parameter of these optimizers whose gradient is not finite, in words. Reads the device."""
+    bindings = [binding for optimizer in optimizers if (binding := binding_of(optimizer)) is not None]
     models = [model for binding in bindings for ref in binding.models if (model := ref()) is not None]
-    return first_bad_gradient([binding.optimizer for binding in bindings], models)
+    return first_bad_gradient(optimizers, models)
 
 
 def _any(passes: list[_Pass]) -> torch.Tensor:
