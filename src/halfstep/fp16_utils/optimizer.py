@@ -15,7 +15,6 @@ from ..engine.forwarding import ForwardingOptimizer
 from ..engine.masters.plain import MasterLink, PlainMasters
 from ..engine.stepping import bind
 from .loss_scaler import DynamicLossScaler, LossScaler, saved_entry
-from .params import clip_grad_norm
 
 __all__ = ["FP16_Optimizer"]
 
@@ -145,7 +144,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         conclude([self._binding], self.loss_scaler.engine, found_inf)
         self._note(found_inf)
 
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> torch.Tensor | float:
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip the master gradients to a total norm.
 
         Args:
@@ -153,13 +152,10 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             norm_type: of the p-norm; ``float("inf")`` for the largest element.
 
         Returns:
-            The norm before clipping, a 0-dim fp32 tensor, or -1 if the gradients overflowed. Reads the device.
+            The norm before clipping, a 0-dim tensor; -1 if the gradients overflowed. Does not read the device.
         """
         self._settle()
-        if self.overflow:
-            return -1
-        params = [param for group in self.param_groups for param in group["params"]]
-        return clip_grad_norm(params, max_norm, norm_type)
+        return self._binding.clip_master_grads(max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the masters and round them into the model, or skip if a gradient was inf or NaN.

@@ -23,10 +23,11 @@ __all__ = ["MasterLink", "PlainMasters", "master_of"]
 class MasterLink:
     """A 16-bit parameter of a model and its fp32 master. Optimizers that share the parameter share the link."""
 
-    __slots__ = ("__weakref__", "master", "model", "owners", "spent_by")
+    __slots__ = ("__weakref__", "_view", "master", "model", "owners", "spent_by")
 
     def __init__(self, model: torch.nn.Parameter) -> None:
         self.model = model
+        self._view: torch.Tensor | None = None  # the collected gradient, where it is a view of a DDP bucket
         self.owners = 0  # optimizers that update it
         self.spent_by: set[int] = set()  # those that have stepped with the gradient it has
         # From the rounded weight, as Apex had it: the master starts where the model computes.
@@ -38,6 +39,11 @@ class MasterLink:
         grad = self.model.grad
         if grad is None or getattr(grad, "_halfstep_collected", -1) == grad._version:
             return None
+        # DistributedDataParallel rebuilds its buckets once, in a forward, and gradient_as_bucket_view=True then hands
+        # the same gradient back as another object, without the mark (torch 2.13, Reducer::initialize_bucket_views).
+        if self._view is not None and grad is not self._view and grad._is_view() and torch.equal(grad, self._view):
+            self.mark_collected()
+            return None
         return grad
 
     def mark_collected(self) -> None:
@@ -46,6 +52,11 @@ class MasterLink:
         if grad is not None:
             grad._halfstep_collected = grad._version  # type: ignore[attr-defined]
             grad._halfstep_unscaled = False  # type: ignore[attr-defined]
+            self._view = grad if grad._is_view() else None
+
+    def clear_grad(self) -> None:
+        """Set the gradient of the 16-bit parameter to None."""
+        self.model.grad = self._view = None
 
 
 # Parameter -> weak reference to its link. Weak on both sides: the optimizer's PlainMasters owns the links, so that a
@@ -167,7 +178,7 @@ class PlainMasters:
         """Set those 16-bit gradients to None that the masters have had."""
         for link in self.links:
             if link.fresh_grad() is None:
-                link.model.grad = None
+                link.clear_grad()
 
     def clear_master_grads(self) -> None:
         """Set the gradients of the masters to None."""
@@ -220,9 +231,11 @@ class PlainMasters:
         """Clear the 16-bit gradients of the model."""
         for link in self.links:
             if set_to_none:
-                link.model.grad = None
+                link.clear_grad()
             elif link.model.grad is not None:
-                link.model.grad.detach_().zero_()
+                if link.model.grad.grad_fn is not None:
+                    link.model.grad.detach_()  # not always: a view of a DistributedDataParallel bucket refuses it
+                link.model.grad.requires_grad_(False).zero_()
                 link.mark_collected()
 
 
