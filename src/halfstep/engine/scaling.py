@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -132,6 +132,8 @@ class DynamicLossScale(LossScale):
         sticky_backoff: whether hysteresis, once used up, stays so until a finite step.
         collapse_after: after so many overflows in a row at the floor, or at 2**-14 where the floor is lower, a
             ``LossScaler`` raises ``LossScaleCollapsed``. None for never.
+        floor: the smallest scale there can be.
+        ceiling: the largest scale there can be.
 
     Raises:
         ArgumentValueError: for a value outside of these ranges.
@@ -146,6 +148,8 @@ class DynamicLossScale(LossScale):
     max_scale: float | None = 2.0**24
     sticky_backoff: bool = False
     collapse_after: int | None = 20
+    floor: float = field(init=False, repr=False, compare=False)
+    ceiling: float = field(init=False, repr=False, compare=False)
 
     dynamic = True
 
@@ -159,19 +163,13 @@ class DynamicLossScale(LossScale):
         for name in ("growth_interval", "backoff_interval", "collapse_after"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
-        if self.floor > self.ceiling:
+        floor = _SMALLEST if self.min_scale is None else max(self.min_scale, _SMALLEST)
+        ceiling = _LARGEST if self.max_scale is None else min(self.max_scale, _LARGEST)
+        object.__setattr__(self, "floor", floor)
+        object.__setattr__(self, "ceiling", ceiling)
+        if floor > ceiling:
             raise ArgumentValueError(f"min_scale={self.min_scale} is above max_scale={self.max_scale}; swap them.")
         object.__setattr__(self, "init_scale", min(max(self.init_scale, self.floor), self.ceiling))
-
-    @property
-    def floor(self) -> float:
-        """The smallest scale there can be."""
-        return _SMALLEST if self.min_scale is None else max(self.min_scale, _SMALLEST)
-
-    @property
-    def ceiling(self) -> float:
-        """The largest scale there can be."""
-        return _LARGEST if self.max_scale is None else min(self.max_scale, _LARGEST)
 
     @property
     def collapse_scale(self) -> float:

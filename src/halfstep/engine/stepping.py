@@ -153,12 +153,13 @@ class Binding:
             self.masters.drop_collected()
         if scale is None:
             return
-        for param in self._direct():
+        direct = self._direct()
+        for param in direct:
             if param.grad is not None and id(param) not in seen:
                 # A view may be of a DistributedDataParallel bucket, which the next backward pass overwrites.
                 self._stash[param] = param.grad.clone() if param.grad._is_view() else param.grad
                 param.grad = None
-            seen.add(id(param))
+        seen.update(map(id, direct))
 
     def abandon(self) -> None:
         """After ``begin``, when the backward pass failed: drop what it brought and put back what was set aside."""
@@ -276,7 +277,9 @@ class Binding:
 
     def _direct(self) -> list[torch.Tensor]:
         """The parameters that the optimizer updates without a master."""
-        owned = {id(link.master) for link in self.masters.links} if self.masters is not None else ()
+        if self.masters is None or not self.masters.links:
+            return [p for group in self.optimizer.param_groups for p in group["params"]]
+        owned = {id(link.master) for link in self.masters.links}
         return [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in owned]
 
     def _note_delayed(self) -> None:

@@ -57,7 +57,6 @@ class Unscaler:
         """``gather`` and ``unscale``."""
         self.unscale(self.gather(params, seen), inv_scale, found_inf)
 
-    @torch.no_grad()
     def gather(self, params: Iterable[torch.Tensor], seen: set[int] | None = None) -> list[torch.Tensor]:
         """The gradients of parameters as real dense tensors that share their memory.
 
@@ -65,10 +64,8 @@ class Unscaler:
             params: parameters of any kind; those without a gradient are passed over.
             seen: identities of parameters to leave out; extended.
         """
-        if seen is None:
-            owners = [p for p in params if p.grad is not None]
-        else:
-            owners = [p for p in params if p.grad is not None and id(p) not in seen]
+        owners = [p for p in params if p.grad is not None and not (seen and id(p) in seen)]
+        if seen is not None:
             seen.update(map(id, owners))
         if not owners:
             return []

@@ -95,9 +95,11 @@ def scale_(plan: Plan, tensors: list[torch.Tensor], factor: torch.Tensor) -> Non
 
 def _unscale_group(group: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
     device = group[0].device
-    if device == found_inf.device:
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale.to(device, non_blocking=True))
+    if inv_scale.device != device:
+        inv_scale = inv_scale.to(device, non_blocking=True)
+    if found_inf.device == device:
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
         return
     local = torch.zeros((), device=device)
-    torch._amp_foreach_non_finite_check_and_unscale_(group, local, inv_scale.to(device, non_blocking=True))
+    torch._amp_foreach_non_finite_check_and_unscale_(group, local, inv_scale)
     found_inf.copy_(torch.maximum(found_inf, local.to(found_inf.device, non_blocking=True)))
