@@ -1,0 +1,123 @@
+"""The benchmarks run, take turns, and tell when there is nothing to check."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu_check, harness
+from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.harness import Contender, interleave
+
+CPU = torch.device("cpu")
+
+
+def test_contenders_take_turns_in_a_rotating_order() -> None:
+    calls: list[str] = []
+    contenders = [Contender(name, lambda name=name: calls.append(name)) for name in "abc"]
+    timings = interleave(contenders, device=CPU, baseline="a", rounds=2, warm_up=1)
+    assert "".join(calls) == "abc" + "bca" + "cab"
+    assert [len(timing.seconds) for timing in timings] == [2, 2, 2]
+    assert timings[0].ratio == 1.0
+
+
+def test_the_context_around_a_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+
+    class Around:
+        def __enter__(self) -> None:
+            clock[0] += 100.0
+
+        def __exit__(self, *error: object) -> None:
+            clock[0] += 100.0
+
+    def take(seconds: float) -> None:
+        clock[0] += seconds
+
+    contenders = [Contender("a", lambda: take(1.0), Around), Contender("b", lambda: take(3.0))]
+    timings = interleave(contenders, device=CPU, baseline="a", rounds=4, max_seconds=1e9, warm_up=0)
+    assert timings[0].seconds == [1.0] * 4
+    assert timings[1].ratio == 3.0
+
+
+@pytest.mark.parametrize(("limits", "rounds"), [({"min_seconds": 50.0}, 50), ({"max_seconds": 5.0}, 6)])
+def test_time_limits(limits: dict[str, float], rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+
+    def step() -> None:
+        clock[0] += 1.0
+
+    (timing,) = interleave([Contender("a", step)], device=CPU, baseline="a", rounds=10, warm_up=0, **limits)
+    assert len(timing.seconds) == rounds
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_simplenet(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "made" / "s.json"
+    flags = ["--device", "cpu", "--width", "32", "--batch", "8", "--steps", "2", "--dtype", dtype, "--json", str(path)]
+    assert main(["simplenet", *flags]) == 0
+    names = ["fp32", "torch.autocast", "pure 16-bit", "halfstep O1", "halfstep O2", "halfstep O3"]
+    record = json.loads(path.read_text())
+    assert [timing["name"] for timing in record["timings"]] == names
+    assert record["settings"]["dtype"] == dtype
+    assert record["machine"]["torch"] == torch.__version__
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)
+    a = torch.ones(2, 2)
+    assert (a @ a).dtype is torch.float32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_gpu_check_without_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpu_check"]) != 0
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "said"), [("print('fine')", 0, "fine"), ("exit(3)", 3, ""), ("while True: pass", None, "")]
+)
+def test_gpu_check_tells_how_a_command_ended(script: str, status: int | None, said: str, tmp_path: Path) -> None:
+    told = gpu_check._call([sys.executable, "-c", script], seconds=2.0, log=tmp_path / "log")
+    assert told["status"] == status
+    assert (tmp_path / "log").read_text().strip() == said
+
+
+@pytest.mark.parametrize(("tests_status", "code"), [(0, 0), (5, 0), (1, 1), (None, 1)])
+def test_gpu_check_writes_its_record(
+    tests_status: int | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(command: list[str], seconds: float, log: Path | None = None) -> dict[str, object]:
+        return {"status": tests_status if "pytest" in command else 0, "seconds": seconds}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "describe_machine", lambda device: {"GPU": "a card"})
+    monkeypatch.setattr(gpu_check, "_call", call)
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    assert main(["gpu_check"]) == code
+    record = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert record["passed"] is (code == 0)
+    assert record["tests"]["status"] == tests_status
+    assert set(record["benchmarks"]) == set(gpu_check.BENCHMARKS)
+
+
+def test_runs_without_click_and_rich() -> None:
+    code = (
+        "import sys; sys.modules.update(click=None, rich=None); from benchmarks.__main__ import main;"
+        "main(['simplenet', '--device', 'cpu', '--width', '8', '--batch', '8', '--steps', '1'])"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert name in capsys.readouterr().out
