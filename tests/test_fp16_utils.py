@@ -1,4 +1,4 @@
-"""The hand tools of ``fp16_utils``, against the recorded Apex where it was right: loss scalers, masters, conversions."""
+"""The hand tools of ``fp16_utils`` against the recorded Apex, where it was right: scalers, masters, conversions."""
 
 from __future__ import annotations
 

@@ -188,10 +188,10 @@ class AmpHandle(NoOpHandle):
                 raise ArgumentTypeError(
                     f"scale_loss needs the optimizer as second argument, not {type(item).__name__}."
                 )
+        bindings = [binding for item in given if (binding := self.bind(item)) is not None]
         if not self._alive:
             yield loss
             return
-        bindings = [self.bind(item) for item in given]
         with scaled_backward(loss, bindings, self._scaler, name="scale_loss") as scaled_loss:
             yield scaled_loss
 
@@ -199,8 +199,10 @@ class AmpHandle(NoOpHandle):
         """A fresh loss scale of this handle's kind."""
         return LossScaler(self._rule, name=name)
 
-    def bind(self, optimizer: torch.optim.Optimizer) -> Binding:
-        """The binding of an optimizer, made if there is none."""
+    def bind(self, optimizer: torch.optim.Optimizer) -> Binding | None:
+        """The binding of an optimizer, made if there is none; None once the handle was deactivated."""
+        if not self._alive:
+            return None
         binding = binding_of(optimizer)
         if binding is None:
             binding = bind(optimizer, master_weights=False)
