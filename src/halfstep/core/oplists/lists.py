@@ -1,0 +1,166 @@
+"""A choice of op lists as one value: hashable, printable, and parsed back from what it prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ..errors import ArgumentTypeError, ArgumentValueError
+from .names import computes, resolve
+from .tables import BANNED, CORE_HALF, EXTRA_FLOAT, FLOAT, HALF, PROMOTE, SEQUENCE
+
+__all__ = ["LIST_LEVELS", "RULES", "OpLists"]
+
+RULES = {
+    "half": "its floating inputs are cast to the 16-bit dtype",
+    "float": "its 16-bit inputs are cast to fp32",
+    "promote": "its inputs are cast to the widest dtype among them",
+    "sequence-promote": "the tensors of its sequence are cast to the widest dtype among them",
+    "banned": "16-bit inputs are an error",
+    "free": "it computes in the dtype of its inputs",
+}
+"""What can happen to an op, and what each rule means. float64 and integer inputs are never touched."""
+
+LIST_LEVELS = {
+    "O1": "the half list in 16 bits, the float list in fp32, everything else in the widest dtype of its inputs",
+    "O2": "as O1 with a float list of only embedding, interpolation and scatter",
+    "OD": "matrix products and convolutions in 16 bits, everything else in fp32",
+}
+
+
+@dataclass(frozen=True)
+class OpLists:
+    """Which ops run in which precision: a level, and what the user moved away from it.
+
+    Attributes:
+        level: a key of ``LIST_LEVELS``.
+        white: canonical names of ops that run in 16 bits whatever the level says.
+        black: canonical names of ops that run in fp32 whatever the level says.
+        promote: at O2, whether an op on no list computes in the widest dtype of its inputs (True) or in 16 bits.
+    """
+
+    level: str = "O1"
+    white: tuple[str, ...] = ()
+    black: tuple[str, ...] = ()
+    promote: bool = True
+
+    @classmethod
+    def default(cls) -> OpLists:
+        """The lists of opt level O1."""
+        return cls()
+
+    @classmethod
+    def custom(
+        cls,
+        white: Iterable[object] | None = (),
+        black: Iterable[object] | None = (),
+        *,
+        level: str = "O1",
+        use_promote: bool = True,
+    ) -> OpLists:
+        """The lists of a level with some ops moved; a custom list wins over the lists of the level.
+
+        Args:
+            white: ops that are to run in 16 bits: a list, tuple or set of names or torch functions.
+            black: ops that are to run in fp32.
+            level: "O1", "O2" or "OD".
+            use_promote: at O2, whether ops on no list keep to the widest dtype of their inputs; False runs them in
+                16 bits. Other levels ignore it.
+
+        Raises:
+            ArgumentValueError: for an unknown name or level, or an op on both lists.
+            ArgumentTypeError: for a list that is a bare string, or no collection.
+        """
+        if level not in LIST_LEVELS:
+            raise ArgumentValueError(f"level={level!r} has no op lists; use one of {', '.join(LIST_LEVELS)}.")
+        chosen = [_names("white", white), _names("black", black)]
+        both = sorted(set(chosen[0]) & set(chosen[1]))
+        if both:
+            raise ArgumentValueError(
+                f"Custom white list overlap custom black list: {', '.join(both)} cannot run in both precisions; "
+                "leave each on one list."
+            )
+        return cls(level, chosen[0], chosen[1], use_promote or level != "O2")
+
+    def rule(self, op: object) -> str:
+        """The rule for an op, a key of ``RULES``.
+
+        Raises:
+            ArgumentValueError: if it is no op.
+        """
+        rules = {self.rule_of(name) for name in resolve(op)}
+        if len(rules) > 1:
+            raise ArgumentValueError(f"{op!r} stands for {', '.join(resolve(op))}, which have different rules.")
+        return rules.pop()
+
+    def rule_of(self, name: str) -> str:
+        """The rule for a canonical name."""
+        if name in self.white:
+            return "half"
+        if name in self.black:
+            return "float"
+        if self.level == "OD":
+            return "half" if name in CORE_HALF else "float" if computes(name) else "free"
+        if name in HALF:
+            return "half"
+        if name in (FLOAT if self.level == "O1" else EXTRA_FLOAT):
+            return "float"
+        if name in BANNED:
+            return "banned" if self.level == "O1" else "float"
+        if not self.promote:
+            return "half" if computes(name) else "free"
+        if name in SEQUENCE:
+            return "sequence-promote"
+        return "promote" if name in PROMOTE else "free"
+
+    def reason(self, name: str) -> str:
+        """Why a canonical name is on its list, in a word; empty for ops on none."""
+        if name in self.white or name in self.black:
+            return "custom"
+        rule = self.rule_of(name)
+        if rule == "float":
+            return FLOAT.get(name, "default" if self.level == "OD" else "loss")
+        if rule == "half":
+            return "matrix-unit" if name in CORE_HALF else "fast" if name in HALF else "default"
+        return {"banned": "overflow"}.get(rule, "")
+
+    def replace(self, **changes: object) -> OpLists:
+        """A copy with some attributes changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        parts = ["default" if self.level == "O1" else self.level]
+        parts += [f"+{name}" for name in self.white] + [f"-{name}" for name in self.black]
+        return " ".join(parts + ([] if self.promote else ["nopromote"]))
+
+    @classmethod
+    def parse(cls, text: str) -> OpLists:
+        """The lists that print as ``text``: a level ("default" is O1), then +name and -name for white and black.
+
+        Raises:
+            ArgumentValueError: for a text of another form, or an unknown name.
+        """
+        first, *rest = text.split() or [""]
+        level = "O1" if first == "default" else first
+        if level not in LIST_LEVELS:
+            raise ArgumentValueError(
+                f"op lists {text!r} do not begin with a level; write 'default' or one of {', '.join(LIST_LEVELS)}, "
+                "then +op for the white and -op for the black list, as in 'default +sum -linear'."
+            )
+        for word in rest:
+            if word != "nopromote" and not re.match(r"[+-].", word):
+                raise ArgumentValueError(f"{word!r} in op lists {text!r} is neither +op, -op nor 'nopromote'.")
+        white = [word[1:] for word in rest if word[0] == "+"]
+        black = [word[1:] for word in rest if word[0] == "-"]
+        return cls.custom(white, black, level=level, use_promote="nopromote" not in rest)
+
+
+def _names(which: str, ops: Iterable[object] | None) -> tuple[str, ...]:
+    if ops is None:
+        return ()
+    if isinstance(ops, str):
+        raise ArgumentTypeError(f"the {which} list is the string {ops!r}; pass a list of ops, [{ops!r}].")
+    if not isinstance(ops, Iterable):
+        raise ArgumentTypeError(f"the {which} list must be a list, tuple or set of ops, not {ops!r}.")
+    return tuple(sorted({name for op in ops for name in resolve(op)}))

@@ -1,0 +1,213 @@
+"""The names of ops: what torch calls them, what people and Paddle write for them, and every callable that reaches them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import get_overridable_functions
+
+from ..errors import ArgumentTypeError, ArgumentValueError
+from .tables import BANNED, FLOAT, HALF, PADDLE_NAMES, PROMOTE, SEQUENCE
+
+__all__ = ["Spelling", "computes", "known_names", "resolve", "spellings"]
+
+Spelling = tuple[str, bool]
+"""The canonical name that a callable computes, and whether it writes into its first argument."""
+
+_OPERATORS = {
+    **{f"__{name}__": name for name in ("add", "sub", "mul", "matmul", "pow", "eq", "ne", "ge", "gt", "le", "lt")},
+    **{f"__r{name}__": name for name in ("add", "sub", "mul", "matmul", "pow", "div")},
+    **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul", "pow", "div")},
+    "__div__": "div",
+    "__truediv__": "div",
+    "__rtruediv__": "div",
+    "__itruediv__": "div_",
+    "__mod__": "remainder",
+    "__floordiv__": "floor_divide",
+    "__neg__": "neg",
+    "__abs__": "abs",
+}
+_SYNONYMS = {
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "true_divide": "div",
+    "arccos": "acos",
+    "arcsin": "asin",
+    "arctanh": "atanh",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "not_equal": "ne",
+    "rsub": "sub",
+    "ger": "outer",
+    "det": "linalg_det",
+    "slogdet": "linalg_slogdet",
+    "matrix_power": "linalg_matrix_power",
+    "matrix_exp": "linalg_matrix_exp",
+    "inv": "linalg_inv",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "negative": "neg",
+    "absolute": "abs",
+}
+_NAMESPACES: tuple[tuple[Any, str], ...] = (
+    (torch._C._VariableFunctions, ""),
+    (torch, ""),
+    (torch.functional, ""),
+    (torch.Tensor, ""),
+    (torch._C._nn, ""),
+    (torch.nn.functional, ""),
+    (torch._C._linalg, ""),
+    (torch.linalg, "linalg_"),
+    (torch._C._fft, ""),
+    (torch.fft, "fft_"),
+    (torch._C._special, ""),
+    (torch.special, "special_"),
+)
+_CALLABLES = (
+    types.BuiltinFunctionType,
+    types.FunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
+
+
+@functools.cache
+def _aten() -> frozenset[str]:
+    """The base names of all ATen ops."""
+    names = torch._C._dispatch_get_all_op_names()
+    return frozenset(name[6:].partition(".")[0] for name in names if name.startswith("aten::"))
+
+
+@functools.cache
+def _composites() -> frozenset[str]:
+    """Functions of Python that torch lets be overridden, such as ``gumbel_softmax``."""
+    found = get_overridable_functions()
+    spaces = (torch.nn.functional, torch.functional)
+    return frozenset(f.__name__ for space in spaces for f in found.get(space, ()))
+
+
+@functools.cache
+def known_names() -> frozenset[str]:
+    """Every canonical name that an op list may hold."""
+    return frozenset(
+        name
+        for name in _aten() | _composites() | HALF | FLOAT.keys() | PROMOTE | SEQUENCE | BANNED.keys()
+        if not name.endswith(("_", "_backward"))
+    )
+
+
+def _canonical(name: str) -> Spelling | None:
+    """The op behind the bare name of a function, and whether it is the in-place form."""
+    name = _OPERATORS.get(name, name)
+    inplace = name.endswith("_") and not name.endswith("__")
+    base = name[:-1] if inplace else name
+    base = _SYNONYMS.get(base, base)
+    if base.startswith("special_") and base[8:] in known_names():
+        base = base[8:]
+    return (base, inplace) if base in known_names() else None
+
+
+def _attributes() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for space, prefix in _NAMESPACES:
+        for name in dir(space):
+            value = getattr(space, name, None)
+            if isinstance(value, _CALLABLES) and (space is not torch or getattr(torch, "_" + name, None) is not value):
+                yield (name if name.startswith(("_", prefix)) or not prefix else prefix + name), value
+
+
+@functools.cache
+def spellings() -> dict[Callable[..., Any], Spelling]:
+    """Every callable of torch that computes an op: the function, the method, the operator, the private twin in C++."""
+    found: dict[Callable[..., Any], Spelling] = {}
+    for name, value in _attributes():
+        spelling = _canonical(name)
+        if spelling is not None:
+            found.setdefault(value, spelling)
+    return found
+
+
+def resolve(op: object) -> tuple[str, ...]:
+    """The canonical names that one entry of an op list means; Paddle has names that stand for several torch ops.
+
+    Args:
+        op: a torch callable (``torch.softmax``, ``torch.nn.functional.softmax``, ``torch.Tensor.softmax``), or a name:
+            "softmax", "F.softmax", "torch.nn.functional.softmax", "aten::softmax.int", or Paddle's, "reduce_sum".
+
+    Raises:
+        ArgumentValueError: for a name no op has, with the nearest ones, or a callable that is no op of torch.
+        ArgumentTypeError: for anything else.
+    """
+    if isinstance(op, str):
+        name = op.strip()
+        if name.startswith("aten::"):
+            name = name[6:].partition(".")[0]
+        elif "." in name:
+            space, _, last = name.rpartition(".")
+            inner = space.rpartition(".")[2]
+            name = f"{inner}_{last}" if inner in ("linalg", "fft", "special") else last
+        spelling = _canonical(name)
+        if spelling is not None:
+            return (spelling[0],)
+        if name in PADDLE_NAMES:
+            return PADDLE_NAMES[name]
+        public = [known for known in known_names() | PADDLE_NAMES.keys() if not known.startswith("_")]
+        nearest = difflib.get_close_matches(name.lower(), sorted(public), n=3, cutoff=0.5)
+        hint = f" Did you mean {', '.join(map(repr, nearest))}?" if nearest else ""
+        raise ArgumentValueError(
+            f"{op!r} is no op of torch or Paddle.{hint} Names are as in torch: 'softmax', 'torch.nn.functional.softmax', "
+            "'aten::softmax', or a torch function itself."
+        )
+    if isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return resolve(str(op) if isinstance(op, torch._ops.OpOverloadPacket) else str(op.overloadpacket))
+    if callable(op):
+        try:
+            found = spellings().get(op)
+        except TypeError:  # not hashable
+            found = None
+        if found is None:
+            raise ArgumentValueError(
+                f"{op!r} is no op of torch; functions of your own are cast by amp.half_function, amp.float_function "
+                "and amp.promote_function."
+            )
+        return (found[0],)
+    raise ArgumentTypeError(f"an op is given by its name or as a torch function, not as {op!r}.")
+
+
+_KEEPS_DTYPE = frozenset(
+    """
+    to type type_as clone copy detach contiguous float double half bfloat16 int long bool item tolist numpy
+    lift lift_fresh empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros
+    new_ones new_full new_tensor empty zeros ones full set resize record_stream is_nonzero
+    alias fill zero normal uniform random bernoulli binomial cauchy exponential geometric log_normal poisson multinomial
+    linspace logspace int_repr dequantize
+    """.split()
+)
+_PLUMBING = ("_", "is_", "sym_", "quantize", "to_", "sparse_", "mkldnn_", "miopen_", "fbgemm_", "fake_quantize_", "empty_")
+_TENSORS = ("Tensor", "Tensor[]")
+
+
+@functools.cache
+def computes(name: str) -> bool:
+    """Whether an op makes new floating values from its inputs: no view, no factory, no conversion."""
+    if name in FLOAT or name in HALF or name in PROMOTE or name in SEQUENCE or name in BANNED:
+        return True
+    if name in _KEEPS_DTYPE or name not in known_names() or name.startswith(_PLUMBING):
+        return False
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    pure = [s for s in schemas if not any(a.is_out for a in s.arguments)]
+    return any(_makes_values(schema) for schema in pure)
+
+
+def _makes_values(schema: torch._C.FunctionSchema) -> bool:
+    takes = any(str(a.type) in _TENSORS for a in schema.arguments)
+    gives = [r for r in schema.returns if str(r.type) in _TENSORS]
+    return takes and bool(gives) and all(r.alias_info is None for r in gives)

@@ -1,0 +1,235 @@
+"""The tables: each op's rule by its canonical (ATen) name, with the reason. Data only.
+
+They are the union of Apex's O1 lists, Paddle's and ``torch.autocast``'s for CUDA, plus the ops that came later. The
+names under ``NATIVE`` are facts about torch (2.11 to 2.13): what ``torch.autocast`` itself casts on each device.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BANNED", "CORE_HALF", "EXTRA_FLOAT", "FLOAT", "HALF", "NATIVE", "PADDLE_NAMES", "PROMOTE", "SEQUENCE"]
+
+
+def _each(words: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys(words.split(), reason)
+
+
+CORE_HALF: frozenset[str] = frozenset(
+    """
+    linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum chain_matmul linalg_multi_dot linalg_matmul
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
+    """.split()
+)
+"""Matrix products and convolutions: the ops that matrix units run, and all that level OD casts."""
+
+HALF: frozenset[str] = CORE_HALF | frozenset(
+    """
+    addr prelu linalg_vecdot inner _addmm_activation
+    scaled_dot_product_attention _scaled_dot_product_flash_attention _native_multi_head_attention
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell mkldnn_rnn_layer
+    """.split()
+)
+"""Fast in 16 bits, and safe because the sums inside are fp32."""
+
+EXTRA_FLOAT: dict[str, str] = {
+    **_each(
+        """interpolate upsample upsample_nearest upsample_bilinear
+        upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+        upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa
+        _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d""",
+        "interpolation",
+    ),
+    **_each("embedding embedding_bag scatter", "accumulation"),
+}
+"""fp32 at level O2 as well."""
+
+FLOAT: dict[str, str] = {
+    **EXTRA_FLOAT,
+    **_each("exp expm1 exp2 cosh sinh tan pow float_power square logaddexp logaddexp2 logcumsumexp", "exp-range"),
+    **_each("log log10 log2 log1p acos asin atanh erfinv reciprocal rsqrt tanhshrink softplus gelu", "cancellation"),
+    **_each("softmax softmin log_softmax logsumexp", "exp-range"),
+    **_each("sum nansum mean nanmean prod cumsum cumprod trace", "large-reduction"),
+    **_each("std var std_mean var_mean cov corrcoef quantile nanquantile", "large-reduction"),
+    **_each("dist cdist pdist pairwise_distance cosine_similarity", "norm"),
+    **_each("norm renorm frobenius_norm nuclear_norm normalize linalg_norm linalg_vector_norm linalg_matrix_norm", "norm"),
+    **_each("layer_norm native_layer_norm group_norm rms_norm local_response_norm", "norm"),
+    **_each(
+        """cross_entropy cross_entropy_loss nll_loss nll_loss2d nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss
+        kl_div binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss cosine_embedding_loss ctc_loss
+        hinge_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward
+        multilabel_soft_margin_loss soft_margin_loss triplet_margin_loss linear_cross_entropy""",
+        "loss",
+    ),
+    **_each("grid_sample grid_sampler grid_sampler_2d grid_sampler_3d affine_grid affine_grid_generator", "coordinates"),
+    **_each(
+        """inverse pinverse cholesky cholesky_inverse cholesky_solve qr svd geqrf orgqr ormqr lu lu_solve
+        triangular_solve logdet slogdet det matrix_exp matrix_power
+        linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
+        linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve
+        linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp
+        linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_qr linalg_slogdet linalg_solve linalg_solve_ex
+        linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve""",
+        "linalg",
+    ),
+    **_each(
+        """fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2
+        fft_irfftn fft_hfft fft_hfft2 fft_hfftn fft_ihfft fft_ihfft2 fft_ihfftn stft istft""",
+        "fft",
+    ),
+    **_each("polar complex view_as_complex", "complex"),
+}
+"""fp32, with the reason in a word."""
+
+PROMOTE: frozenset[str] = frozenset(
+    """
+    addcdiv addcmul atan2 cross linalg_cross bilinear dot vdot tensordot lerp
+    index_put index_add index_copy index_reduce scatter_add scatter_reduce masked_scatter heaviside isclose allclose
+    add sub mul div eq ne ge gt le lt equal maximum minimum fmax fmin where hypot copysign remainder fmod outer kron
+    """.split()
+)
+"""Computed in the widest dtype among the inputs."""
+
+SEQUENCE: frozenset[str] = frozenset("cat stack hstack vstack dstack column_stack".split())
+"""Promoted over a sequence of tensors."""
+
+BANNED: dict[str, str] = {
+    "binary_cross_entropy": (
+        "Its gradient, and the sigmoid before it, overflow in 16 bits. Use binary_cross_entropy_with_logits "
+        "(nn.BCEWithLogitsLoss) on the output before the sigmoid, which is safe; or compute the sigmoid in fp32 "
+        "(amp.register_float_function(torch, 'sigmoid')); or put the op on the black list "
+        "(custom_black_list=['binary_cross_entropy'], allow_banned=True) to run it in fp32."
+    )
+}
+"""Refused for 16-bit inputs, with what to do instead."""
+
+NATIVE: dict[str, dict[str, frozenset[str]]] = {
+    "cpu": {
+        "half": frozenset(
+            """
+            _addmm_activation _convolution _native_multi_head_attention addbmm addmm baddbmm bmm conv1d conv2d conv3d
+            conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d linalg_vecdot linear matmul mkldnn_rnn_layer mm
+            scaled_dot_product_attention prelu
+            """.split()
+        ),
+        "float": frozenset(
+            """
+            binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky cholesky_inverse cholesky_solve
+            cosine_embedding_loss cross_entropy cross_entropy_loss ctc_loss geqrf grid_sample grid_sampler
+            grid_sampler_2d grid_sampler_3d hinge_embedding_loss huber_loss inverse kl_div l1_loss lu_solve
+            margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward
+            nanquantile nll_loss nll_loss2d nll_loss_nd orgqr ormqr pinverse poisson_nll_loss polar prod qr quantile
+            smooth_l1_loss soft_margin_loss stft svd trace triangular_solve triplet_margin_loss view_as_complex
+            linalg_cholesky linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
+            linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve
+            linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve
+            fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2
+            fft_irfftn fft_hfft fft_ihfft
+            avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d fractional_max_pool2d fractional_max_pool3d
+            max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+            replication_pad3d pad fake_quantize_per_tensor_affine
+            """.split()
+        ),
+        "promote": frozenset("cat stack index_copy".split()),
+    },
+    "cuda": {
+        "half": frozenset(
+            """
+            _convolution convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+            _scaled_dot_product_flash_attention scaled_dot_product_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell
+            addbmm addmm addmv addr baddbmm bmm chain_matmul einsum gru_cell linalg_multi_dot linalg_vecdot linear
+            lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell lstm gru rnn_tanh rnn_relu
+            """.split()
+        ),
+        "float": frozenset(
+            """
+            acos asin cosh cosine_similarity cdist cosine_embedding_loss cumprod cumsum dist erfinv exp expm1
+            frobenius_norm group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm linalg_matrix_norm
+            linalg_vector_norm log log10 log1p log2 log_softmax logsumexp margin_ranking_loss mse_loss multi_margin_loss
+            multilabel_margin_loss native_layer_norm nll_loss nll_loss2d norm nuclear_norm pdist poisson_nll_loss pow
+            prod reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softplus sum tan
+            triplet_margin_loss binary_cross_entropy_with_logits interpolate upsample
+            upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+            upsample_nearest3d upsample_trilinear3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa
+            _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d cross_entropy
+            """.split()
+        ),
+        "promote": frozenset(
+            """addcdiv addcmul atan2 bilinear cross dot grid_sampler grid_sample index_put scatter_add tensordot vdot
+            cat stack""".split()
+        ),
+        "banned": frozenset(("binary_cross_entropy",)),
+    },
+}
+"""What ``torch.autocast`` casts by itself, by device type and rule."""
+
+PADDLE_NAMES: dict[str, tuple[str, ...]] = {
+    "matmul_v2": ("matmul", "mm"),
+    "linear_v2": ("linear",),
+    "fused_gemm_epilogue": ("linear",),
+    "conv2d_transpose": ("conv_transpose2d",),
+    "conv3d_transpose": ("conv_transpose3d",),
+    "depthwise_conv2d": ("conv2d",),
+    "depthwise_conv2d_transpose": ("conv_transpose2d",),
+    "flash_attn": ("scaled_dot_product_attention",),
+    "fused_attention": ("scaled_dot_product_attention",),
+    "max_pool2d_with_index": ("max_pool2d_with_indices",),
+    "pool2d": ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
+    "pool3d": ("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d"),
+    "elementwise_add": ("add",),
+    "elementwise_sub": ("sub",),
+    "elementwise_mul": ("mul",),
+    "elementwise_div": ("div",),
+    "elementwise_max": ("maximum",),
+    "elementwise_min": ("minimum",),
+    "elementwise_pow": ("pow",),
+    "elementwise_mod": ("remainder",),
+    "elementwise_floordiv": ("floor_divide",),
+    "scale": ("mul", "add"),
+    "tanh_shrink": ("tanhshrink",),
+    "hard_swish": ("hardswish",),
+    "hard_sigmoid": ("hardsigmoid",),
+    "hard_shrink": ("hardshrink",),
+    "swish": ("silu",),
+    "reduce_sum": ("sum",),
+    "reduce_mean": ("mean",),
+    "reduce_prod": ("prod",),
+    "reduce_max": ("amax", "max"),
+    "reduce_min": ("amin", "min"),
+    "pnorm": ("norm", "linalg_vector_norm"),
+    "p_norm": ("norm", "linalg_vector_norm"),
+    "arg_max": ("argmax",),
+    "arg_min": ("argmin",),
+    "top_k_v2": ("topk",),
+    "lookup_table": ("embedding",),
+    "lookup_table_v2": ("embedding",),
+    "linear_interp_v2": ("interpolate",),
+    "nearest_interp_v2": ("interpolate",),
+    "bilinear_interp_v2": ("interpolate",),
+    "bicubic_interp_v2": ("interpolate",),
+    "trilinear_interp_v2": ("interpolate",),
+    "reshape2": ("reshape",),
+    "transpose2": ("transpose", "permute"),
+    "squeeze2": ("squeeze",),
+    "unsqueeze2": ("unsqueeze",),
+    "flatten2": ("flatten",),
+    "split_with_num": ("split",),
+    "expand_v2": ("expand",),
+    "pad3d": ("pad",),
+    "fill_any_like": ("full_like",),
+    "less_than": ("lt",),
+    "greater_than": ("gt",),
+    "softmax_with_cross_entropy": ("cross_entropy",),
+    "c_softmax_with_cross_entropy": ("cross_entropy",),
+    "c_softmax_with_multi_label_cross_entropy": ("cross_entropy",),
+    "margin_cross_entropy": ("cross_entropy",),
+    "cross_entropy2": ("cross_entropy",),
+    "hsigmoid_loss": ("binary_cross_entropy_with_logits",),
+    "log_loss": ("binary_cross_entropy",),
+    "bce_loss": ("binary_cross_entropy",),
+    "kldiv_loss": ("kl_div",),
+    "sigmoid_cross_entropy_with_logits": ("binary_cross_entropy_with_logits",),
+    "warpctc": ("ctc_loss",),
+    "sync_batch_norm": ("batch_norm",),
+    "rnn": ("lstm", "gru", "rnn_tanh", "rnn_relu"),
+}
+"""Paddle's operator names and the torch ops that do the same, for those that are spelled otherwise."""
