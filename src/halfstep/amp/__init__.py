@@ -1,6 +1,15 @@
 """Apex's ``amp`` and what belongs to it: opt levels, loss scaling around the backward pass, op casting."""
 
+from ..engine.casting.functions import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 from ..engine.casting.ops import deactivate, disable_casts
+from .auto_cast import auto_cast, autocast
 from .decorate import decorate
 from .initialize import initialize
 from .scale_loss import scale_loss
@@ -8,12 +17,20 @@ from .session import _amp_state as _amp_state
 from .session import load_state_dict, master_params, state_dict, steps_skipped
 
 __all__ = [
+    "auto_cast",
+    "autocast",
     "deactivate",
     "decorate",
     "disable_casts",
+    "float_function",
+    "half_function",
     "initialize",
     "load_state_dict",
     "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
     "scale_loss",
     "state_dict",
     "steps_skipped",

@@ -97,7 +97,7 @@ BANNED: dict[str, str] = {
         "Its gradient, and the sigmoid before it, overflow in 16 bits. Use binary_cross_entropy_with_logits "
         "(nn.BCEWithLogitsLoss) on the output before the sigmoid, which is safe; or compute the sigmoid in fp32 "
         "(amp.register_float_function(torch, 'sigmoid')); or put the op on the black list "
-        "(custom_black_list=['binary_cross_entropy'], allow_banned=True) to run it in fp32."
+        "(custom_black_list=['binary_cross_entropy']) to run it in fp32."
     )
 }
 """Refused for 16-bit inputs, with what to do instead."""
@@ -124,7 +124,7 @@ NATIVE: dict[str, dict[str, frozenset[str]]] = {
             linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve
             fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2
             fft_irfftn fft_hfft fft_ihfft
-            avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d fractional_max_pool2d fractional_max_pool3d
+            adaptive_avg_pool3d adaptive_max_pool3d max_pool3d fractional_max_pool2d fractional_max_pool3d
             max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
             replication_pad3d pad fake_quantize_per_tensor_affine
             """.split()

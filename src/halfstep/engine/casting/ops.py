@@ -21,7 +21,7 @@ from . import guards
 from .cache import WeightCache
 from .mode import CastMode, build_table, install, uninstall
 
-__all__ = ["OpCasting", "activate", "active", "clear_cache", "deactivate", "disable_casts", "ensure_thread"]
+__all__ = ["OpCasting", "activate", "active", "clear_cache", "deactivate", "disable_casts", "ensure_thread", "mode_of_thread"]
 
 
 @dataclass
@@ -120,6 +120,11 @@ class OpCasting:
 def active() -> OpCasting | None:
     """The casting in force in this thread, or None."""
     return _thread.active
+
+
+def mode_of_thread() -> CastMode:
+    """The mode that casts in this thread, whether or not it is on the stack."""
+    return _thread.mode
 
 
 def activate(casting: OpCasting) -> None:

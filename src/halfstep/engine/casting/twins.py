@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .mode import CastMode
     from .rules import Rule
 
-__all__ = ["needs_twin", "twin_of", "twin_rule"]
+__all__ = ["forget", "needs_twin", "twin_of", "twin_rule"]
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _OPERATORS = {"@": "matmul", "**": "pow"}
@@ -77,6 +78,12 @@ def twin_of(func: types.FunctionType) -> types.FunctionType:
     twin = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     twin.__kwdefaults__ = func.__kwdefaults__
     return twin
+
+
+def forget() -> None:
+    """Someone replaced a function in a module: bring the copies of globals up to date."""
+    for name, scope in _scopes.items():
+        scope.update(vars(sys.modules[name]), **dict.fromkeys(_QUESTIONS, _no))
 
 
 def twin_rule(func: Callable[..., Any]) -> Rule:
