@@ -21,6 +21,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 _LEVELS = ("O0", "OD", "O1", "O2")
 
 
+def _printed(white: Any, black: Any, level: str, use_promote: bool) -> str:
+    """Lists as text, which Dynamo can hold: it calls this while it traces and takes the text for a constant."""
+    return str(OpLists.custom(white, black, level=level, use_promote=use_promote))
+
+
+_printed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class auto_cast:  # noqa: N801 - it reads as the function that Paddle has
     """A scope, or a decorated function, in which each op computes in the precision its list says.
 
@@ -72,9 +80,11 @@ class auto_cast:  # noqa: N801 - it reads as the function that Paddle has
                     "enable=False or level='O0'."
                 )
             half = torch.bfloat16
-        lists = OpLists.custom(
-            custom_white_list, custom_black_list, level="O1" if level == "O0" else level, use_promote=use_promote
-        )
+        level = "O1" if level == "O0" else level
+        if torch.compiler.is_compiling():
+            lists: Any = _printed(custom_white_list, custom_black_list, level, use_promote)
+        else:
+            lists = OpLists.custom(custom_white_list, custom_black_list, level=level, use_promote=use_promote)
         self._casting = OpCasting(half, lists, enabled=enabled)
 
     def __enter__(self) -> auto_cast:

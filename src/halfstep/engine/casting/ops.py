@@ -10,16 +10,18 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from ...core.oplists import OpLists
 from . import guards
 from .cache import WeightCache
 from .mode import CastMode, build_table, install, uninstall
+from .rules import Rule
 
 __all__ = ["OpCasting", "activate", "active", "clear_cache", "deactivate", "disable_casts", "ensure_thread", "mode_of_thread"]
 
@@ -53,6 +55,21 @@ _process: OpCasting | None = None
 @functools.cache
 def _device_types() -> tuple[str, ...]:
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+_tables: dict[str, dict[Callable[..., Any], Rule]] = {}
+
+
+def _prepare(lists: str) -> int:
+    """Have ``_tables`` ready for some lists, and say how many device types there are.
+
+    Dynamo calls this while it traces and takes what it returns for a constant.
+    """
+    _tables[lists] = build_table(OpLists.parse(lists), _device_types(), False)
+    return len(_device_types())
+
+
+_prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class OpCasting:
@@ -99,7 +116,7 @@ class OpCasting:
 
     def __exit__(self, *exc: object) -> None:
         if torch.compiler.is_compiling():
-            self._compiled.close()
+            self._exit_compiled()
             return
         if self.enabled:
             guards.release()
@@ -110,11 +127,25 @@ class OpCasting:
             ensure_thread()
 
     def _enter_compiled(self) -> OpCasting:
-        """Dynamo traces native autocast and function modes, not our bookkeeping."""
-        self._compiled = ExitStack()
-        for device in _device_types():
-            self._compiled.enter_context(torch.autocast(device, self.dtype, enabled=self.enabled))
+        """Dynamo traces native autocast and function modes, and none of our bookkeeping."""
+        name = str(self.lists)
+        devices = ("cpu", "cuda")[: _prepare(name)]
+        self._native = [_enter_autocast(device, self.dtype, self.enabled, False) for device in devices]
+        if self.enabled:
+            mode = CastMode()
+            mode.table = _tables[name]
+            mode.dtype = self.dtype
+            mode.devices = devices
+            mode.allow_banned = self.allow_banned
+            mode.__enter__()
+            self._mode = mode
         return self
+
+    def _exit_compiled(self) -> None:
+        if self.enabled:
+            self._mode.__exit__(None, None, None)
+        for entered in self._native:
+            _exit_autocast(entered)
 
 
 def active() -> OpCasting | None:
