@@ -23,7 +23,7 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed-docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.installed-demo
 	$(BIN)/python -m benchmarks simplenet --device cpu --json simplenet.json

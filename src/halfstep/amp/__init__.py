@@ -1,5 +1,7 @@
 """Apex's ``amp`` and what belongs to it: opt levels, loss scaling around the backward pass, op casting."""
 
+from ..core.errors import PrecisionWarning
+from ..core.hardware import is_bfloat16_supported, is_float16_supported
 from ..engine.casting.functions import (
     float_function,
     half_function,
@@ -11,12 +13,16 @@ from ..engine.casting.functions import (
 from ..engine.casting.ops import deactivate, disable_casts
 from .auto_cast import auto_cast, autocast
 from .decorate import decorate
+from .grad_scaler import GradScaler
+from .handle import init
 from .initialize import initialize
 from .scale_loss import scale_loss
 from .session import _amp_state as _amp_state
 from .session import load_state_dict, master_params, state_dict, steps_skipped
 
 __all__ = [
+    "GradScaler",
+    "PrecisionWarning",
     "auto_cast",
     "autocast",
     "deactivate",
@@ -24,7 +30,10 @@ __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
+    "init",
     "initialize",
+    "is_bfloat16_supported",
+    "is_float16_supported",
     "load_state_dict",
     "master_params",
     "promote_function",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import HALF_DTYPES, default_half, dtype_name, parse_dtype
+from ..core.hardware import warn_if_slow
 from ..engine.casting import modules
 from ..engine.stepping import bind, binding_of
 
@@ -50,9 +52,11 @@ def decorate(
         master_weight: whether the optimizers update fp32 masters; None means yes.
         save_dtype: the dtype of floating entries in ``state_dict()``. None means fp32 if there are masters, which
             are saved then and lose nothing, and the dtype of the parameters otherwise.
-        master_grad: let autograd accumulate gradients of the 16-bit parameters in fp32.
-        excluded_layers: modules, module types, or a list of both, whose parameters stay fp32; a module given as an
-            instance keeps those of its submodules too.
+        master_grad: let autograd accumulate gradients of the 16-bit parameters in fp32. Needs masters, because
+            torch's optimizers do not mix fp32 gradients with 16-bit parameters. DistributedDataParallel refuses such
+            gradients, and ``copy.deepcopy`` of the model forgets them.
+        excluded_layers: modules, module types, or a list of both, whose parameters stay fp32, with those of their
+            submodules; so does a parameter that they share with a module that is cast.
         module_filter: called as ``module_filter(module, qualified_name)``; a dtype it returns is that module's own,
             with casts at its borders, and None leaves it to the other arguments.
 
@@ -62,8 +66,12 @@ def decorate(
     Raises:
         ArgumentTypeError: models, optimizers or excluded layers of the wrong kind.
         ArgumentValueError: a level or dtype that is not allowed.
-        UsageError: a model wrapped for parallel training already, an optimizer that was decorated before, or
-            ``master_grad`` on a torch without ``Tensor.grad_dtype``. Nothing has been changed then.
+        UsageError: a model wrapped for parallel training already, an optimizer that was decorated before, one of
+            them twice, or ``master_grad`` without masters or on a torch without ``Tensor.grad_dtype``. Nothing has
+            been changed then.
+
+    Warns:
+        PrecisionWarning: once, where the device of a model has no units for the dtype.
 
     Source: Paddle's AMP guide, section 2.1.3.
     """
@@ -80,30 +88,50 @@ def decorate(
         )
     )
     half = _check_half(dtype, model_list)
-    saved = None if save_dtype is None else _check_save_dtype(save_dtype)
-    keep = _excluded(excluded_layers)
-    _check_untouched(model_list, optimizer_list, master_grad)
+    saved = None if save_dtype is None else _check_dtype("save_dtype", save_dtype, _SAVE_DTYPES)
+    keep = _excluded(excluded_layers, model_list)
+    masters = _check_masters(master_weight, master_grad, optimizer_list)
+    _check_untouched(model_list, optimizer_list)
     if level == "O1":
         return models if optimizers is None else (models, optimizers)
+    for device in {param.device for model in model_list for param in model.parameters()}:
+        warn_if_slow(device, half)
 
-    masters = master_weight is not False and bool(optimizer_list)
     for model in model_list:
+        grads = _take_grads(model) if master_grad else []
         modules.cast_module(model, half, keep=keep, module_filter=module_filter)
+        _put_back_wide(grads)
         modules.attach(model, saved=saved or (torch.float32 if masters else None))
-        if master_grad:
-            for param in model.parameters():
-                if param.dtype in HALF_DTYPES:
-                    param.grad_dtype = torch.float32
     for optimizer in optimizer_list:
-        bind(optimizer, master_weights=masters)
+        bind(optimizer, master_weights=masters).models = tuple(map(weakref.ref, model_list))
+        if not masters and optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())  # torch casts the state to the parameters' new dtype
     return models if optimizers is None else (models, optimizers)
+
+
+def _take_grads(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+    """Each parameter with its gradient, which is taken off it."""
+    grads = [(param, param.grad) for param in model.parameters()]
+    for param, _ in grads:
+        param.grad = None
+    return grads
+
+
+def _put_back_wide(grads: list[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+    """Let 16-bit parameters have fp32 gradients, and give back what gradients there were."""
+    for param, grad in grads:
+        if param.dtype in HALF_DTYPES:
+            param.grad_dtype = torch.float32
+            grad = None if grad is None else grad.float()
+        param.grad = grad
 
 
 def _listed(given: Any, kind: type, rule: str) -> list[Any]:
     found = given if isinstance(given, list) else [given]
     for item in found:
         if not isinstance(item, kind):
-            raise ArgumentTypeError(f"{rule}, not {type(given).__name__} with a {type(item).__name__}.")
+            inside = "" if item is given else f" with a {type(item).__name__} in it"
+            raise ArgumentTypeError(f"{rule}, not {type(given).__name__}{inside}.")
     return found
 
 
@@ -111,37 +139,62 @@ def _check_half(dtype: torch.dtype | str | None, models: list[nn.Module]) -> tor
     if dtype is None:
         first = next((p for model in models for p in model.parameters()), None)
         return default_half(first.device if first is not None else "cpu")
-    half = parse_dtype(dtype)
-    if half not in HALF_DTYPES:
-        raise ArgumentValueError(f"dtype={dtype_name(half)}, but decorate only supports float16 or bfloat16.")
-    return half
+    return _check_dtype("dtype", dtype, HALF_DTYPES)
 
 
-def _check_save_dtype(save_dtype: torch.dtype | str) -> torch.dtype:
-    saved = parse_dtype(save_dtype)
-    if saved not in _SAVE_DTYPES:
-        allowed = ", ".join(dtype_name(d) for d in _SAVE_DTYPES)
-        raise ArgumentValueError(f"save_dtype={save_dtype!r}, but it can only be {allowed}.")
-    return saved
+def _check_dtype(name: str, value: torch.dtype | str, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
+    rule = f"{name}={value!r}, but {name} can only be {', '.join(map(dtype_name, allowed))}."
+    try:
+        found = parse_dtype(value)
+    except ArgumentValueError:
+        raise ArgumentValueError(rule) from None
+    if found not in allowed:
+        raise ArgumentValueError(rule)
+    return found
 
 
-def _excluded(layers: Any) -> Callable[[nn.Module], bool]:
+def _check_masters(master_weight: Any, master_grad: Any, optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Whether the optimizers get masters."""
+    if not isinstance(master_weight, (bool, type(None))) or not isinstance(master_grad, bool):
+        raise ArgumentTypeError(
+            f"master_weight={master_weight!r} must be True, False or None, "
+            f"and master_grad={master_grad!r} must be True or False."
+        )
+    if master_grad and master_weight is False:
+        raise UsageError(
+            "master_grad=True keeps fp32 gradients of 16-bit parameters, which torch's optimizers step with only "
+            "through fp32 masters; leave out master_weight=False."
+        )
+    if master_grad and not hasattr(torch.Tensor, "grad_dtype"):
+        raise UsageError(
+            f"master_grad=True needs Tensor.grad_dtype, which torch {torch.__version__} has not; leave it out."
+        )
+    return master_weight is not False and bool(optimizers)
+
+
+def _excluded(layers: Any, models: list[nn.Module]) -> Callable[[nn.Module], bool]:
     items = layers if isinstance(layers, (list, tuple, set)) else [] if layers is None else [layers]
     types: list[type] = [modules.BatchNorm, nn.LayerNorm, _InstanceNorm]
     kept: set[int] = set()
     for item in items:
         if isinstance(item, nn.Module):
-            kept.update(id(module) for module in item.modules())
+            kept.update(map(id, item.modules()))
         elif isinstance(item, type) and issubclass(item, nn.Module):
             types.append(item)
         else:
             raise ArgumentTypeError(
                 f"excluded_layers must be a module, a module type, or a list of them; {item!r} is neither."
             )
-    return lambda module: isinstance(module, tuple(types)) or id(module) in kept
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, tuple(types)):
+                kept.update(map(id, module.modules()))
+    return lambda module: id(module) in kept
 
 
-def _check_untouched(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], master_grad: bool) -> None:
+def _check_untouched(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
+    if len(set(map(id, models))) < len(models) or len(set(map(id, optimizers))) < len(optimizers):
+        raise UsageError("A model or optimizer is in the list twice; amp.decorate takes each once.")
     for model in models:
         if isinstance(model, modules.PARALLEL):
             raise UsageError(
@@ -151,7 +204,3 @@ def _check_untouched(models: list[nn.Module], optimizers: list[torch.optim.Optim
     for optimizer in optimizers:
         if binding_of(optimizer) is not None:
             raise UsageError(f"This {type(optimizer).__name__} was decorated or initialized before; make a new one.")
-    if master_grad and not hasattr(torch.Tensor, "grad_dtype"):
-        raise UsageError(
-            f"master_grad=True needs Tensor.grad_dtype, which torch {torch.__version__} has not; leave it out."
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import nn
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import HALF_DTYPES, default_half, dtype_name, parse_dtype
+from ..core.hardware import warn_if_slow
 from ..core.policy import Policy, parse_level
 from ..engine.casting import modules, ops
-from ..engine.scaling import LossScaler, make_loss_scale
+from ..engine.scaling import LossScale, LossScaler, make_loss_scale
 from ..engine.stepping import bind, binding_of
 from .options import Options, banner, resolve_options
 from .session import Session, _amp_state
@@ -79,6 +81,9 @@ def initialize(
         ArgumentValueError: a value that is not allowed.
         UsageError: options that contradict the level, a model that is not fp32 or is wrapped for parallel training
             already, or a model or optimizer that was initialized before. Nothing has been changed then.
+
+    Warns:
+        PrecisionWarning: once, where the device of a model has no units for the 16-bit dtype.
     """
     if not enabled:
         _amp_state.session = Session(Options(False, "O1", None, False, None, None, 1.0), 0)
@@ -101,13 +106,16 @@ def initialize(
     policy = options.policy(half, cast_model_outputs)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
     _check_untouched(model_list, optimizer_list)
+    if policy.compute_dtype in HALF_DTYPES:
+        for device in {param.device for model in model_list for param in model.parameters()}:
+            warn_if_slow(device, policy.compute_dtype)
 
-    session = Session(options, verbosity, [LossScaler(rule) for _ in range(num_losses)])
+    session = Session(options, verbosity, _scalers(rule, num_losses, verbosity))
     for model in model_list:
         _prepare_model(model, policy, module_filter)
     for optimizer in optimizer_list:
         binding = bind(optimizer, master_weights=policy.master_weights, verbose=verbosity > 0)
-        binding.session = session
+        binding.session, binding.models = session, tuple(map(weakref.ref, model_list))
         if not policy.master_weights and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # torch casts the state to the parameters' new dtype
     if policy.op_lists is not None:
@@ -116,6 +124,10 @@ def initialize(
     if verbosity > 0:
         logger.info("%s", banner(defaults, options, half))
     return models if optimizers is None else (models, optimizers)
+
+
+def _scalers(rule: LossScale, count: int, verbosity: int) -> list[LossScaler]:
+    return [LossScaler(rule, name=f"loss scaler {i}", verbose=verbosity > 0) for i in range(count)]
 
 
 def _check_models(models: Any) -> list[nn.Module]:

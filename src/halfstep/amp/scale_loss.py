@@ -9,6 +9,7 @@ import torch
 
 from ..core.errors import ArgumentIndexError, ArgumentTypeError
 from ..engine.casting import ops
+from ..engine.stepping import blame
 from .session import as_list, session_of
 
 __all__ = ["scale_loss"]
@@ -66,8 +67,7 @@ def scale_loss(
             "pass num_losses= as many as there are losses with a scale of their own."
         )
     scaler = scalers[loss_id]
-    state = None if scaler.neutral else scaler.state(loss.device)
-    scale = None if state is None else state.scale
+    scale = None if scaler.neutral else scaler.scale(loss.device)
     begun: set[int] = set()
     for binding in bindings:
         binding.begin(scale, begun)
@@ -86,7 +86,6 @@ def scale_loss(
         binding.finish(scale, found_inf, served, delay=delay_unscale)
     if scale is None or delay_unscale or delay_overflow_check:
         return
-    name = f"loss scaler {loss_id}"
     for binding in bindings:
-        binding.note_pass(found_inf, scaler, name)
-    scaler.update(found_inf)
+        binding.note_pass(found_inf, scaler)
+    scaler.update(found_inf, lambda: blame([binding.optimizer for binding in bindings]))

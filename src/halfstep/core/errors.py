@@ -1,4 +1,4 @@
-"""Every error halfstep raises on purpose. A message says what was given, what is allowed and what to do."""
+"""Every error and warning that halfstep raises on purpose, each with a message that says what to do."""
 
 __all__ = [
     "ArgumentIndexError",
@@ -6,6 +6,7 @@ __all__ = [
     "ArgumentValueError",
     "HalfstepError",
     "LossScaleCollapsed",
+    "PrecisionWarning",
     "UnsafeOpError",
     "UsageError",
 ]
@@ -37,3 +38,7 @@ class LossScaleCollapsed(HalfstepError):  # noqa: N818 - the name says what happ
 
 class UnsafeOpError(HalfstepError, NotImplementedError):
     """An op that needs fp32 was asked to work on 16-bit tensors in a way that casting cannot help."""
+
+
+class PrecisionWarning(UserWarning):
+    """The training is right and slower than it need be, because the hardware has no units for the dtype."""

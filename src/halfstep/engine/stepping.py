@@ -7,23 +7,24 @@ A ``Binding`` replaces ``step``, ``zero_grad`` and ``add_param_group`` on the op
 
 from __future__ import annotations
 
-import functools
 import logging
-import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core.errors import UsageError
-from ..kernels import eager
-from ..kernels.plan import PlanCache
+from .blame import first_bad_gradient
 from .casting import ops
+from .late import LateReader
 from .masters.plain import PlainMasters
+from .replacing import replace_method
 from .scaling import LossScaler
+from .unscaling import Unscaler, reciprocal, widen
 
-__all__ = ["Binding", "bind", "binding_of", "reciprocal"]
+__all__ = ["Binding", "bind", "binding_of", "blame", "unbind"]
 
 logger = logging.getLogger("halfstep")
 
@@ -35,8 +36,11 @@ class _Pass(NamedTuple):
     """One scaled backward pass since the last step."""
 
     found_inf: torch.Tensor
-    scaler: LossScaler | None
-    name: str
+    dynamic: bool
+
+
+class _ClosureOverflowed(Exception):  # noqa: N818 - never leaves this file
+    """Leaves an optimizer's step before it has changed anything."""
 
 
 def bind(optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: bool = True) -> Binding:
@@ -47,8 +51,8 @@ def bind(optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: boo
     """
     if binding_of(optimizer) is not None:
         raise UsageError(
-            f"This {type(optimizer).__name__} has been through amp.initialize or amp.decorate once and can go only "
-            "once; make a new optimizer to start over."
+            f"This {type(optimizer).__name__} has been through amp.initialize, amp.decorate, FP16_Optimizer or "
+            "amp.init once and can go only once; make a new optimizer to start over."
         )
     return Binding(optimizer, master_weights=master_weights, verbose=verbose)
 
@@ -59,9 +63,14 @@ def binding_of(optimizer: object) -> Binding | None:
     return found if isinstance(found, Binding) else None
 
 
-def reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """``1 / scale`` rounded once to float32, as a tensor on the same device."""
-    return scale.double().reciprocal().float()
+def unbind(optimizer: torch.optim.Optimizer) -> None:
+    """Take the ``Binding`` off an optimizer and put its own methods back; one with masters keeps it.
+
+    A method that was wrapped again since (by a scheduler, say) stays; with nothing left to do it only passes on.
+    """
+    binding = binding_of(optimizer)
+    if binding is not None and binding.masters is None:
+        binding.release()
 
 
 class Binding:
@@ -70,26 +79,35 @@ class Binding:
     Attributes:
         masters: the fp32 masters of its 16-bit parameters, or None.
         session: whoever bound it may leave its own state here.
+        models: weak references to the models it trains, which know the names of parameters; whoever bound it fills it.
+        clipper: clips the gradients of the parameters in its groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: bool) -> None:
         self.optimizer = optimizer
         self.masters = PlainMasters(optimizer) if master_weights else None
         self.session: Any = None
+        self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
         self._verbose = verbose
-        self._plans = PlanCache()
+        self.clipper = Unscaler()
+        self._unscaler = Unscaler()
         self._passes: list[_Pass] = []
         self._delayed = False  # the gradients are still scaled, by:
         self._delayed_scale: torch.Tensor | None = None
         self._stash: dict[torch.Tensor, torch.Tensor] = {}
-        self._skipped: int | torch.Tensor = 0
+        self._skipped = 0
+        self._skipped_on_device: torch.Tensor | None = None
+        self._late = LateReader(1)  # what delayed passes found; every other pass is its scaler's to tell of
         self._own_step = optimizer.step
         self._own_zero_grad = optimizer.zero_grad
         self._own_add_param_group = optimizer.add_param_group
         setattr(optimizer, _ATTRIBUTE, self)
-        _replace(optimizer, "step", self.step)
-        _replace(optimizer, "zero_grad", self.zero_grad)
-        _replace(optimizer, "add_param_group", self.add_param_group)
+        self._replaced = [
+            replace_method(optimizer, "step", self.step),
+            replace_method(optimizer, "zero_grad", self.zero_grad),
+            replace_method(optimizer, "add_param_group", self.add_param_group),
+            replace_method(optimizer, "clip_master_grads", self.clip_master_grads),
+        ]
 
     # ---- what the faces ask
 
@@ -104,7 +122,18 @@ class Binding:
     @property
     def steps_skipped(self) -> int:
         """How many steps were skipped for an overflow. Reads the device."""
-        return int(self._skipped)
+        unread = self._skipped_on_device
+        return self._skipped + (0 if unread is None else int(unread))
+
+    @property
+    def delayed_scale(self) -> torch.Tensor | None:
+        """By what the gradients of delayed passes are still scaled; None if there are none."""
+        return self._delayed_scale if self._delayed else None
+
+    @property
+    def has_fresh_grads(self) -> bool:
+        """Whether a 16-bit parameter has a gradient that its master has not had yet."""
+        return self.masters is not None and any(link.fresh_grad() is not None for link in self.masters.links)
 
     def begin(self, scale: torch.Tensor | None, seen: set[int]) -> None:
         """Set aside what gradients there are, so that a backward pass scaled by ``scale`` brings only its own.
@@ -153,31 +182,52 @@ class Binding:
         if not delay:
             self._unscale(scale, found_inf, seen)
 
-    def note_pass(self, found_inf: torch.Tensor, scaler: LossScaler, name: str) -> None:
-        """The next step depends on this flag; ``scaler`` and ``name`` are for the message."""
-        self._passes.append(_Pass(found_inf, scaler, name))
+    def note_pass(self, found_inf: torch.Tensor, scaler: LossScaler) -> None:
+        """The next step depends on this flag, 1.0 if the pass scaled by ``scaler`` overflowed."""
+        self._passes.append(_Pass(found_inf, scaler.dynamic))
+
+    def unscale(self, scale: torch.Tensor, found_inf: torch.Tensor, scaler: LossScaler, seen: set[int]) -> None:
+        """Unscale what backward passes without ``begin`` brought; the next step depends on it.
+
+        Args:
+            scale: 0-dim tensor that all of their losses were multiplied by.
+            found_inf: 0-dim float32 tensor, set to 1.0 if a gradient holds inf or NaN.
+            scaler: whose scale it is.
+            seen: identities of parameters already unscaled; extended.
+        """
+        self.finish(scale, found_inf, seen, delay=False)
+        self.note_pass(found_inf, scaler)
+
+    def release(self) -> None:
+        """Put the optimizer's own methods back, where nobody has replaced ours since."""
+        for undo in self._replaced:
+            undo()
+        delattr(self.optimizer, _ATTRIBUTE)
 
     # ---- what replaces the optimizer's own methods
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """The optimizer's step on unscaled gradients, unless a backward pass overflowed; then nothing changes."""
+        self._tell_of_delayed()
         if self._delayed:
             self._note_delayed()
         passes, self._passes = self._passes, []
         casting = ops.active()
         with ops.disable_casts() if casting is not None else nullcontext():
-            if self.masters is not None and closure is None:
-                self.masters.adopt_unfrozen(self.optimizer)
-                self.masters.collect(None, torch.zeros((), device=self.device), set())
-            if not passes:
+            if closure is None:
+                self._complete_masters()
+            if passes:
+                found_inf = _any(passes)
+                if closure is None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+                    return self._run_guarded(found_inf, kwargs)
+                if found_inf.item():
+                    self._skip()
+                    return None
+            try:
                 return self._run(self._wrap(closure, casting), kwargs)
-            found_inf = _any(passes)
-            if closure is None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
-                return self._run_guarded(found_inf, kwargs)
-            if found_inf.item():
-                self._skip(passes)
+            except _ClosureOverflowed:
+                self._skip()
                 return None
-            return self._run(self._wrap(closure, casting), kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the optimizer's parameters, of the 16-bit parameters behind masters, and flags."""
@@ -195,7 +245,34 @@ class Binding:
         if self.masters is not None:
             self.masters.adopt(self.optimizer, self.optimizer.param_groups[-1])
 
+    @torch.no_grad()
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients that the next step uses to a total norm, taken over all of them as one vector.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: of the p-norm; ``float("inf")`` for the largest element.
+
+        Returns:
+            The norm before, a 0-dim tensor; -1 if a scaled backward pass overflowed, since there is nothing to clip
+            then. No device is read.
+        """
+        if self._delayed:
+            self._note_delayed()
+        self._complete_masters()
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = self.clipper.clip(params, max_norm, norm_type)
+        return torch.where(_any(self._passes) != 0, -1.0, norm) if self._passes else norm
+
     # ---- inside
+
+    def _complete_masters(self) -> None:
+        """Bring to the masters what no scaled pass has: gradients of a plain backward, edits of 16-bit gradients."""
+        if self.masters is not None:
+            self.masters.drop_spent()
+            self.masters.adopt_unfrozen(self.optimizer)
+            self.masters.take_edits()
+            self.masters.collect(None, torch.zeros((), device=self.device), set())
 
     def _direct(self) -> list[torch.Tensor]:
         """The parameters that the optimizer updates without a master."""
@@ -208,7 +285,8 @@ class Binding:
         found_inf = torch.zeros((), device=self.device)
         self._unscale(self._delayed_scale, found_inf, set())
         if self._delayed_scale is not None:
-            self._passes.append(_Pass(found_inf, None, ""))
+            self._passes.append(_Pass(found_inf, False))
+            self._late.post(found_inf)
 
     @torch.no_grad()
     def _unscale(self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int]) -> None:
@@ -218,33 +296,28 @@ class Binding:
             self.masters.collect(inv_scale, found_inf, seen)
         if inv_scale is None:
             return
-        params, views = [], []
-        for param in self._direct():
-            if param.grad is None or id(param) in seen:
-                continue
-            seen.add(id(param))
-            if param.grad.is_sparse and not param.grad.is_coalesced():
-                param.grad = _widen(param.grad).coalesce().to(param.grad.dtype)
-            params.append(param)
-            views.append(_dense_view(param.grad))
-        if params:
-            eager.unscale_(self._plans.get("direct", params, views), views, inv_scale, found_inf)
+        self._unscaler(self._direct(), inv_scale, found_inf, seen)
         for param, before in self._stash.items():
             if param.grad is None:
                 param.grad = before
             elif param.grad.is_sparse or before.is_sparse:
                 # torch adds no sparse tensors of 16 bits
-                param.grad = (_widen(before) + _widen(param.grad)).to(before.dtype)
+                param.grad = (widen(before) + widen(param.grad)).to(before.dtype)
             else:
                 param.grad.add_(before)
         self._stash.clear()
 
     def _wrap(self, closure: Callable[[], Any] | None, casting: ops.OpCasting | None) -> Callable[[], Any] | None:
-        """A closure that sees up-to-date 16-bit weights and the casts, and is run again when it overflows."""
+        """A closure that sees up-to-date 16-bit weights and the casts, and is run again when it overflows.
+
+        Under a static scale the same would come again. Then the step is skipped, if nothing has moved yet.
+        """
         if closure is None:
             return None
+        first = True
 
         def evaluate() -> Any:
+            nonlocal first
             if self.masters is not None:
                 self.masters.copy_to_model()
             for _ in range(_CLOSURE_RETRIES):
@@ -254,8 +327,17 @@ class Binding:
                 if self.masters is not None:
                     self.masters.collect(None, torch.zeros((), device=self.device), set())
                 if not passes or not _any(passes).item():
+                    first = False
                     return loss
-                self._report(passes, "Running the closure again")
+                if not any(passed.dynamic for passed in passes):
+                    if first:
+                        raise _ClosureOverflowed
+                    raise UsageError(
+                        f"The closure given to {type(self.optimizer).__name__}.step overflowed under a static loss "
+                        "scale after the optimizer had moved the weights; use a lower scale, or a dynamic one."
+                    )
+                if self._verbose:
+                    logger.info("Gradient overflow. Running the closure again")
             raise UsageError(
                 f"The closure given to {type(self.optimizer).__name__}.step overflowed {_CLOSURE_RETRIES} times in a "
                 "row, each time at a lower loss scale; its loss or its gradients are not finite at any scale."
@@ -267,7 +349,7 @@ class Binding:
         result = self._own_step(**kwargs) if closure is None else self._own_step(closure, **kwargs)
         if self.masters is not None:
             self.masters.copy_to_model()
-            self.masters.clear_master_grads()
+            self.masters.spend_master_grads()
         return result
 
     def _run_guarded(self, found_inf: torch.Tensor, kwargs: dict[str, Any]) -> Any:
@@ -278,34 +360,27 @@ class Binding:
             result = self._run(None, kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-        self._skipped = self._skipped + found_inf
+        if self._skipped_on_device is None:
+            self._skipped_on_device = torch.zeros_like(found_inf)
+        self._skipped_on_device.add_(found_inf)  # in place, so that a captured step goes on counting
         return result
 
-    def _skip(self, passes: list[_Pass]) -> None:
-        self._skipped = self._skipped + 1
-        self._report(passes, "Skipping step")
+    def _skip(self) -> None:
+        self._skipped += 1
         if self.masters is not None:
-            self.masters.clear_master_grads()
+            self.masters.spend_master_grads()
 
-    def _report(self, passes: list[_Pass], consequence: str) -> None:
-        if not self._verbose:
-            return
-        for passed in passes:
-            if passed.found_inf.item():
-                scale = f", {passed.name} now at loss scale {passed.scaler.loss_scale():g}" if passed.scaler else ""
-                logger.info("Gradient overflow. %s%s", consequence, scale)
+    def _tell_of_delayed(self) -> None:
+        for (found_inf,) in self._late.poll():
+            if found_inf and self._verbose:
+                logger.info("Gradient overflow in a delayed pass. Skipping step")
 
 
-def _replace(optimizer: torch.optim.Optimizer, name: str, method: Callable[..., Any]) -> None:
-    """Put ``method`` in the place of the instance's ``name``, keeping the marks that lr schedulers leave on it."""
-    own = getattr(optimizer, name)
-
-    @functools.wraps(getattr(own, "__func__", own))
-    def replacement(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    # A bound method, because torch's schedulers bind what they find again.
-    setattr(optimizer, name, types.MethodType(replacement, optimizer))
+def blame(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """The first parameter of these optimizers whose gradient is not finite, in words. Reads the device."""
+    bindings = [binding for optimizer in optimizers if (binding := binding_of(optimizer)) is not None]
+    models = [model for binding in bindings for ref in binding.models if (model := ref()) is not None]
+    return first_bad_gradient(optimizers, models)
 
 
 def _any(passes: list[_Pass]) -> torch.Tensor:
@@ -313,12 +388,3 @@ def _any(passes: list[_Pass]) -> torch.Tensor:
         return passes[0].found_inf
     device = passes[0].found_inf.device
     return torch.stack([p.found_inf.to(device) for p in passes]).amax()
-
-
-def _widen(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to(torch.promote_types(grad.dtype, torch.float32))
-
-
-def _dense_view(grad: torch.Tensor) -> torch.Tensor:
-    values = grad._values() if grad.is_sparse else grad
-    return torch.view_as_real(values) if values.is_complex() else values

@@ -10,7 +10,7 @@ import torch
 
 from .plan import Plan
 
-__all__ = ["copy", "l2norm", "unscale_", "unscale_into"]
+__all__ = ["copy", "norm", "scale_", "unscale_", "unscale_into"]
 
 
 def copy(plan: Plan, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
@@ -63,14 +63,34 @@ def unscale_into(
             torch._foreach_add_(dst, fresh)
 
 
-def l2norm(plan: Plan, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all the tensors taken as one vector: a 0-dim float32 tensor on the first tensor's device."""
-    norms: list[torch.Tensor] = []
+def norm(plan: Plan, tensors: list[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+    """The p-norm of all the tensors taken as one vector.
+
+    Args:
+        plan: made for ``tensors``.
+        tensors: at least one; real, of any float dtype.
+        p: above 0; ``float("inf")`` for the largest magnitude.
+
+    Returns:
+        A 0-dim tensor on the first tensor's device, float32, or float64 if one of them is.
+    """
+    first = tensors[0]
+    norms = [torch.zeros((), device=first.device)]
     for (group,) in plan.split(tensors):
-        norms.extend(torch._foreach_norm(group, 2, dtype=torch.float32))
-    device = norms[0].device
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(device, non_blocking=True) for n in norms]))
+        wide = torch.promote_types(group[0].dtype, torch.float32)
+        if filled := [t for t in group if t.numel()]:  # there is no largest element in nothing
+            norms.extend(torch._foreach_norm(filled, p, dtype=wide))
+    dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+    total: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([n.to(first.device, dtype, non_blocking=True) for n in norms]), p
+    )
     return total
+
+
+def scale_(plan: Plan, tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """``tensor *= factor`` in place; ``factor`` is a 0-dim tensor on any device."""
+    for (group,) in plan.split(tensors):
+        torch._foreach_mul_(group, factor.to(group[0].device, non_blocking=True))
 
 
 def _unscale_group(group: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:

@@ -26,7 +26,11 @@ LIST_LEVELS = {
     "O1": "the half list in 16 bits, the float list in fp32, everything else in the widest dtype of its inputs",
     "O2": "as O1 with a float list of only embedding, interpolation and scatter",
     "OD": "matrix products and convolutions in 16 bits, everything else in fp32",
+    "native": "what torch.autocast does by itself, which is not the same on the CPU and on CUDA",
 }
+
+
+_TEXT = re.compile(r"(?P<level>\w+)(?P<fixed>!promote)?(?P<moved>([+-][\w.]+)*)")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class OpLists:
     def default(cls) -> OpLists:
         """The lists of opt level O1."""
         return cls()
+
+    @classmethod
+    def native(cls) -> OpLists:
+        """The lists of ``torch.autocast``: nothing is intercepted, an op costs what it costs there."""
+        return cls("native")
 
     @classmethod
     def custom(
@@ -74,6 +83,8 @@ class OpLists:
         """
         if level not in LIST_LEVELS:
             raise ArgumentValueError(f"level={level!r} has no op lists; use one of {', '.join(LIST_LEVELS)}.")
+        if level == "native" and (white or black):
+            raise ArgumentValueError("level='native' is torch.autocast as it is; custom lists need 'O1', 'O2' or 'OD'.")
         chosen = [_names("white", white), _names("black", black)]
         both = sorted(set(chosen[0]) & set(chosen[1]))
         if both:
@@ -96,6 +107,8 @@ class OpLists:
 
     def rule_of(self, name: str) -> str:
         """The rule for a canonical name."""
+        if self.level == "native":
+            return "free"
         if name in self.white:
             return "half"
         if name in self.black:
@@ -130,30 +143,25 @@ class OpLists:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        parts = ["default" if self.level == "O1" else self.level]
-        parts += [f"+{name}" for name in self.white] + [f"-{name}" for name in self.black]
-        return " ".join(parts + ([] if self.promote else ["nopromote"]))
+        level = self.level if self.promote else self.level + "!promote"
+        return level + "".join(f"+{name}" for name in self.white) + "".join(f"-{name}" for name in self.black)
 
     @classmethod
     def parse(cls, text: str) -> OpLists:
-        """The lists that print as ``text``: a level ("default" is O1), then +name and -name for white and black.
+        """The lists that print as ``text``: a level, then +op for the white and -op for the black list.
 
         Raises:
-            ArgumentValueError: for a text of another form, or an unknown name.
+            ArgumentValueError: for a text of another form, or an unknown op.
         """
-        first, *rest = text.split() or [""]
-        level = "O1" if first == "default" else first
-        if level not in LIST_LEVELS:
+        match = _TEXT.fullmatch(text.strip())
+        if match is None or match["level"] not in LIST_LEVELS:
             raise ArgumentValueError(
-                f"op lists {text!r} do not begin with a level; write 'default' or one of {', '.join(LIST_LEVELS)}, "
-                "then +op for the white and -op for the black list, as in 'default +sum -linear'."
+                f"op lists {text!r} do not read LEVEL+op-op, as 'O1+gelu-linear' does, with a level among "
+                f"{', '.join(LIST_LEVELS)}."
             )
-        for word in rest:
-            if word != "nopromote" and not re.match(r"[+-].", word):
-                raise ArgumentValueError(f"{word!r} in op lists {text!r} is neither +op, -op nor 'nopromote'.")
-        white = [word[1:] for word in rest if word[0] == "+"]
-        black = [word[1:] for word in rest if word[0] == "-"]
-        return cls.custom(white, black, level=level, use_promote="nopromote" not in rest)
+        moved = re.findall(r"([+-])([\w.]+)", match["moved"])
+        white, black = ([op for sign, op in moved if sign == which] for which in "+-")
+        return cls.custom(white, black, level=match["level"], use_promote=match["fixed"] is None)
 
 
 def _names(which: str, ops: Iterable[object] | None) -> tuple[str, ...]:

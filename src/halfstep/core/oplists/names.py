@@ -1,4 +1,4 @@
-"""The names of ops: what torch calls them, what people and Paddle write for them, and every callable that reaches them."""
+"""The names of ops: torch's, Paddle's, what people write, and every callable that reaches an op."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.overrides import get_overridable_functions
 
 from ..errors import ArgumentTypeError, ArgumentValueError
-from .tables import BANNED, FLOAT, HALF, PADDLE_NAMES, PROMOTE, SEQUENCE
+from .tables import BANNED, FLOAT, HALF, PADDLE_NAMES, PROMOTE, SEQUENCE, words
 
 __all__ = ["Spelling", "computes", "known_names", "resolve", "spellings"]
 
@@ -58,6 +58,12 @@ _SYNONYMS = {
     "negative": "neg",
     "absolute": "abs",
 }
+
+
+def _private(name: str) -> Any:
+    return getattr(torch._C, "_" + name)
+
+
 _NAMESPACES: tuple[tuple[Any, str], ...] = (
     (torch._C._VariableFunctions, ""),
     (torch, ""),
@@ -65,11 +71,11 @@ _NAMESPACES: tuple[tuple[Any, str], ...] = (
     (torch.Tensor, ""),
     (torch._C._nn, ""),
     (torch.nn.functional, ""),
-    (torch._C._linalg, ""),
+    (_private("linalg"), ""),
     (torch.linalg, "linalg_"),
-    (torch._C._fft, ""),
+    (_private("fft"), ""),
     (torch.fft, "fft_"),
-    (torch._C._special, ""),
+    (_private("special"), ""),
     (torch.special, "special_"),
 )
 _CALLABLES = (
@@ -163,8 +169,8 @@ def resolve(op: object) -> tuple[str, ...]:
         nearest = difflib.get_close_matches(name.lower(), sorted(public), n=3, cutoff=0.5)
         hint = f" Did you mean {', '.join(map(repr, nearest))}?" if nearest else ""
         raise ArgumentValueError(
-            f"{op!r} is no op of torch or Paddle.{hint} Names are as in torch: 'softmax', 'torch.nn.functional.softmax', "
-            "'aten::softmax', or a torch function itself."
+            f"{op!r} is no op of torch or Paddle.{hint} Write it as in torch, 'softmax', 'torch.nn.functional.softmax' "
+            "or 'aten::softmax', or pass the torch function itself."
         )
     if isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return resolve(str(op) if isinstance(op, torch._ops.OpOverloadPacket) else str(op.overloadpacket))
@@ -182,16 +188,14 @@ def resolve(op: object) -> tuple[str, ...]:
     raise ArgumentTypeError(f"an op is given by its name or as a torch function, not as {op!r}.")
 
 
-_KEEPS_DTYPE = frozenset(
-    """
+_KEEPS_DTYPE: frozenset[str] = words("""
     to type type_as clone copy detach contiguous float double half bfloat16 int long bool item tolist numpy
     lift lift_fresh empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros
     new_ones new_full new_tensor empty zeros ones full set resize record_stream is_nonzero
     alias fill zero normal uniform random bernoulli binomial cauchy exponential geometric log_normal poisson multinomial
     linspace logspace int_repr dequantize
-    """.split()
-)
-_PLUMBING = ("_", "is_", "sym_", "quantize", "to_", "sparse_", "mkldnn_", "miopen_", "fbgemm_", "fake_quantize_", "empty_")
+    """)
+_PLUMBING = tuple(words("_ is_ sym_ quantize to_ sparse_ mkldnn_ miopen_ fbgemm_ fake_quantize_ empty_"))
 _TENSORS = ("Tensor", "Tensor[]")
 
 

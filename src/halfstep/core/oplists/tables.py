@@ -6,29 +6,42 @@ names under ``NATIVE`` are facts about torch (2.11 to 2.13): what ``torch.autoca
 
 from __future__ import annotations
 
-__all__ = ["BANNED", "CORE_HALF", "EXTRA_FLOAT", "FLOAT", "HALF", "NATIVE", "PADDLE_NAMES", "PROMOTE", "SEQUENCE"]
+__all__ = [
+    "BANNED",
+    "CORE_HALF",
+    "EXTRA_FLOAT",
+    "FLOAT",
+    "HALF",
+    "INNER_PRODUCT",
+    "NATIVE",
+    "PADDLE_NAMES",
+    "PROMOTE",
+    "SEQUENCE",
+    "words",
+]
+
+
+def words(text: str) -> frozenset[str]:
+    """Names from a text of them."""
+    return frozenset(text.split())
 
 
 def _each(words: str, reason: str) -> dict[str, str]:
     return dict.fromkeys(words.split(), reason)
 
 
-CORE_HALF: frozenset[str] = frozenset(
-    """
+CORE_HALF: frozenset[str] = words("""
     linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum chain_matmul linalg_multi_dot linalg_matmul
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
-    """.split()
-)
+    """)
 """Matrix products and convolutions: the ops that matrix units run, and all that level OD casts."""
 
-HALF: frozenset[str] = CORE_HALF | frozenset(
-    """
+HALF: frozenset[str] = CORE_HALF | words("""
     addr prelu linalg_vecdot inner _addmm_activation
     scaled_dot_product_attention _scaled_dot_product_flash_attention _native_multi_head_attention
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
     _thnn_fused_lstm_cell _thnn_fused_gru_cell mkldnn_rnn_layer
-    """.split()
-)
+    """)
 """Fast in 16 bits, and safe because the sums inside are fp32."""
 
 EXTRA_FLOAT: dict[str, str] = {
@@ -51,7 +64,8 @@ FLOAT: dict[str, str] = {
     **_each("sum nansum mean nanmean prod cumsum cumprod trace", "large-reduction"),
     **_each("std var std_mean var_mean cov corrcoef quantile nanquantile", "large-reduction"),
     **_each("dist cdist pdist pairwise_distance cosine_similarity", "norm"),
-    **_each("norm renorm frobenius_norm nuclear_norm normalize linalg_norm linalg_vector_norm linalg_matrix_norm", "norm"),
+    **_each("norm renorm frobenius_norm nuclear_norm normalize", "norm"),
+    **_each("linalg_norm linalg_vector_norm linalg_matrix_norm", "norm"),
     **_each("layer_norm native_layer_norm group_norm rms_norm local_response_norm", "norm"),
     **_each(
         """cross_entropy cross_entropy_loss nll_loss nll_loss2d nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss
@@ -60,7 +74,7 @@ FLOAT: dict[str, str] = {
         multilabel_soft_margin_loss soft_margin_loss triplet_margin_loss linear_cross_entropy""",
         "loss",
     ),
-    **_each("grid_sample grid_sampler grid_sampler_2d grid_sampler_3d affine_grid affine_grid_generator", "coordinates"),
+    **_each("grid_sample grid_sampler grid_sampler_2d grid_sampler_3d affine_grid_generator", "coordinates"),
     **_each(
         """inverse pinverse cholesky cholesky_inverse cholesky_solve qr svd geqrf orgqr ormqr lu lu_solve
         triangular_solve logdet slogdet det matrix_exp matrix_power
@@ -80,16 +94,14 @@ FLOAT: dict[str, str] = {
 }
 """fp32, with the reason in a word."""
 
-PROMOTE: frozenset[str] = frozenset(
-    """
+PROMOTE: frozenset[str] = words("""
     addcdiv addcmul atan2 cross linalg_cross bilinear dot vdot tensordot lerp
     index_put index_add index_copy index_reduce scatter_add scatter_reduce masked_scatter heaviside isclose allclose
     add sub mul div eq ne ge gt le lt equal maximum minimum fmax fmin where hypot copysign remainder fmod outer kron
-    """.split()
-)
+    """)
 """Computed in the widest dtype among the inputs."""
 
-SEQUENCE: frozenset[str] = frozenset("cat stack hstack vstack dstack column_stack".split())
+SEQUENCE: frozenset[str] = words("cat stack hstack vstack dstack column_stack")
 """Promoted over a sequence of tensors."""
 
 BANNED: dict[str, str] = {
@@ -102,17 +114,20 @@ BANNED: dict[str, str] = {
 }
 """Refused for 16-bit inputs, with what to do instead."""
 
+INNER_PRODUCT: frozenset[str] = words(
+    """bilinear tensordot inner linalg_vecdot cov corrcoef matrix_power matrix_exp linalg_matrix_power linalg_matrix_exp
+    pinverse linalg_pinv cdist pairwise_distance linalg_det linalg_lstsq linear_cross_entropy"""
+)
+"""Ops whose own implementation may call an op that native autocast lowers."""
+
 NATIVE: dict[str, dict[str, frozenset[str]]] = {
     "cpu": {
-        "half": frozenset(
-            """
+        "half": words("""
             _addmm_activation _convolution _native_multi_head_attention addbmm addmm baddbmm bmm conv1d conv2d conv3d
             conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d linalg_vecdot linear matmul mkldnn_rnn_layer mm
             scaled_dot_product_attention prelu
-            """.split()
-        ),
-        "float": frozenset(
-            """
+            """),
+        "float": words("""
             binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky cholesky_inverse cholesky_solve
             cosine_embedding_loss cross_entropy cross_entropy_loss ctc_loss geqrf grid_sample grid_sampler
             grid_sampler_2d grid_sampler_3d hinge_embedding_loss huber_loss inverse kl_div l1_loss lu_solve
@@ -127,21 +142,17 @@ NATIVE: dict[str, dict[str, frozenset[str]]] = {
             adaptive_avg_pool3d adaptive_max_pool3d max_pool3d fractional_max_pool2d fractional_max_pool3d
             max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
             replication_pad3d pad fake_quantize_per_tensor_affine
-            """.split()
-        ),
-        "promote": frozenset("cat stack index_copy".split()),
+            """),
+        "promote": words("cat stack index_copy"),
     },
     "cuda": {
-        "half": frozenset(
-            """
+        "half": words("""
             _convolution convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
             _scaled_dot_product_flash_attention scaled_dot_product_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell
             addbmm addmm addmv addr baddbmm bmm chain_matmul einsum gru_cell linalg_multi_dot linalg_vecdot linear
             lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell lstm gru rnn_tanh rnn_relu
-            """.split()
-        ),
-        "float": frozenset(
-            """
+            """),
+        "float": words("""
             acos asin cosh cosine_similarity cdist cosine_embedding_loss cumprod cumsum dist erfinv exp expm1
             frobenius_norm group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm linalg_matrix_norm
             linalg_vector_norm log log10 log1p log2 log_softmax logsumexp margin_ranking_loss mse_loss multi_margin_loss
@@ -151,12 +162,11 @@ NATIVE: dict[str, dict[str, frozenset[str]]] = {
             upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
             upsample_nearest3d upsample_trilinear3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa
             _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d cross_entropy
-            """.split()
-        ),
-        "promote": frozenset(
-            """addcdiv addcmul atan2 bilinear cross dot grid_sampler grid_sample index_put scatter_add tensordot vdot
-            cat stack""".split()
-        ),
+            """),
+        "promote": words("""
+            addcdiv addcmul atan2 bilinear cross dot grid_sampler grid_sample index_put scatter_add tensordot vdot
+            cat stack
+            """),
         "banned": frozenset(("binary_cross_entropy",)),
     },
 }

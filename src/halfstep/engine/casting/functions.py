@@ -102,7 +102,7 @@ class _Attribute:
     def __init__(self, owner: Any, name: str) -> None:
         self.owner = owner
         self.name = name
-        self.raw = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else _ABSENT
+        self.raw: Any = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else _ABSENT
         self.rules: list[Registration] = []
         function = getattr(owner, name)
         static = isinstance(self.raw, staticmethod)
@@ -128,7 +128,7 @@ class _Attribute:
         twins.forget()
 
 
-_ABSENT = object()
+_ABSENT: Any = object()
 _attributes: dict[tuple[int, str], _Attribute] = {}
 
 

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from ...core.oplists import OpLists
 from ...core.oplists.names import spellings
-from ...core.oplists.tables import BANNED, NATIVE, PROMOTE
+from ...core.oplists.tables import BANNED, INNER_PRODUCT, NATIVE, PROMOTE, words
 from . import rules
 from .cache import WeightCache
 from .rules import Rule
@@ -24,13 +25,12 @@ from .twins import needs_twin, twin_rule
 
 __all__ = ["CastMode", "build_table", "install", "uninstall"]
 
-_SELF_PROMOTING = frozenset(
-    """add sub mul div eq ne ge gt le lt equal maximum minimum fmax fmin where hypot copysign remainder fmod outer kron
-    addcmul addcdiv atan2 cat stack hstack vstack dstack column_stack""".split()
-)
+_SELF_PROMOTING = words("""
+    add sub mul div eq ne ge gt le lt equal maximum minimum fmax fmin where hypot copysign remainder fmod outer kron
+    addcmul addcdiv atan2 cat stack hstack vstack dstack column_stack""")
 """Ops of which torch promotes the inputs by itself, without autocast."""
 
-_SELF_MATCHING = frozenset("add sub mul div eq ne ge gt le lt addcmul addcdiv atan2 remainder fmod copysign".split())
+_SELF_MATCHING = words("add sub mul div eq ne ge gt le lt addcmul addcdiv atan2 remainder fmod copysign")
 """Ops whose in-place form takes other dtypes by itself."""
 
 
@@ -95,6 +95,8 @@ def uninstall(mode: CastMode) -> None:
 @functools.lru_cache(maxsize=64)
 def build_table(lists: OpLists, devices: tuple[str, ...], verbose: bool) -> dict[Callable[..., Any], Rule]:
     """What to do with each callable of torch under some lists; callables to leave alone are not in it."""
+    if lists.level == "native":
+        return {}
     by_op: dict[tuple[str, bool], Rule | None] = {}
     table: dict[Callable[..., Any], Rule] = {}
     for func, (name, inplace) in spellings().items():
@@ -126,10 +128,12 @@ def _rule_for(name: str, inplace: bool, lists: OpLists, devices: tuple[str, ...]
             return rules.half_native
         return rules.make_rule(rules.to_half, name, bool(native & {"float", "banned"}))
     if rule == "float":
-        return rules.make_rule(rules.to_float, name, chosen or bool(native & {"half", "banned"}))
+        return rules.make_rule(
+            rules.to_float, name, chosen or name in INNER_PRODUCT or bool(native & {"half", "banned"})
+        )
     if rule == "banned":
         return rules.make_rule(rules.banned, name, True, BANNED[name])
-    off = bool(native & {"half", "float", "banned"})
+    off = name in INNER_PRODUCT or bool(native & {"half", "float", "banned"})
     if rule == "promote" and name in PROMOTE and (off or name not in _SELF_PROMOTING):
         return rules.make_rule(rules.promote, name, off)
-    return rules.without_native if off else None
+    return rules.without_native if off and native != {"free"} else None

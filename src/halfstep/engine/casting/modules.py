@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
+from ...core.formats import parse_dtype
 from ..masters.plain import master_of
 from . import ops
 
@@ -35,7 +36,7 @@ __all__ = [
 PARALLEL = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
 """Wrappers that must come after a model was cast: they have looked at its parameters already."""
 
-ModuleFilter = Callable[[nn.Module, str], "torch.dtype | None"]
+ModuleFilter = Callable[[nn.Module, str], "torch.dtype | str | None"]
 
 
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:
@@ -155,27 +156,36 @@ def cast_module(
     Args:
         model: any module; shared parameters stay shared.
         dtype: a floating dtype.
-        keep: tells which submodules to leave as they are; torch's BatchNorm and other norms take 16-bit input with
-            fp32 parameters, so nothing else is needed for those.
+        keep: tells which submodules to leave as they are, also where they share a parameter with others; torch's
+            BatchNorm and other norms take 16-bit input with fp32 parameters, so nothing else is needed for those.
         module_filter: asked for each submodule with its qualified name ("" for the model); a dtype it returns is
             used for that module's own parameters and buffers instead, and its inputs and outputs are cast at its
             borders. None leaves the choice to the other arguments.
     """
+    # All is asked before anything changes: a filter may raise.
+    targets: list[tuple[nn.Module, torch.dtype]] = []
+    kept: set[int] = set()
     for name, module in model.named_modules():
-        chosen = module_filter(module, name) if module_filter is not None else None
-        if chosen is not None and chosen != dtype:
-            module.register_forward_pre_hook(CastInputs(chosen), with_kwargs=True)
-            module.register_forward_hook(CastOutputs(dtype), prepend=True)
-        target = chosen or dtype
+        chosen = None if module_filter is None else module_filter(module, name)
         if chosen is None and keep(module):
-            continue
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            if tensor.is_floating_point() and tensor.dtype != target:
+            kept.update(id(tensor) for tensor in _own_tensors(module))
+        else:
+            targets.append((module, dtype if chosen is None else parse_dtype(chosen)))
+    for module, target in targets:
+        if target != dtype:
+            module.register_forward_pre_hook(CastInputs(target), with_kwargs=True)
+            module.register_forward_hook(CastOutputs(dtype), prepend=True)
+        for tensor in _own_tensors(module):
+            if tensor.is_floating_point() and tensor.dtype != target and id(tensor) not in kept:
                 tensor.data = tensor.data.to(target)
                 if tensor.grad is not None:
                     tensor.grad = tensor.grad.to(target)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def attach(

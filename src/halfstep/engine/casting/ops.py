@@ -23,7 +23,17 @@ from .cache import WeightCache
 from .mode import CastMode, build_table, install, uninstall
 from .rules import Rule
 
-__all__ = ["OpCasting", "activate", "active", "clear_cache", "deactivate", "disable_casts", "ensure_thread", "mode_of_thread"]
+__all__ = [
+    "OpCasting",
+    "activate",
+    "active",
+    "clear_cache",
+    "deactivate",
+    "disable_casts",
+    "ensure_thread",
+    "mode_of_thread",
+    "process_casting",
+]
 
 
 @dataclass
@@ -137,13 +147,13 @@ class OpCasting:
             mode.dtype = self.dtype
             mode.devices = devices
             mode.allow_banned = self.allow_banned
-            mode.__enter__()
+            mode.__enter__()  # type: ignore[no-untyped-call]
             self._mode = mode
         return self
 
     def _exit_compiled(self) -> None:
         if self.enabled:
-            self._mode.__exit__(None, None, None)
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for entered in self._native:
             _exit_autocast(entered)
 
@@ -156,6 +166,11 @@ def active() -> OpCasting | None:
 def mode_of_thread() -> CastMode:
     """The mode that casts in this thread, whether or not it is on the stack."""
     return _thread.mode
+
+
+def process_casting() -> OpCasting | None:
+    """The casting of the whole process, which ``activate`` sets, or None."""
+    return _process
 
 
 def activate(casting: OpCasting) -> None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Rule",
-    "banned",
     "backward",
+    "banned",
     "cast_args",
     "float_inplace",
     "half_native",
@@ -56,7 +56,7 @@ def cast_args(cast: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return kind([cast_args(cast, item) for item in value])
     if isinstance(value, (tuple, list)):
         items = [cast_args(cast, item) for item in value]
-        return kind(*items) if hasattr(value, "_fields") else kind(items)  # type: ignore[call-arg]
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
     if isinstance(value, Mapping):
         return {key: cast_args(cast, item) for key, item in value.items()}
     return value

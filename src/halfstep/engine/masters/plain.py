@@ -23,10 +23,13 @@ __all__ = ["MasterLink", "PlainMasters", "master_of"]
 class MasterLink:
     """A 16-bit parameter of a model and its fp32 master. Optimizers that share the parameter share the link."""
 
-    __slots__ = ("__weakref__", "master", "model")
+    __slots__ = ("__weakref__", "_view", "master", "model", "owners", "spent_by")
 
     def __init__(self, model: torch.nn.Parameter) -> None:
         self.model = model
+        self._view: torch.Tensor | None = None  # the collected gradient, where it is a view of a DDP bucket
+        self.owners = 0  # optimizers that update it
+        self.spent_by: set[int] = set()  # those that have stepped with the gradient it has
         # From the rounded weight, as Apex had it: the master starts where the model computes.
         fp32 = model.detach().to(torch.float32, copy=True)
         self.master = torch.nn.Parameter(fp32, requires_grad=model.requires_grad)
@@ -36,6 +39,11 @@ class MasterLink:
         grad = self.model.grad
         if grad is None or getattr(grad, "_halfstep_collected", -1) == grad._version:
             return None
+        # DistributedDataParallel rebuilds its buckets once, in a forward, and gradient_as_bucket_view=True then hands
+        # the same gradient back as another object, without the mark (torch 2.13, Reducer::initialize_bucket_views).
+        if self._view is not None and grad is not self._view and grad._is_view() and torch.equal(grad, self._view):
+            self.mark_collected()
+            return None
         return grad
 
     def mark_collected(self) -> None:
@@ -43,6 +51,12 @@ class MasterLink:
         grad = self.model.grad
         if grad is not None:
             grad._halfstep_collected = grad._version  # type: ignore[attr-defined]
+            grad._halfstep_unscaled = False  # type: ignore[attr-defined]
+            self._view = grad if grad._is_view() else None
+
+    def clear_grad(self) -> None:
+        """Set the gradient of the 16-bit parameter to None."""
+        self.model.grad = self._view = None
 
 
 # Parameter -> weak reference to its link. Weak on both sides: the optimizer's PlainMasters owns the links, so that a
@@ -104,6 +118,7 @@ class PlainMasters:
     def _swap(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], i: int) -> None:
         param = group["params"][i]
         link = _link(param)
+        link.owners += 1
         group["params"][i] = link.master
         self.links.append(link)
         if param in optimizer.state:
@@ -139,6 +154,9 @@ class PlainMasters:
             grad = link.fresh_grad()
             if grad is None:
                 continue
+            if link.spent_by:
+                link.master.grad = None
+                link.spent_by.clear()
             if grad.is_sparse:
                 _collect_sparse(link, grad, inv_scale, found_inf)
             else:
@@ -160,20 +178,64 @@ class PlainMasters:
         """Set those 16-bit gradients to None that the masters have had."""
         for link in self.links:
             if link.fresh_grad() is None:
-                link.model.grad = None
+                link.clear_grad()
 
     def clear_master_grads(self) -> None:
         """Set the gradients of the masters to None."""
         for link in self.links:
             link.master.grad = None
+            link.spent_by.clear()
+
+    def spend_master_grads(self) -> None:
+        """After a step: the gradients are gone, but for another optimizer with the same master they are still there."""
+        for link in self.links:
+            if link.owners > 1:
+                link.spent_by.add(id(self))
+            if link.owners <= 1 or len(link.spent_by) == link.owners:
+                link.master.grad = None
+                link.spent_by.clear()
+
+    def drop_spent(self) -> None:
+        """Before a step: a gradient that this optimizer has stepped with before does not serve it again."""
+        for link in self.links:
+            if link.spent_by and id(self) in link.spent_by:
+                link.master.grad = None
+                link.spent_by.clear()
+
+    @torch.no_grad()
+    def unscale_model_grads(self, inv_scale: torch.Tensor) -> None:
+        """Unscale the 16-bit gradients, too, that the masters have had, for those who look at them or clip them."""
+        links = [link for link in self.links if link.model.grad is not None and link.fresh_grad() is None]
+        grads: list[torch.Tensor] = []
+        for link in links:
+            grad = link.model.grad
+            if grad.is_sparse and not grad.is_coalesced():  # type: ignore[union-attr]
+                grad = link.model.grad = grad.float().coalesce().to(grad.dtype)  # type: ignore[union-attr]
+            grads.append(grad._values() if grad.is_sparse else grad)  # type: ignore[union-attr, arg-type]
+        if grads:
+            unread = torch.zeros((), device=grads[0].device)
+            eager.unscale_(self._plans.get("model", [link.model for link in links], grads), grads, inv_scale, unread)
+        for link in links:
+            link.mark_collected()
+            link.model.grad._halfstep_unscaled = True  # type: ignore[union-attr]
+
+    def take_edits(self) -> None:
+        """Where a gradient that ``unscale_model_grads`` unscaled was edited since, let ``collect`` take it anew."""
+        for link in self.links:
+            grad = link.model.grad
+            if grad is not None and getattr(grad, "_halfstep_unscaled", False) and link.fresh_grad() is not None:
+                link.master.grad = None
+                grad._halfstep_unscaled = False  # type: ignore[attr-defined]
 
     def zero_model_grads(self, set_to_none: bool) -> None:
         """Clear the 16-bit gradients of the model."""
         for link in self.links:
             if set_to_none:
-                link.model.grad = None
+                link.clear_grad()
             elif link.model.grad is not None:
-                link.model.grad.detach_().zero_()
+                if link.model.grad.grad_fn is not None:
+                    link.model.grad.detach_()  # not always: a view of a DistributedDataParallel bucket refuses it
+                link.model.grad.requires_grad_(False).zero_()
                 link.mark_collected()
 
 

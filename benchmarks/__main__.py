@@ -1,0 +1,29 @@
+"""``python -m benchmarks NAME``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+BENCHMARKS = {
+    "simplenet": "nine linear layers: fp32, torch.autocast, pure 16-bit, halfstep O1, O2, O3",
+    "gpu_check": "the GPU tests and the benchmarks on CUDA, within 8 minutes, as JSON under $OUT",
+}
+"""Name and one line of help. The name is also the module beside this one, with ``add_arguments`` and ``run``."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="NAME")
+    for name, help_line in BENCHMARKS.items():
+        module = import_module(f".{name}", __package__)
+        command = commands.add_parser(name, help=help_line, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args(arguments)
+    return int(args.run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

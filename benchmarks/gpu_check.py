@@ -1,0 +1,81 @@
+"""What a change is checked with on a machine with a GPU: the tests marked gpu, then the benchmarks, in 8 minutes.
+
+Writes gpu_check.json (what ran, how it ended, how long it took), pytest.txt and one JSON file a benchmark into $OUT,
+or into ./gpu-check without that variable. Needs torch and pytest::
+
+    PYTHONPATH=src python3 -m benchmarks gpu_check
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from halfstep.cli.machine import describe_machine
+
+NO_TESTS = 5  # pytest's exit status when it found none to run
+
+BENCHMARKS = {
+    "simplenet-float16": ["simplenet", "--dtype", "float16"],
+    "simplenet-bfloat16": ["simplenet", "--dtype", "bfloat16"],
+    "simplenet-float16-small": ["simplenet", "--dtype", "float16", "--width", "1024", "--batch", "256"],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=460.0, help="time for all of it (default 460)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        print("gpu_check: torch finds no CUDA device here, so nothing was checked", file=sys.stderr)
+        return 2
+    out = Path(os.environ.get("OUT", "gpu-check"))
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + args.seconds
+    record: dict[str, object] = {"machine": describe_machine(torch.device("cuda"))}
+    # The benchmarks keep a quarter of the time, should the tests be slow.
+    tests = _call([sys.executable, "-m", "pytest", "-m", "gpu", "-q"], 0.75 * args.seconds, out / "pytest.txt")
+    record["tests"] = tests
+    failed = tests["status"] not in (0, NO_TESTS)
+    benchmarks = {}
+    for i, (name, command) in enumerate(BENCHMARKS.items()):
+        share = (deadline - time.monotonic()) / (len(BENCHMARKS) - i)
+        timing = ["--device", "cuda", "--steps", "50", "--max-seconds", f"{max(5.0, 0.5 * share):.0f}"]
+        full = [sys.executable, "-m", "benchmarks", *command, *timing, "--json", str(out / f"{name}.json")]
+        benchmarks[name] = _call(full, max(30.0, share))
+        failed = failed or benchmarks[name]["status"] != 0
+    record["benchmarks"] = benchmarks
+    record["passed"] = not failed
+    (out / "gpu_check.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(f"gpu_check: {'FAILED' if failed else 'passed'}, written to {out}")
+    return int(failed)
+
+
+def _call(command: list[str], seconds: float, log: Path | None = None) -> dict[str, object]:
+    """Run a command, show what it says, and tell how it ended; status is None when its time ran out."""
+    began = time.monotonic()
+    print("$", " ".join(command[1:]), flush=True)
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False
+        )
+        status, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as expired:
+        status, output = None, (expired.stdout or b"").decode(errors="replace")
+    print(output, flush=True)
+    if log is not None:
+        log.write_text(output, encoding="utf-8")
+    return {
+        "command": " ".join(command[1:]),
+        "status": status,
+        "seconds": round(time.monotonic() - began, 1),
+        "last_lines": output.strip().splitlines()[-20:],
+    }

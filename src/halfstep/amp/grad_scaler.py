@@ -1,0 +1,415 @@
+"""``amp.GradScaler``: loss scaling step by step, with Paddle's and torch's names, in the place of either."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from ..core.errors import ArgumentTypeError, UsageError
+from ..core.formats import is_half
+from ..engine.scaling import DynamicLossScale
+from ..engine.sharing import SharedGradients
+from ..engine.stepping import bind, binding_of, blame, unbind
+from ..engine.unbound import Unbound
+from ..engine.unscaling import Unscaler, reciprocal
+from .scaler_settings import ScalerSettings
+
+__all__ = ["GradScaler", "StepResult"]
+
+
+class StepResult:
+    """What ``GradScaler.step`` did: ``bool(result)`` says whether the optimizer stepped.
+
+    Attributes:
+        returned: what ``optimizer.step`` returned, the loss if it was given a closure. None if the step was skipped.
+    """
+
+    __slots__ = ("_found_inf", "returned")
+
+    def __init__(self, found_inf: torch.Tensor, returned: Any = None) -> None:
+        self._found_inf = found_inf
+        self.returned = returned
+
+    @property
+    def stepped(self) -> torch.Tensor:
+        """Whether it stepped, as a 0-dim bool tensor on the device. Reads nothing."""
+        return self._found_inf == 0
+
+    def __bool__(self) -> bool:
+        """Whether it stepped. Reads the device."""
+        return not self._found_inf.item()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(returned={self.returned!r})"
+
+
+class GradScaler(ScalerSettings):
+    """Scale losses up so that fp16 gradients do not vanish, and skip steps whose gradients overflowed.
+
+    ::
+
+        scaler = amp.GradScaler(init_loss_scaling=1024)
+        for x, y in loader:
+            with amp.auto_cast():
+                loss = loss_fn(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)   # unscales, looks for inf and NaN, steps if there is none
+            scaler.update()          # moves the scale
+            optimizer.zero_grad()
+
+    To accumulate gradients, call ``step`` and ``update`` only after the last of several backward passes. To clip, call
+    ``scaler.unscale_(optimizer)`` and then ``torch.nn.utils.clip_grad_norm_``, or ``scaler.clip_grad_norm_`` alone.
+
+    It takes any ``torch.optim.Optimizer``, and optimizers with fp32 masters from ``amp.decorate`` or
+    ``amp.initialize``, several of them if need be; each is skipped for its own overflow only. Gradients may have any
+    floating or complex dtype, be sparse, or be missing. With an optimizer that honours torch's contract for scalers
+    (``fused=True``) nothing here waits for the device, and a whole step can be captured in a CUDA graph; any other
+    optimizer costs one read a step. Skips are logged at level INFO of the logger "halfstep", one step late.
+
+    It is a ``torch.amp.GradScaler`` and has all its methods; where the two families of names meet, torch's are
+    keyword aliases.
+
+    Args:
+        enable: False makes every call do nothing but step the optimizer. A device, as torch's has it here, counts as
+            True and is ignored: the scale lives where the losses do.
+        init_loss_scaling: where the scale starts, a finite number above zero.
+        incr_ratio: what the scale is multiplied by when it grows, above 1.
+        decr_ratio: what it is multiplied by when it shrinks, between 0 and 1.
+        incr_every_n_steps: finite steps in a row before it grows; 0 for never.
+        decr_every_n_nan_or_inf: overflowing steps in a row before it shrinks; 0 for never.
+        use_dynamic_loss_scaling: False keeps the scale where it is. Overflowing steps are skipped all the same.
+        min_loss_scaling: the floor; None stands for the smallest normal float32 number.
+        max_loss_scaling: the ceiling; None stands for the largest float32 number.
+        collapse_after: after so many overflows in a row at the floor, or at 2**-14 where the floor is lower, ``update``
+            raises ``LossScaleCollapsed``; None for never.
+        enabled: torch's name of ``enable``.
+        init_scale: torch's name of ``init_loss_scaling``.
+        growth_factor: torch's name of ``incr_ratio``.
+        backoff_factor: torch's name of ``decr_ratio``.
+        growth_interval: torch's name of ``incr_every_n_steps``.
+        device: accepted for torch's sake, not used.
+
+    Raises:
+        ArgumentValueError: for a value outside of these ranges.
+
+    Source: Paddle's AMP guide, sections 2.1.2 and 3.1; ``torch.amp.GradScaler``.
+    """
+
+    def __init__(
+        self,
+        enable: bool | str | torch.device = True,
+        init_loss_scaling: float = 2.0**15,
+        incr_ratio: float = 2.0,
+        decr_ratio: float = 0.5,
+        incr_every_n_steps: int = 1000,
+        decr_every_n_nan_or_inf: int = 2,
+        use_dynamic_loss_scaling: bool = True,
+        *,
+        min_loss_scaling: float | None = None,
+        max_loss_scaling: float | None = None,
+        collapse_after: int | None = 20,
+        enabled: bool | None = None,
+        init_scale: float | None = None,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+        growth_interval: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        rule = DynamicLossScale(
+            init_scale=init_loss_scaling if init_scale is None else init_scale,
+            growth_factor=incr_ratio if growth_factor is None else growth_factor,
+            backoff_factor=decr_ratio if backoff_factor is None else backoff_factor,
+            growth_interval=(incr_every_n_steps if growth_interval is None else growth_interval) or None,
+            backoff_interval=decr_every_n_nan_or_inf or None,
+            min_scale=min_loss_scaling,
+            max_scale=max_loss_scaling,
+            collapse_after=collapse_after,
+        )
+        super().__init__(bool(enable if enabled is None else enabled), rule, bool(use_dynamic_loss_scaling))
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._unbounds: WeakKeyDictionary[torch.optim.Optimizer, Unbound] = WeakKeyDictionary()
+        self._shared = SharedGradients()
+        self._begin_iteration()
+
+    def _begin_iteration(self) -> None:
+        # Under torch's name and in its shape, for those who look there.
+        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._shared.begin_iteration()
+
+    # ---- the training step, in its order
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss by the scale.
+
+        Args:
+            outputs: a floating tensor, or an iterable of them, nested or not; 16-bit ones are scaled in fp32.
+
+        Returns:
+            The same with scaled tensors; exactly ``outputs`` if the scaler is disabled.
+
+        Raises:
+            ArgumentTypeError: for anything else.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            if not (outputs.is_floating_point() or outputs.is_complex()):
+                raise ArgumentTypeError(f"scale needs a floating tensor, not one of {outputs.dtype}.")
+            self._shared.note_loss()
+            scale = self._present_scale(outputs.device)
+            if scale.device != outputs.device:
+                scale = scale.to(outputs.device, non_blocking=True)
+            return (outputs.float() if is_half(outputs) else outputs) * scale
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        raise ArgumentTypeError(f"scale needs a tensor or an iterable of tensors, not {type(outputs).__name__}.")
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale, to look at them or clip them before ``step``.
+
+        Of an optimizer with masters both are unscaled, the fp32 gradients of the masters and the 16-bit ones of the
+        model. Clip or edit either: where the model's were edited, ``step`` uses those.
+
+        Args:
+            optimizer: whose gradients to unscale, once in each iteration and after all of its backward passes.
+
+        Raises:
+            UsageError: when it was called for this optimizer since the last ``update``, or ``step`` was.
+        """
+        if not self._enabled:
+            return
+        state = self._state_before_unscaling(optimizer)
+        scale = self._unscale(optimizer, state)
+        binding = binding_of(optimizer)
+        if binding is not None and binding.masters is not None:
+            binding.masters.unscale_model_grads(reciprocal(scale))
+
+    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+        """``unscale_`` and clip to a total 2-norm in one go: one read gives the norm and the check for inf and NaN.
+
+        Args:
+            optimizer: as for ``unscale_``. With masters, their gradients are clipped.
+            max_norm: the largest norm allowed.
+
+        Returns:
+            The norm of the unscaled gradients before clipping, as a 0-dim tensor; not finite if they overflowed, which
+            ``step`` then skips. No device is read.
+
+        Raises:
+            UsageError: as ``unscale_``.
+        """
+        binding = binding_of(optimizer)
+        if not self._enabled or binding is not None:
+            self.unscale_(optimizer)
+            return (Unscaler() if binding is None else binding.clipper).clip(_params(optimizer), max_norm, 2.0)
+        state = self._state_before_unscaling(optimizer)
+        params = _params(optimizer)
+        scale, found_inf, seen = self._begin_unscaling(optimizer, state, params)
+        unscaler = self._unbound(optimizer).unscaler
+        norm = unscaler.unscale_and_clip(unscaler.gather(params, seen), reciprocal(scale), found_inf, max_norm)
+        self._shared.note_unscaled(optimizer, params)
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:  # type: ignore[override]
+        """Step an optimizer unless its gradients hold inf or NaN; unscale them before, if ``unscale_`` did not.
+
+        Args:
+            optimizer: what to step, once in each iteration.
+            *args: for ``optimizer.step``. A closure, here or as ``closure=``, calls ``scaler.scale(loss).backward()``
+                and returns the loss; when its gradients overflow it is run again at a lower scale, 64 times at most.
+            **kwargs: likewise.
+
+        Returns:
+            Whether it stepped, to be read or not: ``if scaler.step(optimizer): scheduler.step()``.
+
+        Raises:
+            UsageError: when ``step`` was called for this optimizer since the last ``update``; for a closure that does
+                not use ``scale``, or that overflows at every scale.
+        """
+        closure, args = (args[0], args[1:]) if args else (kwargs.pop("closure", None), args)
+        if not self._enabled:
+            returned = optimizer.step(*args, **kwargs) if closure is None else optimizer.step(closure, *args, **kwargs)
+            return StepResult(torch.zeros(()), returned)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise UsageError("step() has already been called since the last update().")
+        if closure is not None:
+            result = self._step_with_closure(optimizer, state, closure, *args, **kwargs)
+        elif binding_of(optimizer) is not None:
+            if state["stage"] is OptState.READY:
+                self._unscale(optimizer, state)
+            result = StepResult(_found_inf(state), optimizer.step(*args, **kwargs))
+        elif (unbound := self._unbound(optimizer)).takes_flags:
+            grad_scale = None
+            if state["stage"] is OptState.READY:
+                params = _params(optimizer)
+                scale, found_inf, seen = self._begin_unscaling(optimizer, state, params)
+                grad_scale = unbound.prepare_step(params, scale, found_inf, seen)
+                self._shared.note_unscaled(optimizer, params)
+            found_inf = _found_inf(state)
+            result = StepResult(found_inf, unbound.guarded_step(optimizer, grad_scale, found_inf, *args, **kwargs))
+        else:
+            if state["stage"] is OptState.READY:
+                self._unscale(optimizer, state)
+            result = StepResult(_found_inf(state))
+            if result:
+                result.returned = optimizer.step(*args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Move the scale, once at the end of each iteration; without a ``step`` before it counts as a finite step.
+
+        Args:
+            new_scale: a scale to set instead, a number or a tensor with one element.
+
+        Raises:
+            LossScaleCollapsed: if the scale is at its floor and gradients overflow all the same, again and again.
+            ArgumentValueError: for a new scale that is not a finite number above zero.
+        """
+        if not self._enabled:
+            return
+        states, optimizers = self._per_optimizer_states, self._optimizers
+        self._begin_iteration()
+        if new_scale is not None:
+            self._scaler.set_scale(float(new_scale))
+            return
+        flags = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+        if not flags:
+            found_inf = torch.zeros((), device=self._home)
+        else:
+            found_inf = flags[0]
+            for flag in flags[1:]:
+                found_inf = torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True))
+        self._scaler.update(found_inf, lambda: blame(optimizers))
+
+    def minimize(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:
+        """``step`` and ``update``.
+
+        Args:
+            optimizer: what to step.
+            *args: the scaled loss, which Paddle has here and which is not used: call ``scaled.backward()`` before.
+            **kwargs: for ``optimizer.step``.
+
+        Returns:
+            As ``step``.
+        """
+        result = self.step(optimizer, **kwargs)
+        self.update()
+        return result
+
+    # ---- inside
+
+    def _present_scale(self, device: torch.device) -> torch.Tensor:
+        if self._home is None:
+            self._home = device
+        return self._scaler.scale(self._home)
+
+    def _unbound(self, optimizer: torch.optim.Optimizer) -> Unbound:
+        unbound = self._unbounds.get(optimizer)
+        if unbound is None:
+            unbound = self._unbounds[optimizer] = Unbound(optimizer)
+        return unbound
+
+    def _state_before_unscaling(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise UsageError("unscale_() has already been called on this optimizer since the last update().")
+        if state["stage"] is OptState.STEPPED:
+            raise UsageError("unscale_() is being called after step().")
+        return state
+
+    def _begin_unscaling(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], params: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, set[int] | None]:
+        """The scale, a new flag for this optimizer, and which gradients another optimizer has had unscaled already."""
+        scale = self._present_scale(params[0].device if params else torch.device("cpu"))
+        found_inf = torch.zeros((), device=scale.device)
+        done = self._shared.already_unscaled(optimizer, params)
+        if done is not None:
+            Unscaler()(done.values(), torch.ones_like(scale), found_inf)
+        state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {scale.device: found_inf}
+        self._optimizers.append(optimizer)
+        return scale, found_inf, None if done is None else set(done)
+
+    def _unscale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.Tensor:
+        """Unscale the gradients of an optimizer; the scale they had."""
+        params = _params(optimizer)
+        scale, found_inf, seen = self._begin_unscaling(optimizer, state, params)
+        binding = binding_of(optimizer)
+        if binding is not None:
+            binding.unscale(scale, found_inf, self._scaler, set() if seen is None else seen)
+        else:
+            self._unbound(optimizer).unscaler(params, reciprocal(scale), found_inf, seen)
+        self._shared.note_unscaled(optimizer, params)
+        return scale
+
+    def _step_with_closure(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        closure: Callable[[], Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> StepResult:
+        """A binding runs a closure again when it overflowed; an optimizer that has none is bound for this step."""
+
+        def evaluate() -> Any:
+            losses = self._shared.losses
+            loss = closure()
+            if self._shared.losses == losses:
+                raise UsageError(
+                    "The closure given to GradScaler.step did not scale its loss, and its gradients would be divided "
+                    "by a scale they do not have; let it call scaler.scale(loss).backward() and return the loss."
+                )
+            self._unscale(optimizer, state)
+            if self._dynamic and _found_inf(state).item():
+                self._scaler.update(_found_inf(state), lambda: blame([optimizer]))
+            return loss
+
+        lent = binding_of(optimizer) is None
+        if lent:
+            bind(optimizer, master_weights=False)
+        try:
+            returned = optimizer.step(evaluate, *args, **kwargs)
+        finally:
+            if lent:
+                unbind(optimizer)
+        return StepResult(_found_inf(state), returned)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings and state.
+
+        Raises:
+            UsageError: in the middle of an iteration.
+        """
+        if self._optimizers:
+            raise UsageError(
+                "A GradScaler can be pickled or copied after update(), not between unscale_ or step and it."
+            )
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Undo ``__getstate__``."""
+        super().__setstate__(state)
+        self._prepare()
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _found_inf(state: dict[str, Any]) -> torch.Tensor:
+    """The flag of an optimizer; there is one for all devices."""
+    flag: torch.Tensor
+    (flag,) = state["found_inf_per_device"].values()
+    return flag

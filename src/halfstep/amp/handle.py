@@ -1,0 +1,300 @@
+"""The handle of 2018: ``amp.init()`` casts ops in the whole process, and the handle it returns scales losses."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.formats import HALF_DTYPES, default_half, parse_dtype
+from ..core.oplists import OpLists
+from ..core.policy import LossScaleSpec
+from ..engine.backward import scaled_backward
+from ..engine.casting import ops
+from ..engine.casting.modules import JoinCasting
+from ..engine.forwarding import ForwardingOptimizer
+from ..engine.scaling import LossScale, LossScaler, StaticLossScale, make_loss_scale
+from ..engine.stepping import Binding, bind, binding_of, unbind
+
+__all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "init"]
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: LossScaleSpec = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    dtype: torch.dtype | str | None = None,
+) -> NoOpHandle:
+    """Cast ops in the whole process from now on, and get a handle for loss scaling.
+
+    ::
+
+        amp_handle = amp.init()
+        ...
+        with amp_handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    Weights stay fp32. Each thread takes part from its first call of a module on.
+
+    Args:
+        enabled: False returns a handle that does nothing, so that one script serves both.
+        loss_scale: "dynamic" (from 2**16, doubled after 2,000 good passes, 2**24 at most) or a number above zero.
+        enable_caching: cast each weight at most once between two ``scale_loss`` blocks.
+        verbose: log each cast.
+        allow_banned: run ops that are refused on 16-bit input in fp32 instead.
+        dtype: the 16-bit dtype; None means float16 where there is CUDA and bfloat16 elsewhere.
+
+    Returns:
+        The handle. Several may be open at once; the latest decides on casts.
+
+    Raises:
+        ArgumentValueError: for a loss scale or dtype that cannot be used. Nothing has been changed then.
+
+    Source: seed 001.
+    """
+    if not enabled:
+        return NoOpHandle()
+    half = parse_dtype(dtype) if dtype is not None else default_half("cuda" if torch.cuda.is_available() else "cpu")
+    if half not in HALF_DTYPES:
+        raise ArgumentValueError(f"dtype={dtype} has not 16 bits; use torch.float16 or torch.bfloat16.")
+    rule = make_loss_scale(loss_scale)
+    casting = ops.OpCasting(half, OpLists.default(), cache=enable_caching, verbose=verbose)
+    return AmpHandle(casting, rule, has_cache=enable_caching, verbose=verbose)
+
+
+class NoOpHandle:
+    """What ``amp.init(enabled=False)`` returns: every call works and nothing happens."""
+
+    has_cache = False
+    """Whether casts of weights are kept for a second use."""
+    verbose = False
+    """Whether each cast is logged."""
+
+    def is_active(self) -> bool:
+        """Whether ops are being cast."""
+        return False
+
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
+        """A block that gets the loss itself."""
+        return nullcontext(loss)
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """An optimizer with a ``scale_loss`` of its own.
+
+        Args:
+            optimizer: any optimizer.
+            num_loss: how many losses there are between two steps; each gets its own loss scale.
+
+        Raises:
+            ArgumentTypeError: if ``optimizer`` is none.
+            ArgumentValueError: if ``num_loss`` is no whole number above zero.
+        """
+        if isinstance(optimizer, OptimWrapper) or not isinstance(optimizer, torch.optim.Optimizer):
+            raise ArgumentTypeError(f"wrap_optimizer needs a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+        if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
+            raise ArgumentValueError(f"num_loss={num_loss!r} must be a whole number, 1 or more.")
+        return OptimWrapper(optimizer, self, num_loss)
+
+    def new_scaler(self, name: str) -> LossScaler:
+        """A fresh loss scale of this handle's kind."""
+        return LossScaler(StaticLossScale(1.0), name=name)
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> Binding | None:
+        """The binding of an optimizer, made if there is none; None if this handle does nothing (any more)."""
+        return None
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        """A block in which ops are not cast."""
+        return nullcontext()
+
+    def _clear_cache(self) -> None:
+        """Forget the casts of weights."""
+
+    def remove_cache(self, param: torch.Tensor) -> None:
+        """Forget the cast of a weight (and, today, of all others)."""
+        self._clear_cache()
+
+    def _deactivate(self) -> None:
+        """Put everything back that this handle changed."""
+
+
+# The handles in force, oldest first: each knows what was cast before it, and any of them may go first.
+_open: list[AmpHandle] = []
+
+
+class AmpHandle(NoOpHandle):
+    """Op casting in the whole process, and a loss scale.
+
+    Args:
+        casting: what to cast from now on.
+        rule: how loss scales move.
+        has_cache: whether ``casting`` keeps casts of weights.
+        verbose: whether ``casting`` logs.
+    """
+
+    def __init__(self, casting: ops.OpCasting, rule: LossScale, *, has_cache: bool, verbose: bool) -> None:
+        self.has_cache = has_cache
+        self.verbose = verbose
+        self._casting = casting
+        self._rule = rule
+        self._scaler = self.new_scaler("the loss scaler")
+        self._bound: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._alive = True
+        if _open and ops.process_casting() is not _open[-1]._casting:
+            _open.clear()  # someone has changed the casting since, by amp.initialize or amp.deactivate
+        self._before = ops.process_casting()
+        self._hook = register_module_forward_pre_hook(JoinCasting())
+        ops.activate(casting)
+        _open.append(self)
+
+    def is_active(self) -> bool:
+        """Whether this thread casts ops and the handle was not deactivated."""
+        ops.ensure_thread()
+        return self._alive and ops.active() is not None
+
+    @contextmanager
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
+        """Scale a loss for its backward pass; after the block the new gradients are unscaled.
+
+        If one of them is inf or NaN, the next ``optimizer.step()`` does nothing and a dynamic scale is lowered.
+        Gradients from before the block are added to, as without scaling.
+
+        Args:
+            loss: a floating tensor; a 16-bit one is scaled in fp32.
+            optimizer: the optimizer, or a list of them, whose parameters get gradients.
+
+        Yields:
+            The scaled loss; the loss itself once the handle was deactivated.
+
+        Raises:
+            ArgumentTypeError: for a loss that is no floating tensor or an ``optimizer`` that is none.
+        """
+        if isinstance(optimizer, OptimWrapper):
+            with optimizer.scale_loss(loss) as scaled_loss:
+                yield scaled_loss
+            return
+        given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for item in given:
+            if not isinstance(item, torch.optim.Optimizer):
+                raise ArgumentTypeError(
+                    f"scale_loss needs the optimizer as second argument, not {type(item).__name__}."
+                )
+        if not self._alive:
+            yield loss
+            return
+        bindings = [self.bind(item) for item in given]
+        with scaled_backward(loss, bindings, self._scaler, name="scale_loss") as scaled_loss:
+            yield scaled_loss
+
+    def new_scaler(self, name: str) -> LossScaler:
+        """A fresh loss scale of this handle's kind."""
+        return LossScaler(self._rule, name=name)
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> Binding:
+        """The binding of an optimizer, made if there is none."""
+        binding = binding_of(optimizer)
+        if binding is None:
+            binding = bind(optimizer, master_weights=False)
+            self._bound.add(optimizer)
+        return binding
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return ops.disable_casts()
+
+    def _clear_cache(self) -> None:
+        ops.clear_cache()
+
+    def _deactivate(self) -> None:
+        """Put back what was there: the casting from before this handle, and the optimizers' own methods.
+
+        Handles may be deactivated in any order; calling it again does nothing.
+        """
+        if not self._alive:
+            return
+        self._alive = False
+        self._hook.remove()
+        for optimizer in list(self._bound):
+            unbind(optimizer)
+        if self not in _open:
+            return
+        place = _open.index(self)
+        del _open[place]
+        if place < len(_open):
+            _open[place]._before = self._before
+        elif ops.process_casting() is self._casting:
+            if self._before is None:
+                ops.deactivate()
+            else:
+                ops.activate(self._before)
+
+
+class OptimWrapper(ForwardingOptimizer):
+    """An optimizer whose losses, up to ``num_loss`` between two steps, have a loss scale each.
+
+    ::
+
+        optimizer = amp_handle.wrap_optimizer(optimizer, num_loss=2)
+        ...
+        with optimizer.scale_loss(loss1) as scaled_loss:
+            scaled_loss.backward()
+        with optimizer.scale_loss(loss2) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    Everything else is the optimizer's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, handle: NoOpHandle, num_loss: int) -> None:
+        super().__init__(optimizer)
+        self._handle = handle
+        self._scalers = [handle.new_scaler(f"loss scaler {i}") for i in range(num_loss)]
+        self._next = 0
+
+    @contextmanager
+    def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Scale the next loss of this step for its backward pass.
+
+        The k-th block since the last step uses the k-th scale. If any of them overflows, the step is skipped.
+
+        Args:
+            loss: a floating tensor; a 16-bit one is scaled in fp32.
+
+        Yields:
+            The scaled loss.
+
+        Raises:
+            UsageError: for more losses than ``num_loss``.
+            ArgumentTypeError: if the loss is no floating tensor.
+        """
+        binding = self._handle.bind(self.optimizer)
+        if binding is None:
+            yield loss
+            return
+        if self._next == len(self._scalers):
+            raise UsageError(
+                f"This is loss number {self._next + 1} since the last step, and wrap_optimizer was called with "
+                f"num_loss={len(self._scalers)}; pass as many as there are losses (micro-batches counted) in a step."
+            )
+        scaler = self._scalers[self._next]
+        self._next += 1
+        with scaled_backward(loss, [binding], scaler, name="scale_loss") as scaled_loss:
+            yield scaled_loss
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """One step of the optimizer, skipped if a loss overflowed; the next loss is the first again."""
+        self._next = 0
+        return super().step(closure, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; the next loss is the first again."""
+        self._next = 0
+        super().zero_grad(set_to_none)

@@ -1,0 +1,244 @@
+"""The settings and the state of ``amp.GradScaler`` under Paddle's names and under torch's, to get, set, save and load.
+
+What the scaler does with them is ``amp.grad_scaler``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..core.errors import ArgumentValueError
+from ..engine.scaling import DynamicLossScale, LossScaler, StaticLossScale
+
+__all__ = ["ScalerSettings"]
+
+
+class ScalerSettings(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler`` whose settings are a ``DynamicLossScale`` and whose state is a ``LossScaler``.
+
+    Args:
+        enabled: whether the scaler does anything.
+        rule: the settings; those that move the scale are kept for a static one, too.
+        dynamic: whether the scale moves.
+    """
+
+    def __init__(self, enabled: bool, rule: DynamicLossScale, dynamic: bool) -> None:
+        # Not torch's constructor: it turns itself off where there is no CUDA device.
+        self._enabled = enabled
+        self._rule = rule
+        self._dynamic = dynamic
+        self._scaler = LossScaler(rule if dynamic else StaticLossScale(rule.init_scale), name="GradScaler")
+        self._home: torch.device | None = None  # where the first loss was; the scale stays there
+
+    def _change(self, **settings: Any) -> None:
+        self._rule = replace(self._rule, **settings)
+        if self._dynamic:
+            self._scaler.rule = self._rule
+
+    # ---- Paddle's names
+
+    def is_enable(self) -> bool:
+        """Whether the scaler does anything."""
+        return self._enabled
+
+    def is_use_dynamic_loss_scaling(self) -> bool:
+        """Whether the scale moves."""
+        return self._enabled and self._dynamic
+
+    def get_init_loss_scaling(self) -> float:
+        """Where the scale started, or where it was set or loaded."""
+        return self._rule.init_scale
+
+    def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
+        """Set it, and with it the present scale.
+
+        Raises:
+            ArgumentValueError: unless it is a finite number above zero.
+        """
+        self._change(init_scale=new_init_loss_scaling)
+        self._scaler.set_scale(self._rule.init_scale)
+
+    def get_incr_ratio(self) -> float:
+        """What the scale is multiplied by when it grows."""
+        return self._rule.growth_factor
+
+    def set_incr_ratio(self, new_incr_ratio: float) -> None:
+        """Set it, above 1."""
+        self._change(growth_factor=new_incr_ratio)
+
+    def get_decr_ratio(self) -> float:
+        """What the scale is multiplied by when it shrinks."""
+        return self._rule.backoff_factor
+
+    def set_decr_ratio(self, new_decr_ratio: float) -> None:
+        """Set it, between 0 and 1."""
+        self._change(backoff_factor=new_decr_ratio)
+
+    def get_incr_every_n_steps(self) -> int:
+        """After how many finite steps in a row the scale grows; 0 for never."""
+        return self._rule.growth_interval or 0
+
+    def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
+        """Set it; 0 for never."""
+        self._change(growth_interval=new_incr_every_n_steps or None)
+
+    def get_decr_every_n_nan_or_inf(self) -> int:
+        """After how many overflowing steps in a row the scale shrinks; 0 for never."""
+        return self._rule.backoff_interval or 0
+
+    def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int) -> None:
+        """Set it; 0 for never."""
+        self._change(backoff_interval=new_decr_every_n_nan_or_inf or None)
+
+    # ---- torch's names
+
+    def is_enabled(self) -> bool:
+        """Whether the scaler does anything."""
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """The present scale, 1.0 if the scaler is disabled. Reads the device."""
+        return self._scaler.loss_scale() if self._enabled else 1.0
+
+    def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows."""
+        return self._rule.growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set it, above 1."""
+        self._change(growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by when it shrinks."""
+        return self._rule.backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set it, between 0 and 1."""
+        self._change(backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """After how many finite steps in a row the scale grows; 0 for never."""
+        return self._rule.growth_interval or 0
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set it; 0 for never."""
+        self._change(growth_interval=new_interval or None)
+
+    # ---- torch's private names, which trainers reach for
+
+    @property
+    def _scale(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The present scale as the tensor that ``update`` changes; None before the first loss, as in torch."""
+        return None if self._home is None else self._scaler.state(self._home).scale
+
+    @property
+    def _growth_tracker(self) -> torch.Tensor | None:  # type: ignore[override]
+        return None if self._home is None else self._scaler.state(self._home).good
+
+    def _get_growth_tracker(self) -> int:
+        return self._counts()[0] if self._enabled else 0
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._home = torch.device(dev)
+
+    # ---- saving and loading
+
+    def state_dict(self) -> dict[str, Any]:
+        """Settings and state as plain numbers, under Paddle's names and torch's; empty if the scaler is disabled.
+
+        ``load_state_dict`` of a ``torch.amp.GradScaler`` reads it, too. Reads the device.
+        """
+        if not self._enabled:
+            return {}
+        good, bad = self._counts()
+        return {
+            "scale": self.get_scale(),
+            "incr_ratio": self.get_incr_ratio(),
+            "decr_ratio": self.get_decr_ratio(),
+            "incr_every_n_steps": self.get_incr_every_n_steps(),
+            "decr_every_n_nan_or_inf": self.get_decr_every_n_nan_or_inf(),
+            "incr_count": good,
+            "decr_count": bad,
+            "use_dynamic_loss_scaling": self._dynamic,
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+            "_growth_tracker": good,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` of this scaler, of Paddle's or of torch's returned. Nothing if disabled.
+
+        torch's says nothing about ``decr_every_n_nan_or_inf`` and ``use_dynamic_loss_scaling``: those stay.
+
+        Args:
+            state_dict: numbers; the scale may be an array or tensor with one element, as Paddle has it.
+
+        Raises:
+            ArgumentValueError: if it is empty, lacks an entry, or has a value that is not allowed. Nothing is loaded
+                then.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise ArgumentValueError(
+                "The input state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+            )
+        scale = _number(_entry(state_dict, "scale"))
+        rule = replace(
+            self._rule,
+            init_scale=scale,
+            growth_factor=float(_entry(state_dict, "incr_ratio", "growth_factor")),
+            backoff_factor=float(_entry(state_dict, "decr_ratio", "backoff_factor")),
+            growth_interval=int(_entry(state_dict, "incr_every_n_steps", "growth_interval")) or None,
+            backoff_interval=int(state_dict.get("decr_every_n_nan_or_inf", self._rule.backoff_interval or 0)) or None,
+        )
+        good = int(_entry(state_dict, "incr_count", "_growth_tracker"))
+        self._dynamic = bool(state_dict.get("use_dynamic_loss_scaling", self._dynamic))
+        self._rule = rule
+        self._scaler.rule = rule if self._dynamic else StaticLossScale(rule.init_scale)
+        self._scaler.load_state_dict(
+            {"loss_scale": rule.init_scale, "unskipped": good, "bad": int(state_dict.get("decr_count", 0))}
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings and state; the tensors are made anew where the first loss will be."""
+        return {
+            "enabled": self._enabled,
+            "rule": self._rule,
+            "dynamic": self._dynamic,
+            "now": self._scaler.state_dict(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Undo ``__getstate__``."""
+        ScalerSettings.__init__(self, state["enabled"], state["rule"], state["dynamic"])
+        self._scaler.load_state_dict(state["now"])
+
+    def _counts(self) -> tuple[int, int]:
+        """Finite and overflowing steps in a row. A static scale counts none."""
+        if not self._dynamic:
+            return 0, 0
+        now = self._scaler.state_dict()
+        return int(now["unskipped"]), int(now.get("bad", 0))
+
+
+def _entry(state_dict: Mapping[str, Any], *names: str) -> Any:
+    for name in names:
+        if name in state_dict:
+            return state_dict[name]
+    raise ArgumentValueError(
+        f"The state dict has no {' and no '.join(map(repr, names))}, only {', '.join(map(repr, state_dict))}; pass "
+        "what state_dict() of a GradScaler returned. Nothing was loaded."
+    )
+
+
+def _number(value: Any) -> float:
+    """A number, or the one element of an array, tensor or list."""
+    while isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    return float(value.item() if hasattr(value, "item") else value)

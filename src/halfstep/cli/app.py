@@ -1,0 +1,44 @@
+"""The command ``halfstep`` and the list of its subcommands."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+from .._version import __version__
+
+__all__ = ["SUBCOMMANDS", "app"]
+
+SUBCOMMANDS = {
+    "demo": "Train a small model on real data at every opt level, side by side.",
+    "doctor": "What this machine can do, and which level and dtype to use on it.",
+}
+"""Name and one line of help. The name is also the module beside this one, which holds a ``command``."""
+
+
+class LazyGroup(click.Group):
+    """A group whose subcommands are imported when they run, so that ``--help`` stays quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of ``SUBCOMMANDS``."""
+        return list(SUBCOMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The subcommand of a name, or None."""
+        if cmd_name not in SUBCOMMANDS:
+            return None
+        command = import_module(f".{cmd_name.replace('-', '_')}", __package__).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of subcommands, without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(SUBCOMMANDS.items()))
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="halfstep")
+def app() -> None:
+    """Mixed-precision training for PyTorch."""

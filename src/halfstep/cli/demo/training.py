@@ -1,0 +1,199 @@
+"""The training that the demo shows, to be read from top to bottom: a convolutional classifier on real digits.
+
+What makes it mixed precision is the call of ``amp.initialize`` in ``start`` and the block around ``backward`` in
+``train_step``. All the rest would stand in an fp32 script too, or measures.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from halfstep import amp
+
+from .measure import PeakMemory, held_bytes, now
+
+__all__ = [
+    "BATCH_SIZE",
+    "EPOCH_STEPS",
+    "WARM_UP",
+    "Digits",
+    "Run",
+    "Settings",
+    "load_digits",
+    "make_model",
+    "start",
+    "train",
+    "train_step",
+]
+
+BATCH_SIZE = 64
+EPOCH_STEPS = 1437 // BATCH_SIZE
+WARM_UP = 5
+"""Steps at the start of a run that count for nothing in its median step time."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """1,797 handwritten digits, four fifths of them to train on: images [N, 1, 16, 16] in fp32, labels [N]."""
+
+    train_images: torch.Tensor
+    train_labels: torch.Tensor
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+
+
+def load_digits(device: torch.device) -> Digits:
+    """The digits that come with scikit-learn, twice as wide and high, standardized, split always the same way."""
+    from sklearn import datasets
+
+    bundle = datasets.load_digits()
+    images = torch.tensor(bundle.images, dtype=torch.float32)[:, None]
+    images = F.interpolate(images, size=(16, 16), mode="bilinear", align_corners=False)
+    images = ((images - images.mean()) / images.std()).to(device)
+    labels = torch.tensor(bundle.target).to(device)
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(device)
+    train, test = shuffled.split([len(labels) * 4 // 5, len(labels) - len(labels) * 4 // 5])
+    return Digits(images[train], labels[train], images[test], labels[test])
+
+
+def make_model(width: int = 64) -> nn.Module:
+    """Five 3x3 convolutions with BatchNorm. Every inner width is a multiple of 8, which 16-bit units ask for."""
+
+    def conv(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    return nn.Sequential(
+        *conv(1, width),
+        *conv(width, width),
+        nn.MaxPool2d(2),
+        *conv(width, 2 * width),
+        *conv(2 * width, 2 * width),
+        nn.MaxPool2d(2),
+        *conv(2 * width, 4 * width),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, 10),
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the demo trains, and where; ``dtype`` is that of the levels above O0, ``width`` the first layer's."""
+
+    levels: Sequence[str]
+    device: torch.device
+    dtype: torch.dtype
+    epochs: int = 8
+    seed: int = 0
+    width: int = 64
+
+
+@dataclass
+class Run:
+    """A model in training at one opt level, and what was measured on the way."""
+
+    level: str
+    dtype: torch.dtype
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    steps_skipped: int = 0
+    test_accuracy: float = 0.0
+    held_bytes: int = 0
+    peak_bytes: int | None = None
+
+    @property
+    def median_step(self) -> float:
+        """Seconds."""
+        return statistics.median(self.step_seconds[WARM_UP:] or self.step_seconds)
+
+    @property
+    def final_loss(self) -> float:
+        """The mean over the last epoch."""
+        return statistics.fmean(self.losses[-EPOCH_STEPS:])
+
+    def casting(self) -> AbstractContextManager[object]:
+        """O1 casts for the whole process once it is on; a run at another level asks it to stand aside."""
+        return nullcontext() if self.level == "O1" else amp.disable_casts()
+
+
+def start(level: str, settings: Settings) -> Run:
+    """A fresh model and optimizer, the same for every level, brought to that level."""
+    torch.manual_seed(settings.seed)
+    model = make_model(settings.width).to(settings.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=settings.dtype, verbosity=0)
+    return Run(level, torch.float32 if level == "O0" else settings.dtype, model, optimizer)
+
+
+def train_step(run: Run, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """One step of any level."""
+    run.optimizer.zero_grad()
+    loss = F.cross_entropy(run.model(images), labels)
+    with amp.scale_loss(loss, run.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    run.optimizer.step()
+    return loss.detach()
+
+
+def train(settings: Settings, on_step: Callable[[str], None] = lambda level: None) -> list[Run]:
+    """Train at each level from the same seed and in the same data order, an epoch of each level in turn.
+
+    A machine's speed drifts. Taking turns, every level gets its share of the slow minutes, and step times compare.
+
+    Args:
+        settings: what to train.
+        on_step: called with the level after each of its steps.
+
+    Returns:
+        One run a level, in the order of ``settings.levels``.
+    """
+    digits = load_digits(settings.device)
+    shuffle = torch.Generator().manual_seed(settings.seed)
+    try:
+        runs = [start(level, settings) for level in settings.levels]
+        for _ in range(settings.epochs):
+            order = torch.randperm(len(digits.train_labels), generator=shuffle).to(settings.device)
+            batches = order.split(BATCH_SIZE)[:EPOCH_STEPS]  # not the rest: it is smaller, and would be timed as others
+            for run in runs:
+                with run.casting():
+                    _train_epoch(run, digits, batches, on_step)
+        for run in runs:
+            with run.casting():
+                run.test_accuracy = _accuracy(run.model, digits)
+            run.steps_skipped = amp.steps_skipped(run.optimizer)
+    finally:
+        amp.deactivate()
+    return runs
+
+
+def _train_epoch(run: Run, digits: Digits, batches: Sequence[torch.Tensor], on_step: Callable[[str], None]) -> None:
+    run.model.train()
+    device = digits.train_images.device
+    peak = PeakMemory(device, own=held_bytes(run.model, run.optimizer))
+    for batch in batches:
+        images, labels = digits.train_images[batch], digits.train_labels[batch]
+        began = now(device)
+        loss = train_step(run, images, labels)
+        run.step_seconds.append(now(device) - began)
+        run.losses.append(loss.item())
+        run.loss_scales.append(amp.state_dict(optimizer=run.optimizer)["loss_scaler0"]["loss_scale"])
+        on_step(run.level)
+    run.peak_bytes = peak.read()
+    run.held_bytes = held_bytes(run.model, run.optimizer)
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module, digits: Digits) -> float:
+    model.eval()
+    right = model(digits.test_images).argmax(1) == digits.test_labels
+    return float(right.float().mean())

@@ -1,0 +1,114 @@
+"""``halfstep doctor``: what this machine and this installation can do, and how to train here."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+__all__ = ["Advice", "advise", "command"]
+
+
+class Advice(NamedTuple):
+    """How to train on a device."""
+
+    level: str
+    dtype: torch.dtype
+    reason: str
+
+    def __str__(self) -> str:
+        return f'opt_level="{self.level}"' + ("" if self.level == "O0" else f", dtype={self.dtype}")
+
+
+@click.command()
+def command() -> None:
+    """Print the devices, what each supports, what is installed, and which level and dtype to use."""
+    import torch
+    from rich.console import Console
+
+    from .machine import describe_machine
+
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    facts = describe_machine(torch.device("cpu"))
+    console = Console()
+    console.print(_devices_table(devices, facts.pop("CPU")))
+    console.print(_facts_table(facts | _installed()))
+    for device in devices:
+        advice = advise(device)
+        console.print(f"On {device} use {advice}: {advice.reason}", highlight=False)
+
+
+def advise(device: torch.device) -> Advice:
+    """The level and dtype to begin with on a device: the fastest that trains as safely as fp32."""
+    import torch
+
+    from ..core.hardware import slow_reason
+
+    if slow_reason(device, torch.bfloat16) is None:
+        return Advice("O2", torch.bfloat16, "16-bit weights, fp32 masters, and no loss scale is needed.")
+    if slow_reason(device, torch.float16) is None:
+        return Advice("O2", torch.float16, "16-bit weights, fp32 masters, and a dynamic loss scale.")
+    return Advice("O0", torch.float32, "16 bits save memory here, and no time.")
+
+
+def _devices_table(devices: list[torch.device], cpu: str) -> Table:
+    import torch
+    from rich import box
+    from rich.table import Table
+
+    from ..core.hardware import slow_reason
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in ("device", "what it is", "float16", "bfloat16"):
+        table.add_column(name, overflow="fold")
+    for device in devices:
+        speeds = ["slow" if slow_reason(device, half) else "fast" for half in (torch.float16, torch.bfloat16)]
+        table.add_row(str(device), cpu if device.type == "cpu" else _describe_gpu(device), *speeds)
+    return table
+
+
+def _describe_gpu(device: torch.device) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, {memory:.0f} GiB"
+
+
+def _facts_table(facts: dict[str, str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    return table
+
+
+def _installed() -> dict[str, str]:
+    """What torch was built for, and what compiles kernels."""
+    import torch
+
+    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built_for = next((f"{name} {version}" for name, version in builds.items() if version), "the CPU only")
+    return {
+        "torch is built for": built_for,
+        "C++ compiler": _cpp_compiler() or "none found: torch.compile cannot make kernels for the CPU",
+        "Triton": "installed" if find_spec("triton") else "not installed: torch.compile cannot make kernels for a GPU",
+    }
+
+
+def _cpp_compiler() -> str | None:
+    """The path of the compiler that torch would call: ``$CXX``, or the usual names."""
+    import os
+    import shutil
+
+    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++", "cl"]
+    return next((path for name in names if name and (path := shutil.which(name))), None)

@@ -1,0 +1,82 @@
+"""An optimizer that stands in front of another one: schedulers, ``isinstance`` and attribute access cannot tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from ..core.errors import UsageError
+
+__all__ = ["ForwardingOptimizer"]
+
+
+class ForwardingOptimizer(torch.optim.Optimizer):
+    """Everything an optimizer has, taken from ``self.optimizer``; subclasses change what they are there for.
+
+    Args:
+        optimizer: the one in the back; its groups and state are shared, not copied.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # Not torch's constructor: it would make groups and state of its own.
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if "optimizer" not in self.__dict__:  # half made, for example by copy.copy
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer in the back."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer in the back, keyed by the parameters in ``param_groups``."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The default hyperparameters of the optimizer in the back."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optimizer.defaults = value
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """One step of the optimizer in the back."""
+        return self.optimizer.step(**kwargs) if closure is None else self.optimizer.step(closure, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer in the back."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the optimizer in the back saves."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError(
+            f"{type(self).__name__} cannot be pickled or deep-copied: it is tied to the parameters of a living model. "
+            "Save state_dict(), make a new one around the copy, and call load_state_dict()."
+        )

@@ -1,0 +1,127 @@
+"""``halfstep doctor`` on this machine, and on machines it is told about."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+for needed in ("click", "rich"):
+    pytest.importorskip(needed)  # the GPU machine has neither
+
+from click.testing import CliRunner
+
+from halfstep.cli import doctor
+from halfstep.cli.app import app
+
+
+def run(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def row(output: str, name: str) -> list[str]:
+    """The cells of the line that begins with ``name``."""
+    line = next(line for line in output.splitlines() if line.strip().startswith(name))
+    return re.split(r" {2,}", line.strip())
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[str, tuple[int, int]]], units: list[str]) -> None:
+    def which(device: Any = None) -> tuple[str, tuple[int, int]]:
+        return gpus[torch.device(device).index or 0]
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(units, True), raising=False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: which(device)[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: which(device)[1])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(total_memory=16 * 2**30)
+    )
+
+
+def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = run(monkeypatch)
+    assert row(output, "cpu")[0] == "cpu"
+    assert row(output, "torch ")[1] == torch.__version__
+    assert row(output, "Python")[1] == ".".join(map(str, sys.version_info[:3]))
+    assert f"{torch.get_num_threads()} threads used" in output
+    built_for = "the CPU only" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+    assert row(output, "torch is built for")[1] == built_for
+    assert re.search(r"^On cpu use opt_level=", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "units", "table", "advice"),
+    [
+        ([], [], {"cpu": ["slow", "slow"]}, ['On cpu use opt_level="O0": 16 bits save memory here, and no time.']),
+        ([], ["avx512_bf16"], {"cpu": ["slow", "fast"]}, ['On cpu use opt_level="O2", dtype=torch.bfloat16: ']),
+        ([], ["fp16_arith", "bf16"], {"cpu": ["fast", "fast"]}, ['On cpu use opt_level="O2", dtype=torch.bfloat16: ']),
+        (
+            [("NVIDIA A100", (8, 0)), ("Tesla T4", (7, 5)), ("Tesla K40m", (3, 5))],
+            [],
+            {"cuda:0": ["fast", "fast"], "cuda:1": ["fast", "slow"], "cuda:2": ["slow", "slow"]},
+            [
+                'On cuda:0 use opt_level="O2", dtype=torch.bfloat16: ',
+                'On cuda:1 use opt_level="O2", dtype=torch.float16: ',
+                'On cuda:2 use opt_level="O0": ',
+            ],
+        ),
+    ],
+    ids=["plain CPU", "AVX512-BF16", "Arm", "three GPUs"],
+)
+def test_devices_and_advice(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[tuple[str, tuple[int, int]]],
+    units: list[str],
+    table: dict[str, list[str]],
+    advice: list[str],
+) -> None:
+    pretend(monkeypatch, gpus, units)
+    output = run(monkeypatch)
+    for device, speeds in table.items():
+        assert row(output, device)[-2:] == speeds
+    for text in advice:
+        assert text in output
+    for name, (major, minor) in gpus:
+        assert f"{name}, compute capability {major}.{minor}, 16 GiB" in output
+
+
+@pytest.mark.parametrize("gpus", [[], [("NVIDIA GeForce RTX 5090", (12, 0))]])
+def test_fits_80_columns(monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[str, tuple[int, int]]]) -> None:
+    pretend(monkeypatch, gpus, ["avx512_bf16"])
+    assert all(len(line) <= 80 for line in run(monkeypatch, columns=80).splitlines())
+
+
+def test_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    output = run(monkeypatch)
+    assert row(output, "C++ compiler")[1] == "none found: torch.compile cannot make kernels for the CPU"
+    assert row(output, "Triton")[1].startswith("not installed: ")
+
+
+def test_the_compiler_that_torch_would_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", sys.executable)
+    assert row(run(monkeypatch, columns=200), "C++ compiler")[1] == sys.executable
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_is_not_imported() -> None:
+    # A broken Triton is one of the things that a doctor is called for.
+    code = (
+        "import sys\nfrom click.testing import CliRunner\nfrom halfstep.cli.app import app\n"
+        "result = CliRunner().invoke(app, ['doctor'])\nassert result.exit_code == 0, result.output\n"
+        "assert 'triton' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

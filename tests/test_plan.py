@@ -1,0 +1,390 @@
+"""The multi-tensor operations against float64, whatever the lists hold, and the plans that sort them."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep.kernels import eager
+from halfstep.kernels.plan import Plan, PlanCache
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DTYPES = [FP16, BF16, FP32, FP64]
+LAYOUTS = ["contiguous", "transposed", "every second", "reversed dims", "offset"]
+
+
+class Kind(NamedTuple):
+    """One tensor of a list."""
+
+    shape: tuple[int, ...]
+    layout: str
+    dtype: torch.dtype
+    seed: int
+
+    def make(self, dtype: torch.dtype | None = None, salt: int = 0) -> torch.Tensor:
+        values = torch.randn(self.shape, dtype=FP64, generator=torch.Generator().manual_seed(self.seed + salt))
+        return self.lay(values.to(dtype or self.dtype))
+
+    def lay(self, values: torch.Tensor) -> torch.Tensor:
+        """The same values in another layout of memory."""
+        if self.layout == "offset":
+            room = values.new_zeros(values.numel() + 1)
+            return room[1:].view(values.shape).copy_(values)
+        if values.dim() == 0 or self.layout == "contiguous":
+            return values.contiguous()
+        if self.layout == "every second":
+            return values.repeat_interleave(2, dim=-1)[..., ::2]
+        order = [*range(values.dim())]
+        order = order[::-1] if self.layout == "reversed dims" else [*order[:-2], *order[-2:][::-1]]
+        return values.permute(order).contiguous().permute([order.index(i) for i in range(values.dim())])
+
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+KINDS = st.lists(
+    st.builds(Kind, SHAPES, st.sampled_from(LAYOUTS), st.sampled_from(DTYPES), st.integers(0, 1000)),
+    min_size=1,
+    max_size=8,
+)
+SCALES = st.sampled_from([1.0, 0.5, 2.0**-16, 1 / 3, 1e-3, 8.0])
+few = settings(max_examples=150, deadline=None)
+
+
+def flag() -> torch.Tensor:
+    return torch.zeros(())
+
+
+def assert_close(ours: torch.Tensor, reference: torch.Tensor, magnitude: torch.Tensor | None = None) -> None:
+    """Within two roundings of ``ours.dtype``, or of fp32 for wider ones, from a float64 reference."""
+    assert ours.shape == reference.shape
+    info = torch.finfo(ours.dtype)
+    error = (ours.double() - reference).abs()
+    size = reference.abs() if magnitude is None else magnitude
+    eps = max(info.eps, torch.finfo(FP32).eps)  # a scale is a float32 number
+    assert (error <= 2 * eps * size + info.smallest_normal * info.eps).all()
+
+
+# ---- copy
+
+
+@few
+@given(KINDS, st.data())
+def test_copy_is_a_cast(kinds: list[Kind], data: st.DataObject) -> None:
+    sources = [kind.make() for kind in kinds]
+    targets = [kind._replace(dtype=data.draw(st.sampled_from(DTYPES))).make(salt=1) for kind in kinds]
+    before = [source.clone() for source in sources]
+    eager.copy(Plan(sources, targets), sources, targets)
+    for source, was, target in zip(sources, before, targets, strict=True):
+        assert torch.equal(target, source.to(target.dtype))
+        assert torch.equal(source, was)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_copy_rounds_to_nearest_and_overflows_to_inf(dtype: torch.dtype) -> None:
+    eps = torch.finfo(dtype).eps
+    source = torch.tensor([1 + eps / 2, 1 + 1.5 * eps, 1 + 0.51 * eps, 3.4e38, -3.4e38, math.nan, math.inf])
+    target = torch.empty(7, dtype=dtype)
+    eager.copy(Plan([source], [target]), [source], [target])
+    assert target[:3].tolist() == [1.0, 1 + 2 * eps, 1 + eps]  # ties go to even
+    assert target[3:5].tolist() == [math.inf, -math.inf]
+    assert target[5].isnan()
+    assert target[6] == math.inf
+
+
+# ---- unscale
+
+
+@few
+@given(KINDS, SCALES)
+def test_unscale_in_place(kinds: list[Kind], inv_scale: float) -> None:
+    tensors = [kind.make() for kind in kinds]
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    inv, found_inf = torch.tensor(inv_scale), flag()
+    references = [tensor.double() * inv.double() for tensor in tensors]
+    eager.unscale_(Plan(tensors), tensors, inv, found_inf)
+    for tensor, reference in zip(tensors, references, strict=True):
+        assert_close(tensor, reference)
+    assert [tensor.data_ptr() for tensor in tensors] == pointers
+    assert found_inf.item() == 0.0
+    assert found_inf.dtype is FP32
+
+
+@few
+@given(KINDS, SCALES, st.booleans(), st.booleans())
+def test_unscale_into_fp32(kinds: list[Kind], inv_scale: float, scaled: bool, accumulate: bool) -> None:
+    sources = [kind.make() for kind in kinds]
+    targets = [kind.make(FP32, salt=1) for kind in kinds]
+    before = [source.clone() for source in sources]
+    inv, found_inf = torch.tensor(inv_scale) if scaled else None, flag()
+    factor = 1.0 if inv is None else inv.double()
+    added = [source.double() * factor for source in sources]
+    held = [target.double() if accumulate else torch.zeros_like(target, dtype=FP64) for target in targets]
+    eager.unscale_into(Plan(sources, targets), sources, targets, inv, found_inf, accumulate=accumulate)
+    for target, had, new in zip(targets, held, added, strict=True):
+        assert_close(target, had + new, had.abs() + new.abs())
+    assert all(torch.equal(source, was) for source, was in zip(sources, before, strict=True))
+    assert found_inf.item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_accumulation_is_in_fp32(dtype: torch.dtype) -> None:
+    small = torch.finfo(dtype).eps / 4
+    grads, target = [torch.full((3,), value, dtype=dtype) for value in (1.0, small, small)], torch.zeros(3)
+    for grad in grads:
+        eager.unscale_into(Plan([grad], [target]), [grad], [target], torch.tensor(1.0), flag(), accumulate=True)
+    assert target.tolist() == [1 + 2 * small] * 3
+
+
+def test_sixteen_bit_gradients_keep_what_is_below_their_range() -> None:
+    # 2**-24 is the least of float16; divided by a scale of 2**16 it is a good float32 number.
+    grad, target = torch.full((2,), 2.0**-24, dtype=FP16), torch.empty(2)
+    eager.unscale_into(Plan([grad], [target]), [grad], [target], torch.tensor(2.0**-16), flag(), accumulate=False)
+    assert target.tolist() == [2.0**-40] * 2
+
+
+BAD = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+SIZES = [1, 7, 64, 1000]  # below, at and above what a vector holds
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("accumulate", [None, False, True])
+def test_finds_what_is_not_finite_anywhere(dtype: torch.dtype, bad: str, size: int, accumulate: bool | None) -> None:
+    for which in range(3):  # the first, a middle and the last tensor
+        for position in {0, size // 2, size - 1}:
+            tensors = [torch.ones(size, dtype=dtype) for _ in range(3)]
+            tensors[which][position] = BAD[bad]
+            found_inf = flag()
+            if accumulate is None:
+                eager.unscale_(Plan(tensors), tensors, torch.tensor(0.5), found_inf)
+            else:
+                targets = [torch.ones(size) for _ in range(3)]
+                plan = Plan(tensors, targets)
+                eager.unscale_into(plan, tensors, targets, torch.tensor(0.5), found_inf, accumulate=accumulate)
+            assert found_inf.item() == 1.0, (which, position)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bad", BAD)
+def test_finds_it_in_any_layout(layout: str, bad: str) -> None:
+    tensor = Kind((3, 4, 5), layout, FP16, 0).make()
+    tensor[1, 3, 2] = BAD[bad]
+    for tensors in ([tensor], [torch.ones((), dtype=FP32), torch.ones(0), tensor]):
+        found_inf = flag()
+        eager.unscale_(Plan(tensors), tensors, torch.tensor(1.0), found_inf)
+        assert found_inf.item() == 1.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_numbers_are_finite(dtype: torch.dtype, sign: int) -> None:
+    info = torch.finfo(dtype)
+    values = [sign * info.max, info.smallest_normal, info.smallest_normal * info.eps, 0.0]
+    for inv_scale in (1.0, 0.5):
+        tensors, found_inf = [torch.tensor(values, dtype=dtype)], flag()
+        eager.unscale_(Plan(tensors), tensors, torch.tensor(inv_scale), found_inf)
+        assert found_inf.item() == 0.0
+        assert tensors[0][0].item() == sign * info.max * inv_scale
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_large_sixteen_bit_numbers_that_sum_past_their_range(dtype: torch.dtype) -> None:
+    # Each is finite, so nothing is found, and in fp32 nothing overflows: 65504 + 65504 is fine there.
+    largest = min(torch.finfo(dtype).max, 1e38)
+    grad, target = torch.full((4,), largest, dtype=dtype), torch.full((4,), largest)
+    found_inf = flag()
+    eager.unscale_into(Plan([grad], [target]), [grad], [target], torch.tensor(1.0), found_inf, accumulate=True)
+    assert found_inf.item() == 0.0
+    assert target.isfinite().all()
+
+
+def test_found_inf_stays_set() -> None:
+    tensors, found_inf = [torch.ones(3)], torch.ones(())
+    eager.unscale_(Plan(tensors), tensors, torch.tensor(1.0), found_inf)
+    assert found_inf.item() == 1.0
+
+
+def test_a_copy_without_scale_looks_for_nothing() -> None:
+    for accumulate in (False, True):
+        grad, target, found_inf = torch.tensor([math.inf], dtype=FP16), torch.zeros(1), flag()
+        eager.unscale_into(Plan([grad], [target]), [grad], [target], None, found_inf, accumulate=accumulate)
+        assert target.item() == math.inf
+        assert found_inf.item() == 0.0
+
+
+def test_empty_lists() -> None:
+    found_inf = flag()
+    eager.copy(Plan([], []), [], [])
+    eager.unscale_(Plan([]), [], torch.tensor(1.0), found_inf)
+    eager.unscale_into(Plan([], []), [], [], torch.tensor(1.0), found_inf, accumulate=True)
+    eager.scale_(Plan([]), [], torch.tensor(1.0))
+    assert found_inf.item() == 0.0
+
+
+# ---- norm and scale
+
+
+@few
+@given(KINDS, st.sampled_from([1.0, 2.0, 3.0, math.inf]))
+def test_norm_is_of_one_long_vector(kinds: list[Kind], p: float) -> None:
+    tensors = [kind.make() for kind in kinds]
+    found = eager.norm(Plan(tensors), tensors, p)
+    everything = torch.cat([tensor.double().flatten() for tensor in tensors])
+    reference = torch.linalg.vector_norm(everything, p) if everything.numel() else torch.zeros((), dtype=FP64)
+    assert found.dim() == 0
+    assert found.dtype is (FP64 if any(t.dtype is FP64 and t.numel() for t in tensors) else FP32)
+    assert found.item() == pytest.approx(reference.item(), rel=2e-6, abs=0)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_norm_adds_squares_in_fp32(dtype: torch.dtype) -> None:
+    large = [torch.full((100,), 30000.0, dtype=dtype) for _ in range(3)]  # a square is past float16's range
+    expected = 300**0.5 * large[0][0].item()
+    assert eager.norm(Plan(large), large).item() == pytest.approx(expected, rel=1e-6)
+    ones = [torch.ones(100_000, dtype=dtype)]  # more addends than a 16-bit sum can count
+    assert eager.norm(Plan(ones), ones).item() == pytest.approx(100_000**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_norm_of_what_is_not_finite(bad: str) -> None:
+    tensors = [torch.ones(5, dtype=FP16), torch.tensor([1.0, BAD[bad], 1.0])]
+    assert not eager.norm(Plan(tensors), tensors).isfinite()
+
+
+@few
+@given(KINDS, SCALES)
+def test_scale_in_place(kinds: list[Kind], factor: float) -> None:
+    tensors = [kind.make() for kind in kinds]
+    held = torch.tensor(factor)
+    references = [tensor.double() * held.double() for tensor in tensors]
+    eager.scale_(Plan(tensors), tensors, held)
+    for tensor, reference in zip(tensors, references, strict=True):
+        assert_close(tensor, reference)
+
+
+# ---- plans
+
+
+@few
+@given(KINDS, st.data())
+def test_a_plan_sorts_rows_and_loses_none(kinds: list[Kind], data: st.DataObject) -> None:
+    first = [kind.make() for kind in kinds]
+    second = [kind._replace(dtype=data.draw(st.sampled_from(DTYPES))).make() for kind in kinds]
+    groups = Plan(first, second).split(first, second)
+    rows = [(id(a), id(b)) for lefts, rights in groups for a, b in zip(lefts, rights, strict=True)]
+    assert sorted(rows) == sorted((id(a), id(b)) for a, b in zip(first, second, strict=True))
+    pairs = [{(a.dtype, b.dtype) for a, b in zip(lefts, rights, strict=True)} for lefts, rights in groups]
+    assert all(len(found) == 1 for found in pairs)
+    assert len(set.union(*pairs)) == len(groups)  # as few groups as there are kinds
+
+
+def test_a_plan_keeps_the_order_within_a_group_and_of_groups() -> None:
+    tensors = [torch.ones(1, dtype=dtype) for dtype in (FP32, FP16, FP32, BF16, FP16)]
+    groups = [group for (group,) in Plan(tensors).split(tensors)]
+    places = {id(tensor): i for i, tensor in enumerate(tensors)}
+    assert [[places[id(tensor)] for tensor in group] for group in groups] == [[0, 2], [1, 4], [3]]
+
+
+def test_a_plan_serves_later_tensors_of_the_same_kind() -> None:
+    kinds = (FP16, FP32, FP16)
+    plan = Plan([torch.ones(2, dtype=dtype) for dtype in kinds])
+    later = [torch.full((2,), 4.0, dtype=dtype) for dtype in kinds]
+    eager.unscale_(plan, later, torch.tensor(0.25), flag())
+    assert all(torch.equal(t, torch.ones_like(t)) for t in later)
+
+
+def test_a_plan_keeps_no_tensor() -> None:
+    tensor = torch.ones(3)
+    gone = weakref.ref(tensor)
+    plan = Plan([tensor])
+    del tensor
+    gc.collect()
+    assert gone() is None
+    assert plan.split([torch.ones(1)])
+
+
+def test_devices_are_groups_too() -> None:
+    tensors = [torch.ones(1), torch.ones(1, device="meta"), torch.ones(1)]
+    assert [len(group) for (group,) in Plan(tensors).split(tensors)] == [2, 1]
+
+
+def test_columns_of_unequal_length() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        Plan([torch.ones(1), torch.ones(1)], [torch.ones(1)])
+
+
+def test_the_cache_returns_the_same_plan_while_the_owners_are_the_same() -> None:
+    cache = PlanCache()
+    owners = [torch.ones(1), torch.ones(1)]
+    plan = cache.get("slot", owners, owners)
+    assert cache.get("slot", list(owners), [torch.ones(1), torch.ones(1)]) is plan
+    assert cache.get("other slot", owners, owners) is not plan
+    assert cache.get("slot", owners, owners) is plan
+
+
+def test_the_cache_plans_anew_for_other_owners() -> None:
+    cache = PlanCache()
+    a, b, c = (torch.ones(1) for _ in range(3))
+    plan = cache.get("slot", [a, b], [a, b])
+    seen = [plan]
+    for owners in ([a], [b, a], [a, b, c], [c]):  # fewer, another order, more, others
+        again = cache.get("slot", owners, owners)
+        assert again is not seen[-1]
+        assert sum(len(group) for (group,) in again.split(owners)) == len(owners)
+        seen.append(again)
+
+
+def test_the_cache_keeps_its_owners_so_that_an_identity_is_not_reused() -> None:
+    cache = PlanCache()
+    owner = torch.ones(1)
+    alive = weakref.ref(owner)
+    cache.get("slot", [owner], [owner])
+    del owner
+    gc.collect()
+    assert alive() is not None
+    other = torch.ones(1)
+    cache.get("slot", [other], [other])
+    gc.collect()
+    assert alive() is None  # and no longer than its plan
+
+
+@pytest.mark.parametrize("became", DTYPES, ids=str)
+def test_gradients_that_changed_dtype_under_an_old_plan(became: torch.dtype) -> None:
+    # model.float() keeps the identity of every parameter, so the cache does not see it.
+    cache = PlanCache()
+    owners = [torch.ones(2), torch.ones(2)]
+    for dtypes in ((FP16, FP32), (became, became), (became, FP16)):
+        grads = [torch.full((2,), 8.0, dtype=dtype) for dtype in dtypes]
+        targets = [torch.empty(2), torch.empty(2)]
+        found_inf = flag()
+        plan = cache.get("slot", owners, grads)
+        eager.unscale_(plan, grads, torch.tensor(0.5), found_inf)
+        assert [grad.tolist() for grad in grads] == [[4.0, 4.0]] * 2
+        into = cache.get("into", owners, grads, targets)
+        eager.unscale_into(into, grads, targets, torch.tensor(0.5), found_inf, accumulate=False)
+        assert [target.tolist() for target in targets] == [[2.0, 2.0]] * 2
+        assert found_inf.item() == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+def test_lists_over_two_devices(dtype: torch.dtype, home: str) -> None:
+    tensors = [torch.full((5,), 4.0, dtype=dtype, device=device) for device in ("cpu", "cuda", "cpu")]
+    inv, found_inf = torch.tensor(0.5, device=home), torch.zeros((), device=home)
+    plan = Plan(tensors)
+    eager.unscale_(plan, tensors, inv, found_inf)
+    assert all((t == 2.0).all() for t in tensors)
+    assert found_inf.item() == 0.0
+    assert eager.norm(plan, tensors).item() == pytest.approx(60**0.5, rel=1e-6)
+    tensors[1][2] = math.inf
+    eager.unscale_(plan, tensors, inv, found_inf)
+    assert found_inf.item() == 1.0
