@@ -1,6 +1,6 @@
 """Apex's ``amp`` and what belongs to it: opt levels, loss scaling around the backward pass, op casting."""
 
-from ..core.errors import PrecisionWarning
+from ..core.errors import PrecisionWarning, UnsafeOpError
 from ..core.hardware import is_bfloat16_supported, is_float16_supported
 from ..engine.casting.functions import (
     float_function,
@@ -23,6 +23,7 @@ from .session import load_state_dict, master_params, state_dict, steps_skipped
 __all__ = [
     "GradScaler",
     "PrecisionWarning",
+    "UnsafeOpError",
     "auto_cast",
     "autocast",
     "deactivate",
