@@ -11,6 +11,7 @@ from torch import nn
 
 import halfstep.fp16_utils as fp16_utils
 from apex_recording import assert_near, batch, golden, grid, net
+from benchmarks.__main__ import main
 from halfstep.core.errors import ArgumentValueError, LossScaleCollapsed, UsageError
 from halfstep.fp16_utils import (
     BN_convert_float,
@@ -392,3 +393,8 @@ def test_tofp16_and_small_change() -> None:
     assert (x.dtype, y.dtype, label) == (torch.float16, torch.float16, "cat")
     assert [to_python_float(torch.tensor([2.5])), to_python_float([2.5])] == FACTS["conversions"]["to_python_float"]
     assert clip_grad_norm is torch.nn.utils.clip_grad_norm_
+
+
+def test_the_benchmark_of_flat_masters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["flat_masters", "--device", "cpu", "--shapes", "3x4", "2x8", "--steps", "1"]) == 0
+    assert "flat, fused AdamW" in capsys.readouterr().out

@@ -461,5 +461,6 @@ def test_compiled_model_under_init(init: Callable[..., Any]) -> None:
     fast = torch.compile(model, backend="aot_eager")
     x = torch.ones(2, 3)
     with pytest.warns(UserWarning, match="global hooks on modules"):  # one that joins a thread: twice is as well
-        assert fast(x).dtype == torch.bfloat16
-        assert torch.equal(fast(x), model(x))
+        y = fast(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, model(x))

@@ -1,8 +1,17 @@
 """Apex's ``amp`` and what belongs to it: opt levels, loss scaling around the backward pass, op casting."""
 
-from ..core.errors import PrecisionWarning
+from ..core.errors import PrecisionWarning, UnsafeOpError
 from ..core.hardware import is_bfloat16_supported, is_float16_supported
+from ..engine.casting.functions import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 from ..engine.casting.ops import deactivate, disable_casts
+from .auto_cast import auto_cast, autocast
 from .decorate import decorate
 from .grad_scaler import GradScaler
 from .handle import init
@@ -14,15 +23,24 @@ from .session import load_state_dict, master_params, state_dict, steps_skipped
 __all__ = [
     "GradScaler",
     "PrecisionWarning",
+    "UnsafeOpError",
+    "auto_cast",
+    "autocast",
     "deactivate",
     "decorate",
     "disable_casts",
+    "float_function",
+    "half_function",
     "init",
     "initialize",
     "is_bfloat16_supported",
     "is_float16_supported",
     "load_state_dict",
     "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
     "scale_loss",
     "state_dict",
     "steps_skipped",

@@ -7,6 +7,7 @@ __all__ = [
     "HalfstepError",
     "LossScaleCollapsed",
     "PrecisionWarning",
+    "UnsafeOpError",
     "UsageError",
 ]
 
@@ -33,6 +34,10 @@ class UsageError(HalfstepError):
 
 class LossScaleCollapsed(HalfstepError):  # noqa: N818 - the name says what happened
     """A dynamic loss scale sits at its floor and the gradients still overflow."""
+
+
+class UnsafeOpError(HalfstepError, NotImplementedError):
+    """An op that needs fp32 was asked to work on 16-bit tensors in a way that casting cannot help."""
 
 
 class PrecisionWarning(UserWarning):

@@ -1,88 +1,53 @@
-"""A choice of op lists as a value: printable, comparable, hashable."""
+"""A choice of op lists as one value: hashable, printable, and parsed back from what it prints."""
 
 from __future__ import annotations
 
-import enum
-import functools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from ..errors import ArgumentValueError
-from . import names, tables
+from ..errors import ArgumentTypeError, ArgumentValueError
+from .names import computes, resolve
+from .tables import BANNED, CORE_HALF, EXTRA_FLOAT, FLOAT, HALF, PROMOTE, SEQUENCE
 
-__all__ = ["OpLists", "Rule"]
+__all__ = ["LIST_LEVELS", "RULES", "OpLists"]
 
+RULES = {
+    "half": "its floating inputs are cast to the 16-bit dtype",
+    "float": "its 16-bit inputs are cast to fp32",
+    "promote": "its inputs are cast to the widest dtype among them",
+    "sequence-promote": "the tensors of its sequence are cast to the widest dtype among them",
+    "banned": "16-bit inputs are an error",
+    "free": "it computes in the dtype of its inputs",
+}
+"""What can happen to an op, and what each rule means. float64 and integer inputs are never touched."""
 
-class Rule(enum.Enum):
-    """What happens to the floating inputs of an op; float64 is never touched."""
-
-    HALF = "half"
-    FLOAT = "float"
-    PROMOTE = "promote"
-    SEQUENCE_PROMOTE = "sequence promote"
-    BANNED = "banned"
-    FREE = "free"
-
-    @property
-    def meaning(self) -> str:
-        """The rule in a sentence."""
-        return _MEANING[self]
-
-
-_MEANING = {
-    Rule.HALF: "inputs are cast to the 16-bit dtype",
-    Rule.FLOAT: "16-bit inputs are cast to fp32",
-    Rule.PROMOTE: "inputs are cast to the widest dtype among them",
-    Rule.SEQUENCE_PROMOTE: "the tensors of a sequence are cast to the widest dtype among them",
-    Rule.BANNED: "16-bit inputs are an error",
-    Rule.FREE: "inputs are left as they are",
+LIST_LEVELS = {
+    "O1": "the half list in 16 bits, the float list in fp32, everything else in the widest dtype of its inputs",
+    "O2": "as O1 with a float list of only embedding, interpolation and scatter",
+    "OD": "matrix products and convolutions in 16 bits, everything else in fp32",
+    "native": "what torch.autocast does by itself, which is not the same on the CPU and on CUDA",
 }
 
-_LEVELS = ("O1", "O2", "OD", "native")
-_TEXT = re.compile(r"(?P<level>O1|O2|OD|native)(?P<fixed>!promote)?(?P<changes>([+-][\w.]+)*)")
+
+_TEXT = re.compile(r"(?P<level>\w+)(?P<fixed>!promote)?(?P<moved>([+-][\w.]+)*)")
 
 
 @dataclass(frozen=True)
 class OpLists:
-    """Which ops run in 16 bits, which in fp32, and what becomes of the others.
-
-    It prints as one short word and parses back from it: ``O1+gelu-linear`` is level O1 with ``gelu`` moved to the
-    half list and ``linear`` to the float list.
+    """Which ops run in which precision: a level, and what the user moved away from it.
 
     Attributes:
-        level: "O1" has all the lists. "O2" has the half list and, as float list, only what cannot run in 16 bits:
-            everything else follows its inputs. "OD" has only the half list: everything else runs in fp32. "native"
-            leaves all to ``torch.autocast`` and its lists, which are others on the CPU than on CUDA.
-        white: ops that run in 16 bits whatever the level says.
-        black: ops that run in fp32 whatever the level says.
-        promote: at O2, whether an op on no list takes the widest dtype of its inputs; if not, it runs in 16 bits.
-
-    Raises:
-        ArgumentValueError: for an unknown level or op, or an op that is on both lists.
-        ArgumentTypeError: if ``white`` or ``black`` is a string.
+        level: a key of ``LIST_LEVELS``.
+        white: canonical names of ops that run in 16 bits whatever the level says.
+        black: canonical names of ops that run in fp32 whatever the level says.
+        promote: at O2, whether an op on no list computes in the widest dtype of its inputs (True) or in 16 bits.
     """
 
     level: str = "O1"
     white: tuple[str, ...] = ()
     black: tuple[str, ...] = ()
     promote: bool = True
-
-    def __post_init__(self) -> None:
-        if self.level not in _LEVELS:
-            raise ArgumentValueError(f"level={self.level!r} has no op lists; use one of {', '.join(_LEVELS)}.")
-        object.__setattr__(self, "white", names.resolve_all(self.white, "white"))
-        object.__setattr__(self, "black", names.resolve_all(self.black, "black"))
-        both = sorted(set(self.white) & set(self.black))
-        if both:
-            raise ArgumentValueError(
-                f"Custom white list overlap custom black list: {', '.join(both)}. An op is on one of them or on none."
-            )
-        if self.level == "native" and (self.white or self.black):
-            raise ArgumentValueError('level="native" has the lists of torch.autocast; custom lists need "O1".')
-        if self.level != "O2":
-            object.__setattr__(self, "promote", True)  # it has no meaning elsewhere, so that equal lists are equal
 
     @classmethod
     def default(cls) -> OpLists:
@@ -91,92 +56,119 @@ class OpLists:
 
     @classmethod
     def native(cls) -> OpLists:
-        """The lists of ``torch.autocast``: nothing is intercepted, and an op costs what it costs there."""
+        """The lists of ``torch.autocast``: nothing is intercepted, an op costs what it costs there."""
         return cls("native")
 
     @classmethod
     def custom(
-        cls, white: Iterable[Any] = (), black: Iterable[Any] = (), *, level: str = "O1", promote: bool = True
+        cls,
+        white: Iterable[object] | None = (),
+        black: Iterable[object] | None = (),
+        *,
+        level: str = "O1",
+        use_promote: bool = True,
     ) -> OpLists:
-        """The lists of a level with some ops moved.
+        """The lists of a level with some ops moved; a custom list wins over the lists of the level.
 
         Args:
-            white: ops to run in 16 bits: torch callables or names, as ``halfstep oplists`` knows them.
-            black: ops to run in fp32.
+            white: ops that are to run in 16 bits: a list, tuple or set of names or torch functions.
+            black: ops that are to run in fp32.
             level: "O1", "O2" or "OD".
-            promote: as the attribute.
+            use_promote: at O2, whether ops on no list keep to the widest dtype of their inputs; False runs them in
+                16 bits. Other levels ignore it.
 
         Raises:
-            ArgumentValueError: for an unknown level or op, or an op that is on both lists.
-            ArgumentTypeError: if a list is a string.
+            ArgumentValueError: for an unknown name or level, or an op on both lists.
+            ArgumentTypeError: for a list that is a bare string, or no collection.
         """
-        return cls(level, white, black, promote)  # type: ignore[arg-type]
+        if level not in LIST_LEVELS:
+            raise ArgumentValueError(f"level={level!r} has no op lists; use one of {', '.join(LIST_LEVELS)}.")
+        if level == "native" and (white or black):
+            raise ArgumentValueError("level='native' is torch.autocast as it is; custom lists need 'O1', 'O2' or 'OD'.")
+        chosen = [_names("white", white), _names("black", black)]
+        both = sorted(set(chosen[0]) & set(chosen[1]))
+        if both:
+            raise ArgumentValueError(
+                f"Custom white list overlap custom black list: {', '.join(both)} cannot run in both precisions; "
+                "leave each on one list."
+            )
+        return cls(level, chosen[0], chosen[1], use_promote or level != "O2")
 
-    def rule(self, op: Any) -> Rule:
-        """The rule for an op.
-
-        Args:
-            op: a torch callable or a name.
+    def rule(self, op: object) -> str:
+        """The rule for an op, a key of ``RULES``.
 
         Raises:
-            ArgumentValueError: if there is no such op.
+            ArgumentValueError: if it is no op.
         """
-        return self.rules().get(names.resolve(op)[0], self.unlisted)
+        rules = {self.rule_of(name) for name in resolve(op)}
+        if len(rules) > 1:
+            raise ArgumentValueError(f"{op!r} stands for {', '.join(resolve(op))}, which have different rules.")
+        return rules.pop()
 
-    @property
-    def unlisted(self) -> Rule:
-        """The rule for an op on no list."""
+    def rule_of(self, name: str) -> str:
+        """The rule for a canonical name."""
+        if self.level == "native":
+            return "free"
+        if name in self.white:
+            return "half"
+        if name in self.black:
+            return "float"
         if self.level == "OD":
-            return Rule.FLOAT
-        return Rule.FREE if self.promote else Rule.HALF
+            return "half" if name in CORE_HALF else "float" if computes(name) else "free"
+        if name in HALF:
+            return "half"
+        if name in (FLOAT if self.level == "O1" else EXTRA_FLOAT):
+            return "float"
+        if name in BANNED:
+            return "banned" if self.level == "O1" else "float"
+        if not self.promote:
+            return "half" if computes(name) else "free"
+        if name in SEQUENCE:
+            return "sequence-promote"
+        return "promote" if name in PROMOTE else "free"
 
-    def rules(self) -> dict[str, Rule]:
-        """The rule of every op that is on a list, by canonical name."""
-        return dict(_rules(self))
+    def reason(self, name: str) -> str:
+        """Why a canonical name is on its list, in a word; empty for ops on none."""
+        if name in self.white or name in self.black:
+            return "custom"
+        rule = self.rule_of(name)
+        if rule == "float":
+            return FLOAT.get(name, "default" if self.level == "OD" else "loss")
+        if rule == "half":
+            return "matrix-unit" if name in CORE_HALF else "fast" if name in HALF else "default"
+        return {"banned": "overflow"}.get(rule, "")
+
+    def replace(self, **changes: object) -> OpLists:
+        """A copy with some attributes changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        text = self.level if self.promote else self.level + "!promote"
-        return text + "".join(f"+{op}" for op in self.white) + "".join(f"-{op}" for op in self.black)
+        level = self.level if self.promote else self.level + "!promote"
+        return level + "".join(f"+{name}" for name in self.white) + "".join(f"-{name}" for name in self.black)
 
     @classmethod
     def parse(cls, text: str) -> OpLists:
-        """The lists that print as ``text``.
+        """The lists that print as ``text``: a level, then +op for the white and -op for the black list.
 
         Raises:
-            ArgumentValueError: if the text has another form, or names an op that does not exist.
+            ArgumentValueError: for a text of another form, or an unknown op.
         """
         match = _TEXT.fullmatch(text.strip())
-        if match is None:
+        if match is None or match["level"] not in LIST_LEVELS:
             raise ArgumentValueError(
-                f"op lists {text!r} have not the form LEVEL+op-op with a level among {', '.join(_LEVELS)}, "
-                'as in "O1+gelu-linear".'
+                f"op lists {text!r} do not read LEVEL+op-op, as 'O1+gelu-linear' does, with a level among "
+                f"{', '.join(LIST_LEVELS)}."
             )
-        changes = re.findall(r"([+-])([\w.]+)", match["changes"])
-        return cls(
-            match["level"],
-            tuple(op for sign, op in changes if sign == "+"),
-            tuple(op for sign, op in changes if sign == "-"),
-            match["fixed"] is None,
-        )
+        moved = re.findall(r"([+-])([\w.]+)", match["moved"])
+        white, black = ([op for sign, op in moved if sign == which] for which in "+-")
+        return cls.custom(white, black, level=match["level"], use_promote=match["fixed"] is None)
 
 
-@functools.lru_cache(maxsize=256)
-def _rules(lists: OpLists) -> dict[str, Rule]:
-    rules: dict[str, Rule] = {}
-    if lists.level in ("O1", "native"):
-        rules |= dict.fromkeys((op for ops in tables.FLOAT.values() for op in ops), Rule.FLOAT)
-        rules |= dict.fromkeys(tables.BANNED, Rule.BANNED)
-    if lists.level == "O2":
-        rules |= dict.fromkeys(tables.O2_FLOAT, Rule.FLOAT)
-    if lists.unlisted is Rule.FREE:
-        rules |= dict.fromkeys((*tables.PROMOTE, *tables.PROMOTE_BY_TORCH), Rule.PROMOTE)
-        rules |= dict.fromkeys(tables.SEQUENCE_PROMOTE, Rule.SEQUENCE_PROMOTE)
-    rules |= dict.fromkeys(tables.HALF, Rule.HALF)
-    rules |= dict.fromkeys(lists.white, Rule.HALF)
-    rules |= dict.fromkeys(lists.black, Rule.FLOAT)
-    return rules
-
-
-def reason(op: str) -> str:
-    """Why a canonical op is on the float list, in a word or two; empty if it is not."""
-    return next((why for why, ops in tables.FLOAT.items() if op in ops), "")
+def _names(which: str, ops: Iterable[object] | None) -> tuple[str, ...]:
+    if ops is None:
+        return ()
+    if isinstance(ops, str):
+        raise ArgumentTypeError(f"the {which} list is the string {ops!r}; pass a list of ops, [{ops!r}].")
+    if not isinstance(ops, Iterable):
+        raise ArgumentTypeError(f"the {which} list must be a list, tuple or set of ops, not {ops!r}.")
+    return tuple(sorted({name for op in ops for name in resolve(op)}))

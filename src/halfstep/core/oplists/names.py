@@ -1,209 +1,217 @@
-"""From whatever a user calls an op to its one canonical name, and from there to every torch callable that spells it."""
+"""The names of ops: torch's, Paddle's, what people write, and every callable that reaches an op."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType
-from typing import Any, NamedTuple
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-import torch.nn.functional
+from torch.overrides import get_overridable_functions
 
 from ..errors import ArgumentTypeError, ArgumentValueError
-from . import tables
+from .tables import BANNED, FLOAT, HALF, PADDLE_NAMES, PROMOTE, SEQUENCE, words
 
-__all__ = ["canonical", "is_inplace", "resolve", "resolve_all", "spellings", "universe"]
+__all__ = ["Spelling", "computes", "known_names", "resolve", "spellings"]
+
+Spelling = tuple[str, bool]
+"""The canonical name that a callable computes, and whether it writes into its first argument."""
+
+_OPERATORS = {
+    **{f"__{name}__": name for name in ("add", "sub", "mul", "matmul", "pow", "eq", "ne", "ge", "gt", "le", "lt")},
+    **{f"__r{name}__": name for name in ("add", "sub", "mul", "matmul", "pow", "div")},
+    **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul", "pow", "div")},
+    "__div__": "div",
+    "__truediv__": "div",
+    "__rtruediv__": "div",
+    "__itruediv__": "div_",
+    "__mod__": "remainder",
+    "__floordiv__": "floor_divide",
+    "__neg__": "neg",
+    "__abs__": "abs",
+}
+_SYNONYMS = {
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "true_divide": "div",
+    "arccos": "acos",
+    "arcsin": "asin",
+    "arctanh": "atanh",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "not_equal": "ne",
+    "rsub": "sub",
+    "ger": "outer",
+    "det": "linalg_det",
+    "slogdet": "linalg_slogdet",
+    "matrix_power": "linalg_matrix_power",
+    "matrix_exp": "linalg_matrix_exp",
+    "inv": "linalg_inv",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "negative": "neg",
+    "absolute": "abs",
+}
 
 
-class Spelling(NamedTuple):
-    """One way to write an op: its dotted name, and the callable that a ``TorchFunctionMode`` sees."""
-
-    name: str
-    function: Callable[..., Any]
+def _private(name: str) -> Any:
+    return getattr(torch._C, "_" + name)
 
 
-class _Universe(NamedTuple):
-    spellings: dict[str, tuple[Spelling, ...]]
-    by_function: dict[Any, str]
-    by_name: dict[str, tuple[str, ...]]
+_NAMESPACES: tuple[tuple[Any, str], ...] = (
+    (torch._C._VariableFunctions, ""),
+    (torch, ""),
+    (torch.functional, ""),
+    (torch.Tensor, ""),
+    (torch._C._nn, ""),
+    (torch.nn.functional, ""),
+    (_private("linalg"), ""),
+    (torch.linalg, "linalg_"),
+    (_private("fft"), ""),
+    (torch.fft, "fft_"),
+    (_private("special"), ""),
+    (torch.special, "special_"),
+)
+_CALLABLES = (
+    types.BuiltinFunctionType,
+    types.FunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
 
 
-def spellings(op: str) -> tuple[Spelling, ...]:
-    """Every spelling of a canonical op in this torch, in-place ones too; empty if this torch has none."""
-    return universe().spellings.get(op, ())
+@functools.cache
+def _aten() -> frozenset[str]:
+    """The base names of all ATen ops."""
+    names = torch._C._dispatch_get_all_op_names()
+    return frozenset(name[6:].partition(".")[0] for name in names if name.startswith("aten::"))
 
 
-def is_inplace(spelling: Spelling) -> bool:
-    """Whether a spelling writes its result into its first argument (``exp_``, ``__ipow__``)."""
-    name = spelling.name.rpartition(".")[2]
-    return name.endswith("_") and (not name.startswith("__") or name.startswith("__i"))
+@functools.cache
+def _composites() -> frozenset[str]:
+    """Functions of Python that torch lets be overridden, such as ``gumbel_softmax``."""
+    found = get_overridable_functions()
+    spaces = (torch.nn.functional, torch.functional)
+    return frozenset(f.__name__ for space in spaces for f in found.get(space, ()))
 
 
-def canonical(function: object) -> str | None:
-    """The op that a torch callable spells, or None if it is no op of torch."""
-    try:
-        return universe().by_function.get(function)
-    except TypeError:  # not hashable
-        return None
-
-
-def resolve(op: object) -> tuple[str, ...]:
-    """The canonical names of what a user named; more than one for Paddle's names that cover several torch ops.
-
-    Args:
-        op: a torch callable, an operator overload, or a name: ``"softmax"``, ``"torch.nn.functional.softmax"``,
-            ``"aten::softmax"``, ``"linalg.norm"``, or Paddle's ``"elementwise_add"``.
-
-    Raises:
-        ArgumentValueError: if there is no such op, with the nearest names there are.
-        ArgumentTypeError: if it is neither a name nor callable.
-    """
-    if isinstance(op, str):
-        found = _resolve_name(op.strip())
-        if found:
-            return found
-        near = difflib.get_close_matches(op.strip().rpartition(".")[2].rpartition(":")[2], universe().by_name, n=3)
-        hint = f"The nearest names are {', '.join(near)}." if near else "Use a name of torch or of Paddle."
-        raise ArgumentValueError(f"There is no op named {op!r}. {hint} `halfstep oplists` prints the lists.")
-    if not callable(op):
-        raise ArgumentTypeError(f"An op is named by a string or given as a torch callable, not by {op!r}.")
-    name = canonical(op)
-    if name is not None:
-        return (name,)
-    found = _resolve_aten(str(op).removeprefix("aten.")) if type(op).__module__ == "torch._ops" else ()
-    if found:
-        return found
-    raise ArgumentValueError(
-        f"{op!r} is no op of torch. Give a function such as torch.softmax or its name; for a function of your own use "
-        "amp.register_half_function, register_float_function or register_promote_function."
+@functools.cache
+def known_names() -> frozenset[str]:
+    """Every canonical name that an op list may hold."""
+    return frozenset(
+        name
+        for name in _aten() | _composites() | HALF | FLOAT.keys() | PROMOTE | SEQUENCE | BANNED.keys()
+        if not name.endswith(("_", "_backward"))
     )
 
 
-def resolve_all(ops: object, argument: str) -> tuple[str, ...]:
-    """The canonical names of a list of ops, sorted, each once.
+def _canonical(name: str) -> Spelling | None:
+    """The op behind the bare name of a function, and whether it is the in-place form."""
+    name = _OPERATORS.get(name, name)
+    inplace = name.endswith("_") and not name.endswith("__")
+    base = name[:-1] if inplace else name
+    base = _SYNONYMS.get(base, base)
+    if base.startswith("special_") and base[8:] in known_names():
+        base = base[8:]
+    return (base, inplace) if base in known_names() else None
+
+
+def _attributes() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for space, prefix in _NAMESPACES:
+        for name in dir(space):
+            value = getattr(space, name, None)
+            if isinstance(value, _CALLABLES) and (space is not torch or getattr(torch, "_" + name, None) is not value):
+                yield (name if name.startswith(("_", prefix)) or not prefix else prefix + name), value
+
+
+@functools.cache
+def spellings() -> dict[Callable[..., Any], Spelling]:
+    """Every callable of torch that computes an op: the function, the method, the operator, the private twin in C++."""
+    found: dict[Callable[..., Any], Spelling] = {}
+    for name, value in _attributes():
+        spelling = _canonical(name)
+        if spelling is not None:
+            found.setdefault(value, spelling)
+    return found
+
+
+def resolve(op: object) -> tuple[str, ...]:
+    """The canonical names that one entry of an op list means; Paddle has names that stand for several torch ops.
+
+    Args:
+        op: a torch callable (``torch.softmax``, ``torch.nn.functional.softmax``, ``torch.Tensor.softmax``), or a name:
+            "softmax", "F.softmax", "torch.nn.functional.softmax", "aten::softmax.int", or Paddle's, "reduce_sum".
 
     Raises:
-        ArgumentTypeError: for a single string, or anything else that is no collection.
-        ArgumentValueError: for an op that does not exist.
+        ArgumentValueError: for a name no op has, with the nearest ones, or a callable that is no op of torch.
+        ArgumentTypeError: for anything else.
     """
-    if ops is None:
-        return ()
-    if isinstance(ops, str) or not isinstance(ops, Iterable):
-        raise ArgumentTypeError(f"{argument}={ops!r} must be a list of ops; write [{ops!r}].")
-    return tuple(sorted({name for op in ops for name in resolve(op)}))
+    if isinstance(op, str):
+        name = op.strip()
+        if name.startswith("aten::"):
+            name = name[6:].partition(".")[0]
+        elif "." in name:
+            space, _, last = name.rpartition(".")
+            inner = space.rpartition(".")[2]
+            name = f"{inner}_{last}" if inner in ("linalg", "fft", "special") else last
+        spelling = _canonical(name)
+        if spelling is not None:
+            return (spelling[0],)
+        if name in PADDLE_NAMES:
+            return PADDLE_NAMES[name]
+        public = [known for known in known_names() | PADDLE_NAMES.keys() if not known.startswith("_")]
+        nearest = difflib.get_close_matches(name.lower(), sorted(public), n=3, cutoff=0.5)
+        hint = f" Did you mean {', '.join(map(repr, nearest))}?" if nearest else ""
+        raise ArgumentValueError(
+            f"{op!r} is no op of torch or Paddle.{hint} Write it as in torch, 'softmax', 'torch.nn.functional.softmax' "
+            "or 'aten::softmax', or pass the torch function itself."
+        )
+    if isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return resolve(str(op) if isinstance(op, torch._ops.OpOverloadPacket) else str(op.overloadpacket))
+    if callable(op):
+        try:
+            found = spellings().get(op)
+        except TypeError:  # not hashable
+            found = None
+        if found is None:
+            raise ArgumentValueError(
+                f"{op!r} is no op of torch; functions of your own are cast by amp.half_function, amp.float_function "
+                "and amp.promote_function."
+            )
+        return (found[0],)
+    raise ArgumentTypeError(f"an op is given by its name or as a torch function, not as {op!r}.")
 
 
-def _resolve_name(name: str) -> tuple[str, ...]:
-    if name.startswith("aten::"):
-        return _resolve_aten(name.removeprefix("aten::"))
-    for prefix in ("torch.ops.aten.", "aten."):
-        if name.startswith(prefix):
-            return _resolve_aten(name.removeprefix(prefix))
-    found = universe().by_name.get(name)
-    if found or "." not in name:
-        return found or ()
-    target: Any = torch
-    path = name.removeprefix("torch.")
-    for short, full in (("F.", "nn.functional."), ("functional.", "nn.functional.")):
-        if path.startswith(short):
-            path = full + path.removeprefix(short)
-    for part in path.split("."):
-        target = getattr(target, part, None)
-    op = canonical(target) if target is not None else None
-    return () if op is None else (op,)
+_KEEPS_DTYPE: frozenset[str] = words("""
+    to type type_as clone copy detach contiguous float double half bfloat16 int long bool item tolist numpy
+    lift lift_fresh empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros
+    new_ones new_full new_tensor empty zeros ones full set resize record_stream is_nonzero
+    alias fill zero normal uniform random bernoulli binomial cauchy exponential geometric log_normal poisson multinomial
+    linspace logspace int_repr dequantize
+    """)
+_PLUMBING = tuple(words("_ is_ sym_ quantize to_ sparse_ mkldnn_ miopen_ fbgemm_ fake_quantize_ empty_"))
+_TENSORS = ("Tensor", "Tensor[]")
 
 
-def _resolve_aten(name: str) -> tuple[str, ...]:
-    base = name.partition(".")[0]
-    names = universe().by_name
-    for prefix in ("linalg", "fft", "special"):
-        if base.startswith(prefix + "_"):
-            return names.get(f"{prefix}.{base.removeprefix(prefix + '_')}", ())
-    return tables.ATEN_NAMES.get(base) or (names.get(base, ()) if base not in tables.PADDLE_NAMES else ())
+@functools.cache
+def computes(name: str) -> bool:
+    """Whether an op makes new floating values from its inputs: no view, no factory, no conversion."""
+    if name in FLOAT or name in HALF or name in PROMOTE or name in SEQUENCE or name in BANNED:
+        return True
+    if name in _KEEPS_DTYPE or name not in known_names() or name.startswith(_PLUMBING):
+        return False
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    pure = [s for s in schemas if not any(a.is_out for a in s.arguments)]
+    return any(_makes_values(schema) for schema in pure)
 
 
-@functools.lru_cache(maxsize=1)
-def universe() -> _Universe:
-    """All ops of this torch. Built on first use, from torch's own namespaces and the tables."""
-    listed = [
-        *tables.HALF,
-        *(name for names in tables.FLOAT.values() for name in names),
-        *tables.PROMOTE,
-        *tables.PROMOTE_BY_TORCH,
-        *tables.SEQUENCE_PROMOTE,
-        *tables.BANNED,
-        *tables.NATIVE_UNLISTED,
-    ]
-    found: dict[str, tuple[Spelling, ...]] = {}
-    by_function: dict[Any, str] = {}
-    by_name: dict[str, tuple[str, ...]] = {}
-    for op in dict.fromkeys([*listed, *tables.ALIASES, *_namespace_names()]):
-        if op in by_name:
-            continue
-        forms = [f for f in _forms(op) if by_function.setdefault(f.function, op) == op]
-        if not forms and op not in listed:
-            continue
-        found[op] = tuple(forms)
-        by_name[op] = (op,)
-        for form in forms:
-            by_name.setdefault(form.name, (op,))
-            short = form.name.rpartition(".")[2]
-            if not short.startswith("_") and "linalg." not in form.name and "fft." not in form.name:
-                by_name.setdefault(short, (op,))
-            special = form.name.removeprefix("torch.")
-            if special.startswith("special."):
-                by_name.setdefault(special, (op,))
-    for name, ops in tables.PADDLE_NAMES.items():
-        by_name.setdefault(name, ops)
-    return _Universe(found, by_function, by_name)
-
-
-_PLAIN = {
-    "torch": torch,
-    "torch.Tensor": torch.Tensor,
-    "torch.nn.functional": torch.nn.functional,
-    "torch._C._nn": torch._C._nn,
-}
-_DOTTED = {"linalg": torch.linalg, "fft": torch.fft, "special": torch.special}
-
-
-def _namespace_names() -> Iterator[str]:
-    """Every name under which torch has an op, in-place forms and private names left out."""
-    of_torch = {*dir(torch._C._VariableFunctions), *torch.functional.__all__}
-    for prefix, space in _PLAIN.items():
-        for name in dir(space):
-            if name.startswith("_") or name.endswith("_") or (prefix == "torch" and name not in of_torch):
-                continue
-            function = getattr(space, name, None)
-            if callable(function) and not isinstance(function, type) and _is_op(function):
-                yield name
-    for prefix, space in _DOTTED.items():
-        for name in getattr(space, "__all__", dir(space)):
-            if _is_op(getattr(space, name, None)):
-                yield f"{prefix}.{name}"
-
-
-def _is_op(function: object) -> bool:
-    if isinstance(function, FunctionType):
-        # _tensor holds the Python methods of Tensor; _jit_internal makes functions of two forms, such as max_pool2d.
-        module = function.__module__
-        return module in ("torch.functional", "torch.nn.functional", "torch._tensor", "torch._jit_internal")
-    return type(function).__name__ in ("builtin_function_or_method", "method_descriptor", "wrapper_descriptor")
-
-
-def _forms(op: str) -> Iterator[Spelling]:
-    for name in (op, *tables.ALIASES.get(op, ())):
-        if "." in name:
-            target: Any = torch
-            for part in name.split("."):
-                target = getattr(target, part, None)
-            if callable(target):
-                yield Spelling(f"torch.{name}", target)
-            continue
-        for prefix, space in _PLAIN.items():
-            for attribute in (name, name + "_"):
-                function = getattr(space, attribute, None)
-                if callable(function) and not isinstance(function, type):
-                    yield Spelling(f"{prefix}.{attribute}", function)
+def _makes_values(schema: torch._C.FunctionSchema) -> bool:
+    takes = any(str(a.type) in _TENSORS for a in schema.arguments)
+    gives = [r for r in schema.returns if str(r.type) in _TENSORS]
+    return takes and bool(gives) and all(r.alias_info is None for r in gives)

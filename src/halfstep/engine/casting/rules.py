@@ -1,0 +1,257 @@
+"""What is done to one call of an op, rule by rule. Each takes the mode, the function and its arguments.
+
+A rule runs inside ``__torch_function__``: the mode is off there, native autocast is still on. Nothing is cast where
+someone turned ``torch.autocast`` off inside our scope, nor into an ``out=`` tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...core.errors import UnsafeOpError
+from ...core.formats import HALF_DTYPES, dtype_name
+
+if TYPE_CHECKING:
+    from .mode import CastMode
+
+__all__ = [
+    "Rule",
+    "backward",
+    "banned",
+    "cast_args",
+    "float_inplace",
+    "half_native",
+    "make_rule",
+    "match_self",
+    "promote",
+    "to_float",
+    "to_half",
+    "without_native",
+]
+
+Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+logger = logging.getLogger("halfstep")
+
+_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double"}
+
+
+def say(name: str, source: torch.dtype, target: torch.dtype) -> None:
+    """Log one cast, as Apex spelled it: ``Float->Half (conv2d)``."""
+    logger.info("%s->%s (%s)", _NAMES.get(source, dtype_name(source)), _NAMES.get(target, dtype_name(target)), name)
+
+
+def cast_args(cast: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply a cast to every tensor in an argument, inside lists, tuples and dicts of any depth."""
+    if isinstance(value, torch.Tensor):
+        return cast(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([cast_args(cast, item) for item in value])
+    if isinstance(value, (tuple, list)):
+        items = [cast_args(cast, item) for item in value]
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    if isinstance(value, Mapping):
+        return {key: cast_args(cast, item) for key, item in value.items()}
+    return value
+
+
+def _call(
+    cast: Callable[[torch.Tensor], torch.Tensor], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    args = [cast(a) if isinstance(a, torch.Tensor) else a if a is None else cast_args(cast, a) for a in args]
+    if not kwargs:
+        return func(*args)
+    return func(*args, **{key: cast_args(cast, value) for key, value in kwargs.items()})
+
+
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """Every tensor among arguments."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(*value)
+        elif isinstance(value, Mapping):
+            found += tensors_in(*value.values())
+    return found
+
+
+def native_off(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call with native autocast off on every device."""
+    if torch.compiler.is_compiling():
+        return _native_off_compiled(mode, func, args, kwargs)
+    on = [device for device in mode.devices if torch.is_autocast_enabled(device)]
+    for device in on:
+        torch.set_autocast_enabled(device, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for device in on:
+            torch.set_autocast_enabled(device, True)
+
+
+def _native_off_compiled(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if "cuda" in mode.devices:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            return func(*args, **kwargs)
+    with torch.autocast("cpu", enabled=False):
+        return func(*args, **kwargs)
+
+
+def half_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """An op that native autocast lowers by itself: only its weights are ours, from the cache."""
+    cache = mode.cache
+    if cache is None or torch.compiler.is_compiling():
+        return func(*args, **kwargs) if kwargs else func(*args)
+    weight = mode.weight
+    args = [
+        a
+        if not isinstance(a, torch.Tensor)
+        else weight(a)
+        if type(a) is torch.nn.Parameter or (a.requires_grad and a.is_leaf)
+        else a
+        for a in args
+    ]
+    if not kwargs:
+        return func(*args)
+    if kwargs.get("out") is not None:
+        return func(*args, **kwargs)
+    return func(*args, **{key: weight(a) if isinstance(a, torch.Tensor) else a for key, a in kwargs.items()})
+
+
+def to_half(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """Cast every fp32 and 16-bit argument to the 16-bit dtype."""
+    if kwargs and kwargs.get("out") is not None:
+        return func(*args, **kwargs)
+
+    def lower(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = tensor.dtype
+        if dtype is mode.dtype or dtype not in _CASTABLE or not mode.casts(tensor):
+            return tensor
+        if mode.verbose:
+            say(name, dtype, mode.dtype)
+        if mode.cache is not None and dtype is torch.float32 and tensor.is_leaf and not torch.compiler.is_compiling():
+            return mode.weight(tensor)
+        return tensor.to(mode.dtype)
+
+    return _call(lower, func, args, kwargs)
+
+
+def to_float(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """Cast every 16-bit argument to fp32."""
+    if kwargs and kwargs.get("out") is not None:
+        return func(*args, **kwargs)
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in HALF_DTYPES or not mode.casts(tensor):
+            return tensor
+        if mode.verbose:
+            say(name, tensor.dtype, torch.float32)
+        return tensor.float()
+
+    return _call(widen, func, args, kwargs)
+
+
+def promote(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """Cast every floating argument to the widest dtype among them."""
+    if kwargs and kwargs.get("out") is not None:
+        return func(*args, **kwargs)
+    widest = widest_dtype(tensors_in(args, kwargs))
+    if widest is None:
+        return func(*args, **kwargs)
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is widest or tensor.dtype not in _CASTABLE or not mode.casts(tensor):
+            return tensor
+        if mode.verbose:
+            say(name, tensor.dtype, widest)
+        return tensor.to(widest)
+
+    return _call(widen, func, args, kwargs)
+
+
+def widest_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:
+    """The dtype that floating tensors promote to, or None if they have one dtype already.
+
+    Scalars (tensors of no dimension) count only where there is nothing else, as in torch.
+    """
+    floating = [t for t in tensors if t.dtype in _CASTABLE or t.dtype is torch.float64]
+    dtypes = {t.dtype for t in floating if t.dim()} or {t.dtype for t in floating}
+    if len({t.dtype for t in floating}) < 2:
+        return None
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def match_self(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """An in-place op keeps the dtype of what it writes into; the other arguments follow."""
+    target = args[0].dtype if args else None
+    if target not in _CASTABLE:
+        return func(*args, **kwargs)
+
+    def follow(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is target or tensor.dtype not in _CASTABLE or not mode.casts(tensor):
+            return tensor
+        return tensor.to(target)
+
+    return native_off(mode, func, [args[0], *cast_args(follow, args[1:])], cast_args(follow, kwargs))
+
+
+def float_inplace(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """An fp32 op cannot write its result into 16 bits."""
+    if args and args[0].dtype in HALF_DTYPES and mode.casts(args[0]):
+        raise UnsafeOpError(
+            f"{name}_ runs in fp32 under op casting and cannot write in place into a {dtype_name(args[0].dtype)} "
+            f"tensor; use the form that is not in place, x = x.{name}(...), or convert the tensor first, x.float()."
+        )
+    return to_float(mode, func, args, kwargs, name)
+
+
+def banned(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str, hint: str) -> Any:
+    """Refuse 16-bit arguments, or with ``allow_banned`` widen them."""
+    if not mode.allow_banned:
+        for tensor in tensors_in(args, kwargs):
+            if tensor.dtype in HALF_DTYPES and mode.casts(tensor):
+                raise UnsafeOpError(f"{name} is unsafe with {dtype_name(tensor.dtype)} inputs. {hint}")
+    return to_float(mode, func, args, kwargs, name)
+
+
+def backward(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A backward pass is not cast: its ops have the dtypes that forward chose. It ends the life of cached casts."""
+    mode.clear_cache()
+    return native_off(mode, func, args, kwargs)
+
+
+def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """An op that native autocast would cast and our lists leave alone."""
+    if not mode.native_on():
+        return func(*args, **kwargs)
+    return native_off(mode, func, args, kwargs)
+
+
+def make_rule(rule: Callable[..., Any], name: str, off: bool, *extra: Any) -> Rule:
+    """A rule bound to one op, with native autocast off for the op itself where ``off``."""
+    if not off:
+
+        def bound(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+            return rule(mode, func, args, kwargs, name, *extra)
+
+        return bound
+
+    def shielded(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if not mode.native_on():
+            return func(*args, **kwargs)
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            return native_off(mode, func, args, kwargs)
+
+        return rule(mode, inner, args, kwargs, name, *extra)
+
+    return shielded
