@@ -464,3 +464,14 @@ def test_compiled_model_under_init(init: Callable[..., Any]) -> None:
         y = fast(x)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, model(x))
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_banned(allow: bool, init: Callable[..., Any]) -> None:
+    init(allow_banned=allow, dtype=torch.bfloat16)
+    guess, target = torch.full((2,), 0.5, dtype=torch.bfloat16), torch.ones(2)
+    if allow:
+        assert nn.functional.binary_cross_entropy(guess, target).dtype == torch.float32
+    else:
+        with pytest.raises(amp.UnsafeOpError, match="binary_cross_entropy_with_logits"):
+            nn.functional.binary_cross_entropy(guess, target)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from apex_recording import golden
@@ -27,6 +28,7 @@ from halfstep.engine.scaling import (
     StaticLossScale,
     make_loss_scale,
 )
+from halfstep.fp16_utils import FP16_Optimizer
 from scaling_reference import FLAGS, RULES, SMALLEST, reference
 
 CPU = torch.device("cpu")
@@ -95,6 +97,65 @@ def test_scale_loss(rule: dict[str, Any], flags: list[bool]) -> None:
         assert torch.equal(before, param) == found
     assert trace == reference(flags, rule)
     assert amp.steps_skipped(optim) == skips
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    flags=FLAGS,
+    init=st.integers(5, 40),
+    factor=st.sampled_from([2.0, 1.5, 4.0]),
+    window=st.integers(1, 5),
+    half=st.booleans(),
+)
+def test_fp16_optimizer(flags: list[bool], init: int, factor: float, window: int, half: bool) -> None:
+    param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16 if half else torch.float32))
+    optim = FP16_Optimizer(
+        torch.optim.SGD([param], lr=0.25),
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 2.0**init, "scale_factor": factor, "scale_window": window},
+        verbose=False,
+    )
+    scales = []
+    for found in flags[:19]:  # one more in a row at the floor is a collapse
+        before = param.detach().clone()
+        optim.backward((param.float() * torch.tensor([1.0, math.nan if found else 1.0])).sum())
+        optim.step()
+        optim.zero_grad()
+        assert torch.equal(before, param) == found
+        scales.append(optim.loss_scale)
+    rule = {
+        "init_scale": 2.0**init,
+        "growth_factor": factor,
+        "backoff_factor": 1 / factor,
+        "growth_interval": window,
+        "backoff_interval": 1,
+        "min_scale": 1.0,
+        "max_scale": None,
+        "sticky_backoff": False,
+    }
+    assert scales == [scale for scale, _, _ in reference(flags[:19], rule)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(flags=FLAGS)
+def test_handle(flags: list[bool]) -> None:
+    param = nn.Parameter(torch.ones(2))
+    optim = torch.optim.SGD([param], lr=1 / 64)
+    handle, scales = amp.init(dtype=torch.bfloat16), []
+    try:
+        for found in flags:
+            before = param.detach().clone()
+            with handle.scale_loss(param[0], optim) as scaled:
+                scales.append((scaled / param[0]).item())
+                scaled.backward()
+                param.grad[1] = math.inf if found else 0.0
+            optim.step()
+            optim.zero_grad()
+            assert torch.equal(before, param) == found
+    finally:
+        handle._deactivate()
+    rule = dataclasses.asdict(DynamicLossScale())
+    assert scales == pytest.approx([2.0**16, *(scale for scale, _, _ in reference(flags[:-1], rule))][: len(flags)])
 
 
 @pytest.mark.parametrize("rule", [NoLossScale(), StaticLossScale(8.0), DynamicLossScale(growth_interval=1)])

@@ -67,7 +67,7 @@ def init(
     if half not in HALF_DTYPES:
         raise ArgumentValueError(f"dtype={dtype} has not 16 bits; use torch.float16 or torch.bfloat16.")
     rule = make_loss_scale(loss_scale)
-    casting = ops.OpCasting(half, OpLists.default(), cache=enable_caching, verbose=verbose)
+    casting = ops.OpCasting(half, OpLists.default(), cache=enable_caching, verbose=verbose, allow_banned=allow_banned)
     return AmpHandle(casting, rule, has_cache=enable_caching, verbose=verbose)
 
 

@@ -25,6 +25,7 @@ def scaled_backward(
     name: str,
     found_inf: torch.Tensor | None = None,
     delay: bool = False,
+    check: bool = True,
 ) -> Iterator[torch.Tensor]:
     """Scale a loss; after the block, unscale the gradients that its backward pass brought and move the scale.
 
@@ -36,6 +37,7 @@ def scaled_backward(
         found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. With None a static scale of
             1.0 neither scales nor looks.
         delay: leave the gradients scaled and the scale where it is.
+        check: False moves no scale and skips no step for this pass.
 
     Yields:
         The scaled loss.
@@ -65,7 +67,7 @@ def scaled_backward(
     served: set[int] = set()
     for binding in bindings:
         binding.finish(scale, found_inf, served, delay=delay)
-    if scale is not None and not delay:
+    if scale is not None and check and not delay:
         conclude(bindings, scaler, found_inf)
 
 

@@ -1,0 +1,13 @@
+"""The rules that move a loss scale, as values: ``rule.update(state, found_inf)`` is a pure function of tensors."""
+
+from .core.errors import LossScaleCollapsed
+from .engine.scaling import DynamicLossScale, LossScale, LossScaleState, NoLossScale, StaticLossScale
+
+__all__ = [
+    "DynamicLossScale",
+    "LossScale",
+    "LossScaleCollapsed",
+    "LossScaleState",
+    "NoLossScale",
+    "StaticLossScale",
+]
