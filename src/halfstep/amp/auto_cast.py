@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
-from ..core.errors import ArgumentValueError
+from ..core.errors import ArgumentValueError, PrecisionWarning
 from ..core.formats import HALF_DTYPES, default_half, parse_dtype
+from ..core.hardware import slow_reason
 from ..core.oplists import OpLists
 from ..engine.casting.ops import OpCasting
 
@@ -19,6 +21,11 @@ __all__ = ["auto_cast", "autocast"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LEVELS = ("O0", "OD", "O1", "O2")
+
+
+@functools.cache
+def _slow(half: torch.dtype) -> str | None:
+    return slow_reason(torch.device("cuda" if torch.cuda.is_available() else "cpu"), half)
 
 
 def _printed(white: Any, black: Any, level: str, use_promote: bool) -> str:
@@ -52,6 +59,9 @@ class auto_cast:  # noqa: N801 - it reads as the function that Paddle has
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 where there is CUDA, else bfloat16.
         use_promote: at O2, False runs the ops that are on no list in 16 bits whatever their inputs are.
 
+    Warns:
+        PrecisionWarning: once, where the hardware has no units for the dtype.
+
     Raises:
         ArgumentValueError: an unknown level, dtype or op, or an op on both lists.
         ArgumentTypeError: a list that is a bare string, or no collection.
@@ -80,6 +90,8 @@ class auto_cast:  # noqa: N801 - it reads as the function that Paddle has
                     "enable=False or level='O0'."
                 )
             half = torch.bfloat16
+        if enabled and not torch.compiler.is_compiling() and (reason := _slow(half)) is not None:
+            warnings.warn(reason, PrecisionWarning, stacklevel=2)
         level = "O1" if level == "O0" else level
         if torch.compiler.is_compiling():
             lists: Any = _printed(custom_white_list, custom_black_list, level, use_promote)

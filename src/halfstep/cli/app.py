@@ -12,6 +12,7 @@ __all__ = ["SUBCOMMANDS", "app"]
 
 SUBCOMMANDS = {
     "demo": "Train a small model on real data at every opt level, side by side.",
+    "oplists": "Which op runs in which precision.",
     "doctor": "What this machine can do, and which level and dtype to use on it.",
 }
 """Name and one line of help. The name is also the module beside this one, which holds a ``command``."""

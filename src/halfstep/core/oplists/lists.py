@@ -125,7 +125,8 @@ class OpLists:
             return "half" if computes(name) else "free"
         if name in SEQUENCE:
             return "sequence-promote"
-        return "promote" if name in PROMOTE else "free"
+        # At O2 a loss may meet the 16-bit output of a model and fp32 labels.
+        return "promote" if name in PROMOTE or FLOAT.get(name) == "loss" else "free"
 
     def reason(self, name: str) -> str:
         """Why a canonical name is on its list, in a word; empty for ops on none."""

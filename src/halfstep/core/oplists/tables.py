@@ -116,7 +116,8 @@ BANNED: dict[str, str] = {
 
 INNER_PRODUCT: frozenset[str] = words(
     """bilinear tensordot inner linalg_vecdot cov corrcoef matrix_power matrix_exp linalg_matrix_power linalg_matrix_exp
-    pinverse linalg_pinv cdist pairwise_distance linalg_det linalg_lstsq linear_cross_entropy"""
+    pinverse linalg_pinv cdist pairwise_distance linalg_det linalg_lstsq linear_cross_entropy
+    affine_grid_generator"""
 )
 """Ops whose own implementation may call an op that native autocast lowers."""
 
@@ -173,7 +174,7 @@ NATIVE: dict[str, dict[str, frozenset[str]]] = {
 """What ``torch.autocast`` casts by itself, by device type and rule."""
 
 PADDLE_NAMES: dict[str, tuple[str, ...]] = {
-    "matmul_v2": ("matmul", "mm"),
+    "matmul_v2": ("matmul", "mm", "linear"),
     "linear_v2": ("linear",),
     "fused_gemm_epilogue": ("linear",),
     "conv2d_transpose": ("conv_transpose2d",),

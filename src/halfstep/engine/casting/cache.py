@@ -8,14 +8,22 @@ import torch
 
 __all__ = ["WeightCache"]
 
-_Entry = tuple[int, torch.dtype, bool, torch.Tensor, "weakref.ref[torch.Tensor]"]
+_Entry = tuple[int, int, torch.dtype, bool, bool, torch.Tensor, "weakref.ref[torch.Tensor]"]
+# Version and address of the weight when it was cast, the dtype, whether the copy leads autograd back to the weight,
+# whether it was made in inference mode, the copy, and what drops the entry when the weight is gone.
+
+_is_grad_enabled = torch.is_grad_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing = torch._C._get_tracing_state
 
 
 class WeightCache:
     """The casts of leaf tensors. An entry lives as long as its weight and is good for one version of it.
 
-    A weight that was written in place has another version, so it is cast anew. Under ``no_grad`` any cast will do;
-    with gradients on, only one that autograd follows back to the weight.
+    A weight that was written in place has another version, one that got other memory (``param.data = x``) another
+    address: either is cast anew. Under ``no_grad`` any cast will do; with gradients on, only one that autograd follows
+    back to the weight. Nothing is kept while someone records operations (tracing, ``make_fx``, ``torch.func``): there
+    a remembered tensor would be a constant.
     """
 
     def __init__(self) -> None:
@@ -29,22 +37,34 @@ class WeightCache:
         """Forget every copy."""
         self._entries.clear()
 
+    def forget(self, weight: torch.Tensor) -> None:
+        """Forget the copy of one weight."""
+        self._entries.pop(id(weight), None)
+
     def get(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight in ``dtype``, from the cache if it has not changed."""
-        key = id(weight)
-        entry = self._entries.get(key)
-        if (
-            entry is not None
-            and entry[0] == weight._version
-            and entry[1] is dtype
-            and (not torch.is_grad_enabled() or entry[2] == weight.requires_grad)
-        ):
-            return entry[3]
+        entry = self._entries.get(id(weight))
+        if entry is not None:
+            version, address, kept, leads_back, inference, cast, _ = entry
+            if (
+                kept is dtype
+                and version == weight._version
+                and address == weight.data_ptr()
+                and (leads_back == weight.requires_grad or not _is_grad_enabled())
+                and (not inference or torch.is_inference_mode_enabled())
+                and not (_dispatch_modes() or _tracing())
+            ):
+                return cast
+        return self._make(weight, dtype)
+
+    def _make(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         self.casts += 1
         cast = weight.to(dtype)
-        if weight.is_inference() or torch._C._functorch.peek_interpreter_stack() is not None:
+        recording = _dispatch_modes() or _tracing() or torch._C._functorch.peek_interpreter_stack() is not None
+        if recording or weight.is_inference():
             return cast
-        entries = self._entries
+        key, entries = id(weight), self._entries
         gone = weakref.ref(weight, lambda _: entries.pop(key, None))
-        entries[key] = (weight._version, dtype, cast.requires_grad, cast, gone)
+        address = weight.data_ptr()
+        entries[key] = (weight._version, address, dtype, cast.requires_grad, cast.is_inference(), cast, gone)
         return cast

@@ -1,24 +1,29 @@
-"""What of torch must know about op casting while any is on: the backward pass, and activation checkpoints.
+"""What of torch must know about op casting while any is on: the backward pass, checkpoints, DataParallel.
 
-Two functions of ``torch.autograd`` and two names in ``torch.utils.checkpoint`` (as of torch 2.11 to 2.13) are wrapped
-while at least one casting is in force in the process, and put back after the last.
+Two functions of ``torch.autograd``, two names in ``torch.utils.checkpoint``, and the ``parallel_apply`` of DataParallel,
+which runs replicas in threads of its own (as of torch 2.11 to 2.13), are wrapped while at least one casting is in force
+in the process, and put back after the last.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.parallel.data_parallel
 import torch.utils.checkpoint as checkpoint
 
 __all__ = ["hold", "release"]
 
+_data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel has a function of that name
 _lock = threading.Lock()
 _held = 0
 _own: dict[tuple[Any, str], Any] = {}
+_made: dict[tuple[Any, str, Any], Any] = {}  # the wrappers, for a class among them takes long to make
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -35,27 +40,11 @@ def hold(uncast: Wrap, remember: Wrap) -> None:
         _held += 1
         if _held > 1:
             return
-        for name in ("backward", "grad"):
-            _replace(torch.autograd, name, uncast(getattr(torch.autograd, name)))
-        if hasattr(checkpoint, "_checkpoint_without_reentrant_generator"):
-            generator = checkpoint._checkpoint_without_reentrant_generator
-
-            @functools.wraps(generator)
-            def remembering(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                return generator(remember(fn), *args, **kwargs)
-
-            _replace(checkpoint, "_checkpoint_without_reentrant_generator", remembering)
-        if hasattr(checkpoint, "CheckpointFunction"):
-            own = checkpoint.CheckpointFunction
-
-            class CheckpointFunction(own):  # type: ignore[misc, valid-type]
-                """Hands the original a function that remembers its casting."""
-
-                @staticmethod
-                def apply(fn: Callable[..., Any], *args: Any) -> Any:
-                    return own.apply(remember(fn), *args)
-
-            _replace(checkpoint, "CheckpointFunction", CheckpointFunction)
+        _replace(torch.autograd, "backward", uncast)
+        _replace(torch.autograd, "grad", uncast)
+        _replace(checkpoint, "_checkpoint_without_reentrant_generator", lambda own: _generator(own, remember))
+        _replace(checkpoint, "CheckpointFunction", lambda own: _function(own, remember))
+        _replace(_data_parallel, "parallel_apply", lambda own: _parallel_apply(own, remember))
 
 
 def release() -> None:
@@ -70,6 +59,39 @@ def release() -> None:
         _own.clear()
 
 
-def _replace(owner: Any, name: str, wrapper: Any) -> None:
-    _own[owner, name] = getattr(owner, name)
-    setattr(owner, name, wrapper)
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    own = getattr(owner, name, None)
+    if own is None:
+        return
+    key = (owner, name, own)
+    if key not in _made:
+        _made[key] = wrap(own)
+    _own[owner, name] = own
+    setattr(owner, name, _made[key])
+
+
+def _generator(own: Any, remember: Wrap) -> Any:
+    @functools.wraps(own)
+    def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return own(remember(fn), *args, **kwargs)
+
+    return generator
+
+
+def _function(own: Any, remember: Wrap) -> Any:
+    class CheckpointFunction(own):  # type: ignore[misc]
+        """Hands the original a function that remembers its casting."""
+
+        @staticmethod
+        def apply(fn: Callable[..., Any], *args: Any) -> Any:
+            return own.apply(remember(fn), *args)
+
+    return CheckpointFunction
+
+
+def _parallel_apply(own: Any, remember: Wrap) -> Any:
+    @functools.wraps(own)
+    def parallel_apply(modules: Any, *args: Any, **kwargs: Any) -> Any:
+        return own([remember(module) for module in modules], *args, **kwargs)
+
+    return parallel_apply

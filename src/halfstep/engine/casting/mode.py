@@ -17,7 +17,7 @@ from torch.utils._device import DeviceContext
 
 from ...core.oplists import OpLists
 from ...core.oplists.names import spellings
-from ...core.oplists.tables import BANNED, INNER_PRODUCT, NATIVE, PROMOTE, words
+from ...core.oplists.tables import BANNED, INNER_PRODUCT, NATIVE, words
 from . import rules
 from .cache import WeightCache
 from .rules import Rule
@@ -32,6 +32,9 @@ _SELF_PROMOTING = words("""
 
 _SELF_MATCHING = words("add sub mul div eq ne ge gt le lt addcmul addcdiv atan2 remainder fmod copysign")
 """Ops whose in-place form takes other dtypes by itself."""
+
+
+_is_autocast_enabled = torch.is_autocast_enabled
 
 
 class CastMode(TorchFunctionMode):
@@ -57,12 +60,13 @@ class CastMode(TorchFunctionMode):
 
     def casts(self, tensor: torch.Tensor) -> bool:
         """Whether native autocast is on for the tensor's device: someone may have turned it off inside our scope."""
-        device = tensor.device.type
-        return device not in self.devices or torch.is_autocast_enabled(device)
+        if tensor.is_cpu:
+            return _is_autocast_enabled("cpu")
+        return not tensor.is_cuda or _is_autocast_enabled("cuda")
 
     def native_on(self) -> bool:
         """Whether native autocast is on for any device."""
-        return any(torch.is_autocast_enabled(device) for device in self.devices)
+        return any(_is_autocast_enabled(device) for device in self.devices)
 
     def weight(self, tensor: torch.Tensor) -> torch.Tensor:
         """The 16-bit copy of a weight; anything but fp32 comes back as it is."""
@@ -110,6 +114,7 @@ def build_table(lists: OpLists, devices: tuple[str, ...], verbose: bool) -> dict
     for func in spellings():
         if func not in table and needs_twin(func, frozenset(listed)):
             table[func] = twin_rule(func)
+    table[torch.Tensor.data.__get__] = rules.forget  # type: ignore[attr-defined]
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
     return table
 
@@ -134,6 +139,6 @@ def _rule_for(name: str, inplace: bool, lists: OpLists, devices: tuple[str, ...]
     if rule == "banned":
         return rules.make_rule(rules.banned, name, True, BANNED[name])
     off = name in INNER_PRODUCT or bool(native & {"half", "float", "banned"})
-    if rule == "promote" and name in PROMOTE and (off or name not in _SELF_PROMOTING):
+    if rule == "promote" and (off or name not in _SELF_PROMOTING):
         return rules.make_rule(rules.promote, name, off)
     return rules.without_native if off and native != {"free"} else None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Parameter
 
 from ...core.errors import UnsafeOpError
 from ...core.formats import HALF_DTYPES, dtype_name
@@ -25,6 +26,7 @@ __all__ = [
     "banned",
     "cast_args",
     "float_inplace",
+    "forget",
     "half_native",
     "make_rule",
     "match_self",
@@ -38,6 +40,9 @@ Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]
 
 logger = logging.getLogger("halfstep")
 
+_is_compiling = torch.compiler.is_compiling
+
+_CONTAINERS = (list, tuple, Mapping)
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 _NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double"}
 
@@ -62,15 +67,6 @@ def cast_args(cast: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return value
 
 
-def _call(
-    cast: Callable[[torch.Tensor], torch.Tensor], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> Any:
-    args = [cast(a) if isinstance(a, torch.Tensor) else a if a is None else cast_args(cast, a) for a in args]
-    if not kwargs:
-        return func(*args)
-    return func(*args, **{key: cast_args(cast, value) for key, value in kwargs.items()})
-
-
 def tensors_in(*values: Any) -> list[torch.Tensor]:
     """Every tensor among arguments."""
     found: list[torch.Tensor] = []
@@ -86,7 +82,7 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
 
 def native_off(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Call with native autocast off on every device."""
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return _native_off_compiled(mode, func, args, kwargs)
     on = [device for device in mode.devices if torch.is_autocast_enabled(device)]
     for device in on:
@@ -108,56 +104,67 @@ def _native_off_compiled(mode: CastMode, func: Callable[..., Any], args: Any, kw
 
 def half_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """An op that native autocast lowers by itself: only its weights are ours, from the cache."""
-    cache = mode.cache
-    if cache is None or torch.compiler.is_compiling():
+    if mode.cache is None or _is_compiling():
         return func(*args, **kwargs) if kwargs else func(*args)
-    weight = mode.weight
-    args = [
-        a
-        if not isinstance(a, torch.Tensor)
-        else weight(a)
-        if type(a) is torch.nn.Parameter or (a.requires_grad and a.is_leaf)
-        else a
-        for a in args
-    ]
     if not kwargs:
-        return func(*args)
+        weight = mode.weight
+        return func(
+            *[
+                weight(a)
+                if type(a) is Parameter or (isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf)
+                else a
+                for a in args
+            ]
+        )
     if kwargs.get("out") is not None:
         return func(*args, **kwargs)
-    return func(*args, **{key: weight(a) if isinstance(a, torch.Tensor) else a for key, a in kwargs.items()})
+    args = [mode.weight(a) if _is_weight(a) else a for a in args]
+    return func(*args, **{key: mode.weight(a) if _is_weight(a) else a for key, a in kwargs.items()})
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_leaf and (value.requires_grad or type(value) is Parameter)
 
 
 def to_half(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) -> Any:
     """Cast every fp32 and 16-bit argument to the 16-bit dtype."""
-    if kwargs and kwargs.get("out") is not None:
+    if not kwargs:
+        return func(*[_lower(mode, a, name) for a in args])
+    if kwargs.get("out") is not None:
         return func(*args, **kwargs)
+    return func(*[_lower(mode, a, name) for a in args], **{key: _lower(mode, a, name) for key, a in kwargs.items()})
 
-    def lower(tensor: torch.Tensor) -> torch.Tensor:
-        dtype = tensor.dtype
-        if dtype is mode.dtype or dtype not in _CASTABLE or not mode.casts(tensor):
-            return tensor
-        if mode.verbose:
-            say(name, dtype, mode.dtype)
-        if mode.cache is not None and dtype is torch.float32 and tensor.is_leaf and not torch.compiler.is_compiling():
-            return mode.weight(tensor)
-        return tensor.to(mode.dtype)
 
-    return _call(lower, func, args, kwargs)
+def _lower(mode: CastMode, value: Any, name: str) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return cast_args(lambda t: _lower(mode, t, name), value) if isinstance(value, _CONTAINERS) else value
+    dtype = value.dtype
+    if dtype is mode.dtype or dtype not in _CASTABLE or not mode.casts(value):
+        return value
+    if mode.verbose:
+        say(name, dtype, mode.dtype)
+    if mode.cache is not None and dtype is torch.float32 and value.is_leaf and not _is_compiling():
+        return mode.cache.get(value, mode.dtype)
+    return value.to(mode.dtype)
 
 
 def to_float(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) -> Any:
     """Cast every 16-bit argument to fp32."""
-    if kwargs and kwargs.get("out") is not None:
+    if not kwargs:
+        return func(*[_widen(mode, a, name) for a in args])
+    if kwargs.get("out") is not None:
         return func(*args, **kwargs)
+    return func(*[_widen(mode, a, name) for a in args], **{key: _widen(mode, a, name) for key, a in kwargs.items()})
 
-    def widen(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype not in HALF_DTYPES or not mode.casts(tensor):
-            return tensor
-        if mode.verbose:
-            say(name, tensor.dtype, torch.float32)
-        return tensor.float()
 
-    return _call(widen, func, args, kwargs)
+def _widen(mode: CastMode, value: Any, name: str) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return cast_args(lambda t: _widen(mode, t, name), value) if isinstance(value, _CONTAINERS) else value
+    if value.dtype not in HALF_DTYPES or not mode.casts(value):
+        return value
+    if mode.verbose:
+        say(name, value.dtype, torch.float32)
+    return value.float()
 
 
 def promote(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) -> Any:
@@ -175,7 +182,7 @@ def promote(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[st
             say(name, tensor.dtype, widest)
         return tensor.to(widest)
 
-    return _call(widen, func, args, kwargs)
+    return func(*cast_args(widen, list(args)), **cast_args(widen, kwargs))
 
 
 def widest_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:
@@ -229,6 +236,13 @@ def backward(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[s
     return native_off(mode, func, args, kwargs)
 
 
+def forget(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """``param.data`` is memory that can be written to without a new version: the copy may go stale."""
+    if mode.cache is not None and not _is_compiling():
+        mode.cache.forget(args[0])
+    return func(*args, **kwargs)
+
+
 def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """An op that native autocast would cast and our lists leave alone."""
     if not mode.native_on():
@@ -239,11 +253,8 @@ def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: 
 def make_rule(rule: Callable[..., Any], name: str, off: bool, *extra: Any) -> Rule:
     """A rule bound to one op, with native autocast off for the op itself where ``off``."""
     if not off:
-
-        def bound(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-            return rule(mode, func, args, kwargs, name, *extra)
-
-        return bound
+        keywords = {"hint": extra[0]} if extra else {}
+        return functools.partial(rule, name=name, **keywords)
 
     def shielded(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if not mode.native_on():

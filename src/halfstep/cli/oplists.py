@@ -1,0 +1,39 @@
+"""``halfstep oplists``: which op runs in which precision."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="whose torch.autocast to compare with"
+)
+@click.option("--level", type=click.Choice(["O1", "O2", "OD"]), default="O1", show_default=True)
+@click.option("--white", multiple=True, metavar="OP", help="as in custom_white_list; may be given again")
+@click.option("--black", multiple=True, metavar="OP", help="as in custom_black_list; may be given again")
+def command(names: tuple[str, ...], device: str, level: str, white: tuple[str, ...], black: tuple[str, ...]) -> None:
+    """Print the rule of each op of a list, or of the ops NAMES, written as in torch or Paddle."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..core.errors import HalfstepError
+    from ..oplists import BANNED, RULES, OpLists, entries
+
+    try:
+        found = entries(names, lists=OpLists.custom(white, black, level=level), device=device)
+    except HalfstepError as error:
+        raise click.UsageError(str(error)) from error
+    table = Table("op", "rule", "reason", f"torch.autocast on {device}")
+    for entry in found:
+        table.add_row(*entry, style=None if entry.rule == entry.native else "bold")
+    console = Console()
+    console.print(table)
+    for rule in dict.fromkeys(entry.rule for entry in found):
+        console.print(f"{rule}: {RULES[rule]}.", highlight=False)
+    for entry in found:
+        if entry.rule == "banned":
+            console.print(f"\n{entry.op}: {BANNED[entry.op]}", highlight=False)
