@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 
 import torch
@@ -11,6 +12,9 @@ __all__ = ["WeightCache"]
 _Entry = tuple[int, int, torch.dtype, bool, bool, torch.Tensor, "weakref.ref[torch.Tensor]"]
 # Version and address of the weight when it was cast, the dtype, whether the copy leads autograd back to the weight,
 # whether it was made in inference mode, the copy, and what drops the entry when the weight is gone.
+
+_ONLY_THE_GRAPH = 3
+# The references to a weight that nothing but a graph holds: the graph's, the variable that counts them, and the call.
 
 _is_grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -28,6 +32,7 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
+        self._sweep_at = 32
         self.casts = 0
 
     def __len__(self) -> int:
@@ -63,8 +68,19 @@ class WeightCache:
         recording = _dispatch_modes() or _tracing() or torch._C._functorch.peek_interpreter_stack() is not None
         if recording or weight.is_inference():
             return cast
+        if len(self._entries) >= self._sweep_at:
+            self._sweep()
         key, entries = id(weight), self._entries
         gone = weakref.ref(weight, lambda _: entries.pop(key, None))
         address = weight.data_ptr()
         entries[key] = (weight._version, address, dtype, cast.requires_grad, cast.is_inference(), cast, gone)
         return cast
+
+    def _sweep(self) -> None:
+        """Drop the copies of weights that only their copies keep alive, by the graph that leads back."""
+        for key, entry in list(self._entries.items()):
+            weight = entry[-1]()
+            if weight is None or sys.getrefcount(weight) <= _ONLY_THE_GRAPH:
+                self._entries.pop(key, None)
+            del weight
+        self._sweep_at = 2 * len(self._entries) + 32

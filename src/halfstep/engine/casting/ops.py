@@ -119,7 +119,7 @@ class OpCasting:
             return self._enter_compiled()
         state = _capture()
         if self.enabled:
-            guards.hold(_uncast, _remember)
+            guards.hold(_uncast, _remember, clear_cache)
         _put(self if self.enabled else None, self.dtype)
         _thread.open.append(state)
         return self
@@ -177,7 +177,7 @@ def activate(casting: OpCasting) -> None:
     """Cast ops in the whole process from now on: in this thread at once, in others when they run an O1 model."""
     global _process
     if _process is None:
-        guards.hold(_uncast, _remember)
+        guards.hold(_uncast, _remember, clear_cache)
     _process = casting
     ensure_thread()
 

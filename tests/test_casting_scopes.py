@@ -1,0 +1,563 @@
+"""``amp.auto_cast`` with everything else around it: scopes, threads, checkpoints, compile, transforms, other people."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from halfstep import OpLists, amp
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
+from halfstep.engine.casting.ops import OpCasting, active
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+X = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+def scope(**arguments: Any) -> amp.auto_cast:
+    return amp.auto_cast(dtype=BF16, **arguments)
+
+
+def product() -> torch.dtype:
+    return (X @ X.mT).dtype
+
+
+def native() -> tuple[bool, torch.dtype, bool, int]:
+    """What torch itself is told."""
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch._C._len_torch_function_stack(),
+    )
+
+
+# ---- scopes
+
+
+def test_a_scope_leaves_everything_as_it_was() -> None:
+    before, own = native(), (torch.autograd.backward, torch.autograd.grad, torch.utils.checkpoint.CheckpointFunction)
+    with scope():
+        assert product() is BF16
+    assert native() == before
+    assert own == (torch.autograd.backward, torch.autograd.grad, torch.utils.checkpoint.CheckpointFunction)
+    with pytest.raises(ZeroDivisionError), scope():
+        _ = 1 / 0
+    assert native() == before
+    assert active() is None
+
+
+def test_an_inner_scope_replaces_the_outer() -> None:
+    with scope(custom_white_list=["exp"]):
+        assert X.exp().dtype is BF16
+        with amp.auto_cast(dtype=FP16, custom_black_list=["matmul"]):
+            assert product() is FP32
+            assert X.exp().dtype is FP32
+            assert F.linear(X, X).dtype is FP16
+        assert (X.exp().dtype, product()) == (BF16, BF16)
+        for off in (scope(enable=False), scope(level="O0"), amp.disable_casts()):
+            with off:
+                assert (X.exp().dtype, product()) == (FP32, FP32)
+                with scope():
+                    assert product() is BF16
+        assert (X.exp().dtype, product()) == (BF16, BF16)
+
+
+def test_one_scope_entered_twice() -> None:
+    again = scope()
+    with again:
+        with again:
+            assert product() is BF16
+        assert product() is BF16
+    assert product() is FP32
+
+
+def test_as_a_decorator() -> None:
+    @scope()
+    def forward(x: torch.Tensor) -> torch.dtype:
+        """Doc."""
+        return (x @ x.mT).dtype
+
+    assert (forward(X), forward.__doc__, product()) == (BF16, "Doc.", FP32)
+
+    def steps() -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(ArgumentValueError, match="generator"):
+        scope()(steps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"level": "O4"}, ArgumentValueError, "level='O4', but level should be O0, OD, O1 or O2"),
+        ({"dtype": "float32"}, ArgumentValueError, "dtype should be 'float16' or 'bfloat16'"),
+        ({"custom_white_list": ["softmx"]}, ArgumentValueError, "Did you mean 'softmax'"),
+        ({"custom_white_list": "softmax"}, ArgumentTypeError, r"pass a list of ops, \['softmax'\]"),
+        ({"custom_white_list": ["exp"], "custom_black_list": {"exp"}}, ArgumentValueError, "overlap custom black list"),
+        ({"custom_white_list": [3]}, ArgumentTypeError, "not as 3"),
+        ({"custom_black_list": [len]}, ArgumentValueError, "no op of torch"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        amp.auto_cast(**arguments)
+
+
+def test_level_in_any_case_and_dtype_by_default() -> None:
+    with amp.auto_cast(level="o1"):
+        assert product() is (FP16 if torch.cuda.is_available() else BF16)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "OD"])
+def test_op_lists_print_and_parse(level: str) -> None:
+    lists = OpLists.custom(["gelu"], [torch.matmul], level=level, use_promote=level != "O2")
+    assert OpLists.parse(str(lists)) == lists
+    assert hash(OpLists.parse(str(lists))) == hash(lists)
+
+
+# ---- other people's torch.autocast
+
+
+def test_plain_autocast_is_untouched() -> None:
+    with torch.autocast("cpu", BF16):
+        softmax = F.softmax(X.bfloat16(), 1).dtype
+    with scope():
+        pass
+    with torch.autocast("cpu", BF16):
+        assert F.softmax(X.bfloat16(), 1).dtype is softmax is BF16  # torch has no list entry for it on the CPU
+
+
+def test_autocast_off_inside_is_honoured() -> None:
+    half = X.bfloat16()
+    with scope():
+        with torch.autocast("cpu", enabled=False):
+            assert product() is FP32
+            assert F.softmax(half, 1).dtype is BF16
+            F.binary_cross_entropy(half.sigmoid(), half.sigmoid())
+        assert F.softmax(half, 1).dtype is FP32
+
+
+def test_a_scope_inside_autocast_gives_it_back() -> None:
+    with torch.autocast("cpu", FP16):
+        with scope():
+            assert product() is BF16
+        assert product() is FP16
+
+
+# ---- threads
+
+
+def test_threads_have_policies_of_their_own() -> None:
+    barrier, found = threading.Barrier(3), {}
+
+    def work(name: str, arguments: dict[str, Any]) -> None:
+        with amp.auto_cast(**arguments):
+            barrier.wait()
+            found[name] = (product(), X.exp().dtype)
+            barrier.wait()
+
+    lists = {"half": {"dtype": BF16}, "off": {"enable": False}, "white": {"dtype": FP16, "custom_white_list": ["exp"]}}
+    threads = [threading.Thread(target=work, args=item) for item in lists.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"half": (BF16, FP32), "off": (FP32, FP32), "white": (FP16, FP16)}
+
+
+def test_replicas_of_data_parallel_run_under_the_callers_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs each replica in a thread of its own."""
+    found = []
+
+    def own_threads(modules: Any, inputs: Any) -> None:
+        for module, x in zip(modules, inputs, strict=True):
+            thread = threading.Thread(target=lambda m=module, x=x: found.append(m(x).dtype))
+            thread.start()
+            thread.join()
+
+    data_parallel = sys.modules["torch.nn.parallel.data_parallel"]
+    monkeypatch.setattr(data_parallel, "parallel_apply", own_threads)
+    with scope():
+        data_parallel.parallel_apply([nn.Linear(4, 2), nn.Linear(4, 2)], [X, X])
+    assert found == [BF16, BF16]
+    assert data_parallel.parallel_apply is own_threads
+
+
+# ---- the copies of weights
+
+
+class Counting:
+    """Counts the casts that autograd sees of one weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def of(self, output: torch.Tensor) -> int:
+        """How many casts of the weight the graph of ``output`` holds."""
+        seen, todo, casts = set(), [output.grad_fn], 0
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for following, _ in node.next_functions:
+                if getattr(following, "variable", None) is self.weight:
+                    casts += 1
+                todo.append(following)
+        return casts
+
+
+@pytest.mark.parametrize("lists", [OpLists.default(), OpLists.native()], ids=str)
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_cell_over_100_steps_casts_its_weight_once(cache: bool, lists: OpLists) -> None:
+    cell, h = nn.RNNCell(4, 4), torch.zeros(3, 4)
+    with OpCasting(BF16, lists, cache=cache):
+        for _ in range(100):
+            h = cell(X, h)
+    assert Counting(cell.weight_ih).of(h) == (1 if cache else 100)
+    h.float().sum().backward()
+    assert cell.weight_ih.grad.dtype is FP32
+
+
+def test_weight_used_by_two_ops_is_cast_once() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    with scope():
+        y = (F.linear(X, weight) @ weight).sum() + torch.addmm(X, X, weight).sum()
+    assert Counting(weight).of(y) == 1
+
+
+def linear_of(weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(torch.ones(1, 4), weight)
+
+
+CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "optimizer": lambda w: (setattr(w, "grad", torch.ones_like(w)), torch.optim.SGD([w], lr=1.0).step()),
+    "fused optimizer": lambda w: (setattr(w, "grad", torch.ones_like(w)), torch.optim.SGD([w], 1.0, fused=True).step()),
+    "in place": lambda w: torch.no_grad()(w.add_)(1.0),
+    "other memory": lambda w: setattr(w, "data", torch.full_like(w, 7.0)),
+    "through .data": lambda w: w.data.add_(1.0),
+    "load_state_dict": lambda w: load(w),
+    "swap": lambda w: w.data.copy_(torch.full_like(w, 5.0)),
+}
+
+
+def load(weight: nn.Parameter) -> None:
+    module = nn.Module()
+    module.weight = weight
+    module.load_state_dict({"weight": torch.full_like(weight, 3.0)})
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_copy_never_goes_stale(change: str, grad: bool) -> None:
+    weight = nn.Parameter(torch.ones(1, 4))
+    with scope(), torch.set_grad_enabled(grad):
+        assert linear_of(weight).item() == 4.0
+        CHANGES[change](weight)
+        assert weight[0, 0].item() != 1.0
+        assert linear_of(weight).item() == 4 * weight[0, 0].item()
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_copy_made_without_gradients_does_not_serve_training(first: Any, frozen: bool) -> None:
+    weight = nn.Parameter(torch.ones(1, 4), requires_grad=not frozen)
+    x = torch.ones(1, 4, requires_grad=True)
+    with scope():
+        with first():
+            F.linear(x, weight)
+        y = F.linear(x, weight)
+    y.float().sum().backward()
+    assert x.grad.tolist() == [[1.0] * 4]
+    assert frozen or weight.grad.tolist() == [[1.0] * 4]
+
+
+def test_thawing_a_weight_inside_a_scope() -> None:
+    weight = nn.Parameter(torch.ones(1, 4), requires_grad=False)
+    with scope():
+        linear_of(weight)
+        weight.requires_grad_()
+        linear_of(weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_two_iterations_in_one_scope() -> None:
+    weight = nn.Parameter(torch.ones(1, 4))
+    with scope():
+        for _ in range(2):
+            loss = linear_of(weight).float().sum()
+            loss.backward()  # frees the graph that the copy hangs on
+    assert weight.grad.tolist() == [[2.0] * 4]
+
+
+def test_no_copy_outlives_its_weight_or_scope() -> None:
+    from halfstep.engine.casting.ops import _thread
+
+    with scope():
+        kept = [nn.Parameter(torch.ones(1, 4)) for _ in range(40)]
+        for weight in kept:
+            linear_of(weight)
+        casts = _thread.cache.casts
+        for _ in range(500):  # each is kept alive by the graph of its copy, until they are many
+            linear_of(nn.Parameter(torch.rand(1, 4)))
+            assert len(_thread.cache) <= 2 * 40 + 32
+        for weight in kept:
+            linear_of(weight)
+        assert _thread.cache.casts == casts + 500
+        with torch.no_grad():
+            _thread.cache.clear()
+            linear_of(nn.Parameter(torch.rand(1, 4)))
+            assert len(_thread.cache) == 0
+    assert len(_thread.cache) == 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_recording_holds_no_remembered_constant() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    module = nn.Linear(4, 1, bias=False)
+    weight = module.weight
+    with scope():
+        module(torch.ones(1, 4))
+        traced = torch.jit.trace(module, torch.ones(1, 4), check_trace=False)
+        graph = make_fx(lambda x, w: F.linear(x, w))(torch.ones(1, 4), weight)
+    with torch.no_grad():
+        weight.fill_(2.0)
+    assert graph(torch.ones(1, 4), weight).item() == 8.0
+    assert traced(torch.ones(1, 4)).item() == 8.0
+
+
+# ---- recurrent modules
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_modules(kind: type[nn.RNNBase], packed: bool, bidirectional: bool) -> None:
+    module = kind(4, 5, num_layers=2, bidirectional=bidirectional)
+    x = torch.randn(6, 3, 4)
+    inputs = nn.utils.rnn.pack_padded_sequence(x, [6, 4, 2]) if packed else x
+    hidden = torch.randn(4 if bidirectional else 2, 3, 5)
+    state = (hidden, hidden) if kind is nn.LSTM else hidden
+    for given in (None, state):  # an fp32 hidden state is fine
+        expected, _ = module(inputs, given)
+        with scope():
+            out, _ = module(inputs, given)
+        for y, y32 in zip((out.data, out), (expected.data, expected), strict=True) if packed else [(out, expected)]:
+            if isinstance(y, torch.Tensor):
+                assert y.dtype is BF16
+                torch.testing.assert_close(y.float(), y32, atol=0.03, rtol=0.03)
+        (out.data if packed else out).float().sum().backward()
+        assert module.weight_ih_l0.grad.dtype is FP32
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+def test_recurrent_cells(kind: type[nn.RNNCellBase]) -> None:
+    cell = kind(4, 5)
+    h = torch.zeros(3, 5)
+    with scope():
+        out = cell(X, (h, h) if kind is nn.LSTMCell else h)
+    assert (out[0] if isinstance(out, tuple) else out).dtype is BF16
+
+
+# ---- checkpoints, custom functions, higher order
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("outside", [False, True], ids=["backward inside", "backward outside"])
+def test_checkpoints_recompute_under_the_same_lists(reentrant: bool, outside: bool) -> None:
+    seen, weight = [], nn.Parameter(torch.randn(4, 4))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        seen.append((F.softmax(X.bfloat16(), 1).dtype, (X @ X.mT).dtype, torch.exp(X).dtype))
+        return F.softmax(x @ weight, 1)
+
+    x = X.clone().requires_grad_()
+    with scope(custom_white_list=["exp"]):
+        loss = checkpoint(block, x, use_reentrant=reentrant).sum()
+        if not outside:
+            loss.backward()
+    if outside:
+        loss.backward()
+    assert seen == [(FP32, BF16, BF16)] * 2
+    assert weight.grad is not None
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, y)
+        return x @ y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        assert not torch.is_autocast_enabled("cpu")
+        return grad.to(y.dtype) @ y.mT, x.mT @ grad.to(x.dtype)
+
+
+def test_custom_autograd_function() -> None:
+    x, y = X.clone().requires_grad_(), X.mT.clone().requires_grad_()
+    with scope():
+        out = Square.apply(x, y)
+        assert out.dtype is BF16
+        out.float().sum().backward()
+    assert x.grad.dtype is FP32
+
+
+def test_custom_op_of_torch_library() -> None:
+    @torch.library.custom_op("halfstep_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with scope():
+        assert twice(X).dtype is FP32
+        assert twice(X.bfloat16()).dtype is BF16
+    cast = amp.half_function(twice)
+    with scope():
+        assert cast(X).dtype is BF16
+
+
+def test_double_backward() -> None:
+    """A gradient penalty, with the second pass inside the scope and outside."""
+    weight = nn.Parameter(torch.randn(4, 4))
+    for outside in (False, True):
+        x = X.clone().requires_grad_()
+        with scope():
+            y = F.softplus(x @ weight).sum()
+            (slope,) = torch.autograd.grad(y, x, create_graph=True)
+            assert slope.dtype is FP32
+            penalty = slope.square().sum()
+            if not outside:
+                penalty.backward()
+        if outside:
+            penalty.backward()
+        assert weight.grad.abs().sum() > 0
+        weight.grad = None
+
+
+def test_backward_inside_a_scope_is_not_cast() -> None:
+    x = X.clone().requires_grad_()
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            assert product() is FP32
+            return grad
+
+    with scope():
+        Watch.apply(x).sum().backward()
+        torch.autograd.grad(Watch.apply(x).sum(), x)
+        assert product() is BF16
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_func_transforms(warm: bool) -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.softmax(x @ w, -1).square().sum()
+
+    with scope():
+        if warm:
+            loss(weight, X)
+        slope = torch.func.grad(loss)(weight, X)
+        rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight, X)
+        products = torch.func.vmap(torch.matmul, in_dims=(None, 0))(weight, X)
+    assert slope.dtype is rows.dtype is FP32
+    assert products.dtype is BF16
+    torch.testing.assert_close(rows.sum(0), torch.func.grad(loss)(weight, X), atol=0.02, rtol=0.05)
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_out_and_in_place_forms(out: bool) -> None:
+    half, buffer = X.bfloat16(), torch.zeros(3, 4)
+    with scope():
+        if out:
+            torch.exp(X, out=buffer)
+            assert torch.equal(buffer, X.exp())
+            return
+        buffer += half
+        assert buffer.dtype is FP32
+        half += X
+        assert half.dtype is BF16
+        half.addmm_(X, torch.ones(4, 4))
+        assert half.dtype is BF16
+        with pytest.raises(amp.UnsafeOpError, match=r"exp_ .* x = x\.exp\(\.\.\.\)"):
+            half.exp_()
+        X.clone().exp_()
+
+
+# ---- torch.compile
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x @ weight, torch.exp(x)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_compile_fullgraph(inside: bool) -> None:
+    torch._dynamo.reset()
+    weight = nn.Parameter(torch.randn(4, 4))
+
+    def whole(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with amp.auto_cast(dtype=BF16, custom_white_list=["exp"]):
+            return forward(x, weight)
+
+    fast = torch.compile(whole if inside else forward, backend="aot_eager", fullgraph=True)
+    if inside:
+        y, e = fast(X, weight)
+    else:
+        with amp.auto_cast(dtype=BF16, custom_white_list=["exp"]):
+            y, e = fast(X, weight)
+    assert (y.dtype, e.dtype) == (BF16, BF16)
+    y.float().sum().backward()
+    assert weight.grad.dtype is FP32
+
+
+def test_a_policy_switch_recompiles() -> None:
+    torch._dynamo.reset()
+    fast, weight = torch.compile(forward, backend="aot_eager", fullgraph=True), torch.randn(4, 4)
+    found = []
+    for arguments in (
+        {"dtype": BF16},
+        {"dtype": FP16},
+        {"enable": False},
+        {"dtype": BF16, "custom_white_list": ["exp"]},
+        {"dtype": BF16, "custom_black_list": ["matmul"]},
+        {"dtype": BF16},
+    ):
+        with amp.auto_cast(**arguments):
+            found.append(tuple(t.dtype for t in fast(X, weight)))
+    assert found == [(BF16, FP32), (FP16, FP32), (FP32, FP32), (BF16, BF16), (FP32, FP32), (BF16, FP32)]
+
+
+def test_compiled_backward_is_not_cast() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(4, 4, dtype=FP32)
+    weight = nn.Parameter(torch.randn(4, 4))
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return (x @ weight).square().sum()  # its backward is a product of fp32 matrices
+
+    def slope(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        weight.grad = None
+        with scope():
+            function(x).backward()
+        return weight.grad
+
+    exact = slope(penalty).clone()
+    assert torch.equal(slope(torch.compile(penalty, backend="aot_eager", fullgraph=True)), exact)
