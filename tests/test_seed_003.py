@@ -1,0 +1,142 @@
+"""The dynamic-graph examples of the Paddle guide (sections 2.1 and 3.1), and the three steps of the Apex article."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from halfstep import amp
+
+SIZE, BATCH, BATCHES, EPOCHS = 32, 8, 6, 2
+
+
+class SimpleNet(nn.Module):
+    def __init__(self, input_size: int, output_size: int) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList([nn.Linear(input_size, output_size) for _ in range(9)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for linear in self.linears:
+            x = linear(x)
+        return x
+
+
+class RandomDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, num_samples: int) -> None:
+        self.data = torch.rand(2, num_samples, SIZE, generator=torch.Generator().manual_seed(100))
+
+    def __getitem__(self, idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.data[0, idx], self.data[1, idx]
+
+    def __len__(self) -> int:
+        return self.data.shape[1]
+
+
+@pytest.fixture
+def loader() -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
+    return DataLoader(RandomDataset(BATCHES * BATCH), batch_size=BATCH, shuffle=False, drop_last=True)
+
+
+def net() -> tuple[SimpleNet, torch.optim.Optimizer, nn.MSELoss]:
+    torch.manual_seed(100)
+    model = SimpleNet(SIZE, SIZE)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05), nn.MSELoss()
+
+
+@pytest.fixture
+def fp32_loss(loader: DataLoader[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    model, optimizer, mse = net()
+    for _ in range(EPOCHS):
+        for data, label in loader:
+            loss = mse(model(data), label)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_o1(loader: DataLoader[tuple[torch.Tensor, torch.Tensor]], fp32_loss: float, dtype: str) -> None:
+    """Section 2.1.2."""
+    model, optimizer, mse = net()
+    scaler = amp.GradScaler(init_loss_scaling=1024)
+    for _ in range(EPOCHS):
+        for data, label in loader:
+            with amp.auto_cast(custom_white_list={"elementwise_add"}, level="O1", dtype=dtype):
+                output = model(data)
+                loss = mse(output, label)
+            scaled = scaler.scale(loss)
+            scaled.backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert output.dtype is getattr(torch, dtype)
+    assert loss.dtype is torch.float32
+    assert loss.item() == pytest.approx(fp32_loss, rel=0.01)
+    assert scaler.get_scale() == 1024
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["as written", "optimizer decorated too"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_o2(loader: DataLoader[tuple[torch.Tensor, torch.Tensor]], fp32_loss: float, dtype: str, masters: bool) -> None:
+    """Section 2.1.3."""
+    model, optimizer, mse = net()
+    if masters:
+        model, optimizer = amp.decorate(models=model, optimizers=optimizer, level="O2", dtype=dtype)
+    else:
+        model = amp.decorate(models=model, level="O2", dtype=dtype)
+    scaler = amp.GradScaler(init_loss_scaling=1024)
+    for _ in range(EPOCHS):
+        for data, label in loader:
+            with amp.auto_cast(level="O2", dtype=dtype):
+                output = model(data)
+                loss = mse(output, label)
+            scaled = scaler.scale(loss)
+            scaled.backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert model.linears[0].weight.dtype is output.dtype is getattr(torch, dtype)
+    assert loss.item() == pytest.approx(fp32_loss, rel=0.02 if masters else 0.1)
+
+
+def test_gradient_accumulation(loader: DataLoader[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Section 3.1: as many batches as there are in an epoch make one step."""
+    model, optimizer, mse = net()
+    large, reference, _ = net()
+    scaler = amp.GradScaler(init_loss_scaling=1024)
+    accumulate_batchs_num = 3
+    for i, (data, label) in enumerate(loader):
+        with amp.auto_cast(level="O1", dtype="bfloat16"):
+            loss = mse(model(data), label)
+        scaler.scale(loss).backward()
+        mse(large(data), label).backward()
+        if (i + 1) % accumulate_batchs_num == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            reference.step()
+            reference.zero_grad()
+    for p, q in zip(model.parameters(), large.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_three_steps_of_seed_002(
+    loader: DataLoader[tuple[torch.Tensor, torch.Tensor]], fp32_loss: float, dtype: torch.dtype
+) -> None:
+    model, optimizer, criterion = net()
+    model, optimizer = amp.initialize(model, optimizer, dtype=dtype, verbosity=0)
+    for _ in range(EPOCHS):
+        for data, label in loader:
+            loss = criterion(model(data), label)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert loss.item() == pytest.approx(fp32_loss, rel=0.01 if dtype is torch.bfloat16 else 0.05)
+    assert (model(data) @ label.T).dtype is dtype
+    assert torch.log(model(data).abs()).dtype is torch.float32
+    assert (model(data) + label).dtype is torch.float32
