@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from halfstep import amp
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # must be there before anything, such as torch.compile, imports triton
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,1 +1,10 @@
-"""Multi-tensor operations over a cached plan of tensor lists."""
+"""Multi-tensor operations over cached lists of tensors, on three backends.
+
+``eager`` runs on ``torch._foreach`` anywhere and is the reference; ``compiled`` is C++ built by the system's compiler
+for the CPU; ``triton`` is for CUDA. ``backend`` or ``HALFSTEP_BACKEND`` chooses.
+"""
+
+from .ops import axpby, copy, l2norm, scale, unscale_
+from .select import BACKENDS, backend, backend_for
+
+__all__ = ["BACKENDS", "axpby", "backend", "backend_for", "copy", "l2norm", "scale", "unscale_"]

@@ -27,6 +27,11 @@ class Plan:
             groups.setdefault(tuple((t.device, t.dtype) for t in row), []).append(i)
         self._groups = list(groups.values())
 
+    @property
+    def rows(self) -> list[list[int]]:
+        """The positions of each group's rows."""
+        return self._groups
+
     def split(self, *columns: list[torch.Tensor]) -> list[tuple[list[torch.Tensor], ...]]:
         """The groups of these lists, which must be of the kind the plan was made for.
 

@@ -1,0 +1,133 @@
+"""The system's C++ compiler, and a cache on disk of what it built. Nothing here knows what is compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+__all__ = ["available", "build", "cache_directory"]
+
+logger = logging.getLogger("halfstep")
+
+# Without -ffp-contract=off a multiply and an add become one operation with one rounding on some machines, and the
+# same training run differs from the eager backend's. Neither errno nor traps are looked at; both hinder vectors.
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_TUNED = ("-march=native", "-fopenmp")
+_TIMEOUT_SECONDS = 120
+
+
+def cache_directory() -> Path:
+    """Where generated sources and libraries are kept: ``HALFSTEP_CACHE_DIR``, or halfstep/ in the user's cache."""
+    chosen = os.environ.get("HALFSTEP_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfstep"
+
+
+@functools.cache
+def available() -> bool:
+    """Whether there is a compiler that builds a trivial library; says so once in the log if not."""
+    compiler = _compiler()
+    if compiler is None:
+        logger.warning(
+            "No C++ compiler found (CXX, c++, g++, clang++): fused optimizers on the CPU run on torch._foreach, "
+            "slower and in the same arithmetic."
+        )
+        return False
+    try:
+        build("probe", 'extern "C" int probe() { return 1; }')
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "%s cannot build a library here (%s): fused optimizers on the CPU run on torch._foreach, slower and in "
+            "the same arithmetic.",
+            compiler,
+            _first_line(error),
+        )
+        return False
+    return True
+
+
+@functools.cache
+def build(name: str, source: str) -> ctypes.CDLL:
+    """Compile C++ source into a library and load it, or load it from the cache.
+
+    Args:
+        name: goes into the file name.
+        source: one translation unit; OpenMP is on where the compiler has it.
+
+    Raises:
+        subprocess.SubprocessError: if the compiler fails or takes longer than two minutes.
+        OSError: if the result cannot be written or loaded.
+    """
+    compiler = _compiler() or "c++"
+    flags = _flags(compiler)
+    key = hashlib.sha256("\n".join((source, compiler, *flags, _processor())).encode()).hexdigest()[:20]
+    directory = cache_directory()
+    library = directory / f"{name}-{key}.so"
+    if not library.exists():
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _compile(compiler, flags, source, library)
+    return ctypes.CDLL(str(library))
+
+
+def _compile(compiler: str, flags: tuple[str, ...], source: str, library: Path) -> None:
+    """Build under a name of our own, then rename: processes that build the same thing at once do not disturb it."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        unit, result = Path(scratch) / "unit.cpp", Path(scratch) / library.name
+        unit.write_text(source)
+        subprocess.run(
+            [compiler, *flags, str(unit), "-o", str(result)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+        )
+        os.replace(result, library)
+
+
+@functools.cache
+def _compiler() -> str | None:
+    for candidate in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if candidate and (found := shutil.which(candidate)):
+            return found
+    return None
+
+
+@functools.cache
+def _flags(compiler: str) -> tuple[str, ...]:
+    """The flags that this compiler takes: clang on macOS knows no -fopenmp, some targets no -march=native."""
+    tuned: tuple[str, ...] = ()
+    for flag in _TUNED:
+        probe = subprocess.run(
+            [compiler, flag, "-x", "c++", "-fsyntax-only", "-"],
+            input="#include <cmath>\n",
+            text=True,
+            capture_output=True,
+        )
+        if probe.returncode == 0:
+            tuned += (flag,)
+    return _FLAGS + tuned
+
+
+@functools.cache
+def _processor() -> str:
+    """What -march=native depends on, so that a home directory shared by several machines serves all of them."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(getattr(error, "stderr", None) or error)
+    return text.strip().splitlines()[0] if text.strip() else type(error).__name__

@@ -1,0 +1,121 @@
+"""How the values of a column lie in memory: one tensor, a 16-bit weight with its remainder, a weight with a master.
+
+Also the bit arithmetic of these forms, on tensors; the ``compiled`` and ``triton`` backends print the same steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+__all__ = ["SPLIT", "Storage", "copied", "dense", "join", "round_half_away", "round_stochastic", "split", "stochastic"]
+
+_EXPONENT = 0x7F80_0000
+_MAX_BF16 = 0x7F7F
+_ODD = -0x61C88647  # 2**32 over the golden ratio, as an int32: consecutive elements get far-apart inputs to the mixer
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The form of a column.
+
+    Attributes:
+        kind: ``dense`` is one tensor; ``split`` a bfloat16 weight and the int16 remainder of its fp32 value;
+            ``copied`` an fp32 master that is read and written and a 16-bit weight that is only written;
+            ``stochastic`` a bfloat16 tensor that is rounded at random when written.
+        dtypes: of its tensors.
+    """
+
+    kind: Literal["dense", "split", "copied", "stochastic"]
+    dtypes: tuple[torch.dtype, ...]
+
+
+SPLIT = Storage("split", (torch.bfloat16, torch.int16))
+
+
+def dense(dtype: torch.dtype) -> Storage:
+    """One tensor, rounded to nearest even when written."""
+    return Storage("dense", (dtype,))
+
+
+def copied(dtype: torch.dtype) -> Storage:
+    """An fp32 master and a weight of ``dtype`` that follows it."""
+    return Storage("copied", (torch.float32, dtype))
+
+
+def stochastic(dtype: torch.dtype) -> Storage:
+    """One bfloat16 tensor, rounded stochastically when written."""
+    return Storage("stochastic", (dtype,))
+
+
+def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An fp32 tensor as bfloat16, rounded half away from zero, and the int16 that restores it.
+
+    ``join(*split(x))`` is ``x`` to the bit for every number, infinity and quiet NaN; a signalling NaN comes back quiet.
+    Rounding half to even would not do: at a tie the low bits are 0x8000 whether it went up or down.
+    A number above the largest bfloat16 rounds to infinity, as IEEE 754 has it, and is still restored.
+    """
+    bits = value.view(torch.int32)
+    nan = (bits & 0x7FFF_FFFF) > _EXPONENT
+    # Addition would carry a NaN of large payload into the sign: it is truncated, with the quiet bit set.
+    high = torch.where(nan, (bits >> 16) | 0x40, (bits >> 16) + ((bits >> 15) & 1))
+    return _low16(high).view(torch.bfloat16), _low16(bits)
+
+
+def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The fp32 value of a bfloat16 weight and its remainder.
+
+    A weight that was written from outside meets a remainder that is not its own. The result is then within half a
+    bfloat16 ulp of the weight; for a weight of zero or infinity, where a foreign remainder would make a NaN, it is
+    the weight.
+    """
+    high = weight.view(torch.int16).to(torch.int32)
+    low = remainder.to(torch.int32)
+    magnitude = high & 0x7FFF
+    foreign = ((magnitude == 0) & (low < 0)) | ((magnitude == 0x7F80) & (low > 0))
+    low = torch.where(magnitude > 0x7F80, low & 0xFFFF, torch.where(foreign, 0, low))
+    return ((high << 16) + low).view(torch.float32)
+
+
+def round_half_away(value: torch.Tensor) -> torch.Tensor:
+    """An fp32 tensor rounded to bfloat16, ties away from zero: the weight that ``split`` returns."""
+    return split(value)[0]
+
+
+def round_stochastic(value: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """An fp32 tensor rounded to bfloat16, up with the probability of its distance from below.
+
+    Args:
+        value: float32, laid out densely; elements are numbered in the order of memory.
+        seed: 0-dim int32 tensor. The same seed gives the same bits on every backend and device.
+    """
+    flat = value.as_strided((value.numel(),), (1,)).view(torch.int32)
+    noise = _mix(torch.arange(value.numel(), dtype=torch.int32, device=value.device) * _ODD + seed)
+    bits = flat + (noise & 0xFFFF)
+    finite = (flat & _EXPONENT) != _EXPONENT
+    high = bits >> 16
+    overflow = finite & ((bits & _EXPONENT) == _EXPONENT)
+    high = torch.where(overflow, (flat >> 16 & 0x8000) | _MAX_BF16, high)
+    nan = (flat & 0x7FFF_FFFF) > _EXPONENT
+    high = torch.where(finite, high, torch.where(nan, (flat >> 16) | 0x40, flat >> 16))
+    return _low16(high).view(torch.bfloat16).as_strided(value.shape, value.stride())
+
+
+def _mix(h: torch.Tensor) -> torch.Tensor:
+    """The finalizer of MurmurHash3 (A. Appleby, public domain) on int32: every bit of the input moves every bit."""
+    h = (h ^ _shift(h, 16)) * -0x7A143595
+    h = (h ^ _shift(h, 13)) * -0x3D4D51CB
+    return h ^ _shift(h, 16)
+
+
+def _shift(h: torch.Tensor, n: int) -> torch.Tensor:
+    """A logical right shift of int32."""
+    return (h >> n) & ((1 << (32 - n)) - 1)
+
+
+def _low16(bits: torch.Tensor) -> torch.Tensor:
+    """The low 16 bits of int32 as int16, with no conversion out of range."""
+    low = bits & 0xFFFF
+    return torch.where(low > 0x7FFF, low - 0x1_0000, low).to(torch.int16)

@@ -1,0 +1,278 @@
+"""The CUDA backend: a pass printed as a Triton kernel over a table of pointers, one launch for a batch of any size.
+
+Under ``TRITON_INTERPRET=1`` the same kernels run on a CPU, slowly: so their numerics are tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from typing import Any
+
+import torch
+
+from . import cxx
+from .batch import Batch, Launch, Scalars, ScalarTable
+from .compiled import Layout, layout_of, scalar_names, written_parts
+from .expr import Pass, trace
+from .storage import Storage
+
+__all__ = ["TritonLaunch"]
+
+_CHUNK = 4096
+_WARPS = 8
+_TYPES = {
+    torch.float32: "tl.float32",
+    torch.float64: "tl.float64",
+    torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16",
+    torch.int16: "tl.int16",
+}
+
+# bfloat16 is rounded by its bits: the interpreter's own cast truncates, and the bits are the other backends'.
+_PRELUDE = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def quiet(u):
+    return (u >> 16) | 0x40
+
+
+@triton.jit
+def is_nan(u):
+    return (u & 0x7FFFFFFF) > 0x7F800000
+
+
+@triton.jit
+def as_bf16(high):
+    return high.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def nearest(x):
+    u = bits_of(x.to(tl.float32))
+    return as_bf16(tl.where(is_nan(u), quiet(u), (u + 0x7FFF + ((u >> 16) & 1)) >> 16))
+
+
+@triton.jit
+def half_away(x):
+    u = bits_of(x)
+    return as_bf16(tl.where(is_nan(u), quiet(u), (u >> 16) + ((u >> 15) & 1)))
+
+
+@triton.jit
+def low_bits(x):
+    return (bits_of(x) & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def join(weight, remainder):
+    high = weight.to(tl.uint16, bitcast=True).to(tl.uint32)
+    low = remainder.to(tl.int32)
+    magnitude = high & 0x7FFF
+    foreign = ((magnitude == 0) & (low < 0)) | ((magnitude == 0x7F80) & (low > 0))
+    low = tl.where(magnitude > 0x7F80, low & 0xFFFF, tl.where(foreign, 0, low))
+    return ((high << 16) + low.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mix(h):
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def stochastic(x, seed, element):
+    u = bits_of(x)
+    noisy = u + (mix(element.to(tl.uint32) * 0x9E3779B9 + seed) & 0xFFFF)
+    finite = (u & 0x7F800000) != 0x7F800000
+    overflow = (noisy & 0x7F800000) == 0x7F800000
+    high = tl.where(overflow, ((u >> 16) & 0x8000) | 0x7F7F, noisy >> 16)
+    return as_bf16(tl.where(finite, high, tl.where(is_nan(u), quiet(u), u >> 16)))
+
+
+@triton.jit
+def row_sums(first, partial, sums, chunks, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    which = tl.program_id(1).to(tl.int64)
+    begin = tl.load(first + row)
+    end = tl.load(first + row + 1)
+    total = tl.zeros((BLOCK,), tl.float64)
+    at = begin
+    while at < end:  # a range of loaded numbers is beyond the interpreter
+        i = at + tl.arange(0, BLOCK)
+        total += tl.load(partial + which * chunks + i, mask=i < end, other=0.0)
+        at += BLOCK
+    tl.store(sums + which * tl.num_programs(0) + row, tl.sum(total))
+"""
+
+_ENTRY = """
+
+@triton.jit
+def kernel(row, start, count, table, scalars, skip, found, partial, rows, chunks,
+           ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    chunk = tl.program_id(0)
+    r = tl.load(row + chunk)
+    begin = tl.load(start + chunk)
+    i = tl.arange(0, BLOCK)
+    alive = i < tl.where(tl.load(skip) == 0.0, tl.load(count + chunk), 0)
+%s
+"""
+
+_OPERATIONS = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "neg": "-{}",
+    "abs": "tl.abs({})",
+    "maximum": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+}
+
+
+class TritonLaunch(Launch):
+    """One pass over one batch: one launch, and a second small one where squares are summed."""
+
+    def __init__(self, pass_: Pass, batch: Batch) -> None:
+        program = trace(pass_)
+        self._table = table = batch.table(_CHUNK)
+        self._rows = len(batch)
+        layout = layout_of(program, table, batch)
+        names = scalar_names(program, layout.columns)
+        self._scalars = ScalarTable(names, len(batch), batch.compute_dtype, batch.device)
+        self._zero = torch.zeros((), device=batch.device)
+        self._partial = torch.zeros(len(pass_.squares), table.chunks, dtype=torch.float64, device=batch.device)
+        self._written = written_parts(program, table, batch)
+        self._module = _module(pass_, layout, os.environ.get("TRITON_INTERPRET") == "1")
+
+    def __call__(
+        self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run it; see ``Launch``."""
+        table, partial = self._table, self._partial
+        sums = torch.zeros(partial.shape[0], self._rows, dtype=torch.float64, device=partial.device)
+        if table.chunks == 0:
+            return sums
+        # Where nobody looks at the flag, the checks still need somewhere to write.
+        seen = found if found is not None else torch.empty_like(self._zero)
+        table.stage_in()
+        self._module.kernel[(table.chunks,)](
+            table.row,
+            table.start,
+            table.count,
+            table.pointers,
+            self._scalars.fill(scalars),
+            self._zero if skip is None else skip,
+            seen,
+            partial,
+            self._rows,
+            table.chunks,
+            ALIGNED=table.aligned,
+            BLOCK=_CHUNK,
+            num_warps=_WARPS,
+        )
+        table.stage_out(self._written)
+        if partial.numel():
+            self._module.row_sums[(self._rows, partial.shape[0])](table.first, partial, sums, table.chunks, BLOCK=256)
+        return sums
+
+
+@functools.cache
+def _module(pass_: Pass, layout: Layout, interpreted: bool) -> Any:
+    """The generated module, which Triton compiles or interprets for good when it is loaded.
+
+    It is written to the cache because Triton reads the source of its kernels from their file.
+    """
+    text = source(pass_, layout)
+    path = cxx.cache_directory() / f"{pass_.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.py"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as scratch:
+            scratch.write(text)
+        os.replace(scratch.name, path)
+    spec = importlib.util.spec_from_file_location(f"halfstep_kernels_{path.stem.replace('-', '_')}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def source(pass_: Pass, layout: Layout) -> str:
+    """The Triton source of a pass."""
+    program = trace(pass_)
+    names = scalar_names(program, layout.columns)
+    acc = _TYPES[layout.compute_dtype]
+    lines = []
+    storages = {name: storage for name, _, storage in layout.columns}
+    for name, slot, storage in layout.columns:
+        for part, dtype in enumerate(storage.dtypes):
+            pointer = f"{name}{part}"
+            address = f"tl.load(table + {slot + part} * rows + r)"
+            lines.append(f"{pointer} = {address}.to(tl.pointer_type({_TYPES[dtype]})) + begin")
+            lines.append(f"if ALIGNED:\n        {pointer} = tl.multiple_of({pointer}, 16)")
+    if "seed" in names:
+        lines.append(f"seed = bits_of(tl.load(scalars + {names.index('seed')} * rows + r))")
+    for i, node in enumerate(program.nodes):
+        lines.append(_line(i, node.op, node.args, storages, names, acc))
+    for name, index in program.stores.items():
+        lines.extend(_stores(name, storages[name], f"v{index}"))
+    for i, index in enumerate(program.squares):
+        lines.append(f"wide{i} = tl.where(alive, v{index}, 0.0).to(tl.float64)")
+        lines.append(f"tl.store(partial + {i} * chunks + chunk, tl.sum(wide{i} * wide{i}))")
+    for index in program.checks:
+        lines.append(f"odd{index} = (v{index} != v{index}) | (tl.abs(v{index}) == float('inf'))")
+        lines.append(f"bad{index} = tl.sum((alive & odd{index}).to(tl.int32))")
+        lines.append(f"tl.store(found, 1.0, mask=bad{index} > 0)")
+    return _PRELUDE + _ENTRY % "\n".join(f"    {line}" for line in lines if line)
+
+
+def _line(
+    i: int,
+    op: str,
+    args: tuple[int | float | str, ...],
+    storages: dict[str, Storage],
+    names: tuple[str, ...],
+    acc: str,
+) -> str:
+    if op == "load":
+        name = str(args[0])
+        first = f"tl.load({name}0 + i, mask=alive, other=0)"
+        if storages[name].kind == "split":
+            return f"v{i} = join({first}, tl.load({name}1 + i, mask=alive, other=0))"
+        return f"v{i} = {first}.to({acc})"
+    if op == "scalar":
+        return f"v{i} = tl.load(scalars + {names.index(str(args[0]))} * rows + r)"
+    if op == "const":
+        return f"v{i} = tl.full((1,), {float(args[0])!r}, {acc})"
+    operands = [f"v{a}" for a in args]
+    # The plain forms are approximate in fp32; fp64 has only exact ones.
+    if op == "div":
+        return f"v{i} = {'tl.div_rn({}, {})' if acc == 'tl.float32' else '{} / {}'}".format(*operands)
+    if op == "sqrt":
+        return f"v{i} = {'tl.sqrt_rn({})' if acc == 'tl.float32' else 'tl.sqrt({})'}".format(*operands)
+    return f"v{i} = {_OPERATIONS[op].format(*operands)}"
+
+
+def _stores(name: str, storage: Storage, value: str) -> list[str]:
+    if storage.kind == "split":
+        forms = [f"half_away({value})", f"low_bits({value})"]
+    elif storage.kind == "stochastic":
+        forms = [f"stochastic({value}, seed, begin + i)"]
+    else:
+        forms = [
+            f"nearest({value})" if dtype is torch.bfloat16 else f"{value}.to({_TYPES[dtype]})"
+            for dtype in storage.dtypes
+        ]
+    return [f"tl.store({name}{part} + i, {form}, mask=alive)" for part, form in enumerate(forms)]

@@ -1,0 +1,10 @@
+"""Fused optimizers: unscale, clip, update and cast in one pass, with masters that cost two bytes a weight."""
+
+from .adagrad import FusedAdagrad
+from .adam import FusedAdam
+from .lamb import FusedLAMB, FusedMixedPrecisionLamb
+from .larc import LARC
+from .novograd import FusedNovoGrad
+from .sgd import FusedSGD
+
+__all__ = ["LARC", "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]

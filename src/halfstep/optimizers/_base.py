@@ -1,0 +1,273 @@
+"""The common part of the fused optimizers: what a step is, from gradients to weights, whatever the update.
+
+A subclass names the state it keeps and runs its passes on rows of parameters. One read of the gradients gives their
+norm and whether they are finite, where that is asked for; the passes unscale, clip, update and round. Nothing is read
+back from the device.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.formats import HALF_DTYPES, dtype_name
+from ..kernels.expr import Pass
+from ._options import Options
+from ._rows import NUMBER, GroupRows, Rows, StateLayout
+
+__all__ = ["FusedOptimizer", "Hyper", "check_number"]
+
+Hyper = dict[str, Any]
+"""A parameter group: its hyperparameters by name."""
+
+
+def _gradients(grad: Any) -> dict[str, Any]:
+    return {"seen": grad}
+
+
+_READ_GRADIENTS = Pass("read_gradients", _gradients, squares=("seen",), checks=("seen",))
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose step is a few passes over all its parameters.
+
+    It honours torch's contract for scalers: with ``found_inf`` set on it by a ``GradScaler`` the step happens only if
+    that is 0, and ``grad_scale`` is divided out, both on the device.
+
+    Attributes:
+        options: see ``Options``.
+        grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any, defaults: Hyper, options: Options, *, set_grad_none: bool = True) -> None:
+        self.options = options
+        self.set_grad_none = set_grad_none
+        self.grad_norm: torch.Tensor | None = None
+        self._groups: dict[int, GroupRows] = {}
+        self._warned = False
+        super().__init__(params, defaults)
+
+    # ---- what a subclass says
+
+    def _layout(self, group: Hyper) -> StateLayout:
+        """What is kept for a parameter, by the name it has in ``state[param]``."""
+        raise NotImplementedError
+
+    def _update(
+        self, group: Hyper, rows: Rows, t: torch.Tensor | None, factor: torch.Tensor | float, skip: torch.Tensor | None
+    ) -> None:
+        """Update the rows.
+
+        Args:
+            group: hyperparameters; ``lr`` may be a tensor.
+            rows: parameters, gradients and state.
+            t: which step this is, counted from 1: float64 of shape [rows]; None if the layout has no ``step``.
+            factor: what gradients are to be multiplied by: 1 / loss scale, clipping, the sign of ``maximize``.
+            skip: 0-dim float32 tensor; where it is not 0 nothing may change.
+        """
+        raise NotImplementedError
+
+    # ---- what a user calls
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            **kwargs: ``grad_scaler=`` takes a ``torch.amp.GradScaler`` whose scale is divided out and whose overflow
+                check this step does itself, as Apex's capturable optimizers have it. The other arguments of Apex's
+                oldest optimizers are refused.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            UsageError: for a sparse gradient.
+        """
+        scaler = kwargs.pop("grad_scaler", None)
+        if any(value is not None for value in kwargs.values()):
+            _refuse_arguments(type(self).__name__, kwargs)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self._gather()
+        all_rows = [rows for _, group_rows in groups for rows in group_rows.rows]
+        if not all_rows:
+            return loss
+        if not self._warned:
+            self._warn_of_lost_updates()
+        grad_scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        device = all_rows[0].batch.device
+        skip = None if skip is None else skip.to(device, torch.float32, non_blocking=True).reshape(())
+        if scaler is not None and scaler.is_enabled():
+            grad_scale = scaler._get_scale_async()
+            skip = torch.zeros((), device=device)
+        factor, skip = self._factor(all_rows, grad_scale, skip, check=scaler is not None)
+        if scaler is not None and scaler.is_enabled():
+            scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {device: skip}
+        for group, group_rows in groups:
+            for rows in group_rows.rows:
+                self._step_rows(group, rows, factor, skip)
+        return loss
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients: to None by default, or to zero if the optimizer was made with ``set_grad_none=False``."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state of this class or of the torch optimizer of the same name; nothing is rounded on the way.
+
+        torch's own would cast state to the dtype of the parameters, which loses moments and remainders of 16-bit ones.
+        """
+        seen: dict[str, Any] = {}
+
+        def capture(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+            seen.update(loaded)
+
+        def restore(_: torch.optim.Optimizer) -> None:
+            ids = (i for group in seen["param_groups"] for i in group["params"])
+            params = (p for group in self.param_groups for p in group["params"])
+            for i, param in zip(ids, params, strict=True):
+                if i in seen["state"]:
+                    self.state[param] = {
+                        name: value.to(param.device, copy=True) if isinstance(value, torch.Tensor) else value
+                        for name, value in seen["state"][i].items()
+                    }
+            self._groups.clear()
+
+        before = self.register_load_state_dict_pre_hook(capture)
+        after = self.register_load_state_dict_post_hook(restore, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("options", "set_grad_none", "grad_norm", "_warned")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._groups = {}
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    # ---- inside
+
+    def _gather(self) -> list[tuple[Hyper, GroupRows]]:
+        """The rows of every group that has gradients, from the last step where nothing else changed."""
+        groups = []
+        first = 0
+        for index, group in enumerate(self.param_groups):
+            params = group["params"]
+            layout = self._layout(group)
+            if self.options.rounding == "stochastic":
+                layout = {"step": NUMBER, **layout}
+            rows = self._groups.get(index)
+            if rows is None or not rows.renew(params, self.state, layout):
+                rows = self._groups[index] = GroupRows(params, self.state, layout, self.options, first)
+            if rows.rows:
+                groups.append((group, rows))
+            first += len(params)
+        return groups
+
+    def _factor(
+        self, all_rows: list[Rows], grad_scale: torch.Tensor | None, skip: torch.Tensor | None, *, check: bool
+    ) -> tuple[torch.Tensor | float, torch.Tensor | None]:
+        """What to multiply gradients by, and the flag, from at most one read of them."""
+        device = all_rows[0].batch.device
+        inverse: torch.Tensor | float = 1.0
+        if grad_scale is not None:
+            inverse = grad_scale.to(device, non_blocking=True).double().reshape(()).reciprocal()
+        limit = self.options.max_grad_norm
+        if limit is None and not check:
+            return inverse, skip
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for rows in all_rows:
+            found = None if skip is None else torch.zeros((), device=rows.batch.device)
+            rows.squares = self._read_gradients(rows, found)
+            total += rows.squares.sum().to(device, non_blocking=True)
+            if found is not None and skip is not None:
+                skip = torch.maximum(skip, found.to(device, non_blocking=True))
+        if limit is None:
+            return inverse, skip
+        norm = total.sqrt() * inverse
+        self.grad_norm = norm.float()
+        return inverse * (limit / (norm + 1e-6)).clamp(max=1.0), skip
+
+    @staticmethod
+    def _read_gradients(rows: Rows, found: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of squares of each gradient as it is, float64 of shape [rows], in one read."""
+        return rows.batch.run(_READ_GRADIENTS, {}, found=found)[0]
+
+    def _step_rows(self, group: Hyper, rows: Rows, factor: torch.Tensor | float, skip: torch.Tensor | None) -> None:
+        device = rows.batch.device
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(device, non_blocking=True)
+        if skip is not None:
+            skip = skip.to(device, non_blocking=True)
+        if group.get("maximize"):
+            factor = -factor
+        steps = rows.vectors.get("step")
+        t = None if steps is None else steps.double() + 1.0
+        self._update(group, rows, t, factor, skip)
+        rows.squares = None
+        if steps is not None:
+            steps.add_(1.0 if skip is None else 1.0 - skip)
+
+    def _warn_of_lost_updates(self) -> None:
+        self._warned = True
+        if self.options.master_weights or self.options.rounding == "stochastic":
+            return
+        for group in self.param_groups:
+            lr = group["lr"]
+            halves = {p.dtype for p in group["params"] if p.dtype in HALF_DTYPES}
+            if isinstance(lr, torch.Tensor) or not halves:
+                continue
+            dtype = max(halves, key=lambda d: torch.finfo(d).eps)
+            half_ulp = torch.finfo(dtype).eps / 4  # of a weight just below a power of two
+            decay = lr * group.get("weight_decay", 0.0)
+            small = {name: x for name, x in (("lr", lr), ("lr * weight_decay", decay)) if 0 < x < half_ulp}
+            if small:
+                given = " and ".join(f"{name} = {x:g}" for name, x in small.items())
+                warnings.warn(
+                    f"{type(self).__name__} updates {dtype_name(dtype)} weights in place with {given}: a relative "
+                    f"change below {half_ulp:g} rounds away. Pass master_weights=True to keep it, or "
+                    "rounding='stochastic' for bfloat16.",
+                    UserWarning,
+                    stacklevel=4,
+                )
+                return
+
+
+def check_number(name: str, value: object, *, low: float = 0.0, below: float | None = None) -> None:
+    """Refuse a hyperparameter outside of [low, below); a tensor is taken as it is.
+
+    Raises:
+        ArgumentValueError: if the number is outside.
+        ArgumentTypeError: if it is no number.
+    """
+    if isinstance(value, torch.Tensor):
+        return
+    if not isinstance(value, (int, float)):
+        raise ArgumentTypeError(f"{name} must be a number, not {value!r}.")
+    if not value >= low or (below is not None and not value < below):
+        limits = f"at least {low:g}" + ("" if below is None else f" and below {below:g}")
+        raise ArgumentValueError(f"{name}={value!r} must be {limits}.")
+
+
+def _refuse_arguments(name: str, kwargs: Iterable[str]) -> NoReturn:
+    raise ArgumentTypeError(
+        f"{name}.step takes closure= and grad_scaler=, not {', '.join(kwargs)}. Gradients are read from the "
+        "parameters, 16-bit copies are written with master_weights=, and a scaler passes its scale by torch's contract."
+    )

@@ -1,0 +1,87 @@
+"""What all fused optimizers can be told beside the arguments of their update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.formats import HALF_DTYPES, dtype_name, parse_dtype
+from ..kernels.storage import SPLIT, Storage, copied, dense, stochastic
+
+__all__ = ["MasterForm", "Options"]
+
+MasterForm = Literal["split", "plain"] | bool | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one optimizer stores weights and state, and whether it clips.
+
+    Attributes:
+        max_grad_norm: clip the 2-norm of all gradients together to this, as ``clip_grad_norm_`` would; None does not.
+        master_weights: ``"split"`` keeps the fp32 value of a bfloat16 weight as the weight and an int16 remainder,
+            ``"plain"`` keeps an fp32 copy, True the former for bfloat16 and the latter for float16; None or False
+            updates the 16-bit weight itself.
+        state_dtype: of the first moment; None is float32. Second moments are always float32.
+        rounding: ``"nearest"`` or, for bfloat16 weights without masters, ``"stochastic"``.
+        seed: of stochastic rounding.
+
+    Raises:
+        ArgumentValueError: for a value that is not one of these.
+        ArgumentTypeError: for a value of the wrong type.
+    """
+
+    max_grad_norm: float | None = None
+    master_weights: MasterForm = None
+    state_dtype: torch.dtype | None = None
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
+            raise ArgumentValueError(f"max_grad_norm={self.max_grad_norm!r} must be a number from 0 up, or None.")
+        if self.master_weights not in ("split", "plain", True, False, None):
+            raise ArgumentValueError(
+                f"master_weights={self.master_weights!r} must be 'split', 'plain', True (split for bfloat16, plain for "
+                "float16) or None."
+            )
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ArgumentValueError(f"rounding={self.rounding!r} must be 'nearest' or 'stochastic'.")
+        if self.rounding == "stochastic" and self.master_weights:
+            raise ArgumentValueError(
+                f"rounding='stochastic' with master_weights={self.master_weights!r}: masters lose nothing, so there "
+                "is nothing to round at random; choose one of the two."
+            )
+        if not isinstance(self.seed, int):
+            raise ArgumentTypeError(f"seed must be an int, not {self.seed!r}.")
+        if self.state_dtype is not None:
+            dtype = parse_dtype(self.state_dtype)
+            if dtype not in (torch.float32, torch.bfloat16):
+                raise ArgumentValueError(
+                    f"state_dtype={dtype_name(dtype)}: first moments are kept in float32 or bfloat16; float16 has no "
+                    "room for small gradients."
+                )
+            object.__setattr__(self, "state_dtype", dtype)
+
+    def storage(self, dtype: torch.dtype) -> Storage:
+        """How a weight of this dtype is stored.
+
+        Raises:
+            ArgumentValueError: for a float16 weight where only bfloat16 can be.
+        """
+        if dtype not in HALF_DTYPES:
+            return dense(dtype)
+        if dtype is torch.float16 and (self.master_weights == "split" or self.rounding == "stochastic"):
+            wrong = "master_weights='split'" if self.master_weights else "rounding='stochastic'"
+            raise ArgumentValueError(
+                f"{wrong} works on bfloat16 weights, whose bits are the upper half of an fp32 number; a weight here "
+                "is float16. Use master_weights='plain' or True, or bfloat16 weights."
+            )
+        if self.master_weights == "plain" or (self.master_weights is True and dtype is torch.float16):
+            return copied(dtype)
+        if self.master_weights:
+            return SPLIT
+        return stochastic(dtype) if self.rounding == "stochastic" else dense(dtype)

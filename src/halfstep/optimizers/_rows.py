@@ -1,0 +1,187 @@
+"""The parameters of one group that step together: their batch of tensors, and their step counts in one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.errors import ArgumentTypeError, UsageError
+from ..engine.masters import split
+from ..kernels.batch import Batch, Scalars
+from ..kernels.expr import Pass
+from ..kernels.storage import Storage, dense
+from ._options import Options
+
+__all__ = ["NUMBER", "GroupRows", "Kept", "Rows", "StateLayout"]
+
+
+class Kept(NamedTuple):
+    """One thing an update keeps for a parameter: a tensor like it, or one float32 number where ``dtype`` is None."""
+
+    dtype: torch.dtype | None
+    initial: float = 0.0
+
+
+NUMBER = Kept(None)
+StateLayout = Mapping[str, Kept]
+
+_ODD = 0x85EBCA6B, 0x9E3779B1  # large odd constants: parameters and steps draw from far-apart seeds
+
+
+class Rows:
+    """Parameters of one device, one dtype of weights and one of gradients, with their state.
+
+    The numbers of the state (``step``) are 0-dim views of one vector each, so that all of them advance at once.
+
+    Attributes:
+        batch: columns ``grad``, ``param`` and the tensors of the state.
+        vectors: the numbers of the state, float32 of shape [rows].
+        squares: sums of squares of this step's scaled gradients, float64 of shape [rows], if they have been read.
+    """
+
+    def __init__(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        states: list[dict[str, Any]],
+        layout: StateLayout,
+        options: Options,
+        numbers: list[int],
+    ) -> None:
+        self.states = states
+        device, dtype = params[0].device, params[0].dtype
+        storage = options.storage(dtype)
+        for param, state in zip(params, states, strict=True):
+            _prepare(param, state, layout, storage)
+        self.vectors = {name: _vector(states, name, device) for name, kept in layout.items() if kept.dtype is None}
+        tensors = {name: [state[name] for state in states] for name, kept in layout.items() if kept.dtype is not None}
+        columns: dict[str, tuple[Storage, tuple[list[torch.Tensor], ...]]] = {
+            "grad": (dense(grads[0].dtype), (grads,)),
+            "param": (storage, _weights(params, states, storage)),
+        }
+        columns.update({name: (dense(column[0].dtype), (column,)) for name, column in tensors.items()})
+        # The second part of a weight's storage lives in the state too and can be replaced there.
+        extra = {"split": "remainder", "copied": "master"}.get(storage.kind)
+        names = [*layout, *([extra] if extra else [])]
+        self._expected = {name: [state[name] for state in states] for name in names}
+        self.batch = Batch(columns)
+        self._seeds = torch.tensor(numbers, device=device) * _ODD[0] + options.seed
+        self.squares: torch.Tensor | None = None
+        self._random = storage.kind == "stochastic"
+
+    def renew(self, grads: list[torch.Tensor]) -> bool:
+        """Take this step's gradients; False if they or the state are not what this was made for."""
+        try:
+            for name, tensors in self._expected.items():
+                if not all(map(is_, [state[name] for state in self.states], tensors)):
+                    return False
+        except KeyError:
+            return False
+        return self.batch.renew(grads)
+
+    def run(self, pass_: Pass, scalars: Scalars, skip: torch.Tensor | None) -> torch.Tensor:
+        """Run a pass on the batch; stochastic rounding gets its seeds from the step counts."""
+        if self._random:
+            drawn = (self._seeds + self.vectors["step"].long() * _ODD[1]) & 0xFFFF_FFFF
+            scalars = {**scalars, "seed": torch.where(drawn > 0x7FFF_FFFF, drawn - (1 << 32), drawn).to(torch.int32)}
+        return self.batch.run(pass_, scalars, skip=skip)
+
+
+class GroupRows:
+    """All the rows of one parameter group, kept from step to step while nothing but gradients changes."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        state: Mapping[torch.Tensor, dict[str, Any]],
+        layout: StateLayout,
+        options: Options,
+        first: int,
+    ) -> None:
+        self._params = list(params)
+        self._layout = dict(layout)
+        self._state = state
+        grads = [p.grad for p in params]
+        self._missing = [g is None for g in grads]
+        kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
+        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            if grad is not None:
+                _refuse(param, grad)
+                kinds.setdefault((param.device, param.dtype, grad.dtype), []).append(i)
+        self._positions = list(kinds.values())
+        self.rows = [
+            Rows(
+                [params[i] for i in rows],
+                [g for i in rows if (g := grads[i]) is not None],
+                [state[params[i]] for i in rows],
+                layout,
+                options,
+                [first + i for i in rows],
+            )
+            for rows in self._positions
+        ]
+
+    def renew(
+        self, params: Sequence[torch.Tensor], state: Mapping[torch.Tensor, dict[str, Any]], layout: StateLayout
+    ) -> bool:
+        """Take the gradients that are there now; False if another set of parameters or state takes part."""
+        if state is not self._state or len(params) != len(self._params) or layout != self._layout:
+            return False
+        grads = [p.grad for p in params]
+        if [g is None for g in grads] != self._missing or not all(map(is_, params, self._params)):
+            return False
+        for positions, rows in zip(self._positions, self.rows, strict=True):
+            if not all(map(is_, [state.get(params[i]) for i in positions], rows.states)):
+                return False
+            if not rows.renew([grads[i] for i in positions]):  # type: ignore[misc]
+                return False
+        return True
+
+
+def _refuse(param: torch.Tensor, grad: torch.Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise UsageError(
+            f"A gradient of shape {tuple(grad.shape)} is sparse ({grad.layout}); fused optimizers need dense ones. Use "
+            "nn.Embedding(sparse=False), or torch.optim.SparseAdam for these parameters."
+        )
+    if not param.is_floating_point():
+        raise ArgumentTypeError(
+            f"A parameter of shape {tuple(param.shape)} is {param.dtype}; fused optimizers update real floating-point "
+            "parameters. Give the others to a torch.optim optimizer."
+        )
+
+
+def _prepare(param: torch.Tensor, state: dict[str, Any], layout: StateLayout, storage: Storage) -> None:
+    """Make what state is missing, and bring what was loaded from elsewhere into the form kept here."""
+    wide = torch.float64 if param.dtype is torch.float64 else None
+    for name, (dtype, initial) in layout.items():
+        value = state.get(name)
+        if dtype is None:
+            if not isinstance(value, torch.Tensor):
+                state[name] = torch.tensor(float(initial if value is None else value))
+        elif not isinstance(value, torch.Tensor):
+            state[name] = torch.full_like(param, initial, dtype=wide or dtype, memory_format=torch.preserve_format)
+        elif value.dtype is not (wide or dtype) or value.device != param.device:
+            state[name] = value.to(param.device, wide or dtype)
+    split.adapt(param, state, storage)
+
+
+def _vector(states: list[dict[str, Any]], name: str, device: torch.device) -> torch.Tensor:
+    vector = torch.stack([state[name].detach().to(device, torch.float32).reshape(()) for state in states])
+    for state, view in zip(states, vector.unbind(), strict=True):
+        state[name] = view
+    return vector
+
+
+def _weights(
+    params: list[torch.Tensor], states: list[dict[str, Any]], storage: Storage
+) -> tuple[list[torch.Tensor], ...]:
+    weights = [p.detach() for p in params]
+    if storage.kind == "split":
+        return weights, [state["remainder"] for state in states]
+    if storage.kind == "copied":
+        return [state["master"] for state in states], weights
+    return (weights,)

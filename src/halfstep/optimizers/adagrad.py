@@ -1,0 +1,100 @@
+"""Adagrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..kernels.expr import Pass
+from ._base import FusedOptimizer, Hyper, check_number
+from ._options import MasterForm, Options
+from ._rows import NUMBER, Kept, Rows, StateLayout
+
+__all__ = ["FusedAdagrad", "adagrad"]
+
+
+def adagrad(
+    grad: Any, param: Any, sum: Any, *, factor: Any, l2: Any, decay: Any, rate: Any, eps: Any
+) -> dict[str, Any]:
+    """One element of Adagrad (Duchi, Hazan and Singer, JMLR 12, 2011); ``decay`` shrinks the weight apart from it."""
+    grad = grad * factor + param * l2
+    sum = sum + grad * grad
+    return {"param": param * decay - grad / (sum.sqrt() + eps) * rate, "sum": sum}
+
+
+_ADAGRAD = Pass("adagrad", adagrad)
+
+
+class FusedAdagrad(FusedOptimizer):
+    """``torch.optim.Adagrad`` in one pass over all parameters; its state is interchangeable: ``step`` and ``sum``.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate, a number or 0-dim tensor.
+        eps: added to the root of the sum.
+        weight_decay: its strength.
+        set_grad_none: what ``zero_grad()`` does by default.
+        adagrad_w_mode: weight decay apart from the gradient; False adds it to the gradient.
+        lr_decay: the rate is divided by 1 + (step - 1) * lr_decay.
+        initial_accumulator_value: where the sum starts.
+        master_weights: see ``Options``.
+        maximize: go up the gradient.
+        max_grad_norm: see ``Options``.
+        rounding: see ``Options``.
+        seed: of stochastic rounding.
+
+    Raises:
+        ArgumentValueError: for a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+        *,
+        lr_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        master_weights: MasterForm = None,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        rounding: Any = "nearest",
+        seed: int = 0,
+    ) -> None:
+        check_number("lr", lr)
+        check_number("eps", eps)
+        check_number("weight_decay", weight_decay)
+        check_number("lr_decay", lr_decay)
+        check_number("initial_accumulator_value", initial_accumulator_value)
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adagrad_w_mode": adagrad_w_mode,
+            "lr_decay": lr_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "maximize": maximize,
+        }
+        options = Options(max_grad_norm, master_weights, None, rounding, seed)
+        super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+
+    def _layout(self, group: Hyper) -> StateLayout:
+        return {"step": NUMBER, "sum": Kept(torch.float32, group["initial_accumulator_value"])}
+
+    def _update(
+        self, group: Hyper, rows: Rows, t: torch.Tensor | None, factor: torch.Tensor | float, skip: torch.Tensor | None
+    ) -> None:
+        assert t is not None
+        lr, weight_decay, decoupled = group["lr"], group["weight_decay"], group["adagrad_w_mode"]
+        scalars = {
+            "factor": factor,
+            "l2": 0.0 if decoupled else weight_decay,
+            "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
+            "rate": lr / (1.0 + (t - 1.0) * group["lr_decay"]) if group["lr_decay"] else lr,
+            "eps": group["eps"],
+        }
+        rows.run(_ADAGRAD, scalars, skip)

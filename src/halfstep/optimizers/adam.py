@@ -1,0 +1,142 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..kernels.expr import Pass
+from ._base import FusedOptimizer, Hyper, check_number
+from ._options import MasterForm, Options
+from ._rows import NUMBER, Kept, Rows, StateLayout
+
+__all__ = ["FusedAdam", "adam", "amsgrad"]
+
+
+def adam(
+    grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any,
+    *, factor: Any, l2: Any, decay: Any, new1: Any, beta2: Any, new2: Any, step_size: Any, root: Any, eps: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """One element of Adam (Kingma and Ba, arXiv 1412.6980) with the weight decay of AdamW (arXiv 1711.05101).
+
+    ``l2`` adds to the gradient and ``decay`` (1 - lr * weight_decay) shrinks the weight: one of them is neutral.
+    """
+    grad = grad * factor + param * l2
+    exp_avg = exp_avg + (grad - exp_avg) * new1
+    exp_avg_sq = exp_avg_sq * beta2 + grad * grad * new2
+    param = param * decay - exp_avg / (exp_avg_sq.sqrt() * root + eps) * step_size
+    return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+def amsgrad(
+    grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any,
+    *, factor: Any, l2: Any, decay: Any, new1: Any, beta2: Any, new2: Any, step_size: Any, root: Any, eps: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Adam whose second moment never shrinks (Reddi et al., arXiv 1904.09237)."""
+    grad = grad * factor + param * l2
+    exp_avg = exp_avg + (grad - exp_avg) * new1
+    exp_avg_sq = exp_avg_sq * beta2 + grad * grad * new2
+    max_exp_avg_sq = max_exp_avg_sq.maximum(exp_avg_sq)
+    param = param * decay - exp_avg / (max_exp_avg_sq.sqrt() * root + eps) * step_size
+    return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": max_exp_avg_sq}
+
+
+_ADAM = Pass("adam", adam)
+_AMSGRAD = Pass("amsgrad", amsgrad)
+
+
+class FusedAdam(FusedOptimizer):
+    """``torch.optim.AdamW``, or ``Adam`` with ``adam_w_mode=False``, in one pass over all parameters.
+
+    State is interchangeable with torch's: ``step``, ``exp_avg``, ``exp_avg_sq`` and, with ``amsgrad``,
+    ``max_exp_avg_sq``; float32 also for 16-bit parameters (float64 for float64 ones).
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate, a number or 0-dim tensor.
+        bias_correction: divide the moments by what their start at zero left out.
+        betas: decay of the first and the second moment.
+        eps: added to the root of the second moment.
+        adam_w_mode: weight decay apart from the gradient (AdamW); False adds it to the gradient (L2).
+        weight_decay: its strength.
+        amsgrad: keep the largest second moment.
+        set_grad_none: what ``zero_grad()`` does by default.
+        capturable: kept for Apex and torch; every step can be captured in a CUDA graph.
+        master_weights: see ``Options``.
+        maximize: go up the gradient.
+        max_grad_norm: see ``Options``; clips within the step.
+        state_dtype: of ``exp_avg``; see ``Options``.
+        rounding: see ``Options``.
+        seed: of stochastic rounding.
+
+    Raises:
+        ArgumentValueError: for a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: MasterForm = None,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype | None = None,
+        rounding: Any = "nearest",
+        seed: int = 0,
+    ) -> None:
+        check_number("lr", lr)
+        check_number("betas[0]", betas[0], below=1.0)
+        check_number("betas[1]", betas[1], below=1.0)
+        check_number("eps", eps)
+        check_number("weight_decay", weight_decay)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "adam_w_mode": adam_w_mode,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "capturable": capturable,
+            "maximize": maximize,
+        }
+        options = Options(max_grad_norm, master_weights, state_dtype, rounding, seed)
+        super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+
+    def _layout(self, group: Hyper) -> StateLayout:
+        second = Kept(torch.float32)
+        layout = {"step": NUMBER, "exp_avg": Kept(self.options.state_dtype or torch.float32), "exp_avg_sq": second}
+        return {**layout, "max_exp_avg_sq": second} if group["amsgrad"] else layout
+
+    def _update(
+        self, group: Hyper, rows: Rows, t: torch.Tensor | None, factor: torch.Tensor | float, skip: torch.Tensor | None
+    ) -> None:
+        assert t is not None
+        beta1, beta2 = group["betas"]
+        lr, weight_decay = group["lr"], group["weight_decay"]
+        step_size, root = lr, 1.0
+        if group["bias_correction"]:
+            step_size, root = lr / (1.0 - beta1**t), (1.0 - beta2**t).rsqrt()
+        decoupled = group["adam_w_mode"]
+        scalars = {
+            "factor": factor,
+            "l2": 0.0 if decoupled else weight_decay,
+            "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
+            "new1": 1.0 - beta1,
+            "beta2": beta2,
+            "new2": 1.0 - beta2,
+            "step_size": step_size,
+            "root": root,
+            "eps": group["eps"],
+        }
+        rows.run(_AMSGRAD if group["amsgrad"] else _ADAM, scalars, skip)

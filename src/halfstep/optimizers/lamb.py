@@ -1,0 +1,207 @@
+"""LAMB: Adam's step, scaled for each parameter by the ratio of its norm to the step's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..core.errors import ArgumentValueError
+from ..kernels.expr import Pass
+from ._base import FusedOptimizer, Hyper, check_number
+from ._options import MasterForm, Options
+from ._rows import NUMBER, Kept, Rows, StateLayout
+
+__all__ = ["FusedLAMB", "FusedMixedPrecisionLamb"]
+
+
+def _direction(param: Any, exp_avg: Any, exp_avg_sq: Any, scale: Any, root: Any, eps: Any, decay: Any) -> Any:
+    return exp_avg * scale / (exp_avg_sq.sqrt() * root + eps) + param * decay
+
+
+def lamb_moments(
+    grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any,
+    *, factor: Any, l2: Any, beta1: Any, new1: Any, beta2: Any, new2: Any, scale: Any, root: Any, eps: Any, decay: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The first pass of LAMB (You et al., arXiv 1904.00962): the moments, and the norms of weight and direction."""
+    grad = grad * factor + param * l2
+    exp_avg = exp_avg * beta1 + grad * new1
+    exp_avg_sq = exp_avg_sq * beta2 + grad * grad * new2
+    direction = _direction(param, exp_avg, exp_avg_sq, scale, root, eps, decay)
+    return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "weight": param, "direction": direction}
+
+
+def lamb_apply(
+    param: Any, exp_avg: Any, exp_avg_sq: Any, *, scale: Any, root: Any, eps: Any, decay: Any, rate: Any
+) -> dict[str, Any]:
+    """The second pass: the direction is worked out again, which moves no more bytes than storing it would."""
+    return {"param": param - _direction(param, exp_avg, exp_avg_sq, scale, root, eps, decay) * rate}
+
+
+_MOMENTS = Pass("lamb_moments", lamb_moments, squares=("weight", "direction"))
+_APPLY = Pass("lamb_apply", lamb_apply)
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB as Apex has it, in two passes over all parameters.
+
+    The gradients of all groups together are clipped to ``max_grad_norm`` first. State as Adam's; gradients are left
+    as they are.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate, a number or 0-dim tensor.
+        bias_correction: divide the moments by what their start at zero left out.
+        betas: decay of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: its strength.
+        amsgrad: refused, as in Apex.
+        adam_w_mode: weight decay apart from the gradient; False adds it to the gradient.
+        grad_averaging: weigh the gradient by 1 - betas[0] in the first moment; False takes it whole.
+        set_grad_none: what ``zero_grad()`` does by default.
+        max_grad_norm: see ``Options``; None does not clip.
+        use_nvlamb: scale by the ratio of norms also where ``weight_decay`` is 0.
+        master_weights: see ``Options``.
+        maximize: go up the gradient.
+        state_dtype: of ``exp_avg``; see ``Options``.
+        rounding: see ``Options``.
+        seed: of stochastic rounding.
+
+    Raises:
+        ArgumentValueError: for a value out of range, or ``amsgrad``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        *,
+        master_weights: MasterForm = None,
+        maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
+        rounding: Any = "nearest",
+        seed: int = 0,
+    ) -> None:
+        if amsgrad:
+            raise ArgumentValueError("amsgrad=True: LAMB has no AMSGrad variant; leave it False.")
+        check_number("lr", lr)
+        check_number("betas[0]", betas[0], below=1.0)
+        check_number("betas[1]", betas[1], below=1.0)
+        check_number("eps", eps)
+        check_number("weight_decay", weight_decay)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam_w_mode": adam_w_mode,
+            "grad_averaging": grad_averaging,
+            "use_nvlamb": use_nvlamb,
+            "maximize": maximize,
+        }
+        options = Options(max_grad_norm or None, master_weights, state_dtype, rounding, seed)
+        super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+
+    def _layout(self, group: Hyper) -> StateLayout:
+        first = Kept(self.options.state_dtype or torch.float32)
+        return {"step": NUMBER, "exp_avg": first, "exp_avg_sq": Kept(torch.float32)}
+
+    def _update(
+        self, group: Hyper, rows: Rows, t: torch.Tensor | None, factor: torch.Tensor | float, skip: torch.Tensor | None
+    ) -> None:
+        assert t is not None
+        beta1, beta2 = group["betas"]
+        weight_decay, decoupled = group["weight_decay"], group["adam_w_mode"]
+        corrected = group["bias_correction"]
+        shared = {
+            "scale": (1.0 - beta1**t).reciprocal() if corrected else 1.0,
+            "root": (1.0 - beta2**t).rsqrt() if corrected else 1.0,
+            "eps": group["eps"],
+            "decay": weight_decay if decoupled else 0.0,
+        }
+        moments = {
+            "factor": factor,
+            "l2": 0.0 if decoupled else weight_decay,
+            "beta1": beta1,
+            "new1": 1.0 - beta1 if group["grad_averaging"] else 1.0,
+            "beta2": beta2,
+            "new2": 1.0 - beta2,
+        }
+        weight, direction = rows.run(_MOMENTS, {**shared, **moments}, skip).sqrt()
+        rate = group["lr"]
+        if weight_decay or group["use_nvlamb"]:
+            rate = rate * torch.where((weight > 0) & (direction > 0), weight / direction, 1.0)
+        rows.run(_APPLY, {**shared, "rate": rate}, skip)
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """``FusedLAMB`` with fp32 masters behind its 16-bit parameters, under the name and arguments Apex had for it.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate, a number or 0-dim tensor.
+        step: from which step on to count.
+        bias_correction: as in ``FusedLAMB``.
+        betas: as in ``FusedLAMB``.
+        eps: as in ``FusedLAMB``.
+        weight_decay: as in ``FusedLAMB``.
+        amsgrad: refused.
+        adam_w_mode: as in ``FusedLAMB``.
+        grad_averaging: as in ``FusedLAMB``.
+        max_grad_norm: as in ``FusedLAMB``.
+        use_nvlamb: as in ``FusedLAMB``.
+        reduced_precision_dtype: kept for Apex; every 16-bit parameter gets a master.
+        master_weights: see ``Options``.
+
+    Raises:
+        ArgumentValueError: for a value out of range, or ``amsgrad``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        step: int = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+        *,
+        master_weights: MasterForm = True,
+    ) -> None:
+        self._first_step = step
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adam_w_mode,
+            grad_averaging,
+            True,
+            max_grad_norm,
+            use_nvlamb,
+            master_weights=master_weights,
+        )
+
+    def _layout(self, group: Hyper) -> StateLayout:
+        return {**super()._layout(group), "step": Kept(None, float(self._first_step))}

@@ -1,0 +1,128 @@
+"""LARC: the learning rate of each parameter bounded by the ratio of its norm to its gradient's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.batch import Batch
+from ..kernels.expr import Pass
+from ..kernels.plan import Plan
+from ._base import Hyper
+
+__all__ = ["LARC"]
+
+
+def _norms(grad: Any, param: Any) -> dict[str, Any]:
+    return {"grad_norm": grad, "param_norm": param}
+
+
+def _rescale(grad: Any, param: Any, *, l2: Any, rate: Any) -> dict[str, Any]:
+    return {"grad": (grad + param * l2) * rate}
+
+
+_NORMS = Pass("larc_norms", _norms, squares=("grad_norm", "param_norm"))
+_RESCALE = Pass("larc_rescale", _rescale)
+
+
+class LARC:
+    """A wrapper of any optimizer that rescales gradients before its step (You, Gitman and Ginsburg, arXiv 1708.03888).
+
+    For each parameter, ``local = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)``. Clipping takes
+    min(local, lr) as the rate, scaling takes local * lr. Weight decay is applied here and withheld from the optimizer
+    for the step. A parameter whose weight or gradient is all zero is left as it is. Nothing is read from the device.
+
+    Args:
+        optimizer: what steps.
+        trust_coefficient: eta of the paper.
+        clip: bound the rate; False multiplies it.
+        eps: added to the denominator.
+
+    Attributes:
+        optim: the wrapped optimizer. Other attributes of it are reached through the wrapper.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
+    ) -> None:
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.eps = eps
+        self.clip = clip
+        self._batches: dict[int, tuple[list[torch.Tensor], Plan, list[Batch]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # not there yet while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_batches": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"LARC({self.optim!r})"
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Rescale the gradients, then step with the wrapped optimizer.
+
+        Args:
+            closure: evaluated here, once, before the gradients are rescaled.
+
+        Returns:
+            The closure's loss, or what the optimizer's step returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        decays = []
+        for index, group in enumerate(self.optim.param_groups):
+            decay = group.get("weight_decay", 0.0)
+            decays.append(decay)
+            self._rescale(index, group, decay)
+        try:
+            for group in self.optim.param_groups:
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0.0
+            result = self.optim.step()  # type: ignore[no-untyped-call, unused-ignore]
+        finally:
+            for group, decay in zip(self.optim.param_groups, decays, strict=True):
+                if "weight_decay" in group:
+                    group["weight_decay"] = decay
+        return result if closure is None else loss
+
+    def _rescale(self, index: int, group: Hyper, decay: float) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        for batch in self._renewed(index, params, [p.grad for p in params]):
+            grad_norm, param_norm = batch.run(_NORMS, {}).sqrt()
+            rate = self.trust_coefficient * param_norm / (grad_norm + param_norm * decay + self.eps)
+            if self.clip:
+                rate = (rate / group["lr"]).clamp(max=1.0)
+            used = (param_norm != 0) & (grad_norm != 0)
+            l2 = torch.where(used, decay, 0.0)
+            batch.run(_RESCALE, {"l2": l2, "rate": torch.where(used, rate, 1.0)})
+
+    def _renewed(self, index: int, params: list[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[Batch]:
+        entry = self._batches.get(index)
+        if entry is not None and list(map(id, entry[0])) == list(map(id, params)):
+            parts = [[grads[i] for i in rows] for rows in entry[1].rows]
+            if all(batch.renew(part) for batch, part in zip(entry[2], parts, strict=True)):
+                return entry[2]
+        plan = Plan(grads, params)
+        batches = [
+            Batch.of(grad=[grads[i] for i in rows], param=[params[i].detach() for i in rows]) for rows in plan.rows
+        ]
+        self._batches[index] = (params, plan, batches)
+        return batches

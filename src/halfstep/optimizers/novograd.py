@@ -1,0 +1,154 @@
+"""NovoGrad: gradients normalized by a moving norm for each parameter, one number where Adam keeps a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..core.errors import ArgumentValueError
+from ..kernels.expr import Pass
+from ._base import FusedOptimizer, Hyper, check_number
+from ._options import MasterForm, Options
+from ._rows import NUMBER, Kept, Rows, StateLayout
+
+__all__ = ["FusedNovoGrad", "novograd"]
+
+
+def novograd(
+    grad: Any, param: Any, exp_avg: Any,
+    *, factor: Any, l2: Any, beta1: Any, new1: Any, rate: Any, decay: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """One element of NovoGrad (Ginsburg et al., arXiv 1905.11286); the norm of the gradient is in the numbers."""
+    exp_avg = exp_avg * beta1 + (grad * factor + param * l2) * new1
+    return {"param": param * decay - exp_avg * rate, "exp_avg": exp_avg}
+
+
+_NOVOGRAD = Pass("novograd", novograd)
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad as Apex has it: one read of the gradients for their norms, one pass for the update.
+
+    State: ``step``, ``exp_avg``, and ``exp_avg_sq``, which is one number, the moving norm (not its square).
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate, a number or 0-dim tensor.
+        bias_correction: divide the moments by what their start at zero left out.
+        betas: decay of the first moment and of the norm.
+        eps: added to the norm.
+        weight_decay: its strength.
+        amsgrad: refused, as in Apex.
+        reg_inside_moment: normalize the gradient and add weight decay before the first moment; False after it.
+        grad_averaging: weigh the gradient by 1 - betas[0] in the first moment; False takes it whole.
+        norm_type: 2, or 0 for the largest magnitude.
+        init_zero: start the norm at zero; False starts at the first gradient's.
+        set_grad_none: what ``zero_grad()`` does by default.
+        master_weights: see ``Options``.
+        maximize: go up the gradient.
+        max_grad_norm: see ``Options``.
+        state_dtype: of ``exp_avg``; see ``Options``.
+        rounding: see ``Options``.
+        seed: of stochastic rounding.
+
+    Raises:
+        ArgumentValueError: for a value out of range, another norm, or ``amsgrad``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+        *,
+        master_weights: MasterForm = None,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype | None = None,
+        rounding: Any = "nearest",
+        seed: int = 0,
+    ) -> None:
+        if amsgrad:
+            raise ArgumentValueError("amsgrad=True: NovoGrad has no AMSGrad variant here; leave it False.")
+        if norm_type not in (0, 2):
+            raise ArgumentValueError(f"norm_type={norm_type!r} must be 2, or 0 for the largest magnitude.")
+        check_number("lr", lr)
+        check_number("betas[0]", betas[0], below=1.0)
+        check_number("betas[1]", betas[1], below=1.0)
+        check_number("eps", eps)
+        check_number("weight_decay", weight_decay)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "reg_inside_moment": reg_inside_moment,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+            "maximize": maximize,
+        }
+        options = Options(max_grad_norm, master_weights, state_dtype, rounding, seed)
+        super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+
+    def _layout(self, group: Hyper) -> StateLayout:
+        return {"step": NUMBER, "exp_avg": Kept(self.options.state_dtype or torch.float32), "exp_avg_sq": NUMBER}
+
+    def _update(
+        self, group: Hyper, rows: Rows, t: torch.Tensor | None, factor: torch.Tensor | float, skip: torch.Tensor | None
+    ) -> None:
+        assert t is not None
+        beta1, beta2 = group["betas"]
+        lr, weight_decay, inside = group["lr"], group["weight_decay"], group["reg_inside_moment"]
+        moving = self._moving_norm(group, rows, t, abs(factor), skip)
+        corrected = group["bias_correction"]
+        denominator = (moving / (1.0 - beta2**t).sqrt() if corrected else moving) + group["eps"]
+        rate = lr / (1.0 - beta1**t) if corrected else lr
+        scalars = {
+            "factor": factor / denominator if inside else factor,
+            "l2": weight_decay if inside else 0.0,
+            "beta1": beta1,
+            "new1": 1.0 - beta1 if group["grad_averaging"] else 1.0,
+            "rate": rate if inside else rate / denominator,
+            "decay": 1.0 if inside else 1.0 - lr * weight_decay,
+        }
+        rows.run(_NOVOGRAD, scalars, skip)
+
+    def _moving_norm(
+        self, group: Hyper, rows: Rows, t: torch.Tensor, scale: Any, skip: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The norm of each gradient times ``scale``, averaged over the steps: float64 of shape [rows], and stored."""
+        beta2 = group["betas"][1]
+        stored = rows.vectors["exp_avg_sq"]
+        before = stored.double()
+        if group["norm_type"] == 2:
+            squares = rows.squares if rows.squares is not None else self._read_gradients(rows)
+            norm = squares.sqrt() * scale
+            after = (beta2 * before.square() + (1.0 - beta2) * norm.square()).sqrt()
+        else:
+            norm = _largest(rows) * scale
+            after = beta2 * before + (1.0 - beta2) * norm
+        if not group["init_zero"]:
+            after = torch.where(t == 1.0, norm, after)
+        stored.copy_(after if skip is None else torch.where(skip != 0, before, after))
+        return torch.as_tensor(after)
+
+
+def _largest(rows: Rows) -> torch.Tensor:
+    grads = rows.batch.columns["grad"][1][0]
+    result = torch.zeros(len(grads), dtype=torch.float64, device=rows.batch.device)
+    filled = [i for i, g in enumerate(grads) if g.numel()]
+    if filled:
+        result[filled] = torch.stack(torch._foreach_norm([grads[i] for i in filled], torch.inf)).double()
+    return result

@@ -1,0 +1,429 @@
+"""The fused optimizers in the place of torch's: same numbers in fp32, same state, same manners."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from halfstep import amp, optimizers
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.kernels import backend
+from halfstep.kernels.storage import join, round_half_away, split
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Optimizer = torch.optim.Optimizer
+BACKENDS = ["eager", "compiled"]
+
+PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # ours, torch's
+    "AdamW": (
+        lambda p, **k: optimizers.FusedAdam(p, weight_decay=0.1, **k),
+        lambda p, **k: torch.optim.AdamW(p, weight_decay=0.1, **k),
+    ),
+    "Adam": (
+        lambda p, **k: optimizers.FusedAdam(p, adam_w_mode=False, weight_decay=0.1, **k),
+        lambda p, **k: torch.optim.Adam(p, weight_decay=0.1, **k),
+    ),
+    "Adam, amsgrad": (
+        lambda p, **k: optimizers.FusedAdam(p, adam_w_mode=False, amsgrad=True, **k),
+        lambda p, **k: torch.optim.Adam(p, amsgrad=True, **k),
+    ),
+    "SGD": (
+        lambda p, **k: optimizers.FusedSGD(p, momentum=0.9, weight_decay=0.1, nesterov=True, **k),
+        lambda p, **k: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1, nesterov=True, **k),
+    ),
+    "SGD, dampening": (
+        lambda p, **k: optimizers.FusedSGD(p, momentum=0.9, dampening=0.5, **k),
+        lambda p, **k: torch.optim.SGD(p, momentum=0.9, dampening=0.5, **k),
+    ),
+    "Adagrad": (
+        lambda p, **k: optimizers.FusedAdagrad(p, weight_decay=0.1, **k),
+        lambda p, **k: torch.optim.Adagrad(p, weight_decay=0.1, **k),
+    ),
+}
+
+
+def weights(*shapes: tuple[int, ...], dtype: torch.dtype = FP32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def train(optim: Any, params: list[nn.Parameter], steps: int, seed: int = 2) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optim.step()
+
+
+def close(ours: list[nn.Parameter], theirs: list[nn.Parameter], ulps: float = 8) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=ulps * 2**-23, atol=ulps * 2**-23)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("on", BACKENDS)
+def test_same_numbers_as_torch(on: str, name: str, maximize: bool) -> None:
+    ours, theirs = weights((3, 4), (), (0,), (257,)), weights((3, 4), (), (0,), (257,))
+    make, reference = PAIRS[name]
+    with backend(on):
+        train(make(ours, lr=0.01, maximize=maximize), ours, 20)
+    train(reference(theirs, lr=0.01, maximize=maximize), theirs, 20)
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_state_goes_to_torch_and_comes_back(name: str) -> None:
+    ours, theirs, again = (weights((3, 4), (5,)) for _ in range(3))
+    make, reference = PAIRS[name]
+    a, b, c = make(ours, lr=0.01), reference(theirs, lr=0.01), make(again, lr=0.01)
+    train(a, ours, 5)
+    with torch.no_grad():
+        for p, q, r in zip(theirs, again, ours, strict=True):
+            p.copy_(r)
+            q.copy_(r)
+    their_names = reference(weights((3, 4), (5,)), lr=0.01).state_dict()["param_groups"]
+    saved = copy.deepcopy(a.state_dict())  # torch's load_state_dict takes the very tensors
+    merged = [
+        {**theirs_group, "params": g["params"]}
+        for theirs_group, g in zip(their_names, saved["param_groups"], strict=True)
+    ]
+    b.load_state_dict({"state": saved["state"], "param_groups": merged})
+    c.load_state_dict({"state": b.state_dict()["state"], "param_groups": saved["param_groups"]})
+    for optim, params in ((a, ours), (b, theirs), (c, again)):
+        train(optim, params, 5, seed=3)
+    close(ours, theirs)
+    assert all(torch.equal(p, q) for p, q in zip(ours, again, strict=True))
+
+
+@pytest.mark.parametrize("masters", ["split", "plain", None])
+@pytest.mark.parametrize("way", ["state_dict", "torch.save", "deepcopy", "pickle"])
+@pytest.mark.filterwarnings("ignore:.*updates .* weights in place")
+def test_resuming_is_exact(way: str, masters: Any) -> None:
+    ours, again = weights((3, 4), (5,), dtype=BF16), weights((3, 4), (5,), dtype=BF16)
+    a = optimizers.FusedAdam(ours, lr=0.01, master_weights=masters)
+    train(a, ours, 5)
+    b: Any = optimizers.FusedAdam(again, lr=0.01, master_weights=masters)
+    saved = a.state_dict()
+    if way == "torch.save":
+        buffer = io.BytesIO()
+        torch.save(saved, buffer)
+        buffer.seek(0)
+        saved = torch.load(buffer, weights_only=True)
+    if way in ("deepcopy", "pickle"):
+        again, b = copy.deepcopy((ours, a)) if way == "deepcopy" else pickle.loads(pickle.dumps((ours, a)))
+    else:
+        with torch.no_grad():
+            for p, q in zip(again, ours, strict=True):
+                p.copy_(q)
+        b.load_state_dict(saved)
+    train(a, ours, 5, seed=3)
+    train(b, again, 5, seed=3)
+    assert all(torch.equal(p, q) for p, q in zip(ours, again, strict=True))
+    states = [[optim.state[p] for p in params] for optim, params in ((a, ours), (b, again))]
+    assert torch.utils._pytree.tree_all_only(torch.Tensor, lambda t: t.isfinite().all(), states)
+    for s, t in zip(*states, strict=True):
+        assert s.keys() == t.keys()
+        assert all(torch.equal(s[key], t[key]) for key in s)
+
+
+# ---- masters
+
+
+@pytest.mark.parametrize("on", BACKENDS)
+def test_split_masters_are_an_fp32_master_bit_for_bit(on: str) -> None:
+    """1,000 steps against the same optimizer on fp32 weights."""
+    half, full = weights((64,), (3, 5), dtype=BF16), weights((64,), (3, 5), dtype=BF16)
+    full = [nn.Parameter(p.float()) for p in full]
+    generator = torch.Generator().manual_seed(2)
+    with backend(on):
+        a = optimizers.FusedAdam(half, lr=1e-3, weight_decay=0.1, master_weights="split")
+        b = optimizers.FusedAdam(full, lr=1e-3, weight_decay=0.1)
+        for _ in range(1000):
+            for p, q in zip(half, full, strict=True):
+                p.grad = torch.randn(p.shape, generator=generator).to(BF16)
+                q.grad = p.grad.float()
+            a.step()
+            b.step()
+    for p, q in zip(half, full, strict=True):
+        assert torch.equal(join(p.detach(), a.state[p]["remainder"]), q)
+        assert torch.equal(p, round_half_away(q.detach()))
+
+
+@settings(max_examples=200, deadline=None)
+@given(bits=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50))
+def test_split_and_join_lose_no_bit(bits: list[int]) -> None:
+    value = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(FP32)
+    weight, remainder = split(value)
+    back = join(weight, remainder)
+    quiet = torch.where(value.isnan(), (value.view(torch.int32) | 0x0040_0000), value.view(torch.int32))
+    assert torch.equal(back.view(torch.int32), quiet)
+    finite = value[value.isfinite() & weight.isfinite()]
+    error = (finite.double() - weight[value.isfinite() & weight.isfinite()].double()).abs()
+    nearest = (finite.double() - finite.to(BF16).double()).abs()
+    assert (error <= nearest).all() or not finite.to(BF16).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masters"), [(BF16, "split"), (BF16, "plain"), (FP16, "plain"), (BF16, True), (FP16, True)]
+)
+def test_small_updates_act(dtype: torch.dtype, masters: Any) -> None:
+    """lr * weight_decay = 1e-4 is far below half an ulp of bfloat16: 0.9999 ** 1000 all the same."""
+    param = nn.Parameter(torch.ones(3, dtype=dtype))
+    optim = optimizers.FusedAdam([param], lr=1e-3, weight_decay=0.1, master_weights=masters)
+    for _ in range(1000):
+        param.grad = torch.zeros_like(param)
+        optim.step()
+    state = optim.state[param]
+    master = state["master"] if "master" in state else join(param.detach(), state["remainder"])
+    assert master.tolist() == pytest.approx([0.9048] * 3, abs=5e-5)
+    full = nn.Parameter(torch.ones(3))
+    reference = optimizers.FusedAdam([full], lr=1e-3, weight_decay=0.1)
+    for _ in range(1000):
+        full.grad = torch.zeros(3)
+        reference.step()
+    assert torch.equal(master, full)
+
+
+def test_without_masters_lost_updates_are_told_of_once() -> None:
+    param = nn.Parameter(torch.ones(3, dtype=BF16))
+    param.grad = torch.zeros_like(param)
+    optim = optimizers.FusedAdam([param], lr=1e-3, weight_decay=0.1)
+    with pytest.warns(UserWarning, match="rounds away"):
+        optim.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optim.step()
+
+
+@pytest.mark.parametrize("masters", ["split", "plain"])
+def test_a_weight_written_from_outside(masters: str) -> None:
+    """A split master follows the weight; a plain one is what the weight is made from."""
+    (param,) = weights((4,), dtype=BF16)
+    optim = optimizers.FusedSGD([param], lr=0.5, master_weights=masters)
+    train(optim, [param], 2)
+    with torch.no_grad():
+        param.fill_(8.0)
+    param.grad = torch.ones_like(param)
+    optim.step()
+    if masters == "split":
+        torch.testing.assert_close(param.float(), torch.full((4,), 7.5), atol=0.04, rtol=0)
+
+
+@pytest.mark.parametrize("on", BACKENDS)
+def test_stochastic_rounding_is_unbiased_and_reproducible(on: str) -> None:
+    def run(seed: int) -> torch.Tensor:
+        param = nn.Parameter(torch.ones(4096, dtype=BF16))
+        optim = optimizers.FusedSGD([param], lr=1e-3, rounding="stochastic", seed=seed)
+        for _ in range(20):
+            param.grad = torch.ones_like(param)
+            optim.step()
+        return param.detach().float()
+
+    with backend(on):
+        first = run(0)
+        assert torch.equal(first, run(0))
+        assert not torch.equal(first, run(1))
+    assert first.mean().item() == pytest.approx(0.98, abs=1e-3)
+    with backend("eager"):
+        assert torch.equal(first, run(0))  # the same bits on every backend
+
+
+def test_first_moment_in_bfloat16() -> None:
+    ours, full = weights((64,), dtype=BF16), weights((64,), dtype=BF16)
+    a = optimizers.FusedAdam(ours, lr=0.01, master_weights="split", state_dtype=BF16)
+    b = optimizers.FusedAdam(full, lr=0.01, master_weights="split")
+    for optim, params in ((a, ours), (b, full)):
+        train(optim, params, 20)
+    state = a.state[ours[0]]
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (BF16, FP32)
+    torch.testing.assert_close(ours[0], full[0], atol=0.02, rtol=0.02)
+
+
+# ---- clipping, scalers, skips
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_clipping_in_the_step_is_clip_grad_norm(name: str) -> None:
+    ours, theirs = weights((3, 4), (5,)), weights((3, 4), (5,))
+    make, reference = PAIRS[name]
+    a, b = make(ours, lr=0.01, max_grad_norm=0.5), reference(theirs, lr=0.01)
+    for seed in range(5):
+        generators = [torch.Generator().manual_seed(seed) for _ in range(2)]
+        for params, generator in zip((ours, theirs), generators, strict=True):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+        norm = nn.utils.clip_grad_norm_(theirs, 0.5)
+        a.step()
+        b.step()
+        assert a.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [amp.GradScaler, lambda: torch.amp.GradScaler("cpu")], ids=["ours", "torch's"])
+@pytest.mark.parametrize("masters", ["split", "plain"])
+def test_with_a_grad_scaler(masters: str, kind: Callable[[], Any]) -> None:
+    model, scaler = nn.Linear(4, 2).bfloat16(), kind()
+    optim = optimizers.FusedAdam(model.parameters(), lr=0.01, master_weights=masters, max_grad_norm=1.0)
+    for step in range(6):
+        before = copy.deepcopy([*model.parameters(), optim.state_dict()["state"]])
+        loss = model(torch.ones(3, 4, dtype=BF16)).float().square().sum() * (torch.inf if step == 3 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+        after = [*model.parameters(), optim.state_dict()["state"]]
+        leaves = [torch.utils._pytree.tree_leaves(x) for x in (before, after)]
+        if step == 3:
+            assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
+        elif step:
+            assert not all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
+
+
+# ---- manners
+
+
+@pytest.mark.parametrize(
+    "cls", [optimizers.FusedAdam, optimizers.FusedSGD, optimizers.FusedLAMB, optimizers.FusedNovoGrad]
+)
+def test_groups_schedulers_closures_and_tensor_lr(cls: type[Any]) -> None:
+    a, b = weights((3,), (4,))
+    optim = cls([a], lr=0.1)
+    optim.add_param_group({"params": [b], "lr": 0.0})
+    scheduler = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
+    before = b.detach().clone()
+
+    def closure() -> torch.Tensor:
+        optim.zero_grad()
+        loss = a.square().sum() + b.square().sum()
+        loss.backward()
+        return loss
+
+    first = optim.step(closure)
+    scheduler.step()
+    second = optim.step(closure)
+    assert second < first
+    assert torch.equal(b, before)
+    assert optim.param_groups[0]["lr"] == 0.05
+    (c,) = weights((3,))
+    tensor_lr = cls([c], lr=torch.tensor(0.1))
+    tensor_lr.param_groups[0]["lr"].fill_(0.0)
+    c.grad = torch.ones_like(c)
+    kept = c.detach().clone()
+    tensor_lr.step()
+    assert torch.equal(c, kept)
+
+
+@pytest.mark.parametrize(
+    "cls", [optimizers.FusedAdam, optimizers.FusedSGD, optimizers.FusedLAMB, optimizers.FusedAdagrad]
+)
+def test_sparse_gradients_are_refused(cls: type[Any]) -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    optim = cls(table.parameters(), lr=0.1)
+    table(torch.tensor([1])).sum().backward()
+    before = table.weight.detach().clone()
+    with pytest.raises(UsageError, match="sparse"):
+        optim.step()
+    assert torch.equal(before, table.weight)
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"lr": -1.0}, ArgumentValueError, "lr=-1.0 must be at least 0"),
+    ({"betas": (1.0, 0.9)}, ArgumentValueError, r"betas\[0\]=1.0 must be at least 0 and below 1"),
+    ({"eps": "x"}, ArgumentTypeError, "eps must be a number"),
+    ({"master_weights": "int8"}, ArgumentValueError, "must be 'split', 'plain', True"),
+    ({"state_dtype": FP16}, ArgumentValueError, "float16 has no room"),
+    ({"rounding": "up"}, ArgumentValueError, "'nearest' or 'stochastic'"),
+    ({"rounding": "stochastic", "master_weights": "split"}, ArgumentValueError, "nothing to round at random"),
+    ({"max_grad_norm": -1.0}, ArgumentValueError, "max_grad_norm"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "message"), WRONG)
+def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        optimizers.FusedAdam(weights((3,)), **arguments)
+
+
+def test_split_masters_need_bfloat16() -> None:
+    (param,) = weights((3,), dtype=FP16)
+    optim = optimizers.FusedAdam([param], master_weights="split")
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ArgumentValueError, match=r"works on bfloat16 weights.*is float16"):
+        optim.step()
+
+
+def test_what_changes_between_steps_is_noticed() -> None:
+    """A gradient that comes or goes, other storage, a thawed parameter: each step sees what is there."""
+    ours, theirs = weights((3,), (4,), (2, 3)), weights((3,), (4,), (2, 3))
+    a, b = optimizers.FusedAdam(ours, lr=0.01), torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.0)
+    for step in range(8):
+        for params, optim in ((ours, a), (theirs, b)):
+            generator = torch.Generator().manual_seed(step)
+            for i, p in enumerate(params):
+                gone = (step + i) % 3 == 0
+                grad = torch.randn(p.shape, generator=generator)
+                p.grad = None if gone else grad.t().contiguous().t() if step == 4 and p.dim() == 2 else grad
+            if step == 5:
+                params[1].data = params[1].data.clone()
+            optim.step()
+    close(ours, theirs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6),
+    dtypes=st.lists(st.sampled_from([FP32, BF16, FP16, torch.float64]), min_size=6, max_size=6),
+    permute=st.booleans(),
+)
+@pytest.mark.filterwarnings("ignore:.*updates .* weights in place")
+def test_backends_agree_on_any_shapes(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], permute: bool) -> None:
+    results = []
+    for on in BACKENDS:
+        generator = torch.Generator().manual_seed(0)
+        params = []
+        for shape, dtype in zip(shapes, itertools.cycle(dtypes)):
+            value = torch.randn(shape, generator=generator).to(dtype)
+            params.append(nn.Parameter(value.permute(tuple(reversed(range(value.dim())))) if permute else value))
+        with backend(on):
+            optim = optimizers.FusedAdam(params, lr=0.01, weight_decay=0.1, master_weights=True)
+            train(optim, params, 3)
+        state = [optim.state[p] for p in params]
+        results.append((params, [s[name] for s in state for name in ("exp_avg", "exp_avg_sq")]))
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(results[0][0], results[1][0], strict=True):  # torch's square root is not always the nearest number
+        ulp = torch.finfo(a.dtype).eps
+        torch.testing.assert_close(a, b, rtol=2 * ulp, atol=2 * ulp)
+
+
+def test_tied_weights_and_views_of_one_storage() -> None:
+    base = torch.randn(10)
+    a, b = nn.Parameter(base[:4]), nn.Parameter(base[4:])
+    optim = optimizers.FusedSGD([a, b], lr=0.5)
+    a.grad, b.grad = torch.ones(4), torch.ones(6)
+    expected = base - 0.5
+    optim.step()
+    assert torch.equal(base, expected)
+
+
+def test_larc_bounds_the_rate() -> None:
+    """You, Gitman and Ginsburg, as Apex has it: the gradient is scaled by min(local / lr, 1)."""
+    param = nn.Parameter(torch.full((4,), 2.0))
+    optim = optimizers.LARC(torch.optim.SGD([param], lr=1.0, weight_decay=0.1), trust_coefficient=0.02)
+    param.grad = torch.full((4,), 3.0)
+    optim.step()
+    local = 0.02 * 4.0 / (6.0 + 0.1 * 4.0 + 1e-8)
+    assert param.tolist() == pytest.approx([2.0 - local * (3.0 + 0.1 * 2.0)] * 4)
+    assert optim.param_groups[0]["weight_decay"] == 0.1
