@@ -103,7 +103,7 @@ def decorate(
         _put_back_wide(grads)
         modules.attach(model, saved=saved or (torch.float32 if masters else None))
     for optimizer in optimizer_list:
-        bind(optimizer, master_weights=masters).models = tuple(map(weakref.ref, model_list))
+        bind(optimizer, master_weights=masters, own_masters=True).models = tuple(map(weakref.ref, model_list))
         if not masters and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # torch casts the state to the parameters' new dtype
     return models if optimizers is None else (models, optimizers)

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.errors import UsageError
+from ..core.formats import is_half
 from .blame import first_bad_gradient
 from .casting import ops
 from .late import LateReader
 from .masters.plain import PlainMasters
+from .masters.wide import WideGradients, set_grad
 from .replacing import replace_method
 from .scaling import LossScaler
 from .unscaling import Unscaler, reciprocal, widen
@@ -43,8 +45,17 @@ class _ClosureOverflowed(Exception):  # noqa: N818 - never leaves this file
     """Leaves an optimizer's step before it has changed anything."""
 
 
-def bind(optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: bool = True) -> Binding:
+def bind(
+    optimizer: torch.optim.Optimizer, *, master_weights: bool, own_masters: bool = False, verbose: bool = True
+) -> Binding:
     """Attach a ``Binding`` to an optimizer.
+
+    Args:
+        optimizer: any.
+        master_weights: whether its 16-bit parameters are to have fp32 masters.
+        own_masters: let an optimizer that can (``halfstep.optimizers``) keep them itself, in its fused step; its groups
+            then go on holding the model's parameters. Needs ``Tensor.grad_dtype``, which torch 2.13 has.
+        verbose: whether to log what is skipped.
 
     Raises:
         UsageError: if it has one already.
@@ -54,6 +65,10 @@ def bind(optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: boo
             f"This {type(optimizer).__name__} has been through amp.initialize, amp.decorate, FP16_Optimizer or "
             "amp.init once and can go only once; make a new optimizer to start over."
         )
+    keeper = getattr(optimizer, "keep_masters", None)
+    if master_weights and own_masters and keeper is not None and hasattr(torch.Tensor, "grad_dtype"):
+        keeper()
+        return Binding(optimizer, master_weights=False, keeps_masters=True, verbose=verbose)
     return Binding(optimizer, master_weights=master_weights, verbose=verbose)
 
 
@@ -83,8 +98,16 @@ class Binding:
         clipper: clips the gradients of the parameters in its groups.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, master_weights: bool, verbose: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        master_weights: bool,
+        keeps_masters: bool = False,
+        verbose: bool,
+    ) -> None:
         self.optimizer = optimizer
+        self._wide = WideGradients() if keeps_masters else None
         self.masters = PlainMasters(optimizer) if master_weights else None
         self.session: Any = None
         self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
@@ -151,22 +174,24 @@ class Binding:
             # Gradients of a plain loss.backward() count too: nothing is lost.
             self.masters.collect(None, torch.zeros((), device=self.device), set())
             self.masters.drop_collected()
-        if scale is None:
+        if scale is None and self._wide is None:
             return
-        direct = self._direct()
+        direct = self._direct() if scale is not None else [p for p in self._direct() if is_half(p)]
         for param in direct:
             if param.grad is not None and id(param) not in seen:
                 # A view may be of a DistributedDataParallel bucket, which the next backward pass overwrites.
                 self._stash[param] = param.grad.clone() if param.grad._is_view() else param.grad
                 param.grad = None
         seen.update(map(id, direct))
+        if self._wide is not None:
+            self._wide.reset(direct)
 
     def abandon(self) -> None:
         """After ``begin``, when the backward pass failed: drop what it brought and put back what was set aside."""
         if self.masters is not None:
             self.masters.zero_model_grads(set_to_none=True)
         for param, grad in self._stash.items():
-            param.grad = grad
+            set_grad(param, grad)
         self._stash.clear()
         self._delayed = False
 
@@ -236,6 +261,8 @@ class Binding:
         if self.masters is not None:
             self.masters.zero_model_grads(set_to_none)
             self.masters.clear_master_grads()
+        if self._wide is not None:
+            self._wide.reset(self._direct())
         self._stash.clear()
         self._passes.clear()
         self._delayed = False
@@ -297,12 +324,13 @@ class Binding:
         inv_scale = None if scale is None else reciprocal(scale)
         if self.masters is not None:
             self.masters.collect(inv_scale, found_inf, seen)
-        if inv_scale is None:
-            return
-        self._unscaler(self._direct(), inv_scale, found_inf, seen)
+        if self._wide is not None:
+            self._wide.collect(self._direct(), self._stash, inv_scale, found_inf, seen)
+        if inv_scale is not None:
+            self._unscaler(self._direct(), inv_scale, found_inf, seen)
         for param, before in self._stash.items():
             if param.grad is None:
-                param.grad = before
+                set_grad(param, before)
             elif param.grad.is_sparse or before.is_sparse:
                 # torch adds no sparse tensors of 16 bits
                 param.grad = (widen(before) + widen(param.grad)).to(before.dtype)

@@ -2,9 +2,19 @@
 
 from .adagrad import FusedAdagrad
 from .adam import FusedAdam
+from .fuse import fuse
 from .lamb import FusedLAMB, FusedMixedPrecisionLamb
 from .larc import LARC
 from .novograd import FusedNovoGrad
 from .sgd import FusedSGD
 
-__all__ = ["LARC", "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
+__all__ = [
+    "LARC",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedSGD",
+    "fuse",
+]

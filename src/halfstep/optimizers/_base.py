@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -121,6 +122,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients: to None by default, or to zero if the optimizer was made with ``set_grad_none=False``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def keep_masters(self) -> None:
+        """Keep masters of 16-bit parameters from now on, unless told otherwise when made: ``master_weights=True``."""
+        if not self.options.master_weights and self.options.rounding == "nearest":
+            self.options = replace(self.options, master_weights=True)
+            self._groups.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state of this class or of the torch optimizer of the same name; nothing is rounded on the way.

@@ -108,6 +108,10 @@ class FusedSGD(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state of this class or of ``torch.optim.SGD``, which has no ``step``: its buffers have begun."""
         super().load_state_dict(state_dict)
+        self.count_loaded_steps()
+
+    def count_loaded_steps(self) -> None:
+        """Let buffers that ``torch.optim.SGD`` made count as begun: it keeps no ``step``."""
         for state in self.state.values():
             if isinstance(state.get("momentum_buffer"), torch.Tensor):
                 state.setdefault("step", torch.tensor(1.0))

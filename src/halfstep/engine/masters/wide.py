@@ -1,0 +1,81 @@
+"""fp32 gradients on 16-bit parameters, for optimizers that keep masters themselves and step on the model's parameters.
+
+A backward pass always leaves gradients of the parameter's own dtype, which is what DistributedDataParallel and an
+optimizer's cheapest step want. They become fp32 when they are unscaled, or when a second pass is added to them:
+nothing is lost to 16 bits in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...core.formats import is_half
+from ...kernels import eager
+from ...kernels.plan import PlanCache
+
+__all__ = ["WideGradients", "set_grad"]
+
+
+def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """Give a parameter a gradient, of another dtype than its own if need be (torch 2.13, ``Tensor.grad_dtype``)."""
+    if grad.dtype is not param.dtype:
+        param.grad = None
+        param.grad_dtype = grad.dtype
+    param.grad = grad
+
+
+class WideGradients:
+    """The way from 16-bit gradients to fp32 ones, for the parameters of one optimizer."""
+
+    def __init__(self) -> None:
+        self._plans = PlanCache()
+
+    def reset(self, params: Sequence[torch.Tensor]) -> None:
+        """Let the next backward pass bring gradients of the parameters' own dtype, where there are none now."""
+        for param in params:
+            if param.grad is None and param.grad_dtype is not param.dtype:
+                param.grad_dtype = param.dtype
+
+    @torch.no_grad()
+    def collect(
+        self,
+        params: Sequence[torch.Tensor],
+        before: dict[torch.Tensor, torch.Tensor],
+        inv_scale: torch.Tensor | None,
+        found_inf: torch.Tensor,
+        seen: set[int],
+    ) -> None:
+        """Make fp32 gradients of new dense 16-bit ones, times ``inv_scale``, plus what was there before the pass.
+
+        Args:
+            params: of any dtype; others than 16-bit ones are passed over.
+            before: the gradients set aside before the pass; those that are added are taken out.
+            inv_scale: 0-dim float32 tensor; with None only gradients that are to be added to others are widened.
+            found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN and ``inv_scale`` is given.
+            seen: identities of parameters already served in this pass; extended.
+        """
+        first: list[torch.Tensor] = []
+        again: list[torch.Tensor] = []
+        for param in params:
+            grad = param.grad
+            if grad is None or not is_half(grad) or grad.is_sparse or id(param) in seen:
+                continue
+            if param in before:
+                again.append(param)
+            elif inv_scale is not None:
+                first.append(param)
+        for slot, rows in (("first", first), ("again", again)):
+            if not rows:
+                continue
+            grads: list[torch.Tensor] = [param.grad for param in rows]  # type: ignore[misc]
+            if slot == "first":
+                targets = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+            else:
+                targets = [before.pop(param).float() for param in rows]
+            plan = self._plans.get(slot, rows, grads, targets)
+            eager.unscale_into(plan, grads, targets, inv_scale, found_inf, accumulate=slot == "again")
+            for param, target in zip(rows, targets, strict=True):
+                set_grad(param, target)
+            seen.update(map(id, rows))

@@ -1,0 +1,245 @@
+"""Fused optimizers under ``amp``: they keep their masters themselves, and step on what O2 leaves them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import amp, optimizers
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
+from halfstep.kernels.storage import join
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HALVES = [BF16, FP16]
+X = torch.linspace(-1, 1, 24).view(4, 6)
+
+
+def make(dtype: torch.dtype | None, optimizer: Callable[..., Any], **arguments: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    optim = optimizer(model.parameters(), lr=0.01, weight_decay=0.1)
+    if dtype is None:
+        return model, optim
+    return amp.initialize(model, optim, opt_level="O2", dtype=dtype, verbosity=0, **arguments)
+
+
+def backward(model: nn.Module, optim: Any, x: torch.Tensor = X, factor: float = 1.0, **arguments: Any) -> None:
+    with amp.scale_loss(model(x).square().mean() * factor, optim, **arguments) as scaled:
+        scaled.backward()
+
+
+def masters(optim: Any) -> list[torch.Tensor]:
+    """The fp32 value behind each parameter, whoever keeps it."""
+    found = []
+    for param in amp.master_params(optim):
+        state = optim.state[param]
+        value = join(param.detach(), state["remainder"]) if "remainder" in state else state.get("master", param)
+        found.append(value.detach().clone())
+    return found
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_masters_are_the_optimizers_own(dtype: torch.dtype) -> None:
+    model, optim = make(dtype, optimizers.FusedAdam)
+    assert list(map(id, amp.master_params(optim))) == list(map(id, model.parameters()))
+    backward(model, optim)
+    optim.step()
+    kept = "remainder" if dtype is BF16 else "master"
+    assert [kept in optim.state[p] for p in model.parameters()] == [p.dtype is dtype for p in model.parameters()]
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1.0, 128.0, "dynamic"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_trains_as_plain_masters_do(dtype: torch.dtype, loss_scale: Any) -> None:
+    # No Adam: it makes a step of lr from the rounding error of a gradient that is zero but for it.
+    runs = [make(dtype, cls, loss_scale=loss_scale) for cls in (optimizers.FusedSGD, torch.optim.SGD)]
+    for _ in range(20):
+        for model, optim in runs:
+            backward(model, optim)
+            optim.step()
+            optim.zero_grad()
+    for ours, theirs in zip(*(masters(optim) for _, optim in runs), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_an_overflow_changes_nothing(dtype: torch.dtype, bad: float) -> None:
+    model, optim = make(dtype, optimizers.FusedAdam, loss_scale="dynamic")
+    for factor in (1.0, bad, 1.0):
+        before = copy.deepcopy([list(model.parameters()), optim.state_dict()["state"]])
+        scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+        backward(model, optim, factor=factor)
+        optim.step()
+        optim.zero_grad()
+        leaves = [
+            torch.utils._pytree.tree_leaves(x)
+            for x in (before, [list(model.parameters()), optim.state_dict()["state"]])
+        ]
+        if factor != 1.0:
+            assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
+            assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale / 2
+    assert amp.steps_skipped(optim) == 1
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_passes_add_up_in_fp32(dtype: torch.dtype, loss_scale: Any) -> None:
+    """A small gradient after a large one, which 16 bits would swallow, at the parameter's own dtype in each pass."""
+    param = nn.Parameter(torch.ones(1))
+    module = nn.Module()
+    module.weight = param
+    optim = optimizers.FusedSGD([param], lr=1.0)
+    amp.initialize(module, optim, opt_level="O2", dtype=dtype, loss_scale=loss_scale, verbosity=0)
+    for factor in (1.0, 2.0**-10, 2.0**-10):
+        with amp.scale_loss((param * factor).sum(), optim) as scaled:
+            scaled.backward()
+    assert param.grad.item() == 1.0 + 2.0**-9
+    assert param.grad.dtype is FP32
+    optim.zero_grad()
+    with amp.scale_loss((param * 2.0).sum(), optim) as scaled:
+        scaled.backward()
+        assert param.grad.dtype is dtype
+    assert param.grad.item() == 2.0
+
+
+def test_static_scale_of_one_leaves_16_bit_gradients_where_they_are() -> None:
+    model, optim = make(BF16, optimizers.FusedAdam)
+    backward(model, optim)
+    assert model[0].weight.grad.dtype is BF16  # 28 bytes moved for a parameter, not 34
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_clipping_master_params(dtype: torch.dtype) -> None:
+    model, optim = make(dtype, optimizers.FusedAdam, loss_scale=128.0)
+    backward(model, optim)
+    norm = nn.utils.clip_grad_norm_(amp.master_params(optim), 1e-3)
+    assert norm > 1e-3
+    assert optim.clip_master_grads(1.0).item() == pytest.approx(1e-3, rel=1e-2)
+    optim.step()
+
+
+def test_a_pass_that_fails_puts_gradients_back() -> None:
+    model, optim = make(FP16, optimizers.FusedAdam, loss_scale=128.0)
+    backward(model, optim)
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ZeroDivisionError):
+        backward(model, optim, factor=1 / 0)
+
+    def fail() -> None:
+        with amp.scale_loss(model(X).sum(), optim) as scaled:
+            scaled.backward()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_resuming_is_exact(dtype: torch.dtype) -> None:
+    model, optim = make(dtype, optimizers.FusedAdam)
+    for _ in range(3):
+        backward(model, optim)
+        optim.step()
+        optim.zero_grad()
+    buffer = io.BytesIO()
+    torch.save(
+        {"model": model.state_dict(), "optim": optim.state_dict(), "amp": amp.state_dict(optimizer=optim)}, buffer
+    )
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    again, other = make(dtype, optimizers.FusedAdam)
+    again.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optim"])
+    amp.load_state_dict(saved["amp"])
+    for m, o in ((model, optim), (again, other)):
+        for _ in range(3):
+            backward(m, o)
+            o.step()
+            o.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(masters(optim), masters(other), strict=True))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_decorate_and_grad_scaler(dtype: torch.dtype) -> None:
+    model, optim = make(None, optimizers.FusedAdam)
+    model, optim = amp.decorate(model, optim, level="O2", dtype=dtype)
+    scaler, losses = amp.GradScaler(init_loss_scaling=1024), []
+    for _ in range(10):
+        with amp.auto_cast(level="O2", dtype=dtype):
+            loss = model(X).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optim)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_stochastic_rounding_stays_without_masters() -> None:
+    model, optim = make(BF16, lambda p, **k: optimizers.FusedAdam(p, rounding="stochastic", **k))
+    backward(model, optim)
+    optim.step()
+    assert "remainder" not in optim.state[model[0].weight]
+
+
+# ---- fuse
+
+TORCH = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_fused_in_place_and_in_the_middle_of_training(name: str) -> None:
+    runs = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
+        optim = TORCH[name](params)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optim, 0.9)
+        for step in range(6):
+            if fused and step == 3:
+                assert optimizers.fuse(optim) is optim
+                assert isinstance(optim, optimizers.FusedAdam | optimizers.FusedSGD | optimizers.FusedAdagrad)
+            for p in params:
+                p.grad = torch.randn(p.shape)
+            optim.step()
+            scheduler.step()
+        runs.append(params)
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_fused_then_initialized() -> None:
+    model, optim = make(None, torch.optim.AdamW)
+    optimizers.fuse(optim)
+    model, optim = amp.initialize(model, optim, opt_level="O2", dtype=BF16, verbosity=0)
+    backward(model, optim)
+    optim.step()
+    assert "remainder" in optim.state[model[0].weight]
+
+
+def test_what_cannot_be_fused() -> None:
+    params = [nn.Parameter(torch.ones(1))]
+    with pytest.raises(ArgumentTypeError, match=r"torch\.optim\.Adam, .*not RMSprop"):
+        optimizers.fuse(torch.optim.RMSprop(params))
+    with pytest.raises(ArgumentValueError, match="differentiable"):
+        optimizers.fuse(torch.optim.Adam(params, differentiable=True))
+    _, optim = make(BF16, torch.optim.AdamW)
+    with pytest.raises(ArgumentValueError, match=r"before amp\.initialize"):
+        optimizers.fuse(optim)
