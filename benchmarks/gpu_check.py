@@ -25,6 +25,9 @@ NO_TESTS = 5  # pytest's exit status when it found none to run
 BENCHMARKS = {
     "simplenet-float16": ["simplenet", "--dtype", "float16"],
     "simplenet-bfloat16": ["simplenet", "--dtype", "bfloat16"],
+    "scaler_cost": ["scaler_cost"],
+    "op_cost": ["op_cost"],
+    "fused_step": ["fused_step"],
     "simplenet-float16-small": ["simplenet", "--dtype", "float16", "--width", "1024", "--batch", "256"],
 }
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from halfstep import amp, fp16_utils, oplists, scaling
+from halfstep import amp, fp16_utils, kernels, oplists, optimizers, scaling
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,7 +28,9 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         exec(code, namespace)
 
 
-@pytest.mark.parametrize("face", [amp, fp16_utils, oplists, scaling], ids=lambda face: face.__name__)
+@pytest.mark.parametrize(
+    "face", [amp, fp16_utils, kernels, oplists, optimizers, scaling], ids=lambda face: face.__name__
+)
 def test_every_public_name_is_on_its_api_page(face: ModuleType) -> None:
     page = (ROOT / "docs/api" / f"{face.__name__.rpartition('.')[2]}.md").read_text()
     shown = set(re.findall(r"^::: (?:\w+\.)*(\w+)$", page, re.M))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from halfstep import optimizers
 from halfstep.kernels import backend
 from halfstep.kernels.storage import join, round_half_away
 from optimizer_references import CASES, Case, Reference
@@ -142,3 +143,14 @@ def test_twenty_steps_follow_the_papers(name: str, case: Case, form: tuple[Any, 
 def test_triton_kernels_follow_the_papers(device: str, case: Case, form: tuple[Any, Any, Any]) -> None:
     with backend("triton"):
         run_against_reference(case, form, "clip-overflow", steps=4, overflow_at=2, device=device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
+def test_more_elements_than_int32_counts() -> None:
+    size = 2**31 + 5
+    param = torch.nn.Parameter(torch.ones(size, dtype=BF16, device="cuda"))
+    param.grad = torch.ones_like(param)
+    optimizers.FusedSGD([param], lr=0.5).step()
+    assert param.detach()[[0, 2**31 - 1, 2**31, size - 1]].tolist() == [0.5] * 4
+    assert param.detach().float().mean().item() == 0.5

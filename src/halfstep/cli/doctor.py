@@ -96,11 +96,15 @@ def _installed() -> dict[str, str]:
     """What torch was built for, and what compiles kernels."""
     import torch
 
+    from ..kernels import backend_for
+
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     built_for = next((f"{name} {version}" for name, version in builds.items() if version), "the CPU only")
     return {
         "torch is built for": built_for,
         "C++ compiler": _cpp_compiler() or "none found: torch.compile cannot make kernels for the CPU",
+        "fused optimizers": ", ".join(f"{backend_for(kind)} on {kind}" for kind in kinds),
         "Triton": "installed" if find_spec("triton") else "not installed: torch.compile cannot make kernels for a GPU",
     }
 

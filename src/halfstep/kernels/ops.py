@@ -15,7 +15,7 @@ from .batch import Batch, Scalars
 from .expr import Pass
 from .plan import Plan
 
-__all__ = ["AXPBY", "COPY", "L2NORM", "SCALE", "axpby", "copy", "l2norm", "scale", "unscale_"]
+__all__ = ["AXPBY", "COPY", "L2NORM", "SCALE", "axpby", "copy", "l2norm", "run", "scale", "unscale_"]
 
 
 def _scale(source: Any, target: Any, *, factor: Any) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def scale(
         factor: a number or 0-dim tensor.
         found_inf: 0-dim float32 tensor, set to 1.0 if a source holds inf or NaN.
     """
-    _run(SCALE, {"factor": factor}, found_inf, source=sources, target=targets)
+    run(SCALE, {"factor": factor}, found_inf, source=sources, target=targets)
 
 
 def unscale_(tensors: Sequence[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
@@ -71,12 +71,12 @@ def axpby(
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """``target = a x + b y`` for each triple; see ``scale``."""
-    _run(AXPBY, {"a": a, "b": b}, found_inf, x=xs, y=ys, target=targets)
+    run(AXPBY, {"a": a, "b": b}, found_inf, x=xs, y=ys, target=targets)
 
 
 def copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     """``target = source`` for each pair, cast to the target's dtype."""
-    _run(COPY, {}, None, source=sources, target=targets)
+    run(COPY, {}, None, source=sources, target=targets)
 
 
 def l2norm(
@@ -97,21 +97,34 @@ def l2norm(
         return torch.zeros(()), torch.zeros(0) if per_tensor else None
     device = tensors[0].device
     squares = torch.zeros(len(tensors), dtype=torch.float64, device=device)
-    for rows, sums in _run(L2NORM, {}, found_inf, source=tensors):
+    for rows, sums in run(L2NORM, {}, found_inf, source=tensors):
         squares[rows] = sums[0].to(device, non_blocking=True)
     return squares.sum().sqrt().float(), squares.sqrt().float() if per_tensor else None
 
 
-def _run(
-    pass_: Pass, scalars: Scalars, found_inf: torch.Tensor | None, **columns: Sequence[torch.Tensor]
+def run(
+    pass_: Pass,
+    scalars: Scalars,
+    found_inf: torch.Tensor | None,
+    *,
+    skip: torch.Tensor | None = None,
+    **columns: Sequence[torch.Tensor],
 ) -> list[tuple[list[int], torch.Tensor]]:
-    """Run a pass group by group of device and dtype; returns the positions and the sums of each."""
+    """Run a pass group by group of device and dtype; returns the positions and the sums of each.
+
+    Args:
+        pass_: what to run.
+        scalars: its numbers.
+        found_inf: as in ``scale``.
+        skip: 0-dim float32 tensor; nothing is written where it is not 0.
+        **columns: a list of tensors for each column of the pass.
+    """
     results = []
     with torch.no_grad():
         for rows in Plan(*columns.values()).rows:
             batch = Batch.of(**{name: [tensors[i] for i in rows] for name, tensors in columns.items()})
             found = None if found_inf is None else torch.zeros((), device=batch.device)
-            results.append((rows, batch.run(pass_, scalars, found=found)))
+            results.append((rows, batch.run(pass_, scalars, skip=skip, found=found)))
             if found is not None and found_inf is not None:
                 found_inf.copy_(torch.maximum(found_inf, found.to(found_inf).reshape(found_inf.shape)))
     return results
