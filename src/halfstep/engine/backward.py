@@ -10,8 +10,9 @@ import torch
 from ..core.errors import ArgumentTypeError
 from ..core.formats import is_half
 from .casting import ops
+from .ranks import Pass
 from .scaling import LossScaler
-from .stepping import Binding, blame
+from .stepping import Binding, settle
 
 __all__ = ["conclude", "scaled_backward"]
 
@@ -72,7 +73,12 @@ def scaled_backward(
 
 
 def conclude(bindings: Sequence[Binding], scaler: LossScaler, found_inf: torch.Tensor) -> None:
-    """Let the next step of each optimizer and the loss scale know what a pass found."""
+    """Let the next step of each optimizer and the loss scale know what a pass found.
+
+    While other ranks do not have these gradients, nobody is told: the next pass that they average, or ``step``, does.
+    """
+    passed = Pass(found_inf, scaler, dynamic=scaler.dynamic)
     for binding in bindings:
-        binding.note_pass(found_inf, scaler)
-    scaler.update(found_inf, lambda: blame([binding.optimizer for binding in bindings]))
+        binding.passes.append(passed)
+    if not any(binding.ranks.behind for binding in bindings):
+        settle(bindings)

@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,25 +20,19 @@ from ..core.formats import is_half
 from .blame import first_bad_gradient
 from .casting import ops
 from .late import LateReader
-from .masters.plain import PlainMasters
-from .masters.wide import WideGradients, set_grad
+from .masters.plain import MasterLink, PlainMasters
+from .masters.wide import WideGradients, scale_grad, set_grad
+from .ranks import Pass, Ranks, agree
 from .replacing import replace_method
 from .scaling import LossScaler
 from .unscaling import Unscaler, reciprocal, widen
 
-__all__ = ["Binding", "bind", "binding_of", "blame", "unbind"]
+__all__ = ["Binding", "bind", "binding_of", "blame", "settle", "unbind"]
 
 logger = logging.getLogger("halfstep")
 
 _ATTRIBUTE = "_amp_stash"  # the name under which Apex kept its own; scripts ask for it to learn whether amp is on
 _CLOSURE_RETRIES = 64  # enough to bring any float32 scale down to its floor by halving, twice over
-
-
-class _Pass(NamedTuple):
-    """One scaled backward pass since the last step."""
-
-    found_inf: torch.Tensor
-    dynamic: bool
 
 
 class _ClosureOverflowed(Exception):  # noqa: N818 - never leaves this file
@@ -93,6 +87,8 @@ class Binding:
 
     Attributes:
         masters: the fp32 masters of its 16-bit parameters, or None.
+        ranks: what it knows about other processes.
+        passes: the scaled backward passes since the last step.
         session: whoever bound it may leave its own state here.
         models: weak references to the models it trains, which know the names of parameters; whoever bound it fills it.
         clipper: clips the gradients of the parameters in its groups.
@@ -109,12 +105,13 @@ class Binding:
         self.optimizer = optimizer
         self._wide = WideGradients() if keeps_masters else None
         self.masters = PlainMasters(optimizer) if master_weights else None
+        self.ranks = Ranks()
+        self.passes: list[Pass] = []
         self.session: Any = None
         self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
         self._verbose = verbose
         self.clipper = Unscaler()
         self._unscaler = Unscaler()
-        self._passes: list[_Pass] = []
         self._delayed = False  # the gradients are still scaled, by:
         self._delayed_scale: torch.Tensor | None = None
         self._stash: dict[torch.Tensor, torch.Tensor] = {}
@@ -165,20 +162,33 @@ class Binding:
             scale: the 0-dim tensor the loss is multiplied by; None if it is not scaled.
             seen: identities of parameters already set aside for this pass by another optimizer; extended.
         """
+        direct = self._direct()
+        self.ranks.look(self._links, direct)
+        reduced = any(link.reduced is not None for link in self._links)
+        if not self._delayed or self._delayed_scale is not scale or reduced:
+            self._set_aside(scale, direct, seen)
+        self.ranks.watch(scale, self._links, direct)
+
+    def _set_aside(self, scale: torch.Tensor | None, direct: list[torch.Tensor], seen: set[int]) -> None:
         if self._delayed:
-            if self._delayed_scale is scale:
-                return
             self._note_delayed()
         if self.masters is not None:
             self.masters.adopt_unfrozen(self.optimizer)
             # Gradients of a plain loss.backward() count too: nothing is lost.
             self.masters.collect(None, torch.zeros((), device=self.device), set())
             self.masters.drop_collected()
+            self.ranks.preload(scale, self.masters.links)
         if scale is None and self._wide is None:
             return
-        direct = self._direct() if scale is not None else [p for p in self._direct() if is_half(p)]
+        if scale is None:
+            direct = [param for param in direct if is_half(param)]
         for param in direct:
-            if param.grad is not None and id(param) not in seen:
+            if param.grad is None or id(param) in seen:
+                continue
+            if self.ranks.reduces(param):
+                # It stays where ranks average it, scaled like what will be added to it.
+                scale_grad(param, scale)
+            else:
                 # A view may be of a DistributedDataParallel bucket, which the next backward pass overwrites.
                 self._stash[param] = param.grad.clone() if param.grad._is_view() else param.grad
                 param.grad = None
@@ -194,6 +204,8 @@ class Binding:
             set_grad(param, grad)
         self._stash.clear()
         self._delayed = False
+        if self.ranks.abandon():
+            self.passes.append(Pass(torch.ones((), device=self.device), None))
 
     def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int], *, delay: bool) -> None:
         """After ``begin`` and the backward pass: unscale what it brought and add what was set aside.
@@ -205,12 +217,9 @@ class Binding:
             delay: leave the gradients scaled for now; the next undelayed pass, or ``step``, unscales all of them.
         """
         self._delayed, self._delayed_scale = delay, scale
+        self.ranks.close(self._links, self._direct())
         if not delay:
             self._unscale(scale, found_inf, seen)
-
-    def note_pass(self, found_inf: torch.Tensor, scaler: LossScaler) -> None:
-        """The next step depends on this flag, 1.0 if the pass scaled by ``scaler`` overflowed."""
-        self._passes.append(_Pass(found_inf, scaler.dynamic))
 
     def unscale(self, scale: torch.Tensor, found_inf: torch.Tensor, scaler: LossScaler, seen: set[int]) -> None:
         """Unscale what backward passes without ``begin`` brought; the next step depends on it.
@@ -221,8 +230,10 @@ class Binding:
             scaler: whose scale it is.
             seen: identities of parameters already unscaled; extended.
         """
-        self.finish(scale, found_inf, seen, delay=False)
-        self.note_pass(found_inf, scaler)
+        self._delayed = False
+        self._unscale(scale, found_inf, seen)
+        self.passes.append(Pass(found_inf, None, dynamic=scaler.dynamic))
+        agree(self.passes, [self.ranks])
 
     def release(self) -> None:
         """Put the optimizer's own methods back, where nobody has replaced ours since."""
@@ -237,7 +248,9 @@ class Binding:
         self._tell_of_delayed()
         if self._delayed:
             self._note_delayed()
-        passes, self._passes = self._passes, []
+        if closure is None:
+            self._catch_up()
+        passes, self.passes = self.passes, []
         casting = ops.active()
         with ops.disable_casts() if casting is not None else nullcontext():
             if closure is None:
@@ -264,7 +277,8 @@ class Binding:
         if self._wide is not None:
             self._wide.reset(self._direct())
         self._stash.clear()
-        self._passes.clear()
+        self.passes.clear()
+        self.ranks.forget()
         self._delayed = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -287,12 +301,26 @@ class Binding:
         """
         if self._delayed:
             self._note_delayed()
+        self._catch_up()
         self._complete_masters()
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = self.clipper.clip(params, max_norm, norm_type)
-        return torch.where(_any(self._passes) != 0, -1.0, norm) if self._passes else norm
+        return torch.where(_any(self.passes) != 0, -1.0, norm) if self.passes else norm
 
     # ---- inside
+
+    @property
+    def _links(self) -> list[MasterLink]:
+        return [] if self.masters is None else self.masters.links
+
+    def _catch_up(self) -> None:
+        """Have other ranks know what they do not know yet of the gradients and overflows since the last step."""
+        self.ranks.look(self._links, self._direct())
+        if self.ranks.reductions:
+            if self.ranks.behind:
+                self._complete_masters()
+                self.ranks.catch_up(self._links, self._direct())
+            settle([self])
 
     def _complete_masters(self) -> None:
         """Bring to the masters what no scaled pass has: gradients of a plain backward, edits of 16-bit gradients."""
@@ -315,7 +343,7 @@ class Binding:
         found_inf = torch.zeros((), device=self.device)
         self._unscale(self._delayed_scale, found_inf, set())
         if self._delayed_scale is not None:
-            self._passes.append(_Pass(found_inf, False))
+            self.passes.append(Pass(found_inf, None))
             self._late.post(found_inf)
 
     @torch.no_grad()
@@ -354,7 +382,8 @@ class Binding:
             for _ in range(_CLOSURE_RETRIES):
                 with torch.enable_grad(), casting if casting is not None else nullcontext():
                     loss = closure()
-                passes, self._passes = self._passes, []
+                self._catch_up()
+                passes, self.passes = self.passes, []
                 if self.masters is not None:
                     self.masters.collect(None, torch.zeros((), device=self.device), set())
                 if not passes or not _any(passes).item():
@@ -407,6 +436,13 @@ class Binding:
                 logger.info("Gradient overflow in a delayed pass. Skipping step")
 
 
+def settle(bindings: Sequence[Binding]) -> None:
+    """Agree with other ranks on what the latest passes found, and tell their loss scales."""
+    passes = {id(passed): passed for binding in bindings for passed in binding.passes}
+    for scaler, found_inf in agree(passes.values(), [binding.ranks for binding in bindings]).items():
+        scaler.update(found_inf, lambda: blame([binding.optimizer for binding in bindings]))
+
+
 def blame(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     """The first parameter of these optimizers whose gradient is not finite, in words. Reads the device."""
     bindings = [binding for optimizer in optimizers if (binding := binding_of(optimizer)) is not None]
@@ -414,7 +450,7 @@ def blame(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     return first_bad_gradient(optimizers, models)
 
 
-def _any(passes: list[_Pass]) -> torch.Tensor:
+def _any(passes: list[Pass]) -> torch.Tensor:
     if len(passes) == 1:
         return passes[0].found_inf
     device = passes[0].found_inf.device

@@ -17,13 +17,19 @@ from ...core.formats import is_half
 from ...kernels import eager
 from ...kernels.plan import Plan, PlanCache
 
-__all__ = ["MasterLink", "PlainMasters", "master_of"]
+__all__ = ["MasterLink", "PlainMasters", "link_of", "master_of"]
 
 
 class MasterLink:
-    """A 16-bit parameter of a model and its fp32 master. Optimizers that share the parameter share the link."""
+    """A 16-bit parameter of a model and its fp32 master. Optimizers that share the parameter share the link.
 
-    __slots__ = ("__weakref__", "_view", "master", "model", "owners", "spent_by")
+    Attributes:
+        model: the 16-bit parameter.
+        master: the fp32 one.
+        reduced: the fp32 gradient that ranks have averaged and of which the 16-bit one is the rounded copy, or None.
+    """
+
+    __slots__ = ("__weakref__", "_reduced_version", "_view", "master", "model", "owners", "reduced", "spent_by")
 
     def __init__(self, model: torch.nn.Parameter) -> None:
         self.model = model
@@ -33,10 +39,30 @@ class MasterLink:
         # From the rounded weight, as Apex had it: the master starts where the model computes.
         fp32 = model.detach().to(torch.float32, copy=True)
         self.master = torch.nn.Parameter(fp32, requires_grad=model.requires_grad)
+        self.reduced: torch.Tensor | None = None
+        self._reduced_version = -1
+
+    def note_reduced(self) -> None:
+        """The 16-bit gradient is as the ranks left it: from here on, if it changes, it says more than ``reduced``."""
+        grad = self.model.grad
+        self._reduced_version = -1 if grad is None else grad._version
+        if grad is None and self.reduced is not None and not self.reduced.any():
+            self.reduced = None  # no rank has ever used the parameter: no gradient, rather than one of zeros
+
+    def take_accumulated(self) -> torch.Tensor | None:
+        """The gradient of the master, which then has none."""
+        grad = None if self.spent_by else self.master.grad
+        self.master.grad = None
+        self.spent_by.clear()
+        return grad
 
     def fresh_grad(self) -> torch.Tensor | None:
         """The gradient of the 16-bit parameter, unless the master has had it already."""
         grad = self.model.grad
+        if self.reduced is not None:
+            if self._reduced_version == (-1 if grad is None else grad._version):
+                return self.reduced
+            self.reduced = None
         if grad is None or getattr(grad, "_halfstep_collected", -1) == grad._version:
             return None
         # DistributedDataParallel rebuilds its buckets once, in a forward, and gradient_as_bucket_view=True then hands
@@ -48,6 +74,7 @@ class MasterLink:
 
     def mark_collected(self) -> None:
         """Remember on the gradient itself that the master has it; Apex left 16-bit gradients in place, so do we."""
+        self.reduced = None
         grad = self.model.grad
         if grad is not None:
             grad._halfstep_collected = grad._version  # type: ignore[attr-defined]
@@ -74,10 +101,15 @@ def _link(param: torch.nn.Parameter) -> MasterLink:
     return link
 
 
+def link_of(param: torch.Tensor) -> MasterLink | None:
+    """The link of a model's parameter, or None if no living optimizer keeps a master for it."""
+    reference = _LINKS.get(param)
+    return reference() if reference is not None else None
+
+
 def master_of(param: torch.Tensor) -> torch.nn.Parameter | None:
     """The fp32 master of a model's parameter, or None if no living optimizer keeps one."""
-    reference = _LINKS.get(param)
-    link = reference() if reference is not None else None
+    link = link_of(param)
     return None if link is None else link.master
 
 
@@ -147,6 +179,7 @@ class PlainMasters:
         """
         first: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         again: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        reduced: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         for link in self.links:
             if id(link.master) in seen:
                 continue
@@ -160,8 +193,14 @@ class PlainMasters:
             if grad.is_sparse:
                 _collect_sparse(link, grad, inv_scale, found_inf)
             else:
-                (first if link.master.grad is None else again).append((link.master, grad))
+                rows = again if link.master.grad is not None else reduced if grad is link.reduced else first
+                rows.append((link.master, grad))
             link.mark_collected()
+        for master, grad in reduced:
+            master.grad = grad  # fp32 already, and nobody else's
+        if reduced and inv_scale is not None:
+            masters, grads = [master for master, _ in reduced], [grad for _, grad in reduced]
+            eager.unscale_(self._plans.get("reduced", masters, grads), grads, inv_scale, found_inf)
         for slot, rows in (("first", first), ("again", again)):
             if not rows:
                 continue
@@ -230,6 +269,7 @@ class PlainMasters:
     def zero_model_grads(self, set_to_none: bool) -> None:
         """Clear the 16-bit gradients of the model."""
         for link in self.links:
+            link.reduced = None
             if set_to_none:
                 link.clear_grad()
             elif link.model.grad is not None:

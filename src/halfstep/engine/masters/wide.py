@@ -15,7 +15,7 @@ from ...core.formats import is_half
 from ...kernels import eager
 from ...kernels.plan import PlanCache
 
-__all__ = ["WideGradients", "set_grad"]
+__all__ = ["WideGradients", "scale_grad", "set_grad"]
 
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
@@ -24,6 +24,22 @@ def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
         param.grad = None
         param.grad_dtype = grad.dtype
     param.grad = grad
+
+
+@torch.no_grad()
+def scale_grad(param: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Scale a gradient for the pass that comes, in the dtype of that pass."""
+    grad = param.grad
+    assert grad is not None
+    if scale is not None:
+        scale = scale.to(grad.device, non_blocking=True)
+    if grad.dtype is param.dtype:
+        if scale is not None:
+            grad.mul_(scale)
+        return
+    param.grad = None
+    param.grad_dtype = param.dtype
+    param.grad = (grad if scale is None else grad * scale).to(param.dtype)
 
 
 class WideGradients:

@@ -1,0 +1,230 @@
+"""One DistributedDataParallel wrapper: what its buckets carry, so that ranks average whole accumulation windows.
+
+torch's reducer all-reduces what lies in the ``.grad`` of the model. The gradients of earlier micro-steps lie elsewhere
+when there are masters, so a communication hook adds them to the bucket first. Which parameters have masters, and what
+happens when the last micro-step of a window was not reduced, is for ``engine.ranks``.
+"""
+
+# No postponed annotations here: torch compares those of a communication hook with its own classes.
+import weakref
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..core.formats import is_half
+from .masters.plain import MasterLink, link_of
+
+__all__ = ["Reduction", "Wire", "known_wrappers", "reduction_of", "set_wire", "wrappers_seen"]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """In which form gradients travel between the ranks.
+
+    Attributes:
+        widen: send 16-bit gradients as fp32: True for all of them, None for those of parameters with a master, whose
+            sum over the micro-steps then never is rounded to 16 bits; False for none.
+        predivide: divide by this before the sum, and by the rest of the world size after it. None divides by the
+            world size before, as torch does: no overflow, at the price of small 16-bit numbers.
+        average: False leaves the sum, divided by ``predivide`` alone.
+    """
+
+    widen: bool | None = None
+    predivide: float | None = None
+    average: bool = True
+
+
+_seen = 0
+_WRAPPERS: MutableMapping[Any, Wire] = WeakIdKeyDictionary()
+_REDUCTIONS: MutableMapping[Any, "Reduction"] = WeakIdKeyDictionary()
+
+
+def _notice(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+    """Called by torch whenever a module gets a submodule, so also when DistributedDataParallel takes its model."""
+    global _seen
+    if isinstance(module, DistributedDataParallel) and module not in _WRAPPERS:
+        _WRAPPERS[module] = Wire()
+        _seen += 1
+
+
+torch.nn.modules.module.register_module_module_registration_hook(_notice)
+
+
+def wrappers_seen() -> int:
+    """How many wrappers there have been: when it has not moved, there is nothing new to look at."""
+    return _seen
+
+
+def known_wrappers() -> list[DistributedDataParallel]:
+    """The living wrappers made since halfstep was imported."""
+    return list(_WRAPPERS)
+
+
+def set_wire(wrapper: DistributedDataParallel, wire: Wire) -> None:
+    """Choose how the gradients of a wrapper travel; call it before the first backward pass, alike on every rank."""
+    _WRAPPERS[wrapper] = wire
+
+
+def reduction_of(wrapper: DistributedDataParallel) -> "Reduction":
+    """The reduction of a wrapper, made when first asked for."""
+    found = _REDUCTIONS.get(wrapper)
+    if found is None:
+        found = _REDUCTIONS[wrapper] = Reduction(wrapper, _WRAPPERS.get(wrapper, Wire()))
+    return found
+
+
+class Reduction:
+    """The all-reduce of one wrapper.
+
+    Attributes:
+        group: the process group.
+        world: its size.
+        hooked: whether the communication hook is ours. Where a user has registered another, that one stays.
+        scale: what the losses of the present backward pass are multiplied by; None if they are not.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel, wire: Wire) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self.group: dist.ProcessGroup = wrapper.process_group
+        self.world = dist.get_world_size(self.group)
+        self.scale: torch.Tensor | None = None
+        self._wire = wire
+        ignored = set(wrapper.parameters_to_ignore)
+        self._params = {id(p) for name, p in wrapper.module.named_parameters() if name not in ignored}
+        # Where parameters can go without a gradient, torch leaves theirs as they are, even if ranks differ.
+        self._partial = bool(wrapper.find_unused_parameters or wrapper.static_graph)
+        self._own_talks = 0
+        self._arriving = False
+        self._links: list[MasterLink] = []
+        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # A built-in hook leaves no other trace than in the log.
+        others = wrapper._comm_hooks or wrapper._get_ddp_logging_data().get("comm_hook")
+        self.hooked = not others
+        if self.hooked:
+            wrapper.register_comm_hook(weakref.ref(self), _communicate)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the wrapper still exists."""
+        return self._wrapper() is not None
+
+    @property
+    def talks(self) -> int:
+        """How many backward passes the ranks have averaged, as far as our hook has seen them."""
+        return self._own_talks
+
+    def synced_by_flag(self) -> bool:
+        """Whether the latest forward pass asked for a reduction: all there is to know under somebody else's hook."""
+        wrapper = self._wrapper()
+        return wrapper is not None and bool(wrapper.require_forward_param_sync)
+
+    def holds(self, param: torch.Tensor) -> bool:
+        """Whether this wrapper reduces the gradient of a parameter."""
+        return id(param) in self._params
+
+    # ---- during a backward pass
+
+    @torch.no_grad()
+    def communicate(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        """Add what this rank has accumulated so far to a bucket, then average the bucket over the ranks."""
+        self._begin_arrival()
+        buffer, params = bucket.buffer(), bucket.parameters()
+        links = [link for p in params if (link := link_of(p)) is not None]
+        widen = is_half(buffer) and (bool(links) if self._wire.widen is None else self._wire.widen)
+        sent = buffer.float() if widen else buffer
+        if sent.is_sparse:
+            sent = self._add_sparse(sent, links)
+            if links and widen:
+                links[0].reduced = sent
+        elif links or self._partial:
+            self._add(bucket, buffer, sent)
+        before = self._wire.predivide or (self.world if self._wire.average else 1.0)
+        after = self.world / before if self._wire.average else 1.0
+        if before != 1.0:
+            sent.div_(before)
+
+        def arrived(future: torch.futures.Future[Any]) -> torch.Tensor:
+            with torch.no_grad():
+                if after != 1.0:
+                    sent.div_(after)
+                if sent.is_sparse:
+                    buffer_of_sparse: torch.Tensor = sent.to(buffer.dtype)
+                    return buffer_of_sparse
+                if widen:
+                    buffer.copy_(sent)
+                averaged: torch.Tensor = buffer
+                return averaged
+
+        work = dist.all_reduce(sent, group=self.group, async_op=True)
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(arrived)
+        return future
+
+    def _add(self, bucket: Any, buffer: torch.Tensor, sent: torch.Tensor) -> None:
+        local: list[torch.Tensor] = []
+        slots: list[torch.Tensor] = []
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            slot = grad
+            if sent is not buffer:
+                slot = sent.as_strided(grad.size(), grad.stride(), grad.storage_offset() - buffer.storage_offset())
+            link = link_of(param)
+            if link is not None:
+                accumulated = link.take_accumulated()
+                if accumulated is not None:
+                    slots.append(slot)
+                    local.append(accumulated)
+                if sent is not buffer:
+                    link.reduced = slot
+                    self._links.append(link)
+            if self._partial and (link is None or sent is buffer):
+                self._views.append((param, grad))
+        if local:
+            if self.scale is not None:
+                torch._foreach_mul_(local, self.scale.to(local[0].device, non_blocking=True))
+            torch._foreach_add_(slots, local)
+
+    def _add_sparse(self, sent: torch.Tensor, links: list[MasterLink]) -> torch.Tensor:
+        """The same for a bucket that holds the gradient of one sparse parameter."""
+        for link in links:
+            accumulated = link.take_accumulated()
+            if accumulated is not None:
+                scaled = accumulated if self.scale is None else accumulated * self.scale
+                sent = sent + scaled.to(sent.dtype)
+            self._links.append(link)
+        return sent.coalesce()
+
+    def _begin_arrival(self) -> None:
+        """At the first bucket of a pass: ask to be called back when the reducer has put the gradients in place."""
+        if self._arriving:
+            return
+        self._arriving = True
+        self._own_talks += 1
+        engine = torch.autograd.Variable._execution_engine
+        # The reducer queues its own last act after its last bucket; a callback queued by a callback runs after that.
+        engine.queue_callback(lambda: engine.queue_callback(self._arrived))
+
+    @torch.no_grad()
+    def _arrived(self) -> None:
+        self._arriving = False
+        for link in self._links:
+            link.note_reduced()
+        for param, view in self._views:
+            if param.grad is None:
+                if view.any():  # nobody used it in this pass, but somebody did before
+                    param.grad = view.clone()
+            elif param.grad.data_ptr() != view.data_ptr():
+                param.grad.copy_(view)
+        self._links.clear()
+        self._views.clear()
+
+
+def _communicate(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """The communication hook; weak, because the reducer owns it and the wrapper owns the reducer."""
+    reduction: Reduction | None = state()
+    if reduction is None:
+        raise AssertionError("the wrapper is gone and its reducer still works")
+    return reduction.communicate(bucket)
