@@ -51,7 +51,8 @@ def scaled_backward(
         kind = loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ArgumentTypeError(f"{name} needs a floating tensor as loss, not {kind}.")
     scale = None if found_inf is None and scaler.neutral else scaler.scale(loss.device)
-    begun: set[int] = set()
+    alone = len(bindings) == 1  # no other optimizer can have the same parameters
+    begun: set[int] | None = None if alone else set()
     for binding in bindings:
         binding.begin(scale, begun)
     wide = loss.float() if is_half(loss) else loss
@@ -65,7 +66,7 @@ def scaled_backward(
         ops.clear_cache()
     if found_inf is None:
         found_inf = torch.zeros((), device=loss.device)
-    served: set[int] = set()
+    served: set[int] | None = None if alone else set()
     for binding in bindings:
         binding.finish(scale, found_inf, served, delay=delay)
     if scale is not None and check and not delay:

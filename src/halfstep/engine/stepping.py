@@ -155,12 +155,13 @@ class Binding:
         """Whether a 16-bit parameter has a gradient that its master has not had yet."""
         return self.masters is not None and any(link.fresh_grad() is not None for link in self.masters.links)
 
-    def begin(self, scale: torch.Tensor | None, seen: set[int]) -> None:
+    def begin(self, scale: torch.Tensor | None, seen: set[int] | None) -> None:
         """Set aside what gradients there are, so that a backward pass scaled by ``scale`` brings only its own.
 
         Args:
             scale: the 0-dim tensor the loss is multiplied by; None if it is not scaled.
-            seen: identities of parameters already set aside for this pass by another optimizer; extended.
+            seen: identities of parameters already set aside for this pass by another optimizer; extended. None if
+                there is no other.
         """
         direct = self._direct()
         self.ranks.look(self._links, direct)
@@ -169,7 +170,7 @@ class Binding:
             self._set_aside(scale, direct, seen)
         self.ranks.watch(scale, self._links, direct)
 
-    def _set_aside(self, scale: torch.Tensor | None, direct: list[torch.Tensor], seen: set[int]) -> None:
+    def _set_aside(self, scale: torch.Tensor | None, direct: list[torch.Tensor], seen: set[int] | None) -> None:
         if self._delayed:
             self._note_delayed()
         if self.masters is not None:
@@ -182,17 +183,17 @@ class Binding:
             return
         if scale is None:
             direct = [param for param in direct if is_half(param)]
-        for param in direct:
-            if param.grad is None or id(param) in seen:
-                continue
+        for param in [p for p in direct if p.grad is not None and not (seen and id(p) in seen)]:
             if self.ranks.reduces(param):
                 # It stays where ranks average it, scaled like what will be added to it.
                 scale_grad(param, scale)
             else:
+                grad: torch.Tensor = param.grad  # type: ignore[assignment]
                 # A view may be of a DistributedDataParallel bucket, which the next backward pass overwrites.
-                self._stash[param] = param.grad.clone() if param.grad._is_view() else param.grad
+                self._stash[param] = grad.clone() if grad._is_view() else grad
                 param.grad = None
-        seen.update(map(id, direct))
+        if seen is not None:
+            seen.update(map(id, direct))
         if self._wide is not None:
             self._wide.reset(direct)
 
@@ -207,13 +208,16 @@ class Binding:
         if self.ranks.abandon():
             self.passes.append(Pass(torch.ones((), device=self.device), None))
 
-    def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int], *, delay: bool) -> None:
+    def finish(
+        self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int] | None, *, delay: bool
+    ) -> None:
         """After ``begin`` and the backward pass: unscale what it brought and add what was set aside.
 
         Args:
             scale: as given to ``begin``.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN.
-            seen: identities of parameters already served by another optimizer in this pass; extended.
+            seen: identities of parameters already served by another optimizer in this pass; extended. None if there
+                is no other.
             delay: leave the gradients scaled for now; the next undelayed pass, or ``step``, unscales all of them.
         """
         self._delayed, self._delayed_scale = delay, scale
@@ -347,15 +351,18 @@ class Binding:
             self._late.post(found_inf)
 
     @torch.no_grad()
-    def _unscale(self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int]) -> None:
+    def _unscale(self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int] | None) -> None:
         """Unscale the gradients that the last pass brought, then add what was set aside before it."""
         inv_scale = None if scale is None else reciprocal(scale)
-        if self.masters is not None:
-            self.masters.collect(inv_scale, found_inf, seen)
-        if self._wide is not None:
-            self._wide.collect(self._direct(), self._stash, inv_scale, found_inf, seen)
+        direct = self._direct()
+        if self.masters is not None or self._wide is not None:
+            seen = set() if seen is None else seen
+            if self.masters is not None:
+                self.masters.collect(inv_scale, found_inf, seen)
+            if self._wide is not None:
+                self._wide.collect(direct, self._stash, inv_scale, found_inf, seen)
         if inv_scale is not None:
-            self._unscaler(self._direct(), inv_scale, found_inf, seen)
+            self._unscaler(direct, inv_scale, found_inf, seen)
         for param, before in self._stash.items():
             if param.grad is None:
                 set_grad(param, before)
