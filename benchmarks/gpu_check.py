@@ -29,6 +29,7 @@ BENCHMARKS = {
     "op_cost": ["op_cost"],
     "fused_step": ["fused_step"],
     "simplenet-float16-small": ["simplenet", "--dtype", "float16", "--width", "1024", "--batch", "256"],
+    "scaler-cost-100": ["scaler_cost", "--tensors", "100"],
 }
 
 

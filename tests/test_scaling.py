@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from apex_recording import golden
+from apex_recording import golden, grid
 from halfstep import amp
 from halfstep.core.errors import ArgumentValueError, HalfstepError, LossScaleCollapsed
 from halfstep.engine.late import LateReader
@@ -262,6 +262,56 @@ def test_apex_amp_loss_scaler(case: str) -> None:
         assert scales == recorded["scale"]
     if pattern == "finite" or not name.startswith("static"):
         assert unskipped == recorded["unskipped"]
+
+
+GRADIENTS = {  # case -> the gradient there was, the gradient that comes
+    "a -inf": (0.0, [1.0, -math.inf]),
+    "a nan": (0.0, [1.0, math.nan]),
+    "four finite 2e38": (0.0, [2e38] * 4),
+    "inf and -inf together": (0.0, [math.inf, -math.inf]),
+    "inf in the new gradient": (1.0, [1.0, math.inf]),
+    "inf in the stashed gradient only": (math.inf, [1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_apex_unscale(case: str) -> None:
+    before, new = GRADIENTS[case]
+    recorded = APEX["unscale"][f"dynamic: {case}"]
+    if case == "four finite 2e38":  # a defect: it looked at their sum
+        recorded = {"scale": 128.0, "skip": False}
+    param = nn.Parameter(torch.zeros(len(new)))
+    _, optim = amp.initialize(
+        nn.Module(), torch.optim.SGD([param], lr=0.0), opt_level="O0", loss_scale="dynamic", verbosity=0
+    )
+    amp._amp_state.loss_scalers[0].set_scale(128.0)
+    param.grad = torch.full_like(param, before)
+    with amp.scale_loss(param.sum(), optim):
+        param.grad = torch.tensor(new)
+    optim.step()
+    assert amp._amp_state.loss_scalers[0].loss_scale() == recorded["scale"]
+    assert bool(amp.steps_skipped(optim)) == recorded["skip"]
+
+
+def test_apex_unscale_values() -> None:
+    """New gradients are divided by the scale in fp32; what was there before is added as it is."""
+    new, before = grid((6,), 41, 64.0), grid((6,), 42)
+    for half, recorded in (
+        (True, "static128: new fp16 grid((6,),41,64)/128 + stashed fp32 grid((6,),42)"),
+        (False, "static128: fp32 in place"),
+    ):
+        assert recorded in APEX["unscale"]
+        model = nn.Linear(6, 1, bias=False)
+        optim = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optim = amp.initialize(
+            model, optim, opt_level="O2" if half else "O0", dtype=torch.float16, loss_scale=128.0, verbosity=0
+        )
+        (master,) = amp.master_params(optim)
+        if half:
+            master.grad = before.clone().reshape(1, 6)
+        with amp.scale_loss(model.weight.float().sum(), optim):
+            model.weight.grad = new.to(model.weight.dtype).reshape(1, 6)
+        assert master.grad.flatten().tolist() == pytest.approx(APEX["unscale"][recorded], rel=1e-6)
 
 
 @pytest.mark.parametrize("case", APEX["DynamicLossScaler"])
