@@ -1,0 +1,188 @@
+"""BatchNorm over the batches of all ranks, exact also where they are of different sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..core.errors import ArgumentTypeError, ArgumentValueError
+
+__all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks; its gradient is summed over ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """BatchNorm whose statistics are those of the batches of all ranks together, on any device.
+
+    Statistics are computed in fp32 in two passes (mean, then squared distances from it), each rank's values weighted
+    equally, so unequal batches give what one large batch gives. The output has the dtype of the input. Without a
+    process group, and in evaluation, it is an ordinary BatchNorm.
+
+    Args:
+        num_features: channels, dimension 1 of the input; the last one with ``channel_last``.
+        eps: added to the variance.
+        momentum: of the running statistics; None averages over all batches.
+        affine: whether there are a weight and a bias.
+        track_running_stats: whether there are running statistics.
+        process_group: ranks that share statistics; None means all.
+        channel_last: the input has its channels last.
+        fuse_relu: apply ReLU to the result.
+
+    Source: Apex, ``apex.parallel.SyncBatchNorm``.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+
+    def forward(self, input: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalize.
+
+        Args:
+            input: floating, of shape [N, C, ...], or [N, ..., C] with ``channel_last``.
+            z: added before the ReLU.
+
+        Raises:
+            ArgumentValueError: in training, if all ranks together have only one value for a channel.
+        """
+        x = input.movedim(-1, 1) if self.channel_last and input.dim() > 2 else input
+        y = self._normalize(x)
+        if y is not x and self.channel_last and input.dim() > 2:
+            y = y.movedim(1, -1)
+        if z is not None:
+            y = y + z
+        return torch.relu(y) if self.fuse_relu else y
+
+    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
+        batch = self.training or self.running_mean is None
+        together = batch and dist.is_available() and dist.is_initialized() and self._world() > 1
+        if together and x.is_cuda:
+            return super().forward(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if not batch:
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            mean, var = self.running_mean.to(wide.dtype), self.running_var.to(wide.dtype)
+        else:
+            mean, var = self._statistics(wide, together)
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        scale = (var + self.eps).rsqrt()
+        y = (wide - mean.view(shape)) * scale.view(shape)
+        if self.weight is not None:
+            y = y * self.weight.to(wide.dtype).view(shape) + self.bias.to(wide.dtype).view(shape)
+        return y.to(x.dtype)
+
+    def _statistics(self, x: torch.Tensor, together: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        dims = [0, *range(2, x.dim())]
+        group = self.process_group
+
+        def total(value: torch.Tensor) -> torch.Tensor:
+            return _Sum.apply(value, group) if together else value  # type: ignore[no-untyped-call]
+
+        count = x.new_tensor([x.numel() / max(x.shape[1], 1)])
+        sums = total(torch.cat([x.sum(dims), count]))
+        n = sums[-1].detach()
+        if n <= 1:
+            raise ArgumentValueError(
+                f"SyncBatchNorm in training needs more than one value for a channel over all ranks; the input here has "
+                f"shape {tuple(x.shape)}."
+            )
+        mean = sums[:-1] / n
+        centred = x - mean.view([1, -1, *[1] * (x.dim() - 2)])
+        var = total(centred.square().sum(dims)) / n
+        self._track(mean.detach(), var.detach() * (n / (n - 1)))
+        return mean, var
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, var: torch.Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or not self.training:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(var.to(self.running_var.dtype), share)
+
+    def _world(self) -> int:
+        return dist.get_world_size(self.process_group)
+
+
+def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
+    """Replace every BatchNorm of a model by a ``SyncBatchNorm`` with the same parameters and running statistics.
+
+    Args:
+        module: changed in place, unless it is a BatchNorm itself.
+        process_group: ranks that share statistics; None means all.
+        channel_last: as in ``SyncBatchNorm``.
+
+    Returns:
+        The model.
+    """
+    if isinstance(module, SyncBatchNorm):
+        return module
+    if isinstance(module, _BatchNorm) and not isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        track = module.track_running_stats
+        made = SyncBatchNorm(
+            module.num_features, module.eps, module.momentum, module.affine, track, process_group, channel_last
+        )
+        made.weight, made.bias = module.weight, module.bias
+        made.running_mean, made.running_var = module.running_mean, module.running_var
+        made.num_batches_tracked = module.num_batches_tracked
+        return made.train(module.training)
+    for name, child in module.named_children():
+        setattr(module, name, convert_syncbn_model(child, process_group, channel_last))
+    return module
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """Groups of neighbouring ranks that share BatchNorm statistics; every rank must call it.
+
+    Args:
+        group_size: ranks in a group, a divisor of the world size; 0 means all.
+
+    Returns:
+        This rank's group, or None for 0.
+
+    Raises:
+        ArgumentValueError: if it does not divide the world size.
+    """
+    if not isinstance(group_size, int) or isinstance(group_size, bool):
+        raise ArgumentTypeError(f"group_size must be a whole number, not {group_size!r}.")
+    if group_size == 0:
+        return None
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if group_size < 0 or world % group_size:
+        raise ArgumentValueError(f"group_size={group_size} must divide the world size, {world}, or be 0 for all ranks.")
+    groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, world, group_size)]
+    return groups[rank // group_size]
