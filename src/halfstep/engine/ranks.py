@@ -51,6 +51,11 @@ class Ranks:
         self._watched: dict[Reduction, tuple[int, int]] = {}
 
     @property
+    def alone(self) -> bool:
+        """Whether this process has never had a wrapper: then there is nobody to look for."""
+        return wrappers_seen() == 0
+
+    @property
     def behind(self) -> bool:
         """Whether gradients have come that other ranks do not have."""
         return bool(self._behind)
@@ -68,7 +73,7 @@ class Ranks:
     def look(self, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]) -> None:
         """Find the wrappers made since the last call. A collective operation where there are new ones with masters."""
         key = (wrappers_seen(), len(links), len(direct))
-        if key == self._key or wrappers_seen() == 0:
+        if key == self._key or self.alone:
             return
         self._key = key
         params = [*(link.model for link in links), *direct]

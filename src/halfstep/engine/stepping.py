@@ -164,6 +164,10 @@ class Binding:
                 there is no other.
         """
         direct = self._direct()
+        if self.ranks.alone:
+            if not self._delayed or self._delayed_scale is not scale:
+                self._set_aside(scale, direct, seen)
+            return
         self.ranks.look(self._links, direct)
         reduced = any(link.reduced is not None for link in self._links)
         if not self._delayed or self._delayed_scale is not scale or reduced:
@@ -221,7 +225,8 @@ class Binding:
             delay: leave the gradients scaled for now; the next undelayed pass, or ``step``, unscales all of them.
         """
         self._delayed, self._delayed_scale = delay, scale
-        self.ranks.close(self._links, self._direct())
+        if self.ranks.reductions:
+            self.ranks.close(self._links, self._direct())
         if not delay:
             self._unscale(scale, found_inf, seen)
 
@@ -319,6 +324,8 @@ class Binding:
 
     def _catch_up(self) -> None:
         """Have other ranks know what they do not know yet of the gradients and overflows since the last step."""
+        if self.ranks.alone:
+            return
         self.ranks.look(self._links, self._direct())
         if self.ranks.reductions:
             if self.ranks.behind:
