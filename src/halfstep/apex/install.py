@@ -1,0 +1,95 @@
+"""``install``: ``import apex`` finds halfstep."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from ..core.errors import UsageError
+
+__all__ = ["install", "uninstall"]
+
+_TOP = {"apex": "halfstep.apex", "amp_C": "halfstep.apex.amp_C"}
+"""Top-level names of the original, and what stands for them."""
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds ``apex`` and everything below it in ``halfstep.apex``: the same modules under a second name."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """A spec for the names of Apex that there are; None for any other."""
+        ours = _ours(fullname)
+        own = None if ours is None else importlib.util.find_spec(ours)
+        if own is None:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=own.submodule_search_locations is not None)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Our module itself."""
+        ours = _ours(spec.name)
+        assert ours is not None
+        module = importlib.import_module(ours)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run already; importing it under a second name must not change where it says it is from."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+_finder = _Finder()
+
+
+def install(force: bool = False) -> None:
+    """Let ``import apex``, any ``apex.X`` and ``amp_C`` find halfstep from now on, as PyMySQL stands in for MySQLdb.
+
+    An installed Apex that lacks ``amp``, as today's does, is kept and completed: what it has is its own.
+
+    Args:
+        force: take the place of an Apex that has ``amp``.
+
+    Raises:
+        UsageError: if an Apex with ``amp`` is installed or imported, unless ``force``.
+    """
+    if _finder in sys.meta_path:
+        return
+    real = _real_apex()
+    if real and not force:
+        if importlib.util.find_spec("apex.amp") is not None:
+            raise UsageError(
+                "An Apex that has amp is installed, and a script that imports it gets it. Uninstall it, or pass "
+                "force=True to have halfstep in its place."
+            )
+        sys.meta_path.append(_finder)  # last: only for what it lacks
+        return
+    for name in [name for name in sys.modules if name.partition(".")[0] in _TOP]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _finder)
+
+
+def uninstall() -> None:
+    """Undo ``install``; modules that were imported stay where they were bound."""
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _TOP and getattr(module, "__name__", "").startswith("halfstep."):
+            del sys.modules[name]
+
+
+def _real_apex() -> bool:
+    return importlib.util.find_spec("apex") is not None
+
+
+def _ours(fullname: str) -> str | None:
+    top, _, rest = fullname.partition(".")
+    if top not in _TOP:
+        return None
+    return f"{_TOP[top]}.{rest}" if rest else _TOP[top]

@@ -1,0 +1,175 @@
+"""``apex.normalization``, on torch's own kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+    "manual_rms_norm",
+    "mixed_dtype_fused_layer_norm_affine",
+    "mixed_dtype_fused_rms_norm_affine",
+]
+
+Shape = int | list[int] | tuple[int, ...] | torch.Size
+
+
+def _shape(normalized_shape: Shape) -> list[int]:
+    return [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+
+
+def _layer_norm(
+    x: torch.Tensor, shape: Shape, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, out: torch.dtype
+) -> torch.Tensor:
+    if weight is None or weight.dtype is x.dtype is out:
+        return F.layer_norm(x, _shape(shape), weight, bias, eps).to(out)
+    wide = None if bias is None else bias.float()
+    return F.layer_norm(x.float(), _shape(shape), weight.float(), wide, eps).to(out)
+
+
+def _rms_norm(x: torch.Tensor, shape: Shape, weight: torch.Tensor | None, eps: float, out: torch.dtype) -> torch.Tensor:
+    if weight is None or weight.dtype is x.dtype is out:
+        return F.rms_norm(x, _shape(shape), weight, eps).to(out)
+    return F.rms_norm(x.float(), _shape(shape), weight.float(), eps).to(out)
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm``; the output has the dtype of the input, whatever the parameters have.
+
+    Args:
+        normalized_shape: the last dimensions, normalized together.
+        eps: added to the variance.
+        elementwise_affine: whether there are a weight and a bias.
+        memory_efficient: accepted for Apex's sake, not used.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(_shape(normalized_shape), eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize a floating tensor whose last dimensions are ``normalized_shape``."""
+        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, input.dtype)
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """``torch.nn.RMSNorm``; else as ``FusedLayerNorm``, without a bias."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(_shape(normalized_shape), eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize a floating tensor whose last dimensions are ``normalized_shape``."""
+        return _rms_norm(x, self.normalized_shape, self.weight, self.eps or 1e-5, x.dtype)
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """``FusedLayerNorm`` whose output has the dtype of its parameters."""
+
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As ``FusedLayerNorm``, but for the dtype."""
+        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, self.weight.dtype)
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """``FusedRMSNorm`` whose output has the dtype of its parameters."""
+
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As ``FusedRMSNorm``, but for the dtype."""
+        assert self.weight is not None
+        return _rms_norm(x, self.normalized_shape, self.weight, self.eps or 1e-5, self.weight.dtype)
+
+
+def fused_layer_norm(
+    input: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> torch.Tensor:
+    """Layer normalization without parameters."""
+    return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
+
+
+def fused_layer_norm_affine(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> torch.Tensor:
+    """Layer normalization; the output has the dtype of the input."""
+    return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> torch.Tensor:
+    """Layer normalization; the output has the dtype of the weight."""
+    return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
+
+
+def fused_rms_norm(
+    input: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> torch.Tensor:
+    """RMS normalization without a parameter."""
+    return _rms_norm(input, normalized_shape, None, eps, input.dtype)
+
+
+def fused_rms_norm_affine(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> torch.Tensor:
+    """RMS normalization; the output has the dtype of the input."""
+    return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> torch.Tensor:
+    """RMS normalization; the output has the dtype of the weight."""
+    return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
+
+
+def manual_rms_norm(input: torch.Tensor, normalized_shape: Shape, weight: Any, eps: float) -> torch.Tensor:
+    """RMS normalization; the reference of the others."""
+    return _rms_norm(input, normalized_shape, weight, eps, input.dtype if weight is None else weight.dtype)

@@ -1,0 +1,5 @@
+"""``apex.parallel.sync_batchnorm``."""
+
+from ...parallel import SyncBatchNorm
+
+__all__ = ["SyncBatchNorm"]

@@ -1,0 +1,31 @@
+"""``halfstep run``: a script written for Apex, as it is."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--opt-level", metavar="LEVEL", help="instead of what the script asks amp.initialize for")
+@click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), help="instead of float16")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def command(opt_level: str | None, dtype: str | None, script: Path, args: tuple[str, ...]) -> None:
+    """Run SCRIPT with ARGS; its `import apex` finds halfstep."""
+    from ..apex import install
+
+    if opt_level:
+        os.environ["HALFSTEP_OPT_LEVEL"] = opt_level
+    if dtype:
+        os.environ["HALFSTEP_DTYPE"] = dtype
+    install()
+    sys.argv = [str(script), *args]
+    sys.path.insert(0, str(script.resolve().parent))
+    runpy.run_path(str(script), run_name="__main__")
