@@ -125,6 +125,64 @@ def test_run(tmp_path: Path, options: list[str], asked: str, told: str) -> None:
     assert out.read_text().startswith(told)
 
 
+CUDA_SCRIPT = """
+import sys, torch
+from apex import amp
+from apex.fp16_utils import FP16_Optimizer
+
+torch.cuda.set_device(0)
+torch.cuda.manual_seed(0)
+device = torch.device("cuda", 0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+start.record()
+x = torch.randn(16, 4, device="cuda")
+y = torch.randint(2, (16,)).to(device, non_blocking=True)
+weight = torch.cuda.FloatTensor(2).fill_(1.0) if False else torch.ones(2).to("cuda:0")
+losses = []
+for step in range(5):
+    loss = torch.nn.functional.cross_entropy(model(x.cuda(non_blocking=True)), y, weight.to(0))
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+end.record()
+torch.cuda.synchronize()
+assert start.elapsed_time(end) > 0 and losses[-1] < losses[0]
+torch.save(model.state_dict(), sys.argv[1])
+state = torch.load(sys.argv[1], map_location=lambda storage, loc: storage.cuda(0) if False else storage)
+state = torch.load(sys.argv[1], map_location="cuda")
+model.load_state_dict(state)
+assert torch.zeros(1, device=device).device.type == "cpu"
+torch.distributed.init_process_group("nccl", init_method="file://" + sys.argv[2], rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[0], output_device=0)
+model(x).sum().backward()
+"""
+
+
+def test_a_script_with_cuda_all_over_it_runs_on_the_cpu(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CUDA_SCRIPT)
+    command = [sys.executable, "-m", "halfstep", "run", "--device", "cpu", str(script)]
+    files = [str(tmp_path / "model.pt"), str(tmp_path / "meeting")]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("asks for CUDA runs on the CPU") == 1
+
+
+def test_cuda_is_given_back() -> None:
+    from halfstep.apex.on_cpu import cuda_on_cpu
+
+    before = torch.cuda.is_available, torch.load, nn.Module.cuda, torch.cuda.Event
+    with cuda_on_cpu():
+        assert torch.ones(1).cuda().device.type == "cpu"
+        assert nn.Linear(1, 1).to("cuda").weight.device.type == "cpu"
+    assert before == (torch.cuda.is_available, torch.load, nn.Module.cuda, torch.cuda.Event)
+
+
 # ---- the rest of the tree
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -15,11 +16,13 @@ __all__ = ["command"]
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--opt-level", metavar="LEVEL", help="instead of what the script asks amp.initialize for")
 @click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), help="instead of float16")
+@click.option("--device", type=click.Choice(["cpu"]), help="send what the script asks of CUDA to the CPU")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def command(opt_level: str | None, dtype: str | None, script: Path, args: tuple[str, ...]) -> None:
+def command(opt_level: str | None, dtype: str | None, device: str | None, script: Path, args: tuple[str, ...]) -> None:
     """Run SCRIPT with ARGS; its `import apex` finds halfstep."""
     from ..apex import install
+    from ..apex.on_cpu import cuda_on_cpu
 
     if opt_level:
         os.environ["HALFSTEP_OPT_LEVEL"] = opt_level
@@ -28,4 +31,5 @@ def command(opt_level: str | None, dtype: str | None, script: Path, args: tuple[
     install()
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
-    runpy.run_path(str(script), run_name="__main__")
+    with cuda_on_cpu() if device == "cpu" else nullcontext():
+        runpy.run_path(str(script), run_name="__main__")
