@@ -140,7 +140,7 @@ start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timin
 start.record()
 x = torch.randn(16, 4, device="cuda")
 y = torch.randint(2, (16,)).to(device, non_blocking=True)
-weight = torch.cuda.FloatTensor(2).fill_(1.0) if False else torch.ones(2).to("cuda:0")
+weight = torch.cuda.FloatTensor(2).fill_(1.0).to("cuda:0")
 losses = []
 for step in range(5):
     loss = torch.nn.functional.cross_entropy(model(x.cuda(non_blocking=True)), y, weight.to(0))
@@ -153,7 +153,7 @@ end.record()
 torch.cuda.synchronize()
 assert start.elapsed_time(end) > 0 and losses[-1] < losses[0]
 torch.save(model.state_dict(), sys.argv[1])
-state = torch.load(sys.argv[1], map_location=lambda storage, loc: storage.cuda(0) if False else storage)
+state = torch.load(sys.argv[1], map_location=lambda storage, loc: storage.cuda(0))
 state = torch.load(sys.argv[1], map_location="cuda")
 model.load_state_dict(state)
 assert torch.zeros(1, device=device).device.type == "cpu"

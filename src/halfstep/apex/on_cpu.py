@@ -60,6 +60,7 @@ def _answer(value: Any) -> Callable[..., Any]:
 
 _NOTHING = """synchronize empty_cache set_device init ipc_collect reset_peak_memory_stats reset_max_memory_allocated
     manual_seed_all"""
+_TENSOR_TYPES = "FloatTensor DoubleTensor HalfTensor LongTensor IntTensor ByteTensor BoolTensor"
 _ZERO = "current_device memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
 _TORCH_CUDA: dict[str, Any] = {
     **{name: _answer(None) for name in _NOTHING.split()},
@@ -70,6 +71,7 @@ _TORCH_CUDA: dict[str, Any] = {
     "get_device_capability": _answer((7, 0)),
     "manual_seed": lambda seed: torch.manual_seed(seed),
     "Event": _Event,
+    **{name: getattr(torch, name) for name in _TENSOR_TYPES.split()},
 }
 
 

@@ -31,5 +31,9 @@ def command(opt_level: str | None, dtype: str | None, device: str | None, script
     install()
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
+    import torch.distributed as dist
+
     with cuda_on_cpu() if device == "cpu" else nullcontext():
         runpy.run_path(str(script), run_name="__main__")
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()  # scripts of that time never did, and torch wants it done
