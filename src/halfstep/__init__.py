@@ -4,6 +4,8 @@ Everything NVIDIA Apex's ``amp`` and Paddle's AMP do, on CPU and GPU: opt levels
 fp32 masters behind 16-bit weights. ``from halfstep import amp`` is where a script begins.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import amp
 from ._version import __version__
 from .core.errors import HalfstepError
@@ -11,4 +13,15 @@ from .core.oplists import OpLists
 from .core.policy import Policy
 from .engine.scaling import DynamicLossScale, StaticLossScale
 
-__all__ = ["DynamicLossScale", "HalfstepError", "OpLists", "Policy", "StaticLossScale", "__version__", "amp"]
+if TYPE_CHECKING:
+    from .model import Model as Model
+
+__all__ = ["DynamicLossScale", "HalfstepError", "Model", "OpLists", "Policy", "StaticLossScale", "__version__", "amp"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Model":  # imported when asked for: torch's data loaders take their time
+        from .model import Model
+
+        return Model
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
