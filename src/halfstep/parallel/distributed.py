@@ -43,7 +43,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         allreduce_always_fp32: send 16-bit gradients as fp32. Those behind fp32 masters are sent so anyway.
         num_allreduce_streams: likewise without meaning.
         allreduce_communicators: likewise.
-        gradient_average: False leaves the sum over ranks, divided by ``gradient_predivide_factor``.
+        gradient_average: False leaves the sum over ranks, divided by ``gradient_predivide_factor``. Right only for
+            windows in which the last pass alone is synced.
         gradient_predivide_factor: divide by this before the sum, so that 16-bit sums do not overflow, and by the rest
             of the world size after it. 1.0 divides by the world size before, as torch does.
         gradient_average_split_factor: likewise without meaning.
