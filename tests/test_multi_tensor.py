@@ -186,6 +186,28 @@ def test_optimizer_steps(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, [*params, *chain(*kept)], strict=True))
 
 
+@pytest.mark.parametrize(("decay", "nvlamb"), [(0.1, None), (0.0, None), (0.0, True)])
+def test_lamb_in_two_stages_is_lamb(decay: float, nvlamb: bool | None) -> None:
+    params, updates, noop = some(seed=3), zeros(some()), flag(1)  # neither stage obeys
+    kept = [zeros(params), zeros(params)]
+    exact: list[torch.Tensor] = [p.double() for p in params]
+    memory: list[dict[str, Any]] = [{} for _ in params]
+    for step in range(5):
+        grads = some(seed=9 + step)
+        lists = [grads, params, *kept, updates]
+        decays, norm = torch.full((4,), decay), torch.tensor([200.0])  # twice what is allowed
+        numbers = (decays, step, 0.9, 0.999, 1e-6, norm, 100.0)
+        multi_tensor_applier(multi_tensor.multi_tensor_lamb_stage1_cuda, noop, lists, *numbers)
+        norms = [multi_tensor.multi_tensor_l2norm(0, flag(), [tensors], True)[1] for tensors in (params, updates)]
+        arguments = (*norms, 0.01, decay, nvlamb)
+        multi_tensor_applier(multi_tensor.multi_tensor_lamb_stage2_cuda, noop, [params, updates], *arguments)
+        exact = [
+            papers.lamb(p, g.double() / 2, s, step + 1, lr=0.01, weight_decay=decay, use_nvlamb=bool(nvlamb))
+            for p, g, s in zip(exact, grads, memory, strict=True)
+        ]
+    close(params, exact, 64)
+
+
 def test_capturable_adam_leaves_unscaled_gradients_and_follows_its_masters() -> None:
     params, grads = some(BF16), [g * 8 for g in some(BF16, 1)]
     masters, moments = [p.float() for p in params], [zeros(params), zeros(params)]

@@ -17,7 +17,7 @@ from .kernels import ops
 from .kernels.expr import Pass
 from .optimizers.adagrad import adagrad
 from .optimizers.adam import adam
-from .optimizers.lamb import lamb_apply, lamb_moments
+from .optimizers.lamb import lamb_apply, lamb_direction, lamb_moments, trust_ratio
 from .optimizers.novograd import novograd
 from .optimizers.sgd import momentum_sgd, sgd
 
@@ -34,6 +34,8 @@ __all__ = [
     "multi_tensor_l2norm_scale",
     "multi_tensor_lamb",
     "multi_tensor_lamb_mp",
+    "multi_tensor_lamb_stage1_cuda",
+    "multi_tensor_lamb_stage2_cuda",
     "multi_tensor_novograd",
     "multi_tensor_scale",
     "multi_tensor_sgd",
@@ -51,6 +53,7 @@ _MOMENTUM_SGD = Pass("momentum_sgd", momentum_sgd)
 _NOVOGRAD = Pass("novograd", novograd)
 _LAMB_MOMENTS = Pass("lamb_moments", lamb_moments, squares=("weight", "direction"))
 _LAMB_APPLY = Pass("lamb_apply", lamb_apply)
+_LAMB_DIRECTION = Pass("lamb_direction", lamb_direction)
 
 
 class MultiTensorApply:
@@ -340,7 +343,7 @@ def multi_tensor_lamb(
     for rows, squares in sums:
         weight, direction = squares.sqrt()
         if weight_decay or use_nvlamb:
-            rate[rows] *= torch.where((weight > 0) & (direction > 0), weight / direction, 1.0).to(rate.device)
+            rate[rows] *= trust_ratio(weight, direction).to(rate.device)
     _rows(_LAMB_APPLY, shared, {"rate": rate}, skip, param=params, **state)
 
 
@@ -371,6 +374,62 @@ def multi_tensor_lamb_mp(
     multi_tensor_lamb(chunk_size, flag, found[:4], *numbers, global_grad_norm, max_grad_norm, use_nvlamb)
     if len(found) == 5:
         ops.copy(found[1], found[4])
+
+
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    lists: Lists,
+    per_tensor_decay: torch.Tensor,
+    step: int,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    global_grad_norm: Number,
+    max_global_grad_norm: float,
+) -> None:
+    """The first half of LAMB for lists ``[gradients, parameters, exp_avg, exp_avg_sq, updates]``, the last written.
+
+    ``per_tensor_decay`` has shape [n]; ``step`` counts from 0; the gradients are clipped by their norm. Runs on
+    whatever the flag says, on any device.
+    """
+    grads, params, exp_avg, exp_avg_sq, updates = _lists(lists, 5)
+    scale, root = _corrections(beta1, beta2, step + 1, 1)
+    norm = torch.as_tensor(global_grad_norm, dtype=torch.float64).reshape(())
+    shared = {
+        "factor": torch.where(norm > max_global_grad_norm, max_global_grad_norm / norm, 1.0),
+        "l2": 0.0,
+        "beta1": beta1,
+        "new1": 1.0 - beta1,
+        "beta2": beta2,
+        "new2": 1.0 - beta2,
+        "scale": scale,
+        "root": root,
+        "eps": epsilon,
+    }
+    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "update": updates}
+    _rows(_LAMB_DIRECTION, shared, {"decay": per_tensor_decay}, None, grad=grads, param=params, **state)
+
+
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    lists: Lists,
+    per_tensor_param_norm: torch.Tensor,
+    per_tensor_update_norm: torch.Tensor,
+    lr: float,
+    weight_decay: float,
+    use_nvlamb: bool | None = None,
+) -> None:
+    """The second half, for lists ``[parameters, updates]`` and their norms, each [n]: the step. As the first, always.
+
+    The rate is ``lr`` times the ratio of the norms where there is weight decay or ``use_nvlamb``, else ``lr``.
+    """
+    params, updates = _lists(lists, 2)
+    rate = trust_ratio(per_tensor_param_norm, per_tensor_update_norm) * lr
+    if not (weight_decay or use_nvlamb):
+        rate = torch.full_like(rate, lr)
+    _rows(ops.AXPBY, {"a": 1.0}, {"b": -rate}, None, x=params, y=updates, target=params)
 
 
 @torch.no_grad()
@@ -482,7 +541,7 @@ def _rows(
     pass_: Pass,
     scalars: dict[str, Any],
     numbers: dict[str, torch.Tensor],
-    skip: torch.Tensor,
+    skip: torch.Tensor | None,
     **columns: list[torch.Tensor],
 ) -> None:
     """A pass with numbers of shape [rows], row by row of the lists."""

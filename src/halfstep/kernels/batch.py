@@ -7,6 +7,7 @@ A row is a parameter with its gradient and state; a column is the same thing of 
 from __future__ import annotations
 
 import array
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -68,6 +69,12 @@ class Batch:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def slots(self) -> dict[str, int]:
+        """Column -> number of its first part, as the tables of pointers count them."""
+        widths = [len(parts) for _, parts in self.columns.values()]
+        return dict(zip(self.columns, itertools.accumulate(widths, initial=0), strict=False))
+
     def run(
         self, pass_: Pass, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -110,7 +117,6 @@ class Table:
     of it, written back after the pass.
 
     Attributes:
-        slots: column -> number of its first part.
         chunks: how many pieces the rows are cut into.
         row, start, count: int64 tensors of shape [chunks]: the row, first element and length of each piece.
         first: int64, shape [rows + 1]: the first chunk of each row.
@@ -119,11 +125,7 @@ class Table:
 
     def __init__(self, batch: Batch, chunk: int) -> None:
         self.device = batch.device
-        self.slots: dict[str, int] = {}
-        self._lists: list[list[torch.Tensor]] = []
-        for name, (_, parts) in batch.columns.items():
-            self.slots[name] = len(self._lists)
-            self._lists.extend(list(part) for part in parts)
+        self._lists = [list(part) for _, parts in batch.columns.values() for part in parts]
         self._staged: dict[int, list[torch.Tensor]] = {
             i: [torch.empty_like(t, memory_format=torch.contiguous_format) for t in row]
             for i, row in enumerate(zip(*self._lists, strict=True))

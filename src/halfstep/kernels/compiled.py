@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from . import cxx
-from .batch import Batch, Launch, Scalars, ScalarTable, Table
+from .batch import Batch, Launch, Scalars, ScalarTable
 from .expr import Pass, Program, trace
 from .storage import Storage
 
@@ -134,12 +134,12 @@ class CompiledLaunch(Launch):
         self._table = table = batch.table(_CHUNK)
         self._rows = len(batch)
         self._elements = int(table.count.sum())
-        layout = layout_of(program, table, batch)
+        layout = layout_of(program, batch)
         self._scalars = ScalarTable(
             scalar_names(program, layout.columns), len(batch), batch.compute_dtype, batch.device
         )
         self._partial = torch.zeros(len(pass_.squares), table.chunks, dtype=torch.float64)
-        self._written = written_parts(program, table, batch)
+        self._written = written_parts(program, batch)
         self._run = _kernel(pass_, layout)
 
     def __call__(
@@ -170,15 +170,15 @@ class CompiledLaunch(Launch):
         return sums.index_add_(1, table.row, partial) if partial.numel() else sums
 
 
-def layout_of(program: Program, table: Table, batch: Batch) -> Layout:
+def layout_of(program: Program, batch: Batch) -> Layout:
     """Where a batch has the columns of a program."""
-    columns = tuple((name, table.slots[name], batch.columns[name][0]) for name in program.columns)
+    columns = tuple((name, batch.slots[name], batch.columns[name][0]) for name in program.columns)
     return Layout(columns, batch.compute_dtype)
 
 
-def written_parts(program: Program, table: Table, batch: Batch) -> list[int]:
+def written_parts(program: Program, batch: Batch) -> list[int]:
     """The slots of the table that a program writes to."""
-    return [table.slots[name] + k for name in program.stores for k in range(len(batch.columns[name][0].dtypes))]
+    return [batch.slots[name] + k for name in program.stores for k in range(len(batch.columns[name][0].dtypes))]
 
 
 def scalar_names(program: Program, columns: tuple[tuple[str, int, Storage], ...]) -> tuple[str, ...]:

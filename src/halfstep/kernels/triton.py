@@ -5,16 +5,18 @@ Under ``TRITON_INTERPRET=1`` the same kernels run on a CPU, slowly: so their num
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import os
 import tempfile
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from . import cxx
+from . import cxx, tuning
 from .batch import Batch, Launch, Scalars, ScalarTable
 from .compiled import Layout, layout_of, scalar_names, written_parts
 from .expr import Pass, trace
@@ -22,8 +24,8 @@ from .storage import Storage
 
 __all__ = ["TritonLaunch"]
 
-_CHUNK = 4096
-_WARPS = 8
+_SCRATCH = 2**20  # elements of each of the four rows that a kernel is timed on
+_WORTHWHILE = 2**22  # a batch of fewer elements is not waited for
 _TYPES = {
     torch.float32: "tl.float32",
     torch.float64: "tl.float64",
@@ -144,17 +146,19 @@ _OPERATIONS = {
 class TritonLaunch(Launch):
     """One pass over one batch: one launch, and a second small one where squares are summed."""
 
-    def __init__(self, pass_: Pass, batch: Batch) -> None:
+    def __init__(self, pass_: Pass, batch: Batch, cut: tuning.Cut | None = None) -> None:
         program = trace(pass_)
-        self._table = table = batch.table(_CHUNK)
+        layout = layout_of(program, batch)
+        self._module = _module(pass_, layout, _interpreted())
+        self._cut = cut or _cut(pass_, batch, layout)
+        self._table = table = batch.table(self._cut.elements)
         self._rows = len(batch)
-        layout = layout_of(program, table, batch)
+        self._device = batch.device
         names = scalar_names(program, layout.columns)
         self._scalars = ScalarTable(names, len(batch), batch.compute_dtype, batch.device)
         self._zero = torch.zeros((), device=batch.device)
         self._partial = torch.zeros(len(pass_.squares), table.chunks, dtype=torch.float64, device=batch.device)
-        self._written = written_parts(program, table, batch)
-        self._module = _module(pass_, layout, os.environ.get("TRITON_INTERPRET") == "1")
+        self._written = written_parts(program, batch)
 
     def __call__(
         self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
@@ -167,25 +171,65 @@ class TritonLaunch(Launch):
         # Where nobody looks at the flag, the checks still need somewhere to write.
         seen = found if found is not None else torch.empty_like(self._zero)
         table.stage_in()
-        self._module.kernel[(table.chunks,)](
-            table.row,
-            table.start,
-            table.count,
-            table.pointers,
-            self._scalars.fill(scalars),
-            self._zero if skip is None else skip,
-            seen,
-            partial,
-            self._rows,
-            table.chunks,
-            ALIGNED=table.aligned,
-            BLOCK=_CHUNK,
-            num_warps=_WARPS,
-        )
+        numbers = self._scalars.fill(scalars)
+        with _on(self._device):
+            self._module.kernel[(table.chunks,)](
+                table.row,
+                table.start,
+                table.count,
+                table.pointers,
+                numbers,
+                self._zero if skip is None else skip,
+                seen,
+                partial,
+                self._rows,
+                table.chunks,
+                ALIGNED=table.aligned,
+                BLOCK=self._cut.elements,
+                num_warps=self._cut.warps,
+            )
+            if partial.numel():
+                self._module.row_sums[(self._rows, partial.shape[0])](
+                    table.first, partial, sums, table.chunks, BLOCK=256
+                )
         table.stage_out(self._written)
-        if partial.numel():
-            self._module.row_sums[(self._rows, partial.shape[0])](table.first, partial, sums, table.chunks, BLOCK=256)
         return sums
+
+
+def _on(device: torch.device) -> AbstractContextManager[None]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _cut(pass_: Pass, batch: Batch, layout: Layout) -> tuning.Cut:
+    """How to cut a batch. Kernels write in place, so they are timed on tensors of our own."""
+    first = next(iter(batch.columns.values()))[1][0]
+    if _interpreted() or sum(t.numel() for t in first) < _WORTHWHILE or torch.cuda.is_current_stream_capturing():
+        return tuning.DEFAULT
+    from triton import __version__ as version
+    from triton.runtime.errors import OutOfResources
+    from triton.testing import do_bench
+
+    def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+        return [torch.ones(_SCRATCH, dtype=dtype, device=batch.device) for _ in range(4)]
+
+    def measure(cut: tuning.Cut) -> float:
+        launch = TritonLaunch(pass_, scratch, cut)
+        try:
+            return float(do_bench(lambda: launch(scalars), return_mode="median"))
+        except OutOfResources:
+            return float("inf")
+
+    with _on(batch.device):
+        columns = {name: (storage, tuple(map(tensors, storage.dtypes))) for name, (storage, _) in batch.columns.items()}
+        scratch = Batch(columns, batch.compute_dtype)
+        scalars = dict.fromkeys(scalar_names(trace(pass_), layout.columns), 0.5)
+        gpu = torch.cuda.get_device_name(batch.device)
+        return tuning.fastest("\n".join((source(pass_, layout), gpu, version)), measure)
 
 
 @functools.cache

@@ -38,6 +38,24 @@ def lamb_apply(
     return {"param": param - _direction(param, exp_avg, exp_avg_sq, scale, root, eps, decay) * rate}
 
 
+def lamb_direction(
+    grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any, update: Any,
+    *, factor: Any, l2: Any, beta1: Any, new1: Any, beta2: Any, new2: Any, scale: Any, root: Any, eps: Any, decay: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The first pass with the direction stored, for those who work out its norm themselves."""
+    moments = lamb_moments(
+        grad, param, exp_avg, exp_avg_sq,
+        factor=factor, l2=l2, beta1=beta1, new1=new1, beta2=beta2, new2=new2,
+        scale=scale, root=root, eps=eps, decay=decay,
+    )  # fmt: skip
+    return {"exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"], "update": moments["direction"]}
+
+
+def trust_ratio(weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    """The norm of a weight over the norm of its step, 1 where either is zero."""
+    return torch.where((weight > 0) & (direction > 0), weight / direction, 1.0)
+
+
 _MOMENTS = Pass("lamb_moments", lamb_moments, squares=("weight", "direction"))
 _APPLY = Pass("lamb_apply", lamb_apply)
 
@@ -141,7 +159,7 @@ class FusedLAMB(FusedOptimizer):
         weight, direction = rows.run(_MOMENTS, {**shared, **moments}, skip).sqrt()
         rate = group["lr"]
         if weight_decay or group["use_nvlamb"]:
-            rate = rate * torch.where((weight > 0) & (direction > 0), weight / direction, 1.0)
+            rate = rate * trust_ratio(weight, direction)
         rows.run(_APPLY, {**shared, "rate": rate}, skip)
 
 
