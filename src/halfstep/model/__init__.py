@@ -1,0 +1,6 @@
+"""``halfstep.Model``: prepare, fit, evaluate and predict, after Paddle's high-level API; its casting is amp's."""
+
+from .callbacks import Callback
+from .model import Model
+
+__all__ = ["Callback", "Model"]

@@ -1,0 +1,53 @@
+"""What ``amp_configs`` of ``Model.prepare`` may say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.errors import ArgumentTypeError, ArgumentValueError
+
+__all__ = ["LIST_KEYS", "SCALER_KEYS", "read_configs"]
+
+LEVELS = ("O0", "O1", "O2")
+SCALER_KEYS = (
+    "init_loss_scaling",
+    "incr_ratio",
+    "decr_ratio",
+    "incr_every_n_steps",
+    "decr_every_n_nan_or_inf",
+    "use_dynamic_loss_scaling",
+)
+LIST_KEYS = ("custom_white_list", "custom_black_list")
+
+
+def read_configs(amp_configs: Any) -> tuple[str, dict[str, Any]]:
+    """The level, and the other keys, which are known ones.
+
+    Raises:
+        ArgumentTypeError: neither None, a level nor a dict.
+        ArgumentValueError: an unknown level or key.
+
+    Source: Paddle 3.3, ``paddle.Model.prepare``, whose defaults these are.
+    """
+    if amp_configs is None:
+        return "O0", {}
+    if isinstance(amp_configs, str):
+        if amp_configs not in LEVELS:
+            raise ArgumentValueError(f"The level of amp_configs should be 'O0', 'O1' or 'O2', not {amp_configs!r}.")
+        return amp_configs, {}
+    if not isinstance(amp_configs, Mapping):
+        raise ArgumentTypeError(f"amp_configs should be a level or a dict, not {type(amp_configs).__name__}.")
+    configs = dict(amp_configs)
+    level = configs.pop("level", "O1" if configs else "O0")
+    if level not in LEVELS:
+        raise ArgumentValueError(f"amp_configs['level'] should be 'O0', 'O1' or 'O2', not {level!r}.")
+    if "use_pure_fp16" in configs:
+        raise ArgumentValueError("'use_pure_fp16' is no key of amp_configs; write 'level': 'O2' instead.")
+    for key in ("use_fp16_guard", "custom_black_varnames"):
+        if key in configs:
+            raise ArgumentValueError(f"{key!r} is supported in static graph mode only; leave it out of amp_configs.")
+    allowed = ("dtype", *LIST_KEYS, *SCALER_KEYS)
+    if unknown := [key for key in configs if key not in allowed]:
+        raise ArgumentValueError(f"amp_configs has unknown keys {unknown}; it takes 'level', {str(allowed)[1:-1]}.")
+    return level, configs

@@ -1,0 +1,53 @@
+"""What comes out of datasets and loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ..core.errors import ArgumentValueError
+
+__all__ = ["as_list", "as_loader", "batch_size_of", "inputs_and_labels", "length_of"]
+
+
+def as_list(parts: Any) -> list[Any]:
+    """None, one part or several of them, as a list."""
+    return [] if parts is None else list(parts) if isinstance(parts, (list, tuple)) else [parts]
+
+
+def as_loader(data: Any, batch_size: int, shuffle: bool, num_workers: int) -> Iterable[Any]:
+    """A loader for a dataset; any other iterable is one already."""
+    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, (DataLoader, list, tuple))):
+        shuffle = shuffle and not isinstance(data, IterableDataset)
+        return DataLoader(data, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers)
+    loader: Iterable[Any] = data
+    return loader
+
+
+def inputs_and_labels(batch: Any) -> tuple[list[Any], list[Any]]:
+    """The parts of a batch: all but the last are inputs.
+
+    Raises:
+        ArgumentValueError: fewer than two parts.
+    """
+    parts = as_list(batch)
+    if len(parts) < 2:
+        raise ArgumentValueError(f"A batch needs inputs and a label after them; this one has {len(parts)} part.")
+    return parts[:-1], parts[-1:]
+
+
+def batch_size_of(parts: list[Any]) -> int:
+    """How many samples a batch holds, by the first dimension of its last part."""
+    last = parts[-1]
+    return len(last) if not isinstance(last, torch.Tensor) or last.dim() else 1
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """How many batches it has; None if it does not know."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # also of a DataLoader over a stream, which has a __len__
+        return None

@@ -1,0 +1,439 @@
+"""The loop. What is cast, scaled and mastered in it is decided by amp."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..amp.auto_cast import auto_cast
+from ..amp.decorate import decorate
+from ..amp.grad_scaler import GradScaler
+from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.formats import default_half, is_half, parse_dtype
+from .callbacks import Callback, Lines, ProgressBar, call
+from .configs import LIST_KEYS, SCALER_KEYS, read_configs
+from .data import as_list, as_loader, batch_size_of, inputs_and_labels, length_of
+from .summary import layers_of, show
+
+__all__ = ["Model"]
+
+
+class Model:
+    """A network with its loss, optimizer and precision.
+
+    ::
+
+        model = halfstep.Model(network)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.prepare(optimizer, nn.CrossEntropyLoss(), amp_configs={"level": "O1", "dtype": "bfloat16"})
+        model.fit(dataset, epochs=2, batch_size=32)
+
+    Args:
+        network: the module to train; it stays where it is, and batches are moved to its device.
+
+    Attributes:
+        network: the module.
+        stop_training: set it in a callback, and ``fit`` ends after the batch or epoch.
+
+    Source: Paddle's AMP guide, section 2.2.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        if not isinstance(network, nn.Module):
+            raise ArgumentTypeError(f"network must be a torch.nn.Module, not {type(network).__name__}.")
+        self.network = network
+        self.stop_training = False
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._loss: Callable[..., Any] | None = None
+        self._metrics: dict[str, Any] = {}
+        self._casts: dict[str, Any] | None = None
+        self._scaler = GradScaler(enable=False)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the network."""
+        return list(self.network.parameters())
+
+    def prepare(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        loss: Callable[..., Any] | None = None,
+        metrics: Any = None,
+        amp_configs: str | Mapping[str, Any] | None = None,
+    ) -> None:
+        """Say what to train with, and in which precision; training, evaluation and prediction share it.
+
+        Args:
+            optimizer: over parameters of the network; needed to train only.
+            loss: called as ``loss(*outputs, *labels)`` with floating outputs in fp32; gives a scalar, the mean over
+                the batch.
+            metrics: one of torchmetrics, a list of them, or a dict that names them: objects with
+                ``update(*outputs, *labels)``, ``compute()`` and ``reset()``. Without a name one goes by its class.
+            amp_configs: "O0", "O1", "O2", or a dict with ``level`` ("O1" if absent), ``dtype``,
+                ``custom_white_list`` and ``custom_black_list`` of ``amp.auto_cast``, and ``init_loss_scaling``,
+                ``incr_ratio``, ``decr_ratio``, ``incr_every_n_steps``, ``decr_every_n_nan_or_inf`` and
+                ``use_dynamic_loss_scaling`` of ``amp.GradScaler``. None is O0, plain training. Losses are scaled
+                in float16, and in bfloat16 where a key of the scaler is given.
+
+        Raises:
+            ArgumentTypeError: an argument of the wrong kind.
+            ArgumentValueError: an unknown level, key, dtype or op. Nothing has been changed then.
+            UsageError: O2 for a network or optimizer that is decorated already.
+        """
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+        if loss is not None and not callable(loss):
+            raise ArgumentTypeError(f"loss must be callable, not {type(loss).__name__}.")
+        named = _named(metrics)
+        level, configs = read_configs(amp_configs)
+        casts: dict[str, Any] | None = None
+        scaler = GradScaler(enable=False)
+        if level != "O0":
+            device = self._device()
+            half = default_half(device.type) if configs.get("dtype") is None else parse_dtype(configs["dtype"])
+            casts = {"level": level, "dtype": half}
+            casts |= {key: configs[key] for key in LIST_KEYS if key in configs}
+            auto_cast(**casts)
+            scaling = {key: configs[key] for key in SCALER_KEYS if key in configs}
+            scaler = GradScaler(enable=half == torch.float16 or bool(scaling), **scaling)
+            if level == "O2":
+                decorate(self.network, optimizer, level="O2", dtype=half)
+        self._optimizer, self._loss, self._metrics = optimizer, loss, named
+        self._casts, self._scaler = casts, scaler
+
+    # ---- one batch
+
+    def train_batch(self, inputs: Any, labels: Any = None, update: bool = True) -> torch.Tensor:
+        """Forward and backward on one batch and, if ``update``, a step; gradients add up until then.
+
+        Returns:
+            The loss: a detached fp32 scalar on the device.
+        """
+        return self._train_batch(as_list(inputs), as_list(labels), update, 1.0)
+
+    @torch.no_grad()
+    def eval_batch(self, inputs: Any, labels: Any = None) -> torch.Tensor:
+        """The loss of one batch in eval mode, as ``train_batch`` returns it. Metrics are updated."""
+        self.network.eval()
+        return self._losses(as_list(inputs), as_list(labels))
+
+    @torch.no_grad()
+    def predict_batch(self, inputs: Any) -> Any:
+        """What the network gives for one batch in eval mode."""
+        self.network.eval()
+        with self._scope():
+            return self.network(*self._moved(as_list(inputs)))
+
+    # ---- many batches
+
+    def fit(
+        self,
+        train_data: Any,
+        eval_data: Any = None,
+        batch_size: int = 1,
+        epochs: int = 1,
+        eval_freq: int = 1,
+        log_freq: int = 10,
+        save_dir: str | PathLike[str] | None = None,
+        save_freq: int = 1,
+        verbose: int = 1,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        accumulate_grad_batches: int = 1,
+    ) -> None:
+        """Train.
+
+        Args:
+            train_data: a torch dataset, or a loader: any other iterable of batches, whose last part is the label.
+            eval_data: the same, evaluated after every ``eval_freq`` epochs.
+            batch_size: samples in a batch, for datasets.
+            epochs: how often to go through the data.
+            eval_freq: see ``eval_data``.
+            log_freq: batches between two readings of the loss, for the bar and the lines.
+            save_dir: where ``{epoch}.pt`` is written every ``save_freq`` epochs and ``final.pt`` at the end.
+            save_freq: see ``save_dir``.
+            verbose: 0 for silence, 1 for a progress bar, 2 for lines at level INFO of the logger "halfstep".
+            shuffle: whether a dataset is shuffled for training.
+            num_workers: worker processes of the loaders, for datasets.
+            callbacks: one ``Callback`` or several.
+            accumulate_grad_batches: batches to a step. It is the step of one batch of all their samples; the last
+                step of an epoch takes those that are left.
+
+        Raises:
+            UsageError: before ``prepare`` with an optimizer and a loss.
+            ArgumentValueError: a count below 1.
+        """
+        counts = {
+            "epochs": epochs,
+            "eval_freq": eval_freq,
+            "log_freq": log_freq,
+            "save_freq": save_freq,
+            "accumulate_grad_batches": accumulate_grad_batches,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise ArgumentValueError(f"{name}={count}, but it counts from 1.")
+        self._need_optimizer()
+        loader = as_loader(train_data, batch_size, shuffle, num_workers)
+        evaluated = None if eval_data is None else as_loader(eval_data, batch_size, False, num_workers)
+        self.stop_training = False
+        logs: dict[str, Any] = {}
+        with self._called(callbacks, loader, verbose, log_freq, epochs) as (own, called):
+            call(called, "on_train_begin", logs)
+            for epoch in range(epochs):
+                call(called, "on_epoch_begin", epoch, logs)
+                logs = self._train_epoch(loader, accumulate_grad_batches, called)
+                if evaluated is not None and (epoch + 1) % eval_freq == 0:
+                    logs |= {f"eval_{name}": value for name, value in self._evaluate(evaluated, own).items()}
+                call(called, "on_epoch_end", epoch, logs)
+                if save_dir is not None and (epoch + 1) % save_freq == 0:
+                    self.save(Path(save_dir) / str(epoch))
+                if self.stop_training:
+                    break
+            call(called, "on_train_end", logs)
+        if save_dir is not None:
+            self.save(Path(save_dir) / "final")
+
+    def evaluate(
+        self,
+        eval_data: Any,
+        batch_size: int = 1,
+        verbose: int = 1,
+        num_workers: int = 0,
+        callbacks: Callback | Sequence[Callback] | None = None,
+    ) -> dict[str, Any]:
+        """The mean loss over all samples, in eval mode, and every metric.
+
+        Args:
+            eval_data: as ``fit`` takes it.
+            batch_size: for datasets.
+            verbose: 1 for a progress bar.
+            num_workers: for datasets.
+            callbacks: one ``Callback`` or several.
+        """
+        loader = as_loader(eval_data, batch_size, False, num_workers)
+        with self._called(callbacks, loader, verbose, 1) as (_, called):
+            return self._evaluate(loader, called)
+
+    def predict(
+        self,
+        test_data: Any,
+        batch_size: int = 1,
+        verbose: int = 1,
+        num_workers: int = 0,
+        callbacks: Callback | Sequence[Callback] | None = None,
+    ) -> list[Any]:
+        """What the network gives, batch by batch. Of a batch it takes as many parts as its forward has parameters.
+
+        Args:
+            test_data: as ``fit`` takes it, with labels or without.
+            batch_size: for datasets.
+            verbose: 1 for a progress bar.
+            num_workers: for datasets.
+            callbacks: one ``Callback`` or several.
+        """
+        loader = as_loader(test_data, batch_size, False, num_workers)
+        kinds = [p.kind for p in inspect.signature(self.network.forward).parameters.values()]
+        count = None if inspect.Parameter.VAR_POSITIONAL in kinds else len(kinds)
+        found = []
+        with self._called(callbacks, loader, verbose, 1) as (_, called):
+            call(called, "on_predict_begin", {})
+            for step, batch in enumerate(loader):
+                found.append(self.predict_batch(as_list(batch)[:count]))
+                call(called, "on_predict_batch_end", step, {"outputs": found[-1]})
+            call(called, "on_predict_end", {})
+        return found
+
+    # ---- state
+
+    def save(self, path: str | PathLike[str], training: bool = True) -> None:
+        """Write ``{path}.pt``: the network's state and, if ``training``, the optimizer's and the loss scaler's.
+
+        The file is complete or not there: what is interrupted leaves the one that was there before.
+        """
+        state: dict[str, Any] = {"model": self.network.state_dict()}
+        if training and self._optimizer is not None:
+            state |= {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
+        target = Path(f"{fspath(path)}.pt")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        try:
+            torch.save(state, unfinished)
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def load(self, path: str | PathLike[str], reset_optimizer: bool = False) -> None:
+        """Read what ``save`` wrote; call it after ``prepare``. Only plain data is unpickled.
+
+        Args:
+            path: as given to ``save``.
+            reset_optimizer: True leaves the optimizer and the loss scaler as they are.
+        """
+        state = torch.load(f"{fspath(path)}.pt", weights_only=True, map_location=self._device())
+        self.network.load_state_dict(state["model"])
+        if self._optimizer is not None and not reset_optimizer and "optimizer" in state:
+            self._optimizer.load_state_dict(state["optimizer"])
+            if state["scaler"]:
+                self._scaler.load_state_dict(state["scaler"])
+
+    @torch.no_grad()
+    def summary(self, input_size: Any = None, dtypes: Any = None, verbose: int = 1) -> dict[str, Any]:
+        """Draw a table of the network's layers, and return what is in it.
+
+        Args:
+            input_size: shape of an input with its batch dimension, or a list of shapes; the network runs on zeros
+                once, in its precision and in eval mode, and the table shows the layers' outputs.
+            dtypes: of the inputs, float32 where not given; a dtype or a list of them.
+            verbose: 0 for silence.
+
+        Returns:
+            ``total_params``, ``trainable_params``, and ``layers``, each with ``name``, ``type``, ``output_shape``,
+            ``dtype`` and ``params``.
+        """
+        shapes = [] if input_size is None else input_size if isinstance(input_size, list) else [input_size]
+        kinds = dtypes if isinstance(dtypes, list) else [dtypes or torch.float32] * len(shapes)
+        device, was_training = self._device(), self.network.training
+        inputs = [torch.zeros(s, dtype=parse_dtype(k), device=device) for s, k in zip(shapes, kinds, strict=True)]
+        self.network.eval()
+        try:
+            with self._scope():
+                layers = layers_of(self.network, inputs or None)
+        finally:
+            self.network.train(was_training)
+        params = self.parameters()
+        totals = {
+            "total_params": sum(p.numel() for p in params),
+            "trainable_params": sum(p.numel() for p in params if p.requires_grad),
+        }
+        if verbose:
+            show(layers, totals)
+        return {**totals, "layers": layers}
+
+    # ---- inside
+
+    def _train_epoch(self, loader: Iterable[Any], accumulate: int, called: list[Callback]) -> dict[str, Any]:
+        self._reset()
+        batches = iter(loader)
+        step = 0
+        logs: dict[str, Any] = {}
+        while not self.stop_training and (window := [inputs_and_labels(b) for b in islice(batches, accumulate)]):
+            sizes = [batch_size_of(labels) for _, labels in window]
+            for place, ((inputs, labels), size) in enumerate(zip(window, sizes, strict=True), 1):
+                call(called, "on_train_batch_begin", step, {})
+                logs = {"loss": self._train_batch(inputs, labels, place == len(window), sum(sizes) / size)}
+                call(called, "on_train_batch_end", step, logs)
+                step += 1
+        return {name: value.item() for name, value in logs.items()} | (self._computed() if step else {})
+
+    def _evaluate(self, loader: Iterable[Any], called: list[Callback]) -> dict[str, Any]:
+        self._reset()
+        call(called, "on_eval_begin", {})
+        total, samples = 0.0, 0
+        for step, batch in enumerate(loader):
+            inputs, labels = inputs_and_labels(batch)
+            loss = self.eval_batch(inputs, labels)
+            call(called, "on_eval_batch_end", step, {"loss": loss})
+            size = batch_size_of(labels)
+            total += loss.item() * size
+            samples += size
+        logs = {"loss": total / samples} | self._computed() if samples else {}
+        call(called, "on_eval_end", logs)
+        return logs
+
+    def _train_batch(self, inputs: list[Any], labels: list[Any], update: bool, share: float) -> torch.Tensor:
+        optimizer = self._need_optimizer()
+        self.network.train()
+        loss = self._losses(inputs, labels)
+        self._scaler.scale(loss / share).backward()
+        if update:
+            self._scaler.step(optimizer)
+            self._scaler.update()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def _losses(self, inputs: list[Any], labels: list[Any]) -> torch.Tensor:
+        if self._loss is None:
+            raise UsageError("There is no loss; give one to Model.prepare(optimizer, loss).")
+        labels = self._moved(labels)
+        with self._scope():
+            outputs = [_wide(part) for part in as_list(self.network(*self._moved(inputs)))]
+            loss: torch.Tensor = self._loss(*outputs, *labels)
+        for metric in self._metrics.values():
+            metric.update(*(part.detach() for part in outputs), *labels)
+        return loss.float()
+
+    def _scope(self) -> Any:
+        return nullcontext() if self._casts is None else auto_cast(**self._casts)
+
+    def _need_optimizer(self) -> torch.optim.Optimizer:
+        if self._optimizer is None or self._loss is None:
+            raise UsageError("Training needs an optimizer and a loss; give both to Model.prepare(optimizer, loss).")
+        return self._optimizer
+
+    def _device(self) -> torch.device:
+        return next((p.device for p in self.network.parameters()), torch.device("cpu"))
+
+    def _moved(self, parts: list[Any]) -> list[Any]:
+        device = self._device()
+        return [part.to(device) if isinstance(part, torch.Tensor) else part for part in parts]
+
+    def _reset(self) -> None:
+        for metric in self._metrics.values():
+            metric.reset()
+            if isinstance(metric, nn.Module):  # torchmetrics' have buffers
+                metric.to(self._device())
+
+    def _computed(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, metric in self._metrics.items():
+            value = metric.compute()
+            found |= value if isinstance(value, Mapping) else {name: value}  # a MetricCollection names its own
+        return found
+
+    @contextmanager
+    def _called(
+        self, given: Callback | Sequence[Callback] | None, loader: Any, verbose: int, log_freq: int, epochs: int = 1
+    ) -> Iterator[tuple[list[Callback], list[Callback]]]:
+        """The user's callbacks, and the same with the one that shows how far it is."""
+        own = [given] if isinstance(given, Callback) else list(given or ())
+        bar, steps = ProgressBar(log_freq), length_of(loader)
+        shown: list[Callback] = [bar] if verbose == 1 else [Lines(log_freq)] if verbose == 2 else []
+        for callback in (*own, *shown):
+            callback.model = self
+            callback.params = {"epochs": epochs, "steps": steps}
+        try:
+            yield own, [*own, *shown]
+        finally:
+            bar.close()
+
+
+def _named(metrics: Any) -> dict[str, Any]:
+    """The metrics by name; of several that go by one name, the second is ``name_1``."""
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        named = {}
+        for metric in as_list(metrics):
+            name = type(metric).__name__
+            same = sum(key == name or key.startswith(f"{name}_") for key in named)
+            named[f"{name}_{same}" if same else name] = metric
+    for metric in named.values():
+        if not all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset")):
+            raise ArgumentTypeError(
+                f"metrics need update, compute and reset, as torchmetrics' have; {type(metric).__name__} does not."
+            )
+    return named
+
+
+def _wide(part: Any) -> Any:
+    return part.float() if isinstance(part, torch.Tensor) and is_half(part) else part
