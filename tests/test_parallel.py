@@ -183,6 +183,21 @@ def assert_near(found: Any, expected: torch.Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+def normalized_under_ddp(rank: int, torchs: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = convert_syncbn_model(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    ddp: Any = nn.parallel.DistributedDataParallel(model) if torchs else DistributedDataParallel(model)
+    ddp(batch(rank, 2, torch.float32)).square().sum().backward()
+    return [model[1].running_mean.clone(), model[0].weight.grad.clone()]
+
+
+@pytest.mark.parametrize("torchs", [True, False])
+def test_wrappers_take_it_on_a_cpu(ranks: Ranks, torchs: bool) -> None:
+    for ours, others in zip(*ranks.run(normalized_under_ddp, torchs), strict=True):
+        assert torch.equal(ours, others)
+        assert ours.abs().sum() > 0
+
+
 def test_alone_and_in_evaluation_it_is_a_batchnorm() -> None:
     own, ours = nn.BatchNorm1d(3), SyncBatchNorm(3)
     x = batch(1, 1, torch.float32)

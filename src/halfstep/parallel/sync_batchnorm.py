@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError
@@ -31,12 +32,13 @@ class _Sum(torch.autograd.Function):
         return total, None
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """BatchNorm whose statistics are those of the batches of all ranks together, on any device.
 
     Statistics are computed in fp32 in two passes (mean, then squared distances from it), each rank's values weighted
     equally, so unequal batches give what one large batch gives. The output has the dtype of the input. Without a
-    process group, and in evaluation, it is an ordinary BatchNorm.
+    process group, and in evaluation, it is an ordinary BatchNorm. On CUDA torch's kernels do the work; it is no
+    ``nn.SyncBatchNorm``, which ``DistributedDataParallel`` refuses on a CPU.
 
     Args:
         num_features: channels, dimension 1 of the input; the last one with ``channel_last``.
@@ -62,7 +64,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
@@ -88,7 +91,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         batch = self.training or self.running_mean is None
         together = batch and dist.is_available() and dist.is_initialized() and self._world() > 1
         if together and x.is_cuda:
-            return super().forward(x)
+            return self._on_cuda(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if not batch:
             assert self.running_mean is not None
@@ -102,6 +105,21 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if self.weight is not None:
             y = y * self.weight.to(wide.dtype).view(shape) + self.bias.to(wide.dtype).view(shape)
         return y.to(x.dtype)
+
+    def _on_cuda(self, x: torch.Tensor) -> torch.Tensor:
+        group = dist.group.WORLD if self.process_group is None else self.process_group
+        mean, var = (self.running_mean, self.running_var) if self.training else (None, None)
+        share = self._share() if mean is not None else 0.0
+        y: torch.Tensor = TorchSyncBatchNorm.apply(
+            x, self.weight, self.bias, mean, var, self.eps, share, group, self._world()
+        )
+        return y
+
+    def _share(self) -> float:
+        """Count a batch, and say what it weighs in the running statistics."""
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
     def _statistics(self, x: torch.Tensor, together: bool) -> tuple[torch.Tensor, torch.Tensor]:
         dims = [0, *range(2, x.dim())]
@@ -128,9 +146,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def _track(self, mean: torch.Tensor, var: torch.Tensor) -> None:
         if self.running_mean is None or self.running_var is None or not self.training:
             return
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        share = self._share()
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(var.to(self.running_var.dtype), share)
 
