@@ -19,7 +19,7 @@ from .masters.plain import MasterLink
 from .reduction import Reduction, known_wrappers, reduction_of, wrappers_seen
 from .scaling import LossScaler
 
-__all__ = ["Pass", "Ranks", "agree"]
+__all__ = ["Pass", "Ranks", "agree", "any_overflow"]
 
 _BUCKET = 2**24  # elements in a flat bucket: 64 MiB of fp32
 
@@ -136,6 +136,14 @@ class Ranks:
             for bucket in _flat_buckets(owners):
                 _average(bucket, reduction)
         self._behind.clear()
+
+
+def any_overflow(passes: Sequence[Pass]) -> torch.Tensor:
+    """Whether any of them overflowed: a 0-dim float32 tensor."""
+    if len(passes) == 1:
+        return passes[0].found_inf
+    device = passes[0].found_inf.device
+    return torch.stack([p.found_inf.to(device) for p in passes]).amax()
 
 
 def agree(passes: Iterable[Pass], ranks: Iterable[Ranks]) -> dict[LossScaler, torch.Tensor]:

@@ -19,10 +19,11 @@ from ..core.errors import UsageError
 from ..core.formats import is_half
 from .blame import first_bad_gradient
 from .casting import ops
+from .closures import ClosureOverflowed, guarded
 from .late import LateReader
 from .masters.plain import MasterLink, PlainMasters
 from .masters.wide import WideGradients, scale_grad, set_grad
-from .ranks import Pass, Ranks, agree
+from .ranks import Pass, Ranks, agree, any_overflow
 from .replacing import replace_method
 from .scaling import LossScaler
 from .unscaling import Unscaler, reciprocal, widen
@@ -32,11 +33,6 @@ __all__ = ["Binding", "bind", "binding_of", "blame", "settle", "unbind"]
 logger = logging.getLogger("halfstep")
 
 _ATTRIBUTE = "_amp_stash"  # the name under which Apex kept its own; scripts ask for it to learn whether amp is on
-_CLOSURE_RETRIES = 64  # enough to bring any float32 scale down to its floor by halving, twice over
-
-
-class _ClosureOverflowed(Exception):  # noqa: N818 - never leaves this file
-    """Leaves an optimizer's step before it has changed anything."""
 
 
 def bind(
@@ -91,6 +87,7 @@ class Binding:
         passes: the scaled backward passes since the last step.
         session: whoever bound it may leave its own state here.
         models: weak references to the models it trains, which know the names of parameters; whoever bound it fills it.
+        verbose: whether to log what is skipped.
         clipper: clips the gradients of the parameters in its groups.
     """
 
@@ -109,7 +106,7 @@ class Binding:
         self.passes: list[Pass] = []
         self.session: Any = None
         self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
-        self._verbose = verbose
+        self.verbose = verbose
         self.clipper = Unscaler()
         self._unscaler = Unscaler()
         self._delayed = False  # the gradients are still scaled, by:
@@ -258,22 +255,22 @@ class Binding:
         if self._delayed:
             self._note_delayed()
         if closure is None:
-            self._catch_up()
+            self.catch_up()
         passes, self.passes = self.passes, []
         casting = ops.active()
         with ops.disable_casts() if casting is not None else nullcontext():
             if closure is None:
                 self._complete_masters()
             if passes:
-                found_inf = _any(passes)
+                found_inf = any_overflow(passes)
                 if closure is None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
                     return self._run_guarded(found_inf, kwargs)
                 if found_inf.item():
                     self._skip()
                     return None
             try:
-                return self._run(self._wrap(closure, casting), kwargs)
-            except _ClosureOverflowed:
+                return self._run(None if closure is None else guarded(self, closure, casting), kwargs)
+            except ClosureOverflowed:
                 self._skip()
                 return None
 
@@ -310,11 +307,11 @@ class Binding:
         """
         if self._delayed:
             self._note_delayed()
-        self._catch_up()
+        self.catch_up()
         self._complete_masters()
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = self.clipper.clip(params, max_norm, norm_type)
-        return torch.where(_any(self.passes) != 0, -1.0, norm) if self.passes else norm
+        return torch.where(any_overflow(self.passes) != 0, -1.0, norm) if self.passes else norm
 
     # ---- inside
 
@@ -322,7 +319,7 @@ class Binding:
     def _links(self) -> list[MasterLink]:
         return [] if self.masters is None else self.masters.links
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Have other ranks know what they do not know yet of the gradients and overflows since the last step."""
         if self.ranks.alone:
             return
@@ -380,45 +377,6 @@ class Binding:
                 param.grad.add_(before)
         self._stash.clear()
 
-    def _wrap(self, closure: Callable[[], Any] | None, casting: ops.OpCasting | None) -> Callable[[], Any] | None:
-        """A closure that sees up-to-date 16-bit weights and the casts, and is run again when it overflows.
-
-        Under a static scale the same would come again. Then the step is skipped, if nothing has moved yet.
-        """
-        if closure is None:
-            return None
-        first = True
-
-        def evaluate() -> Any:
-            nonlocal first
-            if self.masters is not None:
-                self.masters.copy_to_model()
-            for _ in range(_CLOSURE_RETRIES):
-                with torch.enable_grad(), casting if casting is not None else nullcontext():
-                    loss = closure()
-                self._catch_up()
-                passes, self.passes = self.passes, []
-                if self.masters is not None:
-                    self.masters.collect(None, torch.zeros((), device=self.device), set())
-                if not passes or not _any(passes).item():
-                    first = False
-                    return loss
-                if not any(passed.dynamic for passed in passes):
-                    if first:
-                        raise _ClosureOverflowed
-                    raise UsageError(
-                        f"The closure given to {type(self.optimizer).__name__}.step overflowed under a static loss "
-                        "scale after the optimizer had moved the weights; use a lower scale, or a dynamic one."
-                    )
-                if self._verbose:
-                    logger.info("Gradient overflow. Running the closure again")
-            raise UsageError(
-                f"The closure given to {type(self.optimizer).__name__}.step overflowed {_CLOSURE_RETRIES} times in a "
-                "row, each time at a lower loss scale; its loss or its gradients are not finite at any scale."
-            )
-
-        return evaluate
-
     def _run(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         result = self._own_step(**kwargs) if closure is None else self._own_step(closure, **kwargs)
         if self.masters is not None:
@@ -446,7 +404,7 @@ class Binding:
 
     def _tell_of_delayed(self) -> None:
         for (found_inf,) in self._late.poll():
-            if found_inf and self._verbose:
+            if found_inf and self.verbose:
                 logger.info("Gradient overflow in a delayed pass. Skipping step")
 
 
@@ -462,10 +420,3 @@ def blame(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     bindings = [binding for optimizer in optimizers if (binding := binding_of(optimizer)) is not None]
     models = [model for binding in bindings for ref in binding.models if (model := ref()) is not None]
     return first_bad_gradient(optimizers, models)
-
-
-def _any(passes: list[Pass]) -> torch.Tensor:
-    if len(passes) == 1:
-        return passes[0].found_inf
-    device = passes[0].found_inf.device
-    return torch.stack([p.found_inf.to(device) for p in passes]).amax()
