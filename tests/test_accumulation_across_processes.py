@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex_recording import fill, grid
-from halfstep import amp
+from halfstep import amp, parallel
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.optimizers import FusedAdam
 from processes import Ranks, ranks
@@ -28,6 +28,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "unused": {"find_unused_parameters": True},
     "static": {"static_graph": True},
     "small buckets": {"bucket_cap_mb": 1e-5},
+}
+APEX_WRAPPERS: dict[str, dict[str, Any]] = {
+    "sum": {"gradient_average": False},
+    "sum over 4": {"gradient_average": False, "gradient_predivide_factor": 4.0},
+    "mean in two": {"gradient_predivide_factor": 2.0},
+    "sum, small buckets": {"gradient_average": False, "message_size": 3},
 }
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -83,7 +89,10 @@ def train(
         verbosity=0,
         **{"loss_scale": 128.0, **options},
     )
-    model = DistributedDataParallel(model, **WRAPPERS[wrapper])
+    if wrapper in WRAPPERS:
+        model = DistributedDataParallel(model, **WRAPPERS[wrapper])
+    else:
+        model = parallel.DistributedDataParallel(model, **APEX_WRAPPERS[wrapper])
     scales, grads = [], []
     for step in range(steps):
         for micro, how in enumerate(pattern):
@@ -104,7 +113,14 @@ def train(
     return result
 
 
-def reference(world: int, pattern: str, optimizer: str = "sgd", steps: int = 3, skip: int | None = None) -> list[Any]:
+def reference(
+    world: int,
+    pattern: str,
+    optimizer: str = "sgd",
+    steps: int = 3,
+    skip: int | None = None,
+    divide: float | None = None,
+) -> list[Any]:
     """One process, fp64, the losses of all ranks and micro-steps in one backward pass."""
     model = net().double()
     optim = OPTIMIZERS[optimizer](model.parameters())
@@ -114,7 +130,7 @@ def reference(world: int, pattern: str, optimizer: str = "sgd", steps: int = 3, 
             for rank in range(world)
             for micro in range(len(pattern))
         ]
-        (sum(losses) / world).backward()  # type: ignore[union-attr]
+        (sum(losses) / (divide or world)).backward()  # type: ignore[union-attr]
         if step != skip:
             optim.step()
         optim.zero_grad()
@@ -155,6 +171,77 @@ def test_every_wrapper(ranks: Ranks, level: str, pattern: str, wrapper: str) -> 
     results = ranks.run(train, level, "bf16", pattern, wrapper)
     assert_same(results)
     assert_near(results, reference(2, pattern), level, "bf16")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("wrapper", APEX_WRAPPERS)
+def test_what_is_not_a_mean(ranks: Ranks, level: str, pattern: str, wrapper: str) -> None:
+    options = APEX_WRAPPERS[wrapper]
+    divide = 2.0 if options.get("gradient_average", True) else options.get("gradient_predivide_factor", 1.0)
+    results = ranks.run(train, level, "fp16", pattern, wrapper)
+    assert_same(results)
+    assert_near(results, reference(2, pattern, divide=divide), level, "fp16")
+
+
+def train_plainly(rank: int, scaled: bool) -> list[torch.Tensor]:
+    """Without scale_loss: torch's loop, or GradScaler's; the last of three passes is synced."""
+    model: Any = parallel.DistributedDataParallel(net(), gradient_average=False)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = amp.GradScaler(init_scale=128.0, enabled=scaled)
+    for step in range(3):
+        for micro in range(3):
+            with model.no_sync() if micro < 2 else nullcontext():
+                scaler.scale(model(data(rank, step, micro)).square().mean()).backward()
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_sum_without_scale_loss(ranks: Ranks, scaled: bool) -> None:
+    for found in ranks.run(train_plainly, scaled):
+        for a, b in zip(found, reference(2, "uus", divide=1.0), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5)
+
+
+def fail(rank: int, level: str, wrapper: str, optimizer: str) -> None:
+    """A backward pass that fails between two that do not."""
+    model = net()
+    optim = OPTIMIZERS[optimizer](model.parameters())
+    model, optim = amp.initialize(model, optim, opt_level=level, dtype=torch.float16, loss_scale=128.0, verbosity=0)
+    ddp = parallel.DistributedDataParallel(model, **APEX_WRAPPERS[wrapper])
+    micro_step(ddp, optim, "s", data(rank, 0, 0))
+    micro_step(ddp, optim, "u", data(rank, 0, 1))
+
+    def grads() -> list[torch.Tensor]:
+        return [p.grad.clone() for p in amp.master_params(optim)]
+
+    def interrupted() -> None:
+        with ddp.no_sync():
+            loss = ddp(data(rank, 0, 2)).float().square().mean()
+            with amp.scale_loss(loss, optim) as scaled_loss:
+                scaled_loss.backward()
+                raise KeyboardInterrupt
+
+    before = grads()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    after = grads()
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    micro_step(ddp, optim, "s", data(rank, 0, 3))
+    assert amp.steps_skipped(optim) == 0
+    amp.deactivate()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("wrapper", ["sum", "mean in two"])
+@pytest.mark.parametrize("optimizer", ["sgd", "ours"])
+def test_a_pass_that_fails_unsynced_leaves_what_was_there(
+    ranks: Ranks, level: str, wrapper: str, optimizer: str
+) -> None:
+    ranks.run(fail, level, wrapper, optimizer)
 
 
 @pytest.mark.parametrize("level", LEVELS)

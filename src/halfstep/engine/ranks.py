@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..core.errors import UsageError
 from ..core.formats import is_half
 from .masters.plain import MasterLink
 from .reduction import Reduction, known_wrappers, reduction_of, wrappers_seen
@@ -49,6 +50,8 @@ class Ranks:
         self._behind: set[Reduction] = set()
         self._key: tuple[int, ...] = (0,)
         self._watched: dict[Reduction, tuple[int, int]] = {}
+        self._carried = False
+        self._scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     @property
     def alone(self) -> bool:
@@ -64,9 +67,36 @@ class Ranks:
         """The gradients are gone."""
         self._behind.clear()
 
-    def reduces(self, param: torch.Tensor) -> bool:
-        """Whether the gradient of a parameter is averaged over ranks."""
-        return any(reduction.holds(param) for reduction in self.reductions)
+    def gradient_scale(self, scale: torch.Tensor | None) -> torch.Tensor | None:
+        """What the gradients of a pass are to be divided by, where its loss is multiplied by ``scale``.
+
+        Ranks exchange means, whatever the wrapper is to leave: a mean of what is a mean already is the same again, so
+        any mix of synced and unsynced passes comes out right. What is not to be a mean differs by a factor, which is
+        treated as a part of the loss scale: gradients have it outside of a pass and lose it for the next one.
+
+        Raises:
+            UsageError: if wrappers of one optimizer's parameters disagree on it.
+        """
+        factors = {reduction.factor for reduction in self.reductions}
+        if factors <= {1.0}:
+            return scale
+        if len(factors) > 1:
+            raise UsageError(
+                "The parameters of one optimizer are in DistributedDataParallel wrappers with different "
+                "gradient_average or gradient_predivide_factor; give them the same, or an optimizer each."
+            )
+        known, divided = self._scales
+        if divided is None or known is not scale:
+            (factor,) = factors
+            one = torch.ones((), device=self.reductions[0].device) if scale is None else scale
+            self._scales = known, divided = scale, one / factor
+        return divided
+
+    def carry(self, param: torch.Tensor) -> bool:
+        """Whether the gradient of a parameter is to stay in its place, for the pass that begins to average it."""
+        carried = any(reduction.holds(param) and reduction.syncs for reduction in self.reductions)
+        self._carried = self._carried or carried
+        return carried
 
     # ---- before and after a backward pass
 
@@ -90,6 +120,7 @@ class Ranks:
         """A backward pass scaled by ``scale`` begins; the gradients that are there stay until ``close``."""
         self.reductions = [reduction for reduction in self.reductions if reduction.alive]
         for reduction in self.reductions:
+            reduction.watched = True
             reduction.scale = scale
             self._watched[reduction] = (reduction.talks, _fingerprint(reduction, links, direct))
 
@@ -107,19 +138,23 @@ class Ranks:
     def close(self, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]) -> None:
         """The backward pass is over: find out whether the ranks averaged what it brought."""
         for reduction, (talks, fingerprint) in self._watched.items():
-            reduction.scale = None
-            if reduction.talks > talks or (not reduction.hooked and reduction.synced_by_flag()):
-                self._behind.discard(reduction)
+            reduction.release()
+            if reduction.talks > talks or (not reduction.hooked and reduction.syncs):
+                # Ranks may have averaged a pass that did not look like it when it began, so without what was there.
+                if reduction.syncs or not direct:
+                    self._behind.discard(reduction)
             elif _fingerprint(reduction, links, direct) != fingerprint:
                 self._behind.add(reduction)
         self._watched.clear()
+        self._carried = False
 
     def abandon(self) -> bool:
-        """The backward pass failed; whether what was accumulated before it had left with a bucket."""
-        lost = any(reduction.talks > talks for reduction, (talks, _) in self._watched.items())
+        """The backward pass failed; whether what was accumulated before it went with it, in a bucket or on the way."""
+        lost = self._carried or any(reduction.talks > talks for reduction, (talks, _) in self._watched.items())
         for reduction in self._watched:
-            reduction.scale = None
+            reduction.release()
         self._watched.clear()
+        self._carried = False
         return lost
 
     # ---- before a step

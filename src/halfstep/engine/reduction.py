@@ -31,7 +31,7 @@ class Wire:
             sum over the micro-steps then never is rounded to 16 bits; False for none.
         predivide: divide by this before the sum, and by the rest of the world size after it. None divides by the
             world size before, as torch does: no overflow, at the price of small 16-bit numbers.
-        average: False leaves the sum, divided by ``predivide`` alone.
+        average: False leaves the sum, divided by ``predivide`` alone: see ``Reduction.factor``.
     """
 
     widen: bool | None = None
@@ -85,13 +85,19 @@ class Reduction:
         group: the process group.
         world: its size.
         hooked: whether the communication hook is ours. Where a user has registered another, that one stays.
-        scale: what the losses of the present backward pass are multiplied by; None if they are not.
+        device: where its parameters are.
+        factor: what a mean over ranks is to be multiplied by before a step; 1.0 where a mean is what is wanted.
+        watched: whether a Binding looks after the present backward pass. Then means are exchanged.
+        scale: by what the gradients of the present backward pass are to be divided; None if by nothing.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, wire: Wire) -> None:
         self._wrapper = weakref.ref(wrapper)
         self.group: dist.ProcessGroup = wrapper.process_group
         self.world = dist.get_world_size(self.group)
+        self.device: torch.device = next(wrapper.module.parameters()).device
+        self.factor = 1.0 if wire.average else self.world / (wire.predivide or 1.0)
+        self.watched = False
         self.scale: torch.Tensor | None = None
         self._wire = wire
         ignored = set(wrapper.parameters_to_ignore)
@@ -118,8 +124,15 @@ class Reduction:
         """How many backward passes the ranks have averaged, as far as our hook has seen them."""
         return self._own_talks
 
-    def synced_by_flag(self) -> bool:
-        """Whether the latest forward pass asked for a reduction: all there is to know under somebody else's hook."""
+    def release(self) -> None:
+        """The backward pass is over."""
+        self.watched, self.scale = False, None
+
+    @property
+    def syncs(self) -> bool:
+        """Whether the latest forward pass asked for a reduction: all there is to know before it comes, or under
+        somebody else's hook.
+        """
         wrapper = self._wrapper()
         return wrapper is not None and bool(wrapper.require_forward_param_sync)
 
@@ -143,8 +156,9 @@ class Reduction:
                 links[0].reduced = sent
         elif links or self._partial:
             self._add(bucket, buffer, sent)
-        before = self._wire.predivide or (self.world if self._wire.average else 1.0)
-        after = self.world / before if self._wire.average else 1.0
+        average = self._wire.average or self.watched
+        before = self._wire.predivide or (self.world if average else 1.0)
+        after = self.world / before if average else 1.0
         if before != 1.0:
             sent.div_(before)
 

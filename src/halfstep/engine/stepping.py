@@ -166,8 +166,9 @@ class Binding:
                 self._set_aside(scale, direct, seen)
             return
         self.ranks.look(self._links, direct)
+        scale = self.ranks.gradient_scale(scale)
         reduced = any(link.reduced is not None for link in self._links)
-        if not self._delayed or self._delayed_scale is not scale or reduced:
+        if not self._delayed or self._delayed_scale is not scale or reduced or self._stash:
             self._set_aside(scale, direct, seen)
         self.ranks.watch(scale, self._links, direct)
 
@@ -185,7 +186,7 @@ class Binding:
         if scale is None:
             direct = [param for param in direct if is_half(param)]
         for param in [p for p in direct if p.grad is not None and not (seen and id(p) in seen)]:
-            if self.ranks.reduces(param):
+            if self.ranks.carry(param):
                 # It stays where ranks average it, scaled like what will be added to it.
                 scale_grad(param, scale)
             else:
@@ -221,6 +222,7 @@ class Binding:
                 is no other.
             delay: leave the gradients scaled for now; the next undelayed pass, or ``step``, unscales all of them.
         """
+        scale = self.ranks.gradient_scale(scale)
         self._delayed, self._delayed_scale = delay, scale
         if self.ranks.reductions:
             self.ranks.close(self._links, self._direct())

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import ArgumentValueError, UsageError
-from ..engine.reduction import Wire, set_wire
+from ..engine.reduction import Wire, reduction_of, set_wire
 from ..kernels.plan import Plan
 
 __all__ = ["DistributedDataParallel", "Reducer"]
@@ -30,7 +30,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """torch's ``DistributedDataParallel`` with the arguments that Apex's had.
 
     Parameters and buffers start as those of rank 0. After any mix of synced and unsynced backward passes every rank
-    steps with the mean over ranks of the sum over passes, if the optimizer is one of ``amp``.
+    steps with the mean over ranks of the sum over passes, if the optimizer is one of ``amp`` and the passes are in
+    ``scale_loss``. Elsewhere a window is right if its last pass alone is synced, as with torch's.
 
     Args:
         module: the model, after ``amp.initialize``.
@@ -43,8 +44,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         allreduce_always_fp32: send 16-bit gradients as fp32. Those behind fp32 masters are sent so anyway.
         num_allreduce_streams: likewise without meaning.
         allreduce_communicators: likewise.
-        gradient_average: False leaves the sum over ranks, divided by ``gradient_predivide_factor``. Right only for
-            windows in which the last pass alone is synced.
+        gradient_average: False leaves the sum over ranks, divided by ``gradient_predivide_factor``.
         gradient_predivide_factor: divide by this before the sum, so that 16-bit sums do not overflow, and by the rest
             of the world size after it. 1.0 divides by the world size before, as torch does.
         gradient_average_split_factor: likewise without meaning.
@@ -96,6 +96,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         super().__init__(module, bucket_cap_mb=bucket, find_unused_parameters=delay_allreduce)
         predivide = None if gradient_predivide_factor == 1.0 and gradient_average else gradient_predivide_factor
         set_wire(self, Wire(True if allreduce_always_fp32 else None, predivide, gradient_average))
+        if dist.get_world_size(self.process_group) > 1:
+            reduction_of(self)  # from now on, also for an optimizer that amp knows nothing of
 
     def disable_allreduce(self) -> None:
         """From the next backward pass on, gradients stay on this rank."""
