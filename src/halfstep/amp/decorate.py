@@ -94,6 +94,7 @@ def decorate(
     _check_untouched(model_list, optimizer_list)
     if level == "O1":
         return models if optimizers is None else (models, optimizers)
+    modules.refuse_sharded(model_list, half)
     for device in {param.device for model in model_list for param in model.parameters()}:
         warn_if_slow(device, half)
 

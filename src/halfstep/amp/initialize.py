@@ -106,6 +106,7 @@ def initialize(
     policy = options.policy(half, cast_model_outputs)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
     _check_untouched(model_list, optimizer_list)
+    modules.refuse_sharded(model_list, policy.param_dtype)
     if policy.compute_dtype in HALF_DTYPES:
         for device in {param.device for model in model_list for param in model.parameters()}:
             warn_if_slow(device, policy.compute_dtype)

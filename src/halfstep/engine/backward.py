@@ -77,7 +77,10 @@ def conclude(bindings: Sequence[Binding], scaler: LossScaler, found_inf: torch.T
     """Let the next step of each optimizer and the loss scale know what a pass found.
 
     While other ranks do not have these gradients, nobody is told: the next pass that they average, or ``step``, does.
+    Nor does a pass count that has brought no gradients: under FSDP2 without synchronization they come later.
     """
+    if not any(binding.brought for binding in bindings):
+        return
     passed = Pass(found_inf, scaler, dynamic=scaler.dynamic)
     for binding in bindings:
         binding.passes.append(passed)

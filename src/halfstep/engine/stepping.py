@@ -88,6 +88,7 @@ class Binding:
         session: whoever bound it may leave its own state here.
         models: weak references to the models it trains, which know the names of parameters; whoever bound it fills it.
         verbose: whether to log what is skipped.
+        brought: whether the latest backward pass left a gradient.
         clipper: clips the gradients of the parameters in its groups.
     """
 
@@ -107,6 +108,7 @@ class Binding:
         self.session: Any = None
         self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
         self.verbose = verbose
+        self.brought = False
         self.clipper = Unscaler()
         self._unscaler = Unscaler()
         self._delayed = False  # the gradients are still scaled, by:
@@ -224,6 +226,7 @@ class Binding:
         """
         scale = self.ranks.gradient_scale(scale)
         self._delayed, self._delayed_scale = delay, scale
+        self.brought = self.has_fresh_grads or any(param.grad is not None for param in self._direct())
         if self.ranks.reductions:
             self.ranks.close(self._links, self._direct())
         if not delay:

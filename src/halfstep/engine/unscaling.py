@@ -1,7 +1,8 @@
 """Gradients where they lie: unscale them in place, look for inf and NaN in the same pass, and clip them.
 
 This serves the parameters that an optimizer updates without a master, whatever their gradients look like: any
-floating or complex dtype, sparse, of zero size, on several devices. Gradients of masters are ``engine.masters``.
+floating or complex dtype, sparse, of zero size, on several devices, sharded. Gradients of masters are
+``engine.masters``.
 """
 
 from __future__ import annotations

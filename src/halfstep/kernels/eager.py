@@ -1,7 +1,8 @@
 """The reference backend: multi-tensor operations on ``torch._foreach`` and torch's own kernels, on any device.
 
 Every function takes lists that may mix devices and dtypes and a ``Plan`` that sorts them; ``found_inf`` is a
-0-dim float32 tensor that is set to 1.0 where a value is inf or NaN and is never read here.
+0-dim float32 tensor that is set to 1.0 where a value is inf or NaN and is never read here. What is found of sharded
+tensors is what all their processes find, so that these calls are collective operations there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from .plan import Plan
+from .shards import Domain, complete_max, complete_sum
 
 __all__ = ["copy", "norm", "scale_", "unscale_", "unscale_into"]
 
@@ -30,6 +32,7 @@ def unscale_(plan: Plan, tensors: list[torch.Tensor], inv_scale: torch.Tensor, f
     """
     for (group,) in plan.split(tensors):
         _unscale_group(group, inv_scale, found_inf)
+    _complete(plan, found_inf)
 
 
 def unscale_into(
@@ -61,6 +64,8 @@ def unscale_into(
             _unscale_group(fresh, inv_scale, found_inf)
         if accumulate:
             torch._foreach_add_(dst, fresh)
+    if inv_scale is not None:
+        _complete(plan, found_inf)
 
 
 def norm(plan: Plan, tensors: list[torch.Tensor], p: float = 2.0) -> torch.Tensor:
@@ -76,10 +81,11 @@ def norm(plan: Plan, tensors: list[torch.Tensor], p: float = 2.0) -> torch.Tenso
     """
     first = tensors[0]
     norms = [torch.zeros((), device=first.device)]
-    for (group,) in plan.split(tensors):
+    for (group,), domain in zip(plan.split(tensors), plan.domains, strict=True):
         wide = torch.promote_types(group[0].dtype, torch.float32)
-        if filled := [t for t in group if t.numel()]:  # there is no largest element in nothing
-            norms.extend(torch._foreach_norm(filled, p, dtype=wide))
+        filled = [t for t in group if t.numel()]  # there is no largest element in nothing
+        found = list(torch._foreach_norm(filled, p, dtype=wide)) if filled else []
+        norms.extend([_complete_norm(found, p, domain, first.device)] if domain else found)
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     total: torch.Tensor = torch.linalg.vector_norm(
         torch.stack([n.to(first.device, dtype, non_blocking=True) for n in norms]), p
@@ -91,6 +97,20 @@ def scale_(plan: Plan, tensors: list[torch.Tensor], factor: torch.Tensor) -> Non
     """``tensor *= factor`` in place; ``factor`` is a 0-dim tensor on any device."""
     for (group,) in plan.split(tensors):
         torch._foreach_mul_(group, factor.to(group[0].device, non_blocking=True))
+
+
+def _complete(plan: Plan, found_inf: torch.Tensor) -> None:
+    for domain in dict.fromkeys(plan.domains):
+        complete_max(found_inf, domain)
+
+
+def _complete_norm(norms: list[torch.Tensor], p: float, domain: Domain, device: torch.device) -> torch.Tensor:
+    """The norm of all parts, from those of the parts that lie here."""
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    here = torch.linalg.vector_norm(torch.stack([zero, *(n.double() for n in norms)]), p)
+    if p == float("inf"):
+        return complete_max(here, domain)
+    return complete_sum(here**p, domain) ** (1.0 / p)
 
 
 def _unscale_group(group: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:

@@ -6,26 +6,34 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from .shards import Domain, domain_of, is_sharded, locals_of
+
 __all__ = ["Plan", "PlanCache"]
 
 
 class Plan:
-    """Aligned lists of tensors, split into groups that share device and dtype column by column.
+    """Aligned lists of tensors, split into groups that share device, dtype and processes column by column.
 
     Only positions are kept, never a tensor, so that a plan made for one step serves the next, whose gradients
     are new tensors of the same kind.
 
     Args:
         columns: lists of equal length; row i is ``(columns[0][i], columns[1][i], ...)``.
+
+    Attributes:
+        domains: for each group, the processes over which its tensors are cut.
     """
 
-    __slots__ = ("_groups",)
+    __slots__ = ("_groups", "_sharded", "domains")
 
     def __init__(self, *columns: Sequence[torch.Tensor]) -> None:
         groups: dict[Hashable, list[int]] = {}
         for i, row in enumerate(zip(*columns, strict=True)):
-            groups.setdefault(tuple((t.device, t.dtype) for t in row), []).append(i)
+            groups.setdefault(tuple((t.device, t.dtype, domain_of(t)) for t in row), []).append(i)
         self._groups = list(groups.values())
+        first = columns[0] if columns else []
+        self.domains: list[Domain] = [domain_of(first[rows[0]]) for rows in self._groups]
+        self._sharded = any(is_sharded(tensor) for column in columns for tensor in column)
 
     @property
     def rows(self) -> list[list[int]]:
@@ -36,8 +44,11 @@ class Plan:
         """The groups of these lists, which must be of the kind the plan was made for.
 
         Returns:
-            One tuple of lists for each group, the lists in the order of ``columns``.
+            One tuple of lists for each group, the lists in the order of ``columns``; of sharded tensors the parts that
+            lie here.
         """
+        if self._sharded:
+            columns = tuple(map(locals_of, columns))
         if len(self._groups) == 1:
             return [columns]
         return [tuple([column[i] for i in rows] for column in columns) for rows in self._groups]

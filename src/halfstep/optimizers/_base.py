@@ -215,7 +215,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _read_gradients(rows: Rows, found: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of squares of each gradient as it is, float64 of shape [rows], in one read."""
-        return rows.batch.run(_READ_GRADIENTS, {}, found=found)[0]
+        return rows.run(_READ_GRADIENTS, {}, None, found)[0]
 
     def _step_rows(self, group: Hyper, rows: Rows, factor: torch.Tensor | float, skip: torch.Tensor | None) -> None:
         device = rows.batch.device

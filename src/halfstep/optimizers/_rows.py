@@ -12,6 +12,7 @@ from ..core.errors import ArgumentTypeError, UsageError
 from ..engine.masters import split
 from ..kernels.batch import Batch, Scalars
 from ..kernels.expr import Pass
+from ..kernels.shards import Domain, complete_sum, domain_of, is_sharded, local, locals_of
 from ..kernels.storage import Storage, dense
 from ._options import Options
 
@@ -32,13 +33,15 @@ _ODD = 0x85EBCA6B, 0x9E3779B1  # large odd constants: parameters and steps draw 
 
 
 class Rows:
-    """Parameters of one device, one dtype of weights and one of gradients, with their state.
+    """Parameters of one device, one dtype of weights and one of gradients, with their state; of sharded ones, the parts
+    that lie here.
 
     The numbers of the state (``step``) are 0-dim views of one vector each, so that all of them advance at once.
 
     Attributes:
         batch: columns ``grad``, ``param`` and the tensors of the state.
         vectors: the numbers of the state, float32 of shape [rows].
+        domain: the processes that hold the other parts.
         squares: sums of squares of this step's scaled gradients, float64 of shape [rows], if they have been read.
     """
 
@@ -52,6 +55,8 @@ class Rows:
         numbers: list[int],
     ) -> None:
         self.states = states
+        self.domain: Domain = domain_of(params[0])
+        self._sharded = is_sharded(params[0])
         device, dtype = params[0].device, params[0].dtype
         storage = options.storage(dtype)
         for param, state in zip(params, states, strict=True):
@@ -59,10 +64,11 @@ class Rows:
         self.vectors = {name: _vector(states, name, device) for name, kept in layout.items() if kept.dtype is None}
         tensors = {name: [state[name] for state in states] for name, kept in layout.items() if kept.dtype is not None}
         columns: dict[str, tuple[Storage, tuple[list[torch.Tensor], ...]]] = {
-            "grad": (dense(grads[0].dtype), (grads,)),
+            "grad": (dense(grads[0].dtype), (locals_of(grads),)),
             "param": (storage, _weights(params, states, storage)),
         }
-        columns.update({name: (dense(column[0].dtype), (column,)) for name, column in tensors.items()})
+        columns.update({name: (dense(column[0].dtype), (locals_of(column),)) for name, column in tensors.items()})
+        _check_shapes(columns)
         # The second part of a weight's storage lives in the state too and can be replaced there.
         extra = {"split": "remainder", "copied": "master"}.get(storage.kind)
         names = [*layout, *([extra] if extra else [])]
@@ -80,14 +86,25 @@ class Rows:
                     return False
         except KeyError:
             return False
-        return self.batch.renew(grads)
+        return self.batch.renew(locals_of(grads) if self._sharded else grads)
 
-    def run(self, pass_: Pass, scalars: Scalars, skip: torch.Tensor | None) -> torch.Tensor:
-        """Run a pass on the batch; stochastic rounding gets its seeds from the step counts."""
+    def run(
+        self, pass_: Pass, scalars: Scalars, skip: torch.Tensor | None, found: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run a pass on the batch; stochastic rounding gets its seeds from the step counts.
+
+        Returns:
+            The sums of squares it names, of whole tensors where they are sharded.
+        """
         if self._random:
             drawn = (self._seeds + self.vectors["step"].long() * _ODD[1]) & 0xFFFF_FFFF
             scalars = {**scalars, "seed": torch.where(drawn > 0x7FFF_FFFF, drawn - (1 << 32), drawn).to(torch.int32)}
-        return self.batch.run(pass_, scalars, skip=skip)
+        sums = self.batch.run(pass_, scalars, skip=skip, found=found)
+        if self.domain and pass_.squares:
+            complete_sum(sums, self.domain)
+            if found is not None:  # what is not finite elsewhere shows in the sum
+                found.logical_or_(sums.isfinite().all().logical_not_())
+        return sums
 
 
 class GroupRows:
@@ -106,11 +123,11 @@ class GroupRows:
         self._state = state
         grads = [p.grad for p in params]
         self._missing = [g is None for g in grads]
-        kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype, torch.dtype, Domain], list[int]] = {}
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is not None:
                 _refuse(param, grad)
-                kinds.setdefault((param.device, param.dtype, grad.dtype), []).append(i)
+                kinds.setdefault((param.device, param.dtype, grad.dtype, domain_of(param)), []).append(i)
         self._positions = list(kinds.values())
         self.rows = [
             Rows(
@@ -169,6 +186,19 @@ def _prepare(param: torch.Tensor, state: dict[str, Any], layout: StateLayout, st
     split.adapt(param, state, storage)
 
 
+def _check_shapes(columns: Mapping[str, tuple[Storage, tuple[list[torch.Tensor], ...]]]) -> None:
+    """Kernels trust the shapes of what they are given."""
+    weights = columns["param"][1][-1]
+    for name, (_, parts) in columns.items():
+        for weight, tensor in zip(weights, parts[0], strict=True):
+            if tensor.shape != weight.shape:
+                raise UsageError(
+                    f"{name} of a parameter has shape {tuple(tensor.shape)} here, where the parameter has "
+                    f"{tuple(weight.shape)}. State of sharded parameters is loaded with torch.distributed.checkpoint, "
+                    "which cuts it as the parameters are cut."
+                )
+
+
 def _vector(states: list[dict[str, Any]], name: str, device: torch.device) -> torch.Tensor:
     vector = torch.stack([state[name].detach().to(device, torch.float32).reshape(()) for state in states])
     for state, view in zip(states, vector.unbind(), strict=True):
@@ -179,9 +209,9 @@ def _vector(states: list[dict[str, Any]], name: str, device: torch.device) -> to
 def _weights(
     params: list[torch.Tensor], states: list[dict[str, Any]], storage: Storage
 ) -> tuple[list[torch.Tensor], ...]:
-    weights = [p.detach() for p in params]
+    weights = [local(p.detach()) for p in params]
     if storage.kind == "split":
-        return weights, [state["remainder"] for state in states]
+        return weights, [local(state["remainder"]) for state in states]
     if storage.kind == "copied":
-        return [state["master"] for state in states], weights
+        return [local(state["master"]) for state in states], weights
     return (weights,)

@@ -10,6 +10,7 @@ import torch
 from ..kernels.batch import Batch
 from ..kernels.expr import Pass
 from ..kernels.plan import Plan
+from ..kernels.shards import Domain, complete_sum, domain_of, locals_of
 from ._base import Hyper
 
 __all__ = ["LARC"]
@@ -55,7 +56,7 @@ class LARC:
         self.trust_coefficient = trust_coefficient
         self.eps = eps
         self.clip = clip
-        self._batches: dict[int, tuple[list[torch.Tensor], Plan, list[Batch]]] = {}
+        self._batches: dict[int, tuple[list[torch.Tensor], Plan, list[tuple[Batch, Domain]]]] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not there yet while a copy is being made
@@ -105,8 +106,8 @@ class LARC:
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
-        for batch in self._renewed(index, params, [p.grad for p in params]):
-            grad_norm, param_norm = batch.run(_NORMS, {}).sqrt()
+        for batch, domain in self._renewed(index, params, [p.grad for p in params]):
+            grad_norm, param_norm = complete_sum(batch.run(_NORMS, {}), domain).sqrt()
             rate = self.trust_coefficient * param_norm / (grad_norm + param_norm * decay + self.eps)
             if self.clip:
                 rate = (rate / group["lr"]).clamp(max=1.0)
@@ -114,15 +115,19 @@ class LARC:
             l2 = torch.where(used, decay, 0.0)
             batch.run(_RESCALE, {"l2": l2, "rate": torch.where(used, rate, 1.0)})
 
-    def _renewed(self, index: int, params: list[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[Batch]:
+    def _renewed(
+        self, index: int, params: list[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> list[tuple[Batch, Domain]]:
         entry = self._batches.get(index)
         if entry is not None and list(map(id, entry[0])) == list(map(id, params)):
-            parts = [[grads[i] for i in rows] for rows in entry[1].rows]
-            if all(batch.renew(part) for batch, part in zip(entry[2], parts, strict=True)):
+            parts = [locals_of([grads[i] for i in rows]) for rows in entry[1].rows]
+            if all(batch.renew(part) for (batch, _), part in zip(entry[2], parts, strict=True)):
                 return entry[2]
         plan = Plan(grads, params)
-        batches = [
-            Batch.of(grad=[grads[i] for i in rows], param=[params[i].detach() for i in rows]) for rows in plan.rows
-        ]
+        batches = []
+        for rows in plan.rows:
+            part = {"grad": [grads[i] for i in rows], "param": [params[i].detach() for i in rows]}
+            batch = Batch.of(**{name: locals_of(tensors) for name, tensors in part.items()})
+            batches.append((batch, domain_of(params[rows[0]])))
         self._batches[index] = (params, plan, batches)
         return batches

@@ -8,6 +8,7 @@ import torch
 
 from ..core.errors import ArgumentValueError
 from ..kernels.expr import Pass
+from ..kernels.shards import complete_max
 from ._base import FusedOptimizer, Hyper, check_number
 from ._options import MasterForm, Options
 from ._rows import NUMBER, Kept, Rows, StateLayout
@@ -151,4 +152,4 @@ def _largest(rows: Rows) -> torch.Tensor:
     filled = [i for i, g in enumerate(grads) if g.numel()]
     if filled:
         result[filled] = torch.stack(torch._foreach_norm([grads[i] for i in filled], torch.inf)).double()
-    return result
+    return complete_max(result, rows.domain)

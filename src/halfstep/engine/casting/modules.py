@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
+from ...core.errors import UsageError
 from ...core.formats import parse_dtype
+from ...kernels.shards import is_sharded
 from ..masters.plain import master_of
 from . import ops
 
@@ -31,6 +33,7 @@ __all__ = [
     "cast_module",
     "cast_tree",
     "is_attached",
+    "refuse_sharded",
 ]
 
 PARALLEL = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
@@ -182,6 +185,23 @@ def cast_module(
                     tensor.grad = tensor.grad.to(target)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+
+
+def refuse_sharded(models: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
+    """Refuse to cast what FSDP2 has cut into shards already: it would go on with the parameters it knows.
+
+    Raises:
+        UsageError: if a sharded parameter has another dtype than ``dtype``.
+    """
+    for model in models:
+        for name, param in model.named_parameters():
+            if dtype is not None and param.dtype is not dtype and is_sharded(param):
+                raise UsageError(
+                    f"The parameter {name} is sharded already (fully_shard), and this level would cast it. Let "
+                    "fully_shard cast instead: MixedPrecisionPolicy(param_dtype=torch.bfloat16) computes in 16 bits, "
+                    "and the fp32 shards are the masters. For 16-bit shards cast the model before fully_shard and use "
+                    "an optimizer of halfstep.optimizers with master_weights=True."
+                )
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:

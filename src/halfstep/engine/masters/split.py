@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.shards import local, rewrapped
 from ...kernels.storage import Storage, join, split
 
 __all__ = ["adapt", "master_value"]
@@ -27,8 +28,9 @@ def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
     remainder, master = state.get("remainder"), state.get("master")
     if storage.kind == "split":
         if remainder is None and master is not None:
-            high, state["remainder"] = split(master.to(param.device))
-            param.detach().copy_(high)
+            high, low = split(local(master.to(param.device)))
+            local(param.detach()).copy_(high)
+            state["remainder"] = rewrapped(low, param)
         elif remainder is None:
             state["remainder"] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.preserve_format)
         elif remainder.device != param.device:
@@ -50,5 +52,5 @@ def master_value(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     if "master" in state:
         return state["master"].clone()  # type: ignore[no-any-return]
     if "remainder" in state and param.dtype is torch.bfloat16:
-        return join(param.detach(), state["remainder"])
+        return rewrapped(join(local(param.detach()), local(state["remainder"])), param)
     return param.detach().to(torch.float32, copy=True)

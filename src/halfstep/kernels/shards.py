@@ -1,0 +1,81 @@
+"""Sharded tensors (``DTensor``, as FSDP2 makes them): the part that lies here, and sums over the parts elsewhere.
+
+Kernels work on local parts; whatever is a sum, a maximum or a flag of a whole tensor is completed over its processes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.errors import UsageError
+
+__all__ = ["Domain", "complete_max", "complete_sum", "domain_of", "is_sharded", "local", "locals_of", "rewrapped"]
+
+Domain = tuple[Any, ...]
+"""The process groups over which a tensor is cut into parts, one for each dimension of its mesh that cuts it."""
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a ``DTensor``. Before somebody has imported that class nothing is one."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+@torch.no_grad()
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that lies in this process, sharing its memory; all of it if it is not sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The part of each that lies here."""
+    return [local(tensor) for tensor in tensors]
+
+
+def rewrapped(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A local part as a sharded tensor that is cut as ``like`` is; as it is if that is not sharded."""
+    if not is_sharded(like):
+        return value
+    whole: Any = like
+    wrapped: torch.Tensor = type(whole.data).from_local(
+        value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return wrapped
+
+
+def domain_of(tensor: torch.Tensor) -> Domain:
+    """Over which processes it is cut; () if it is whole.
+
+    Raises:
+        UsageError: if the processes hold summands of it and not parts.
+    """
+    if not is_sharded(tensor):
+        return ()
+    whole: Any = tensor
+    if any(placement.is_partial() for placement in whole.placements):
+        raise UsageError(
+            f"A tensor of shape {tuple(tensor.shape)} is placed as {whole.placements}: its processes hold summands. "
+            "Redistribute it to Shard or Replicate first."
+        )
+    return tuple(whole.device_mesh.get_group(i) for i, place in enumerate(whole.placements) if place.is_shard())
+
+
+def complete_sum(values: torch.Tensor, domain: Domain) -> torch.Tensor:
+    """Add up, in place, what each process of a domain has found of its part. A collective operation."""
+    for group in domain:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+def complete_max(values: torch.Tensor, domain: Domain) -> torch.Tensor:
+    """The largest, in place, of what each process of a domain has found. A collective operation."""
+    for group in domain:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return values
