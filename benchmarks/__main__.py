@@ -11,6 +11,7 @@ BENCHMARKS = {
     "scaler_cost": "what loss scaling adds to a fused AdamW step: torch.amp.GradScaler, amp.GradScaler, amp.scale_loss",
     "fused_step": "a step from scaled gradients to 16-bit weights: AdamW(fused=True) and GradScaler, and FusedAdam",
     "op_cost": "what op casting adds to an op and to a transformer block, against torch.autocast",
+    "accumulation": "a window of passes on two processes: DistributedDataParallel under autocast, and O1, O2",
     "flat_masters": "a step with one flat fp32 master against one master for each parameter",
     "gpu_check": "the GPU tests and the benchmarks on CUDA, within 8 minutes, as JSON under $OUT",
 }

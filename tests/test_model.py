@@ -252,14 +252,17 @@ def test_saving_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model.save(tmp_path / "new" / "model")
     before = (tmp_path / "new" / "model.pt").read_bytes()
 
-    def interrupted(state: Any, path: Path) -> None:
-        path.write_bytes(b"half of")
+    def interrupted(state: Any, file: Any) -> None:
+        file.write(b"half of")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.save(tmp_path / "new" / "model")
-    assert [path.read_bytes() for path in (tmp_path / "new").iterdir()] == [before]
+    assert (tmp_path / "new" / "model.pt").read_bytes() == before
+    monkeypatch.undo()
+    model.save(tmp_path / "new" / "model")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.pt"]
 
 
 def test_summary(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -18,6 +17,7 @@ from ..amp.auto_cast import auto_cast
 from ..amp.decorate import decorate
 from ..amp.grad_scaler import GradScaler
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.files import save_whole
 from ..core.formats import default_half, is_half, parse_dtype
 from .callbacks import Callback, Lines, ProgressBar, call
 from .configs import LIST_KEYS, SCALER_KEYS, read_configs
@@ -263,14 +263,7 @@ class Model:
         state: dict[str, Any] = {"model": self.network.state_dict()}
         if training and self._optimizer is not None:
             state |= {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
-        target = Path(f"{fspath(path)}.pt")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        try:
-            torch.save(state, unfinished)
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        save_whole(state, f"{fspath(path)}.pt")
 
     def load(self, path: str | PathLike[str], reset_optimizer: bool = False) -> None:
         """Read what ``save`` wrote; call it after ``prepare``. Only plain data is unpickled.

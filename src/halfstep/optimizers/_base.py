@@ -164,6 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it to whatever it restores
         self._groups = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():

@@ -1,8 +1,9 @@
-"""Apex's ``parallel`` on ``torch.distributed``: wrappers with its names and arguments, SyncBatchNorm, LARC."""
+"""Apex's ``parallel`` on ``torch.distributed``: wrappers with its names and arguments, SyncBatchNorm; checkpoints."""
 
 from torch.distributed import ReduceOp
 
 from ..optimizers.larc import LARC
+from .checkpoint import save_checkpoint
 from .distributed import DistributedDataParallel, Reducer
 from .sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 
@@ -14,4 +15,5 @@ __all__ = [
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",
+    "save_checkpoint",
 ]
