@@ -115,6 +115,8 @@ class Ranks:
                 self.reductions.append(reduction)
                 # The wrapper gave every rank the weights of rank 0; their masters may still be of this rank's own.
                 _broadcast([link.master for link in links if reduction.holds(link.model)], reduction.group)
+            if not reduction.hooked and any(reduction.holds(link.model) for link in links):
+                reduction.hook()
 
     def watch(self, scale: torch.Tensor | None, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]) -> None:
         """A backward pass scaled by ``scale`` begins; the gradients that are there stay until ``close``."""

@@ -84,7 +84,8 @@ class Reduction:
     Attributes:
         group: the process group.
         world: its size.
-        hooked: whether the communication hook is ours. Where a user has registered another, that one stays.
+        hooked: whether our communication hook is in place. Where a user has registered another, that one stays, and
+            where nothing is to be added to what torch does there is none: it divides while it fills its buckets.
         device: where its parameters are.
         factor: what a mean over ranks is to be multiplied by before a step; 1.0 where a mean is what is wanted.
         watched: whether a Binding looks after the present backward pass. Then means are exchanged.
@@ -108,11 +109,18 @@ class Reduction:
         self._arriving = False
         self._links: list[MasterLink] = []
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.hooked = False
+        if self._partial or wire != Wire():
+            self.hook()
+
+    def hook(self) -> None:
+        """Register the communication hook, which adds to buckets what masters have accumulated."""
+        wrapper = self._wrapper()
         # A built-in hook leaves no other trace than in the log.
-        others = wrapper._comm_hooks or wrapper._get_ddp_logging_data().get("comm_hook")
-        self.hooked = not others
-        if self.hooked:
-            wrapper.register_comm_hook(weakref.ref(self), _communicate)
+        if wrapper is None or wrapper._comm_hooks or wrapper._get_ddp_logging_data().get("comm_hook"):
+            return
+        wrapper.register_comm_hook(weakref.ref(self), _communicate)
+        self.hooked = True
 
     @property
     def alive(self) -> bool:
