@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -204,6 +205,54 @@ def test_a_sum_without_scale_loss(ranks: Ranks, scaled: bool) -> None:
     for found in ranks.run(train_plainly, scaled):
         for a, b in zip(found, reference(2, "uus", divide=1.0), strict=True):
             torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5)
+
+
+def count_reductions(rank: int, level: str, pattern: str, loss_scale: float) -> int:
+    """All-reduces in two windows, after one that lets the wrapper order its buckets."""
+    model = net()
+    optim = OPTIMIZERS["sgd"](model.parameters())
+    model, optim = amp.initialize(
+        model, optim, opt_level=level, dtype=torch.bfloat16, loss_scale=loss_scale, verbosity=0
+    )
+    ddp = DistributedDataParallel(model)
+
+    def window(step: int) -> None:
+        for micro, how in enumerate(pattern):
+            micro_step(ddp, optim, how, data(rank, step, micro))
+        optim.step()
+        optim.zero_grad()
+
+    window(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        window(1)
+        window(2)
+    amp.deactivate()
+    return sum(event.count for event in profile.key_averages() if event.key == "c10d::allreduce_")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("pattern", ["s", "us", "uuus", "uu"])
+@pytest.mark.parametrize(("loss_scale", "flags"), [(1.0, 0), (128.0, 1)])
+def test_a_window_costs_one_reduction_and_one_of_a_number(
+    ranks: Ranks, level: str, pattern: str, loss_scale: float, flags: int
+) -> None:
+    assert ranks.run(count_reductions, level, pattern, loss_scale) == [2 * (1 + flags)] * 2
+
+
+def dies(rank: int) -> None:
+    if rank == 0:
+        raise KeyError("a broken file")
+    dist.barrier()  # which nobody else reaches
+
+
+def test_a_rank_that_fails_ends_the_others_and_says_why() -> None:
+    group = Ranks(2)
+    try:
+        with pytest.raises(AssertionError, match=r"rank 0:[\s\S]*KeyError: 'a broken file'|rank 1"):
+            group.run(dies)
+        assert not group._processes, "nothing is left running"
+    finally:
+        group.kill()
 
 
 def fail(rank: int, level: str, wrapper: str, optimizer: str) -> None:
