@@ -21,9 +21,11 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageErr
 
 NAMES = (
     "amp fp16_utils optimizers parallel parallel.LARC parallel.sync_batchnorm parallel.multiproc multi_tensor_apply"
-    " normalization mlp fused_dense contrib contrib.clip_grad"
+    " normalization mlp fused_dense contrib contrib.clip_grad RNN RNN.models reparameterization parallel.distributed"
+    " reparameterization.weight_norm reparameterization.reparameterization parallel.optimized_sync_batchnorm"
 )
-MODULES = ["apex", "amp_C", *(f"apex.{name}" for name in NAMES.split(" "))]
+EXTENSIONS = ["amp_C", "apex_C", "syncbn"]
+MODULES = ["apex", *EXTENSIONS, *(f"apex.{name}" for name in NAMES.split(" "))]
 
 
 @pytest.fixture
@@ -36,10 +38,123 @@ def installed() -> Iterator[None]:
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_is_found_and_is_ours(installed: None, name: str) -> None:
     module = importlib.import_module(name)
-    stands_for = "halfstep.apex" + (".amp_C" if name == "amp_C" else name.removeprefix("apex"))
+    stands_for = "halfstep.apex" + (f".{name}" if name in EXTENSIONS else name.removeprefix("apex"))
     assert module is importlib.import_module(stands_for)
     assert module.__spec__ is not None
     assert module.__spec__.name == module.__name__ == stands_for
+
+
+def test_private_names_that_scripts_reach_into(installed: None) -> None:
+    """What old scripts and tests took from inside Apex."""
+    from apex import amp, optimizers, parallel
+    from apex.amp import _amp_state
+    from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+    from apex.parallel.LARC import LARC
+    from apex.parallel.sync_batchnorm import SyncBatchNorm
+    from apex.RNN.models import RNNCell, bidirectionalRNN, stackedRNN
+
+    model: Any = nn.Linear(2, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
+    state = _amp_state
+    assert amp._amp_state is state
+    state.loss_scalers[0]._loss_scale = 2.0**7
+    assert state.loss_scalers[0].loss_scale() == state.loss_scalers[0]._loss_scale == 128.0
+    assert state.opt_properties.loss_scale == "dynamic"
+    with amp.scale_loss(torch.ones((), requires_grad=True), optimizer) as scaled:
+        assert scaled.item() == 128.0
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+    state.handle._deactivate()
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+    state.allow_incoming_model_not_fp32 = True
+    try:
+        amp.initialize(nn.Linear(2, 2).half(), opt_level="O3", verbosity=0)
+    finally:
+        state.allow_incoming_model_not_fp32 = False
+    handle = amp.init(verbose=False)
+    handle._deactivate()
+    assert parallel.LARC.LARC is LARC
+    assert SyncBatchNorm is parallel.SyncBatchNorm
+    net = stackedRNN(RNNCell(1, 2, 2, None), 2)
+    assert len(net.rnns) == 2
+    both = bidirectionalRNN(RNNCell(1, 2, 2, None))
+    assert (type(both.fwd), type(both.bckwrd)) == (stackedRNN, stackedRNN)
+    assert multi_tensor_applier.available
+    assert isinstance(multi_tensor_applier, MultiTensorApply)
+    optimizers.FusedSGD([nn.Parameter(torch.ones(2))], lr=0.1, materialize_master_grads=False)
+    lamb = optimizers.FusedMixedPrecisionLamb([nn.Parameter(torch.ones(2))])
+    lamb.reduced_precision_dtype = torch.bfloat16
+
+
+def test_flattening(installed: None) -> None:
+    import apex_C
+    from apex.parallel import distributed
+
+    tensors = [torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.zeros(0), torch.arange(4.0).view(2, 2).t()]
+    flat = apex_C.flatten(tensors)
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 0, 2, 1, 3]
+    for piece, tensor in zip(apex_C.unflatten(flat, tensors), tensors, strict=True):
+        assert torch.equal(piece, tensor)
+    found: list[torch.Tensor] = []
+    distributed.extract_tensors([tensors[0], (tensors[1], [tensors[2]]), "no tensor"], found)
+    assert list(map(id, found)) == list(map(id, tensors[:3]))
+    half, double = tensors[0].half(), tensors[0].double()
+    assert distributed.split_half_float_double([double, half]) == [[half], [double]]
+    assert list(distributed.split_by_type([half, tensors[0]])) == ["torch.HalfTensor", "torch.FloatTensor"]
+    doubled = torch.ones(3)
+    distributed.flat_dist_call([doubled, half], lambda flat, factor: flat.mul_(factor), (2.0,))
+    assert torch.equal(doubled, torch.full((3,), 2.0))
+    assert torch.equal(half, tensors[0].half() * 2)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("c_last", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_syncbn_pieces_make_a_batchnorm(dtype: torch.dtype, c_last: bool, affine: bool) -> None:
+    from halfstep.apex import syncbn
+
+    batches = [torch.randn(n, 3, 4) * 2 + n for n in (2, 5)]  # of two ranks
+    grads = [torch.randn_like(x) for x in batches]
+    weight, shift = (torch.rand(3) + 0.5, torch.randn(3)) if affine else (None, None)
+    whole = torch.cat(batches).to(dtype).double().requires_grad_()
+    w, b = (None if t is None else t.double().requires_grad_() for t in (weight, shift))
+    expected = F.batch_norm(whole, None, None, w, b, training=True)
+    expected.backward(torch.cat(grads).to(dtype).double())
+    suffix = "_c_last" if c_last else ""
+
+    def call(name: str, *args: Any) -> Any:
+        return getattr(syncbn, name + suffix)(*args)
+
+    def lay(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype).movedim(1, -1).contiguous() if c_last else x.to(dtype)
+
+    xs, dys = list(map(lay, batches)), list(map(lay, grads))
+    means, variances = zip(*(call("welford_mean_var", x) for x in xs), strict=True)
+    counts = torch.tensor([x.numel() // 3 for x in xs], dtype=torch.int32)
+    mean, var, inv_std = syncbn.welford_parallel(torch.stack(means), torch.stack(variances), counts, 1e-5)
+    close = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.float16 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(var.double(), whole.detach().var((0, 2), correction=0), **close)
+    extra = (None,) if c_last else ()
+    ys = [call("batchnorm_forward", x, *extra, mean, inv_std, weight, shift) for x in xs]
+    y = torch.cat([y.movedim(-1, 1) if c_last else y for y in ys])
+    assert y.dtype is dtype
+    torch.testing.assert_close(y.double(), expected.detach(), **close)
+    sums = [call("reduce_bn", dy, x, mean, inv_std, weight) for dy, x in zip(dys, xs, strict=True)]
+    dy_sum, dy_xmu_sum = (torch.stack([s[i] for s in sums]).sum(0) for i in (0, 1))
+    if affine:
+        assert w is not None
+        torch.testing.assert_close((sums[0][2] + sums[1][2]).double(), w.grad, **close)
+    grad = [
+        call("batchnorm_backward", dy, x, mean, inv_std, weight, dy_sum, dy_xmu_sum, counts)
+        for dy, x in zip(dys, xs, strict=True)
+    ]
+    found = torch.cat([g.movedim(-1, 1) if c_last else g for g in grad])
+    assert whole.grad is not None
+    torch.testing.assert_close(found.double(), whole.grad, **close)
+    if c_last:
+        z = torch.randn_like(xs[0])
+        fused = syncbn.batchnorm_forward_c_last(xs[0], z, mean, inv_std, weight, shift, True)
+        passed = syncbn.relu_bw_c_last(dys[0], xs[0], z, mean, inv_std, weight, shift)
+        assert torch.equal(passed != 0, (fused > 0) & (dys[0] != 0))
 
 
 def test_unknown_modules_are_not_found(installed: None) -> None:

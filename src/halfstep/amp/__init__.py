@@ -2,6 +2,7 @@
 
 from ..core.errors import PrecisionWarning, UnsafeOpError
 from ..core.hardware import is_bfloat16_supported, is_float16_supported
+from ..engine.casting.exempt import exempt
 from ..engine.casting.functions import (
     float_function,
     half_function,
@@ -29,6 +30,7 @@ __all__ = [
     "deactivate",
     "decorate",
     "disable_casts",
+    "exempt",
     "float_function",
     "half_function",
     "init",

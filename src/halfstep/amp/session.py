@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..engine.casting import ops
 from ..engine.scaling import LossScaler
 from ..engine.stepping import Binding, binding_of
 from .options import Options
@@ -33,17 +34,35 @@ class Session:
     loss_scalers: list[LossScaler] = field(default_factory=list)
 
 
+class StateHandle:
+    """What scripts reach for under ``amp._amp_state.handle``: the process-wide op casting."""
+
+    disable_casts = staticmethod(ops.disable_casts)
+
+    def is_active(self) -> bool:
+        """Whether ops are cast."""
+        return ops.process_casting() is not None
+
+    def _clear_cache(self) -> None:
+        ops.clear_cache()
+
+    def _deactivate(self) -> None:
+        ops.deactivate()
+
+
 class AmpState:
     """The latest session, and the switches that scripts written for Apex reach for under ``amp._amp_state``.
 
     Attributes:
         session: the latest session, or None before the first ``amp.initialize``.
         allow_incoming_model_not_fp32: let ``initialize`` take a model that has 16-bit parameters already.
+        handle: ``is_active``, ``disable_casts`` and ``_deactivate``.
     """
 
     def __init__(self) -> None:
         self.session: Session | None = None
         self.allow_incoming_model_not_fp32 = False
+        self.handle = StateHandle()
 
     @property
     def loss_scalers(self) -> list[LossScaler]:

@@ -1,7 +1,6 @@
 """Apex's module tree by its own names: ``halfstep.apex.install()`` makes ``import apex`` find it.
 
-float16 is the default on every device, as Apex's was. What is not here yet: ``RNN``, ``reparameterization``,
-``syncbn``, and of ``contrib`` all but ``clip_grad``.
+float16 is the default on every device, as Apex's was. Not here: of ``contrib`` all but ``clip_grad``.
 """
 
 from importlib import import_module
@@ -12,8 +11,8 @@ from .install import install, uninstall
 __all__ = ["install", "uninstall"]
 
 _SUBMODULES = (
-    *("amp", "contrib", "fp16_utils", "fused_dense", "mlp"),
-    *("multi_tensor_apply", "normalization", "optimizers", "parallel"),
+    *("RNN", "amp", "contrib", "fp16_utils", "fused_dense", "mlp"),
+    *("multi_tensor_apply", "normalization", "optimizers", "parallel", "reparameterization"),
 )
 
 

@@ -14,7 +14,8 @@ from ..core.errors import UsageError
 
 __all__ = ["install", "uninstall"]
 
-_TOP = {"apex": "halfstep.apex", "amp_C": "halfstep.apex.amp_C"}
+_EXTENSIONS = ("amp_C", "apex_C", "syncbn")
+_TOP = {"apex": "halfstep.apex", **{name: f"halfstep.apex.{name}" for name in _EXTENSIONS}}
 """Top-level names of the original, and what stands for them."""
 
 
@@ -49,7 +50,7 @@ _finder = _Finder()
 
 
 def install(force: bool = False) -> None:
-    """Let ``import apex``, any ``apex.X`` and ``amp_C`` find halfstep from now on, as PyMySQL stands in for MySQLdb.
+    """Let ``import apex``, any ``apex.X`` and Apex's extensions (``amp_C``...) find halfstep from now on.
 
     An installed Apex that lacks ``amp``, as today's does, is kept and completed: what it has is its own.
 

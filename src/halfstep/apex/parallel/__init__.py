@@ -8,7 +8,7 @@ from ...parallel import (
     convert_syncbn_model,
     create_syncbn_process_group,
 )
-from . import LARC, multiproc, sync_batchnorm
+from . import LARC, distributed, multiproc, optimized_sync_batchnorm, sync_batchnorm
 
 __all__ = [
     "LARC",
@@ -18,6 +18,8 @@ __all__ = [
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",
+    "distributed",
     "multiproc",
+    "optimized_sync_batchnorm",
     "sync_batchnorm",
 ]

@@ -1,0 +1,64 @@
+"""``apex.parallel.distributed``: the wrapper, and the helpers that scripts took from beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...parallel import DistributedDataParallel, Reducer
+from ..apex_C import flatten, unflatten
+
+__all__ = [
+    "DistributedDataParallel",
+    "Reducer",
+    "apply_flat_dist_call",
+    "extract_tensors",
+    "flat_dist_call",
+    "flatten",
+    "split_by_type",
+    "split_half_float_double",
+    "unflatten",
+]
+
+
+def split_by_type(tensors: Iterable[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """Lists of one type, by its name (``torch.HalfTensor``...), in the order of the first of each."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.type(), []).append(tensor)
+    return found
+
+
+def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Lists of one dtype out of float16, float32 and float64, those that are not empty."""
+    given = list(tensors)
+    kinds = (torch.float16, torch.float32, torch.float64)
+    return [bucket for kind in kinds if (bucket := [t for t in given if t.dtype is kind])]
+
+
+def extract_tensors(maybe_tensor: Any, tensor_list: list[torch.Tensor]) -> None:
+    """Append the tensors in a nest of lists and tuples."""
+    if isinstance(maybe_tensor, torch.Tensor):
+        tensor_list.append(maybe_tensor)
+    elif isinstance(maybe_tensor, (list, tuple)):
+        for item in maybe_tensor:
+            extract_tensors(item, tensor_list)
+
+
+def apply_flat_dist_call(bucket: Sequence[torch.Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
+    """One collective call for a list of one type; the results are copied back, those of an all-reduce as means."""
+    flat = flatten(bucket)
+    call(flat, *(extra_args or ()))
+    if call is dist.all_reduce:
+        flat /= dist.get_world_size()
+    for tensor, result in zip(bucket, unflatten(flat, bucket), strict=True):
+        tensor.copy_(result)
+
+
+def flat_dist_call(tensors: Sequence[torch.Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
+    """``apply_flat_dist_call`` for each type in a list."""
+    for bucket in split_by_type(tensors).values():
+        apply_flat_dist_call(bucket, call, extra_args)

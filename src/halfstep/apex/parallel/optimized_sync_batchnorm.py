@@ -1,0 +1,5 @@
+"""``apex.parallel.optimized_sync_batchnorm``."""
+
+from ...parallel import SyncBatchNorm
+
+__all__ = ["SyncBatchNorm"]

@@ -1,0 +1,160 @@
+"""``syncbn``, the extension behind Apex's SyncBatchNorm: batch statistics, their merging, and the passes in pieces.
+
+Inputs are [N, C, ...], or [..., C] in the functions with ``c_last``. Statistics are fp32, [C].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = [
+    "batchnorm_backward",
+    "batchnorm_backward_c_last",
+    "batchnorm_forward",
+    "batchnorm_forward_c_last",
+    "reduce_bn",
+    "reduce_bn_c_last",
+    "relu_bw_c_last",
+    "welford_mean_var",
+    "welford_mean_var_c_last",
+    "welford_parallel",
+]
+
+Maybe = torch.Tensor | None
+
+
+def _last(x: torch.Tensor) -> torch.Tensor:
+    """In fp32, channels last."""
+    return x.float().movedim(1, -1)
+
+
+def _columns(x: torch.Tensor) -> torch.Tensor:
+    return x.float().reshape(-1, x.shape[-1])
+
+
+def welford_mean_var_c_last(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and biased variance of each channel."""
+    var, mean = torch.var_mean(_columns(input), 0, correction=0)
+    return mean, var
+
+
+def welford_mean_var(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and biased variance of each channel."""
+    return welford_mean_var_c_last(_last(input))
+
+
+def welford_parallel(
+    mean_feature_nodes: torch.Tensor, var_biased: torch.Tensor, numel: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Statistics of several batches from those of each, weighted by their sizes.
+
+    Args:
+        mean_feature_nodes: [batches, C].
+        var_biased: [batches, C].
+        numel: values of a channel in each, [batches].
+        eps: added to the variance under the root.
+
+    Returns:
+        Mean, biased variance and 1 / standard deviation, [C] each.
+    """
+    share = (numel.double() / numel.sum())[:, None]
+    mean = (share * mean_feature_nodes.double()).sum(0)
+    var = (share * (var_biased.double() + (mean_feature_nodes.double() - mean).square())).sum(0)
+    return mean.float(), var.float(), (var + eps).rsqrt().float()
+
+
+def batchnorm_forward_c_last(
+    input: torch.Tensor,
+    z: Maybe,
+    mean: torch.Tensor,
+    inv_std: torch.Tensor,
+    weight: Maybe,
+    shift: Maybe,
+    fuse_relu: bool = False,
+) -> torch.Tensor:
+    """``(input - mean) * inv_std * weight + shift + z``, and ReLU, in the dtype of the input."""
+    y = _affine(input, mean, inv_std, weight, shift)
+    y = y if z is None else y + z.float()
+    return (y.relu() if fuse_relu else y).to(input.dtype)
+
+
+def batchnorm_forward(
+    input: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: Maybe, shift: Maybe
+) -> torch.Tensor:
+    """``(input - mean) * inv_std * weight + shift``, in the dtype of the input."""
+    y = batchnorm_forward_c_last(_last(input), None, mean, inv_std, weight, shift)
+    return y.movedim(-1, 1).to(input.dtype)
+
+
+def reduce_bn_c_last(
+    grad_output: torch.Tensor, input: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: Maybe
+) -> tuple[torch.Tensor, torch.Tensor, Maybe, Maybe]:
+    """Sums of ``grad_output`` and of ``grad_output * (input - mean)``, and the gradients of weight and shift."""
+    dy = _columns(grad_output)
+    sum_dy, sum_dy_xmu = dy.sum(0), (dy * (_columns(input) - mean)).sum(0)
+    if weight is None:
+        return sum_dy, sum_dy_xmu, None, None
+    return sum_dy, sum_dy_xmu, (sum_dy_xmu * inv_std).to(weight.dtype), sum_dy.to(weight.dtype)
+
+
+def reduce_bn(
+    grad_output: torch.Tensor, input: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: Maybe
+) -> tuple[torch.Tensor, torch.Tensor, Maybe, Maybe]:
+    """Sums of ``grad_output`` and of ``grad_output * (input - mean)``, and the gradients of weight and shift."""
+    return reduce_bn_c_last(_last(grad_output), _last(input), mean, inv_std, weight)
+
+
+def batchnorm_backward_c_last(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    mean: torch.Tensor,
+    inv_std: torch.Tensor,
+    weight: Maybe,
+    sum_dy: torch.Tensor,
+    sum_dy_xmu: torch.Tensor,
+    count: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of the input, from the sums over all batches and the number of values in them."""
+    n = count.sum()
+    centred = grad_output.float() - sum_dy / n - (input.float() - mean) * inv_std.square() * (sum_dy_xmu / n)
+    scale = inv_std if weight is None else inv_std * weight.float()
+    return (centred * scale).to(input.dtype)
+
+
+def batchnorm_backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    mean: torch.Tensor,
+    inv_std: torch.Tensor,
+    weight: Maybe,
+    sum_dy: torch.Tensor,
+    sum_dy_xmu: torch.Tensor,
+    count: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of the input, from the sums over all batches and the number of values in them."""
+    backward: Callable[..., torch.Tensor] = batchnorm_backward_c_last
+    grad = backward(_last(grad_output), _last(input), mean, inv_std, weight, sum_dy, sum_dy_xmu, count)
+    return grad.movedim(-1, 1).to(input.dtype)
+
+
+def relu_bw_c_last(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    z: Maybe,
+    mean: torch.Tensor,
+    inv_std: torch.Tensor,
+    weight: Maybe,
+    shift: Maybe,
+) -> torch.Tensor:
+    """``grad_output`` where the normalized sum was above zero."""
+    y = _affine(input, mean, inv_std, weight, shift)
+    y = y if z is None else y + z.float()
+    return torch.where(y > 0, grad_output, 0.0).to(grad_output.dtype)
+
+
+def _affine(x: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: Maybe, shift: Maybe) -> torch.Tensor:
+    y = (x.float() - mean) * inv_std
+    y = y if weight is None else y * weight.float()
+    return y if shift is None else y + shift.float()
