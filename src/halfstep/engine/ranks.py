@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..core.errors import UsageError
 from ..core.formats import is_half
 from .masters.plain import MasterLink
-from .reduction import Reduction, known_wrappers, reduction_of, wrappers_seen
+from .reduction import Reduction, has_work, known_wrappers, reduction_of, wrappers_seen
 from .scaling import LossScaler
 
 __all__ = ["Pass", "Ranks", "agree", "any_overflow"]
@@ -108,7 +108,7 @@ class Ranks:
         self._key = key
         params = [*(link.model for link in links), *direct]
         for wrapper in known_wrappers():
-            if not getattr(wrapper, "process_group", None) or dist.get_world_size(wrapper.process_group) == 1:
+            if not has_work(wrapper):
                 continue
             reduction = reduction_of(wrapper)
             if reduction not in self.reductions and any(reduction.holds(p) for p in params):

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..core.formats import is_half
 from .masters.plain import MasterLink, link_of
 
-__all__ = ["Reduction", "Wire", "known_wrappers", "reduction_of", "set_wire", "wrappers_seen"]
+__all__ = ["Reduction", "Wire", "has_work", "known_wrappers", "reduction_of", "set_wire", "wrappers_seen"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,12 @@ def known_wrappers() -> list[DistributedDataParallel]:
 def set_wire(wrapper: DistributedDataParallel, wire: Wire) -> None:
     """Choose how the gradients of a wrapper travel; call it before the first backward pass, alike on every rank."""
     _WRAPPERS[wrapper] = wire
+
+
+def has_work(wrapper: DistributedDataParallel) -> bool:
+    """Whether its gradients become others by being reduced: on one rank a mean is the gradient that is there."""
+    group = getattr(wrapper, "process_group", None)
+    return group is not None and (dist.get_world_size(group) > 1 or not _WRAPPERS.get(wrapper, Wire()).average)
 
 
 def reduction_of(wrapper: DistributedDataParallel) -> "Reduction":

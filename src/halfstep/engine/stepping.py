@@ -404,6 +404,7 @@ class Binding:
 
     def _skip(self) -> None:
         self._skipped += 1
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a forgotten step
         if self.masters is not None:
             self.masters.spend_master_grads()
 

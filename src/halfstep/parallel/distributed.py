@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import ArgumentValueError, UsageError
-from ..engine.reduction import Wire, reduction_of, set_wire
+from ..engine.reduction import Wire, has_work, reduction_of, set_wire
 from ..kernels.plan import Plan
 
 __all__ = ["DistributedDataParallel", "Reducer"]
@@ -96,7 +96,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         super().__init__(module, bucket_cap_mb=bucket, find_unused_parameters=delay_allreduce)
         predivide = None if gradient_predivide_factor == 1.0 and gradient_average else gradient_predivide_factor
         set_wire(self, Wire(True if allreduce_always_fp32 else None, predivide, gradient_average))
-        if dist.get_world_size(self.process_group) > 1:
+        if has_work(self):
             reduction_of(self)  # from now on, also for an optimizer that amp knows nothing of
 
     def disable_allreduce(self) -> None:

@@ -165,9 +165,24 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     Returns:
         The model.
     """
-    if isinstance(module, SyncBatchNorm):
-        return module
-    if isinstance(module, _BatchNorm) and not isinstance(module, nn.modules.instancenorm._InstanceNorm):
+    made: dict[nn.Module, nn.Module] = {}  # a module with two names stays one
+
+    def convert(old: nn.Module) -> nn.Module:
+        if old not in made:
+            made[old] = _converted(old, process_group, channel_last)
+            for name, child in old._modules.items():
+                if child is not None:
+                    setattr(old, name, convert(child))
+        return made[old]
+
+    return convert(module)
+
+
+def _converted(module: nn.Module, process_group: Any, channel_last: bool) -> nn.Module:
+    """A ``SyncBatchNorm`` in the place of a BatchNorm; any other module itself."""
+    if isinstance(module, _BatchNorm) and not isinstance(
+        module, (SyncBatchNorm, nn.modules.instancenorm._InstanceNorm)
+    ):
         track = module.track_running_stats
         made = SyncBatchNorm(
             module.num_features, module.eps, module.momentum, module.affine, track, process_group, channel_last
@@ -176,8 +191,6 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
         made.running_mean, made.running_var = module.running_mean, module.running_var
         made.num_batches_tracked = module.num_batches_tracked
         return made.train(module.training)
-    for name, child in module.named_children():
-        setattr(module, name, convert_syncbn_model(child, process_group, channel_last))
     return module
 
 
