@@ -109,7 +109,7 @@ def test_wheel(tmp_path: Path) -> None:
         info = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
     assert f"-{halfstep.__version__}-py3-none-any" in wheel.name
     assert "halfstep/py.typed" in names
-    assert "halfstep/cli/demo/report.html.j2" in names
+    assert {f"halfstep/cli/templates/{name}.html.j2" for name in ("page", "demo", "run")} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"halfstep"}
     required = re.findall(r"^Requires-Dist: ([\w.-]+)[^;\n]*$", info, re.M)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 import statistics
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from halfstep.core.formats import dtype_name
 from halfstep.core.policy import LEVELS
 
-from ..machine import describe_machine
+from ..page import picture, render
 from .training import BATCH_SIZE, WARM_UP, Run, Settings
 
 if TYPE_CHECKING:
@@ -24,8 +21,6 @@ __all__ = ["summarize", "write_report"]
 
 COLORS = {"O0": "#8a929b", "O1": "#3d85c6", "O2": "#dd8321", "O3": "#2f9e77"}
 """One color a level, of middling lightness, so that it stands out on white and on black."""
-
-_INK = "#010203"  # what matplotlib draws in this color takes the page's text color
 
 
 def summarize(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
@@ -57,12 +52,10 @@ def write_report(path: Path, runs: Sequence[Run], settings: Settings, notes: Seq
         settings: what it was given.
         notes: sentences to put above the table.
     """
-    import jinja2
-
     header, rows = summarize(runs)
-    source = files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8")
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
-    page = template.render(
+    page = render(
+        "demo",
+        settings.device,
         settings=settings,
         dtype=dtype_name(settings.dtype),
         header=header,
@@ -77,7 +70,6 @@ def write_report(path: Path, runs: Sequence[Run], settings: Settings, notes: Seq
         steps=len(runs[0].losses),
         batch_size=BATCH_SIZE,
         warm_up=WARM_UP,
-        machine=describe_machine(settings.device),
         command=_command(settings),
     )
     path.write_text(page, encoding="utf-8")
@@ -105,7 +97,7 @@ def _losses(runs: Sequence[Run]) -> str:
             axes.plot(_smooth(run.losses), color=COLORS[run.level], linewidth=1.8, label=run.level)
         axes.set_yscale("log")
 
-    return _picture("loss", draw)
+    return picture("loss", draw)
 
 
 def _loss_scales(runs: Sequence[Run]) -> str:
@@ -120,42 +112,7 @@ def _loss_scales(runs: Sequence[Run]) -> str:
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, 0.5), max(high, 2.0))
 
-    return _picture("loss scale", draw)
-
-
-def _picture(ylabel: str, draw: Callable[[Axes], None]) -> str:
-    """An inline SVG whose text has the font and the color of the page around it."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": ylabel,
-        "text.color": _INK,
-        "axes.edgecolor": _INK,
-        "axes.labelcolor": _INK,
-        "xtick.color": _INK,
-        "ytick.color": _INK,
-        "grid.color": _INK,
-        "grid.alpha": 0.12,
-        "font.size": 9,
-    }
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(7.2, 2.9), layout="constrained")
-        axes = figure.add_subplot()
-        draw(axes)
-        axes.set_xlabel("step")
-        axes.set_ylabel(ylabel)
-        axes.grid(True, which="major")
-        axes.minorticks_off()
-        axes.margins(x=0.01)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = buffer.getvalue()
-    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg[svg.index("<svg") :])
-    return svg.replace(_INK, "currentColor")
+    return picture("loss scale", draw)
 
 
 def _smooth(values: Sequence[float], reach: int = 5) -> list[float]:

@@ -1,0 +1,172 @@
+"""What ``halfstep run --report`` writes: the loss scale, skipped steps, time and memory of every step of a script."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..engine.stepping import Binding
+from .page import picture, render
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Recording", "recording", "write_report"]
+
+_COLORS = ("#3d85c6", "#dd8321", "#2f9e77", "#8a929b")
+
+
+@dataclass
+class Steps:
+    """Of one optimizer, an entry for each call of its step.
+
+    Attributes:
+        name: of its class.
+        scales: of its losses before the step, 1.0 where nothing is scaled.
+        skipped: whether it was.
+        seconds: since the end of the one before; of the first since the recording began.
+        bytes: allocated on the GPU at most, or resident in the process.
+    """
+
+    name: str
+    scales: list[list[float]] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+
+
+class Recording:
+    """What the steps of all optimizers under amp did.
+
+    Attributes:
+        steps: of each optimizer, in the order of their first steps.
+        device: of the latest one.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Steps] = []
+        self.device = torch.device("cpu")
+        self._of: dict[int, tuple[Binding, Steps]] = {}
+        self._last = time.perf_counter()
+
+    def note(self, binding: Binding, scales: list[float], skipped_before: int) -> None:
+        """A step has ended. Reads the device."""
+        if id(binding) not in self._of:
+            self._of[id(binding)] = binding, Steps(type(binding.optimizer).__name__)
+            self.steps.append(self._of[id(binding)][1])
+        steps = self._of[id(binding)][1]
+        self.device = binding.device
+        steps.scales.append(scales)
+        steps.skipped.append(binding.steps_skipped > skipped_before)
+        steps.bytes.append(_memory(self.device))
+        now = time.perf_counter()
+        steps.seconds.append(now - self._last)
+        self._last = now
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Record every step of every optimizer that goes through amp in this block."""
+    record = Recording()
+    own = Binding.step
+
+    def step(binding: Binding, *args: Any, **kwargs: Any) -> Any:
+        scales, skipped = _scales(binding), binding.steps_skipped
+        result = own(binding, *args, **kwargs)
+        record.note(binding, scales, skipped)
+        return result
+
+    Binding.step = step  # type: ignore[assignment, method-assign]
+    try:
+        yield record
+    finally:
+        Binding.step = own  # type: ignore[method-assign]
+
+
+def write_report(path: Path, record: Recording, script: str, command: Sequence[str], ending: str) -> None:
+    """Write the page.
+
+    Args:
+        path: the file; its folder is made.
+        record: what ran.
+        script: its name.
+        command: what was called.
+        ending: how it ended, in a sentence.
+    """
+    if not record.steps:
+        ending += " No optimizer stepped under amp: the script made none, or never called amp.initialize or its like."
+    header = ["optimizer", "steps", "skipped", "loss scale", "step ms", "memory MiB"]
+    rows = [
+        [
+            steps.name,
+            str(len(steps.skipped)),
+            str(sum(steps.skipped)),
+            ", ".join(f"{scale:g}" for scale in steps.scales[-1]),
+            f"{1e3 * statistics.median(steps.seconds):.1f}",
+            f"{max(steps.bytes) / 2**20:.1f}",
+        ]
+        for steps in record.steps
+    ]
+    cuda = record.device.type == "cuda"
+    page = render(
+        "run",
+        record.device,
+        script=script,
+        command=" ".join(command),
+        ending=ending,
+        header=header,
+        rows=rows,
+        memory_note="Memory is the most that was allocated on the GPU." if cuda else "Memory is the process's own.",
+        scales=_picture("loss scale", record, _draw_scales),
+        times=_picture("ms", record, lambda axes, s, color: axes.plot([1e3 * t for t in s.seconds], color=color)),
+        memory=_picture("MiB", record, lambda axes, s, color: axes.plot([b / 2**20 for b in s.bytes], color=color)),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+
+
+def _picture(ylabel: str, record: Recording, draw: Any) -> str:
+    def all_of_them(axes: Axes) -> None:
+        for i, steps in enumerate(record.steps):
+            draw(axes, steps, _COLORS[i % len(_COLORS)])
+            axes.plot([], color=_COLORS[i % len(_COLORS)], label=steps.name)
+        if ylabel == "loss scale":
+            axes.set_yscale("log", base=2)
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(low, 0.5), max(high, 2.0))
+
+    return picture(ylabel, all_of_them) if record.steps else ""
+
+
+def _draw_scales(axes: Axes, steps: Steps, color: str) -> None:
+    for i in range(max(map(len, steps.scales))):
+        line = [scales[min(i, len(scales) - 1)] for scales in steps.scales]
+        axes.step(range(len(line)), line, color=color)
+        marks = [at for at, skipped in enumerate(steps.skipped) if skipped]
+        axes.plot(marks, [line[at] for at in marks], "x", color=color)
+
+
+def _scales(binding: Binding) -> list[float]:
+    scalers = [passed.scaler for passed in binding.passes if passed.scaler is not None]
+    if binding.session is not None:
+        scalers = getattr(binding.session, "loss_scalers", scalers)
+    return [scaler.loss_scale() for scaler in dict.fromkeys(scalers)] or [1.0]
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # not Linux
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return pages * 4096
