@@ -12,6 +12,7 @@ BENCHMARKS = {
     "fused_step": "a step from scaled gradients to 16-bit weights: AdamW(fused=True) and GradScaler, and FusedAdam",
     "op_cost": "what op casting adds to an op and to a transformer block, against torch.autocast",
     "accumulation": "a window of passes on two processes: DistributedDataParallel under autocast, and O1, O2",
+    "graph": "a captured graph with casts: torch.autocast, torch.compile under it, and static O1 and O2",
     "flat_masters": "a step with one flat fp32 master against one master for each parameter",
     "gpu_check": "the GPU tests and the benchmarks on CUDA, within 8 minutes, as JSON under $OUT",
 }

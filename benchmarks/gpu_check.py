@@ -28,6 +28,7 @@ BENCHMARKS = {
     "scaler_cost": ["scaler_cost"],
     "op_cost": ["op_cost"],
     "fused_step": ["fused_step"],
+    "graph": ["graph"],
     "simplenet-float16-small": ["simplenet", "--dtype", "float16", "--width", "1024", "--batch", "256"],
     "scaler-cost-100": ["scaler_cost", "--tensors", "100"],
 }

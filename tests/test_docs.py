@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from halfstep import amp, fp16_utils, kernels, oplists, optimizers, scaling
+from halfstep import amp, fp16_utils, kernels, oplists, optimizers, scaling, static
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,7 +29,7 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "face", [amp, fp16_utils, kernels, oplists, optimizers, scaling], ids=lambda face: face.__name__
+    "face", [amp, fp16_utils, kernels, oplists, optimizers, scaling, static], ids=lambda face: face.__name__
 )
 def test_every_public_name_is_on_its_api_page(face: ModuleType) -> None:
     page = (ROOT / "docs/api" / f"{face.__name__.rpartition('.')[2]}.md").read_text()

@@ -1,0 +1,43 @@
+"""``torch.compile(model, backend="halfstep")``: the casting pass on what Dynamo captures, then Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..core.formats import default_half, parse_dtype
+from ..core.oplists import OpLists
+from .casting_pass import cast_graph
+
+__all__ = ["halfstep"]
+
+
+def halfstep(
+    module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """A backend of ``torch.compile`` that computes at O1, for training and inference.
+
+    Args:
+        module: what Dynamo captured.
+        example_inputs: its inputs.
+        options: ``dtype`` (float16 on CUDA and bfloat16 on the CPU if absent), ``lists`` (an ``OpLists``), and
+            ``inductor=False`` to run the graph as it is.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    given = options or {}
+    device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    half = parse_dtype(given["dtype"]) if "dtype" in given else default_half(device)
+    traced = make_fx(module, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True)(*example_inputs)
+    cast = cast_graph(traced, given.get("lists", OpLists.default()), half).module
+    if given.get("inductor", True):
+        return compile_fx(cast, list(example_inputs))  # type: ignore[return-value]
+    return cast
+
+
+if "halfstep" not in torch._dynamo.list_backends(exclude_tags=()):
+    torch._dynamo.register_backend(halfstep, name="halfstep")

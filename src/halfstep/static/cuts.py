@@ -1,0 +1,80 @@
+"""Where casts are fewest: a minimum cut between the values that are 16-bit and those that are fp32.
+
+Operations that only move data give the same numbers in either dtype, so theirs is free to choose. Each value is cast at
+most once, whatever the number of its readers; that makes the sum of casts a cut (Boykov and Kolmogorov, PAMI 2004).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+__all__ = ["fewest_casts"]
+
+_HALF, _FLOAT = "half", "float"
+_UNBOUNDED = 1 << 30
+
+
+def fewest_casts(
+    free: Iterable[Hashable],
+    fixed: Mapping[Hashable, str],
+    readers: Mapping[Hashable, Sequence[Hashable | str]],
+) -> dict[Hashable, str]:
+    """Choose a dtype for each free value so that as few values as possible are needed in both.
+
+    Args:
+        free: values that may have either dtype.
+        fixed: values whose dtype is known: "half" or "float".
+        readers: for each value, who reads it in which dtype: "half", "float", or a free value, whose choice it is.
+
+    Returns:
+        "half" or "float" for each free value; "float" where both cost the same.
+    """
+    network = _Network()
+    place: dict[Hashable, Hashable] = {**fixed, **{value: ("value", value) for value in free}}
+    for value, wanted in readers.items():
+        at = place[value]
+        others = {reader if reader in (_HALF, _FLOAT) else place[reader] for reader in wanted}
+        network.add(at, ("narrow", value), 1)  # cut if the value is 16-bit and somebody reads fp32
+        network.add(("widen", value), at, 1)  # cut if it is fp32 and somebody reads 16 bits
+        for other in others:
+            network.add(("narrow", value), other, _UNBOUNDED)
+            network.add(other, ("widen", value), _UNBOUNDED)
+    half = network.cut(_HALF, _FLOAT)
+    return {value: _HALF if place[value] in half else _FLOAT for value in free}
+
+
+class _Network:
+    """A flow network, and the side of a minimum cut that its source is on (Edmonds and Karp)."""
+
+    def __init__(self) -> None:
+        self._left: dict[Hashable, dict[Hashable, int]] = {}
+
+    def add(self, a: Hashable, b: Hashable, capacity: int) -> None:
+        """An edge; parallel ones add up."""
+        if a != b:
+            edges = self._left.setdefault(a, {})
+            edges[b] = edges.get(b, 0) + capacity
+            self._left.setdefault(b, {}).setdefault(a, 0)
+
+    def cut(self, source: Hashable, sink: Hashable) -> set[Hashable]:
+        """What is reached from the source when no more flow fits."""
+        while True:
+            came: dict[Hashable, Hashable] = {source: source}
+            queue = deque([source])
+            while queue and sink not in came:
+                here = queue.popleft()
+                for there, left in self._left.get(here, {}).items():
+                    if left > 0 and there not in came:
+                        came[there] = here
+                        queue.append(there)
+            if sink not in came:
+                return set(came)
+            path = [sink]
+            while path[-1] != source:
+                path.append(came[path[-1]])
+            steps = list(zip(path[1:], path, strict=False))
+            flow = min(self._left[a][b] for a, b in steps)
+            for a, b in steps:
+                self._left[a][b] -= flow
+                self._left[b][a] += flow

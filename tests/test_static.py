@@ -1,0 +1,537 @@
+"""Graph mode: what is captured, where casts go, that training equals eager's, and the examples of the guide (3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.graph import Block, SimpleNet
+from halfstep import HalfstepError, amp, optimizers, static
+from halfstep.core.oplists import OpLists
+from halfstep.static.casting_pass import cast_graph
+from halfstep.static.cuts import fewest_casts
+
+BF16, HALF = torch.bfloat16, torch.float16
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.blocks = nn.Sequential(Block(32, 4), Block(32, 4))
+        self.norm, self.out = nn.LayerNorm(32), nn.Linear(32, 50)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.out(self.norm(self.blocks(self.embed(ids))))
+        return scores.flatten(0, 1)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(c, 8, 3, padding=1, bias=False) for c in (3, 8, 8)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8) for _ in range(3)])
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norms[0](self.convs[0](image)))
+        y = self.norms[2](self.convs[2](F.relu(self.norms[1](self.convs[1](x)))))
+        scores: torch.Tensor = self.out(F.adaptive_avg_pool2d(F.relu(x + y), 1).flatten(1))
+        return scores
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn, self.out = nn.Embedding(50, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 50)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.out(self.rnn(self.embed(ids))[0])
+        return scores.flatten(0, 1)
+
+
+def words(n: int = 4) -> torch.Tensor:
+    return torch.randint(50, (n, 8))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, torch.Tensor]]]] = {
+    "transformer": (Transformer, lambda n: (words(n), words(n).flatten())),
+    "resnet": (Residual, lambda n: (torch.randn(n, 3, 8, 8), torch.randint(5, (n,)))),
+    "rnn": (Recurrent, lambda n: (words(n), words(n).flatten())),
+}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The tensor attribute"),  # torch.export, of nn.LSTM's list of weights
+    pytest.mark.filterwarnings(
+        "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+    ),  # Inductor's imports
+]
+
+
+class Casts(TorchDispatchMode):
+    """Counts what casts between floating dtypes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].is_floating_point() and result.dtype != args[0].dtype:
+            self.count += 1
+        return result
+
+
+def captured(name: str) -> tuple[nn.Module, static.Program, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    make, batch = MODELS[name]
+    model, inputs = make(), batch(4)
+    return model, static.capture(model, nn.CrossEntropyLoss(), inputs), inputs
+
+
+# ---- the casting pass
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_more_casts_than_autocast_makes(name: str) -> None:
+    model, program, (x, y) = captured(name)
+    static.amp.decorate(torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16").minimize(program.loss)
+    assert program.casting is not None
+    with Casts() as eager, torch.autocast("cpu", BF16):
+        F.cross_entropy(model(x), y)
+    with Casts() as graph:
+        program.module()(x, y)
+    assert graph.count == program.casting.casts_after <= eager.count
+    assert program.casting.casts_after <= program.casting.casts_before
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_together_and_outside_the_loop(name: str) -> None:
+    """At O1 on CUDA all of them are one cast; at O2 they are none."""
+    _, program, (x, y) = captured(name)
+    with Casts() as eager, torch.autocast("cpu", BF16):
+        program.graph_module(x, y)
+    one = cast_graph(program.graph_module, OpLists.default(), BF16, together=True)
+    outside = cast_graph(program.graph_module, OpLists.default(), BF16, outside=True)
+    apart = cast_graph(program.graph_module, OpLists.default(), BF16, together=False)
+    assert one.casts_after <= 0.7 * eager.count
+    assert outside.casts_after == one.casts_after - 1
+    results = [module(x, y)[0] for module in (one.module, apart.module)]
+    assert torch.equal(*results)
+    grads = []
+    for module in (one.module, apart.module):
+        module(x, y)[0].backward()
+        grads.append([p.grad.clone() for p in module.parameters()])
+        module.zero_grad()
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+@pytest.mark.parametrize("name", MODELS)
+def test_o1_is_eager_o1(name: str, dtype: torch.dtype) -> None:
+    """Loss and gradients equal those of amp.auto_cast with the same lists, to the bit for the loss."""
+    model, program, (x, y) = captured(name)
+    with amp.auto_cast(dtype=dtype):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    found = cast_graph(program.graph_module, OpLists.default(), dtype).module(x, y)[0]
+    found.backward()
+    assert torch.equal(found, loss.detach())
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad, grad, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
+
+
+class Views(nn.Module):
+    """One value, moved three ways before it is read in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linears = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        views = (y.reshape(2, -1, 8), y.flip(0), y.unsqueeze(0))
+        total: torch.Tensor = sum(f(v).float().mean() for f, v in zip(self.linears, views, strict=True))  # type: ignore[assignment]
+        return total
+
+
+def test_casts_move_across_views_to_where_they_are_fewest() -> None:
+    program = static.capture(Views(), None, [torch.randn(4, 8)])
+    cast = cast_graph(program.graph_module, OpLists.default(), BF16, together=True)
+    names = {row.name: row.gives for row in cast.rows}
+    assert {names[name] for name in ("reshape", "flip", "unsqueeze")} == {"bfloat16"}
+    assert cast.casts_after == 2, "one before the views and one of the parameters"
+
+
+class Kept(nn.Module):
+    """A view that somebody reads in fp32, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.softmax(x, -1).reshape(-1, 8)
+        return self.linear(y).float().sum() + torch.exp(y).sum() + self.linear(y.t()).float().sum()
+
+
+def test_fp32_numbers_are_not_rounded_on_the_way_to_an_fp32_reader() -> None:
+    x, model = torch.randn(8, 8), Kept()
+    program = static.capture(model, None, [x])
+    cast = cast_graph(program.graph_module, OpLists.default(), BF16)
+    assert {row.name: row.gives for row in cast.rows}["reshape"] == "float32"
+    with amp.auto_cast(dtype=BF16):
+        assert torch.equal(cast.module(x)[0], model(x))
+
+
+class BackAndForth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).float())  # type: ignore[no-any-return]
+
+
+def test_a_cast_and_back_vanishes() -> None:
+    x, model = torch.randn(2, 8), BackAndForth()
+    program = static.capture(model, None, [x])
+    cast = cast_graph(program.graph_module, OpLists.default(), BF16, together=True)
+    assert cast.casts_after == 2  # x, and the parameters
+    with amp.auto_cast(dtype=BF16):
+        assert torch.equal(cast.module(x)[0], model(x))
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.softmax(x, -1)
+        first = self.a(y)
+        y.mul_(3.0)
+        return first + self.a(y)  # type: ignore[no-any-return]
+
+
+def test_a_value_changed_in_place_is_cast_again() -> None:
+    x, model = torch.randn(2, 8), InPlace()
+    program = static.capture(model, None, [x])
+    cast = cast_graph(program.graph_module, OpLists.default(), BF16)
+    with amp.auto_cast(dtype=BF16):
+        assert torch.equal(cast.module(x)[0], model(x))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_cut_is_a_minimum(data: st.DataObject) -> None:
+    """Against trying every choice."""
+    count = data.draw(st.integers(1, 5))
+    free = list(range(count))
+    sources = {f"s{i}": data.draw(st.sampled_from(["half", "float"])) for i in range(2)}
+    reading = st.lists(st.sampled_from(["half", "float", *free]), max_size=4)
+    readers: dict[Any, Any] = {}
+    for value in [*sources, *free]:
+        readers[value] = [r for r in data.draw(reading) if r == "half" or r == "float" or value in sources or r > value]
+
+    def cost(choice: dict[Any, str]) -> int:
+        label = {**sources, **choice}
+        total = 0
+        for value, wanted in readers.items():
+            total += any((r if isinstance(r, str) else label[r]) != label[value] for r in wanted)
+        return total
+
+    found = fewest_casts(free, sources, readers)
+    best = min(cost({v: "half" if bits >> v & 1 else "float" for v in free}) for bits in range(2**count))
+    assert cost(found) == best
+
+
+# ---- programs and executors
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_training_learns_and_trains_the_models_own_parameters(level: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    program = static.capture(model, nn.MSELoss(), (torch.randn(4, 8), torch.randn(4, 1)))
+    assert [id(p) for p in program.parameters()] == [id(p) for p in model.parameters()]
+    optimizer = static.amp.decorate(optimizers.FusedAdam(model.parameters(), lr=0.02), level=level, dtype="bfloat16")
+    optimizer.minimize(program.loss)
+    executor = static.Executor(compiled=compiled)
+    x = torch.randn(32, 8)  # another batch size than the example's
+    feed = {"input": x, "label": x.sum(1, keepdim=True)}
+    losses = [executor.run(program, feed, [program.loss])[0].item() for _ in range(40)]
+    assert losses[-1] < losses[0] / 5
+    assert {p.dtype for p in model.parameters()} == {BF16 if level == "O2" else torch.float32}
+
+
+def test_fp32_training_is_eager_training() -> None:
+    _, program, inputs = captured("resnet")
+    reference = Residual()
+    reference.load_state_dict({k.removeprefix("model."): v for k, v in program.graph_module.state_dict().items()})
+    program.minimize(torch.optim.SGD(program.parameters(), lr=0.1, momentum=0.9))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        (loss,) = static.Executor().run(program, dict(zip(program.feed_names, inputs, strict=True)), [program.loss])
+        expected = F.cross_entropy(reference(inputs[0]), inputs[1])
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    for a, b in zip(program.graph_module.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_o2_steps_are_those_of_amp_decorate() -> None:
+    torch.manual_seed(0)
+    model, other = SimpleNet(16), SimpleNet(16)
+    other.load_state_dict(model.state_dict())
+    x, y = torch.rand(8, 16), torch.rand(8, 16)
+    program = static.capture(model, nn.MSELoss(), (x, y))
+    optimizer = static.amp.decorate(torch.optim.SGD(model.parameters(), lr=0.1), level="O2", dtype="bfloat16")
+    optimizer.minimize(program.loss)
+    optimizer.amp_init("cpu")
+    eager = torch.optim.SGD(other.parameters(), lr=0.1)
+    amp.decorate(other, eager, level="O2", dtype="bfloat16")
+    for _ in range(5):
+        (loss,) = static.Executor().run(program, {"x": x, "label": y}, [program.loss])
+        with amp.auto_cast(level="O2", dtype="bfloat16", use_promote=False):
+            expected = F.mse_loss(other(x), y)
+        expected.backward()
+        eager.step()
+        eager.zero_grad()
+        torch.testing.assert_close(loss.float(), expected.detach().float(), rtol=2**-7, atol=0)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-9)
+
+
+def test_an_overflow_skips_the_step_and_lowers_the_scale() -> None:
+    model = nn.Linear(4, 1)
+    program = static.capture(model, nn.MSELoss(), (torch.randn(2, 4), torch.randn(2, 1)))
+    optimizer = static.amp.decorate(torch.optim.SGD(model.parameters(), lr=0.1), init_loss_scaling=256.0)
+    optimizer.minimize(program.loss)
+    before = model.weight.detach().clone()
+    x = torch.ones(2, 4)
+    static.Executor().run(program, {"input": x, "label": torch.full((2, 1), float("inf"))})
+    assert torch.equal(model.weight, before)
+    assert optimizer.get_loss_scaling() == 128.0
+    static.Executor().run(program, {"input": x, "label": torch.ones(2, 1)})
+    assert not torch.equal(model.weight, before)
+
+
+def test_fetching_by_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    program = static.capture(model, nn.MSELoss(), (torch.randn(2, 4), torch.randn(2, 3)))
+    x = torch.randn(5, 4)
+    feed = {"input": x, "label": torch.zeros(5, 3)}
+    loss, output, hidden = static.Executor().run(program, feed, [program.loss, program.outputs[0], "linear"])
+    torch.testing.assert_close(hidden, model[0](x).detach())
+    assert torch.equal(output, hidden.relu())
+    torch.testing.assert_close(loss, output.square().mean())
+    assert static.Executor().run(program, feed) == []
+    with pytest.raises(HalfstepError, match="fetch_list names lineer"):
+        static.Executor().run(program, feed, ["lineer"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_saving_and_loading(level: str, tmp_path: Path) -> None:
+    _, program, inputs = captured("resnet")
+    feed = dict(zip(program.feed_names, inputs, strict=True))
+    optimizer = static.amp.decorate(torch.optim.SGD(program.parameters(), lr=0.1), level=level, dtype="bfloat16")
+    optimizer.minimize(program.loss)
+    for _ in range(2):
+        static.Executor().run(program, feed)
+    program.save(tmp_path / "program.pt")
+    loaded = static.load(tmp_path / "program.pt")
+    assert loaded.feed_names == program.feed_names
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    for name, value in loaded.graph_module.state_dict().items():
+        mine = program.graph_module.state_dict()[name]
+        assert torch.equal(value.to(mine.dtype), mine)
+    again = static.amp.decorate(torch.optim.SGD(loaded.parameters(), lr=0.1), level=level, dtype="bfloat16")
+    again.minimize(loaded.loss)
+    expected = static.Executor().run(program, feed, [program.loss])[0]
+    assert torch.equal(static.Executor().run(loaded, feed, [loaded.loss])[0], expected)
+
+
+# ---- names, errors, and what Paddle's decorate does
+
+
+def ready() -> tuple[nn.Module, static.Program, torch.optim.Optimizer]:
+    model = nn.Linear(4, 4)
+    program = static.capture(model, nn.MSELoss(), (torch.randn(2, 4), torch.randn(2, 4)))
+    return model, program, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "scale", "half", "level"),
+    [
+        ((), {}, 2.0**16, HALF, "O1"),
+        ((), {"init_loss_scaling": 8.0}, 8.0, HALF, "O1"),
+        ((None, 8.0), {}, 8.0, HALF, "O1"),
+        ((), {"use_pure_fp16": True}, 2.0**15, HALF, "O2"),
+        ((), {"use_bf16": True}, 1.0, BF16, "O1"),
+        ((None, "O2", "bfloat16"), {}, 1.0, BF16, "O2"),
+        ((), {"level": "OD"}, 2.0**16, HALF, "OD"),
+        ((), {"level": "O0"}, 1.0, HALF, "O0"),
+    ],
+)
+def test_both_signatures_of_decorate(arguments: Any, keywords: Any, scale: float, half: Any, level: str) -> None:
+    _, program, optimizer = ready()
+    found = static.amp.decorate(optimizer, *arguments, **keywords)
+    found.minimize(program.loss)
+    assert (found.get_loss_scaling(), found._half, found._level) == (scale, half, level)
+
+
+def test_hysteresis_of_the_older_signature() -> None:
+    _, program, optimizer = ready()
+    found = static.amp.decorate(optimizer, init_loss_scaling=100.0, use_pure_fp16=False)
+    found.minimize(program.loss)
+    x = torch.full((2, 4), float("inf"))
+    scales = []
+    for _ in range(4):
+        static.Executor().run(program, {"input": x, "label": x})
+        scales.append(found.get_loss_scaling())
+    assert scales == pytest.approx([100.0, 80.0, 80.0, 64.0])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p, o: static.amp.decorate(o, use_pure_fp16=True, level="O2"), "different signatures"),
+        (lambda p, o: static.amp.decorate(p), "optimizer must be a torch.optim.Optimizer, not Program"),
+        (lambda p, o: static.amp.decorate(o, level="O4"), "level='O4'"),
+        (lambda p, o: static.amp.decorate(o, dtype="float32"), "dtype='float32'"),
+        (lambda p, o: static.amp.decorate(o).amp_init("cpu"), "Please call the minimize method first"),
+        (lambda p, o: static.amp.decorate(o).get_loss_scaling(), "Please call minimize"),
+        (lambda p, o: static.amp.decorate(o).minimize(torch.ones(())), "minimize takes program.loss"),
+        (lambda p, o: static.amp.CustomOpLists(["relu"], ["relu"]), "relu"),
+        (lambda p, o: static.amp.CustomOpLists(["no_such_op"]), "no_such_op"),
+        (lambda p, o: static.Executor().run(p, {"input": torch.ones(2, 4)}), "takes input, label"),
+        (lambda p, o: static.Executor().run(p, {"input": 1, "label": 2, "x": 3}), "takes input, label"),
+        (lambda p, o: static.Executor().run(o, {}), "takes a Program from static.capture, not SGD"),
+        (lambda p, o: static.capture(o, None, [torch.ones(1)]), "must be a torch.nn.Module, not SGD"),
+        (lambda p, o: static.capture(nn.Linear(1, 1), None, ["x"]), "must be tensors"),
+        (lambda p, o: static.capture(nn.Linear(4, 1), None, [torch.ones(1, 5)]), "torch.export cannot capture Linear"),
+        (lambda p, o: static.capture(nn.Linear(1, 1), None, [torch.ones(1)]).loss, "captured without a loss"),
+    ],
+)
+def test_errors(call: Any, message: str) -> None:
+    _, program, optimizer = ready()
+    with pytest.raises(HalfstepError, match=message):
+        call(program, optimizer)
+
+
+def test_explain_and_black_values() -> None:
+    model, program, optimizer = ready()
+    assert "nothing was decorated" in program.explain()
+    static.amp.decorate(optimizer, static.amp.CustomOpLists(custom_black_varnames=["linear"])).minimize(program.loss)
+    assert "black value" in program.explain()
+    static.amp.decorate(torch.optim.SGD(model.parameters(), lr=0.1)).minimize(program.loss)
+    lines = program.explain().splitlines()
+    assert lines[0].split() == ["node", "op", "reads", "gives", "rule"]
+    assert lines[1].split() == ["linear", "linear", "float16", "float16", "half", "(matrix-unit)"]
+    assert lines[-1] == "casts: 4 before, 4 after"
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+def test_the_pass_as_a_backend_of_torch_compile(inductor: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+    compiled = torch.compile(model, backend="halfstep", options={"inductor": inductor, "dtype": "bfloat16"})
+    x = torch.randn(6, 8)
+    with amp.auto_cast(dtype="bfloat16"):
+        expected = model(x)
+    expected.float().square().mean().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    found = compiled(x)
+    assert found.dtype is BF16
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-8)
+    found.float().square().mean().backward()
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        assert param.grad.dtype is torch.float32
+        torch.testing.assert_close(param.grad, grad, rtol=2**-5, atol=2**-8)
+    with torch.no_grad():
+        assert compiled(torch.randn(9, 8)).shape == (9, 4)
+
+
+# ---- section 3.2 of the guide
+
+
+class GuideNet(nn.Module):
+    """The network of section 2.1.1; with ``guarded``, that of section 3.2.3."""
+
+    def __init__(self, input_size: int, output_size: int, guarded: bool) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList([nn.Linear(input_size, output_size) for i in range(9)])
+        self.guarded = guarded
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in range(len(self.linears)):
+            if self.guarded and i > 0:
+                with static.amp.fp16_guard():
+                    x = self.linears[i](x)
+            else:
+                x = self.linears[i](x)
+        return x
+
+
+GUIDE: dict[str, dict[str, Any]] = {
+    "O1": {"amp_lists": static.amp.CustomOpLists(custom_white_list=["elementwise_add"])},
+    "O2": {"use_pure_fp16": True, "use_fp16_guard": False},
+    "O2 with guard": {"use_pure_fp16": True, "use_fp16_guard": True},
+}
+
+
+@pytest.mark.parametrize("name", ["fp32", *GUIDE])
+def test_the_guides_examples(name: str) -> None:
+    torch.manual_seed(100)
+    input_size = output_size = 32
+    data = torch.rand(4, 8, input_size)
+    labels = torch.rand(4, 8, output_size)
+    model = GuideNet(input_size, output_size, guarded=name == "O2 with guard")
+    mse_loss = nn.MSELoss()
+    main_program = static.capture(model, mse_loss, (data[0], labels[0]))
+    loss = main_program.loss
+    optimizer: Any = torch.optim.SGD(lr=0.05, params=model.parameters())
+    if name == "fp32":
+        main_program.minimize(optimizer)
+    else:
+        optimizer = static.amp.decorate(
+            optimizer=optimizer, init_loss_scaling=128.0, use_dynamic_loss_scaling=True, **GUIDE[name]
+        )
+        optimizer.minimize(loss)
+    exe = static.Executor("cpu")
+    if name.startswith("O2"):
+        optimizer.amp_init("cpu", scope=None)
+    losses = []
+    for _epoch in range(2):
+        for train_data, train_label in zip(data, labels, strict=True):
+            train_loss = exe.run(
+                main_program,
+                feed={main_program.feed_names[0]: train_data, "label": train_label},
+                fetch_list=[loss.name],
+            )
+            losses.append(train_loss[0])
+    assert losses[-1] < losses[0]
+    assert losses[0].dtype is (HALF if name == "O2" else torch.float32), "the guide prints a float16 loss for O2 alone"
+    kinds = [p.dtype for p in model.parameters()]
+    assert kinds == {
+        "O2": [HALF] * 18,
+        "O2 with guard": [torch.float32] * 2 + [HALF] * 16,
+    }.get(name, [torch.float32] * 18)
+    if name != "fp32":
+        assert optimizer.get_loss_scaling() == 128.0
