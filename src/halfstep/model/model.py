@@ -22,6 +22,7 @@ from ..core.formats import default_half, is_half, parse_dtype
 from .callbacks import Callback, Lines, ProgressBar, call
 from .configs import LIST_KEYS, SCALER_KEYS, read_configs
 from .data import as_list, as_loader, batch_size_of, inputs_and_labels, length_of
+from .metrics import Metrics
 from .summary import layers_of, show
 
 __all__ = ["Model"]
@@ -54,7 +55,7 @@ class Model:
         self.stop_training = False
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss: Callable[..., Any] | None = None
-        self._metrics: dict[str, Any] = {}
+        self._metrics = Metrics(None)
         self._casts: dict[str, Any] | None = None
         self._scaler = GradScaler(enable=False)
 
@@ -92,7 +93,7 @@ class Model:
             raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
         if loss is not None and not callable(loss):
             raise ArgumentTypeError(f"loss must be callable, not {type(loss).__name__}.")
-        named = _named(metrics)
+        named = Metrics(metrics)
         level, configs = read_configs(amp_configs)
         casts: dict[str, Any] | None = None
         scaler = GradScaler(enable=False)
@@ -315,7 +316,7 @@ class Model:
     # ---- inside
 
     def _train_epoch(self, loader: Iterable[Any], accumulate: int, called: list[Callback]) -> dict[str, Any]:
-        self._reset()
+        self._metrics.reset(self._device())
         batches = iter(loader)
         step = 0
         logs: dict[str, Any] = {}
@@ -326,10 +327,10 @@ class Model:
                 logs = {"loss": self._train_batch(inputs, labels, place == len(window), sum(sizes) / size)}
                 call(called, "on_train_batch_end", step, logs)
                 step += 1
-        return {name: value.item() for name, value in logs.items()} | (self._computed() if step else {})
+        return {name: value.item() for name, value in logs.items()} | (self._metrics.compute() if step else {})
 
     def _evaluate(self, loader: Iterable[Any], called: list[Callback]) -> dict[str, Any]:
-        self._reset()
+        self._metrics.reset(self._device())
         call(called, "on_eval_begin", {})
         total, samples = 0.0, 0
         for step, batch in enumerate(loader):
@@ -339,7 +340,7 @@ class Model:
             size = batch_size_of(labels)
             total += loss.item() * size
             samples += size
-        logs = {"loss": total / samples} | self._computed() if samples else {}
+        logs = {"loss": total / samples} | self._metrics.compute() if samples else {}
         call(called, "on_eval_end", logs)
         return logs
 
@@ -361,8 +362,7 @@ class Model:
         with self._scope():
             outputs = [_wide(part) for part in as_list(self.network(*self._moved(inputs)))]
             loss: torch.Tensor = self._loss(*outputs, *labels)
-        for metric in self._metrics.values():
-            metric.update(*(part.detach() for part in outputs), *labels)
+        self._metrics.update([part.detach() for part in outputs], labels)
         return loss.float()
 
     def _scope(self) -> Any:
@@ -380,19 +380,6 @@ class Model:
         device = self._device()
         return [part.to(device) if isinstance(part, torch.Tensor) else part for part in parts]
 
-    def _reset(self) -> None:
-        for metric in self._metrics.values():
-            metric.reset()
-            if isinstance(metric, nn.Module):  # torchmetrics' have buffers
-                metric.to(self._device())
-
-    def _computed(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, metric in self._metrics.items():
-            value = metric.compute()
-            found |= value if isinstance(value, Mapping) else {name: value}  # a MetricCollection names its own
-        return found
-
     @contextmanager
     def _called(
         self, given: Callback | Sequence[Callback] | None, loader: Any, verbose: int, log_freq: int, epochs: int = 1
@@ -408,24 +395,6 @@ class Model:
             yield own, [*own, *shown]
         finally:
             bar.close()
-
-
-def _named(metrics: Any) -> dict[str, Any]:
-    """The metrics by name; of several that go by one name, the second is ``name_1``."""
-    if isinstance(metrics, Mapping):
-        named = dict(metrics)
-    else:
-        named = {}
-        for metric in as_list(metrics):
-            name = type(metric).__name__
-            same = sum(key == name or key.startswith(f"{name}_") for key in named)
-            named[f"{name}_{same}" if same else name] = metric
-    for metric in named.values():
-        if not all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset")):
-            raise ArgumentTypeError(
-                f"metrics need update, compute and reset, as torchmetrics' have; {type(metric).__name__} does not."
-            )
-    return named
 
 
 def _wide(part: Any) -> Any:

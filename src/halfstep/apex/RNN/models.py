@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -166,81 +166,49 @@ def _side_by_side(a: Any, b: Any) -> Any:
     return torch.cat([a, b], -1)
 
 
-def _make(cell: RNNCell, num_layers: int, bidirectional: bool, dropout: float, batch_first: bool) -> nn.Module:
-    kind = bidirectionalRNN if bidirectional else stackedRNN
-    return kind(cell, num_layers, dropout, batch_first)
+def _factory(
+    name: str, what: str, make_cell: Callable[[int, int, bool, int | None], RNNCell]
+) -> Callable[..., nn.Module]:
+    def make(
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        output_size: int | None = None,
+    ) -> nn.Module:
+        kind = bidirectionalRNN if bidirectional else stackedRNN
+        return kind(make_cell(input_size, hidden_size, bias, output_size), num_layers, dropout, batch_first)
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = f"A ``stackedRNN``, or ``bidirectionalRNN``, of {what}."
+    return make
 
 
-def LSTM(  # noqa: N802 - Apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0.0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> nn.Module:
-    """A ``stackedRNN`` or ``bidirectionalRNN`` of LSTM layers; with ``output_size`` h is a projection."""
-    cell = RNNCell(4, input_size, hidden_size, lstm_step, 2, bias, output_size)
-    return _make(cell, num_layers, bidirectional, dropout, batch_first)
-
-
-def GRU(  # noqa: N802 - Apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0.0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> nn.Module:
-    """The same of GRU layers; an ``output_size`` other than ``hidden_size`` is refused."""
-    cell = RNNCell(3, input_size, hidden_size, gru_step, 1, bias, output_size)
-    return _make(cell, num_layers, bidirectional, dropout, batch_first)
-
-
-def ReLU(  # noqa: N802 - Apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0.0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> nn.Module:
-    """The same of Elman layers with ReLU."""
-    cell = RNNCell(1, input_size, hidden_size, relu_step, 1, bias, output_size)
-    return _make(cell, num_layers, bidirectional, dropout, batch_first)
-
-
-def Tanh(  # noqa: N802 - Apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0.0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> nn.Module:
-    """The same of Elman layers with tanh."""
-    cell = RNNCell(1, input_size, hidden_size, tanh_step, 1, bias, output_size)
-    return _make(cell, num_layers, bidirectional, dropout, batch_first)
-
-
-def mLSTM(  # noqa: N802 - Apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0.0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> nn.Module:
-    """The same of multiplicative LSTM layers."""
-    cell = mLSTMRNNCell(4, input_size, hidden_size, None, 2, bias, output_size)
-    return _make(cell, num_layers, bidirectional, dropout, batch_first)
+LSTM = _factory(
+    "LSTM",
+    "LSTM layers; with ``output_size`` h is a projection",
+    lambda inputs, hidden, bias, out: RNNCell(4, inputs, hidden, lstm_step, 2, bias, out),
+)
+GRU = _factory(
+    "GRU",
+    "GRU layers; an ``output_size`` other than ``hidden_size`` is refused",
+    lambda inputs, hidden, bias, out: RNNCell(3, inputs, hidden, gru_step, 1, bias, out),
+)
+ReLU = _factory(
+    "ReLU",
+    "Elman layers with ReLU",
+    lambda inputs, hidden, bias, out: RNNCell(1, inputs, hidden, relu_step, 1, bias, out),
+)
+Tanh = _factory(
+    "Tanh",
+    "Elman layers with tanh",
+    lambda inputs, hidden, bias, out: RNNCell(1, inputs, hidden, tanh_step, 1, bias, out),
+)
+mLSTM = _factory(  # noqa: N816 - Apex's name
+    "mLSTM",
+    "multiplicative LSTM layers",
+    lambda inputs, hidden, bias, out: mLSTMRNNCell(4, inputs, hidden, None, 2, bias, out),
+)
