@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -55,10 +56,12 @@ def data(rank: int, step: int, micro: int) -> torch.Tensor:
     return grid((4, 3), 1 + rank + 3 * micro + 11 * step, 2.0)
 
 
-def micro_step(model: Any, optim: Any, how: str, x: torch.Tensor, poison: bool = False) -> None:
+def micro_step(
+    model: Any, optim: Any, how: str, x: torch.Tensor, poison: bool = False, used: Sequence[str] = ()
+) -> None:
     model.require_backward_grad_sync = how != "f"
     with model.no_sync() if how in "ud" else nullcontext():
-        loss = model(x).float().square().mean()
+        loss = model(x, *used).float().square().mean()
         if poison:
             loss = loss * float("inf")
         with amp.scale_loss(loss, optim, delay_unscale=how in "dx") as scaled_loss:
@@ -183,6 +186,80 @@ def test_what_is_not_a_mean(ranks: Ranks, level: str, pattern: str, wrapper: str
     results = ranks.run(train, level, "fp16", pattern, wrapper)
     assert_same(results)
     assert_near(results, reference(2, pattern, divide=divide), level, "fp16")
+
+
+class Branches(nn.Module):
+    """A pass uses one branch or both, and each rank its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+        for i, layer in enumerate((self.trunk, self.a, self.b)):
+            fill(
+                layer, weight=grid(tuple(layer.weight.shape), 2 * i + 1), bias=grid(tuple(layer.bias.shape), 2 * i + 2)
+            )
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        h = torch.tanh(self.trunk(x))
+        out: torch.Tensor = sum((self.a if name == "a" else self.b)(h) for name in used)  # type: ignore[assignment]
+        return out
+
+
+# For each window its passes: how, and what the two ranks use. Each window uses every branch somewhere.
+BRANCHES = {
+    "gone before the synced pass": [
+        [("u", "ab", "b"), ("s", "a", "a")],
+        [("u", "b", "b"), ("u", "a", "b"), ("s", "a", "a")],
+    ],
+    "another one on each rank": [[("s", "a", "b")], [("u", "b", "a"), ("s", "a", "b")]],
+    "unsynced at the end": [[("s", "b", "b"), ("u", "a", "ab")], [("s", "a", "b")]],
+    "delayed": [[("s", "a", "ab"), ("d", "a", "b")], [("d", "b", "a"), ("x", "a", "a")]],
+}
+
+
+def train_branches(rank: int, level: str, case: str, optimizer: str, loss_scale: float) -> dict[str, Any]:
+    model = Branches()
+    optim = OPTIMIZERS[optimizer](model.parameters())
+    model, optim = amp.initialize(
+        model, optim, opt_level=level, dtype=torch.float16, loss_scale=loss_scale, verbosity=0
+    )
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    for step, window in enumerate(BRANCHES[case] * 2):
+        for micro, (how, *used) in enumerate(window):
+            micro_step(ddp, optim, how, data(rank, step, micro), used=used[rank : rank + 1])
+        optim.clip_master_grads(0.5)
+        optim.step()
+        optim.zero_grad()
+    result = {
+        "masters": [p.detach().clone() for p in amp.master_params(optim)],
+        "params": [p.detach().clone() for p in model.parameters()],
+        "scales": [],
+        "skipped": amp.steps_skipped(optim),
+    }
+    amp.deactivate()
+    return result
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("case", BRANCHES)
+@pytest.mark.parametrize("optimizer", ["sgd", "ours"])
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+def test_branches_that_not_every_pass_uses(
+    ranks: Ranks, level: str, case: str, optimizer: str, loss_scale: float
+) -> None:
+    results = ranks.run(train_branches, level, case, optimizer, loss_scale)
+    assert_same(results)
+    model = Branches().double()
+    optim = OPTIMIZERS[optimizer](model.parameters())
+    for step, window in enumerate(BRANCHES[case] * 2):
+        for micro, (_, *used) in enumerate(window):
+            for rank in range(2):
+                (model(data(rank, step, micro).double(), used[rank]).square().mean() / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optim.step()
+        optim.zero_grad()
+    assert results[0]["skipped"] == 0
+    assert_near(results, [p.detach() for p in model.parameters()], level, "fp16")
 
 
 def train_plainly(rank: int, scaled: bool) -> list[torch.Tensor]:

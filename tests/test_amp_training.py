@@ -373,6 +373,35 @@ def test_exception_in_the_block_loses_no_gradient(level: str, scale: float) -> N
     assert amp.steps_skipped(optim) == 0
 
 
+def fail_after(loss: torch.Tensor, optim: Any) -> None:
+    with amp.scale_loss(loss, optim) as scaled:
+        scaled.backward()
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("delayed", [None, False, True])
+def test_a_pass_that_fails_leaves_no_gradient(level: str, delayed: bool | None) -> None:
+    """``delayed``: whether the pass before it was, None if there was none."""
+    model, optim = start(level, loss_scale=128.0)
+    twin, reference = start(level, loss_scale=128.0)
+    if delayed is not None:
+        backward(loss_of(model, 0), optim, delay_unscale=delayed)
+        backward(loss_of(twin, 0), reference)
+    with pytest.raises(ZeroDivisionError):
+        fail_after(loss_of(model, 1), optim)
+    backward(loss_of(model, 2), optim)
+    backward(loss_of(twin, 2), reference)
+    if delayed:  # its gradients cannot be told from those of the failed pass
+        before = [p.detach().clone() for p in model.parameters()]
+        optim.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert amp.steps_skipped(optim) == 1
+        return
+    for a, b in zip(amp.master_params(optim), amp.master_params(reference), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_plain_backward_counts(level: str) -> None:
     model, optim = start(level, make="SGD")

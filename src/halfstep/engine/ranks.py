@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..core.errors import UsageError
 from ..core.formats import is_half
 from .masters.plain import MasterLink
+from .masters.wide import set_grad
 from .reduction import Reduction, has_work, known_wrappers, reduction_of, wrappers_seen
 from .scaling import LossScaler
 
@@ -49,7 +50,7 @@ class Ranks:
         self.reductions: list[Reduction] = []
         self._behind: set[Reduction] = set()
         self._key: tuple[int, ...] = (0,)
-        self._watched: dict[Reduction, tuple[int, int]] = {}
+        self._watched: dict[Reduction, tuple[int, dict[torch.Tensor, int]]] = {}
         self._carried = False
         self._scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
@@ -124,7 +125,8 @@ class Ranks:
         for reduction in self.reductions:
             reduction.watched = True
             reduction.scale = scale
-            self._watched[reduction] = (reduction.talks, _fingerprint(reduction, links, direct))
+            reduction.fill_in()
+            self._watched[reduction] = (reduction.talks, _versions(reduction, links, direct))
 
     def preload(self, scale: torch.Tensor | None, links: Sequence[MasterLink]) -> None:
         """Under somebody else's communication hook, what was accumulated travels in the 16-bit gradients."""
@@ -139,22 +141,26 @@ class Ranks:
 
     def close(self, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]) -> None:
         """The backward pass is over: find out whether the ranks averaged what it brought."""
-        for reduction, (talks, fingerprint) in self._watched.items():
+        for reduction, (talks, before) in self._watched.items():
             reduction.release()
             if reduction.talks > talks or (not reduction.hooked and reduction.syncs):
                 # Ranks may have averaged a pass that did not look like it when it began, so without what was there.
                 if reduction.syncs or not direct:
                     self._behind.discard(reduction)
-            elif _fingerprint(reduction, links, direct) != fingerprint:
+            elif (after := _versions(reduction, links, direct)) != before:
                 self._behind.add(reduction)
+                reduction.kept([param for param, version in after.items() if before.get(param) != version])
         self._watched.clear()
         self._carried = False
 
-    def abandon(self) -> bool:
+    def abandon(self, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]) -> bool:
         """The backward pass failed; whether what was accumulated before it went with it, in a bucket or on the way."""
         lost = self._carried or any(reduction.talks > talks for reduction, (talks, _) in self._watched.items())
-        for reduction in self._watched:
+        for reduction, (talks, before) in self._watched.items():
             reduction.release()
+            if reduction.talks == talks:
+                after = _versions(reduction, links, direct)
+                reduction.kept([param for param, version in after.items() if before.get(param) != version])
         self._watched.clear()
         self._carried = False
         return lost
@@ -162,8 +168,11 @@ class Ranks:
     # ---- before a step
 
     @torch.no_grad()
-    def catch_up(self, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]) -> None:
-        """Average the gradients that no backward pass averaged, in flat buckets. A collective operation."""
+    def catch_up(self, links: Sequence[MasterLink], direct: Sequence[torch.Tensor], *, wide: bool) -> None:
+        """Average the gradients that no backward pass averaged, in flat buckets. A collective operation.
+
+        With ``wide`` they are fp32 afterwards, whether or not a rank had 16-bit ones before.
+        """
         done: set[int] = set()
         for reduction in [reduction for reduction in self.reductions if reduction in self._behind]:
             owners: list[torch.Tensor] = [link.master for link in links if reduction.holds(link.model)]
@@ -171,7 +180,7 @@ class Ranks:
             owners = [p for p in owners if id(p) not in done and p.requires_grad]
             done.update(map(id, owners))
             for bucket in _flat_buckets(owners):
-                _average(bucket, reduction)
+                _average(bucket, reduction, wide)
         self._behind.clear()
 
 
@@ -228,10 +237,12 @@ def _groups(ranks: Iterable[Ranks]) -> list[dist.ProcessGroup]:
     return groups
 
 
-def _fingerprint(reduction: Reduction, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]) -> int:
-    """A number that changes when a backward pass brings a gradient."""
+def _versions(
+    reduction: Reduction, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]
+) -> dict[torch.Tensor, int]:
+    """Of each gradient of a wrapper, a number that changes when a backward pass adds to it."""
     params = [*(link.model for link in links), *direct]
-    return sum(p.grad._version + 1 for p in params if p.grad is not None and reduction.holds(p))
+    return {p: p.grad._version for p in params if p.grad is not None and reduction.holds(p)}
 
 
 @torch.no_grad()
@@ -262,7 +273,7 @@ def _flat_buckets(owners: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [*sparse, *_chunks([p for p in owners if id(p) not in single])]
 
 
-def _average(owners: list[torch.Tensor], reduction: Reduction) -> None:
+def _average(owners: list[torch.Tensor], reduction: Reduction, wide: bool) -> None:
     """Replace each gradient by its mean over the ranks; none counts as zero, unless no rank has one."""
     first = owners[0].grad
     if first is not None and first.is_sparse:
@@ -270,16 +281,20 @@ def _average(owners: list[torch.Tensor], reduction: Reduction) -> None:
         dist.all_reduce(total, group=reduction.group)
         owners[0].grad = (total / reduction.world).to(first.dtype)
         return
-    wide = torch.float32 if is_half(owners[0]) else owners[0].dtype
-    parts = [torch.zeros_like(p, dtype=wide).flatten() if p.grad is None else p.grad.flatten().to(wide) for p in owners]
-    present = torch.tensor([float(p.grad is not None) for p in owners], device=owners[0].device).to(wide)
+    dtype = torch.float32 if is_half(owners[0]) else owners[0].dtype
+    parts = [
+        torch.zeros_like(p, dtype=dtype).flatten() if p.grad is None else p.grad.flatten().to(dtype) for p in owners
+    ]
+    present = torch.tensor([float(p.grad is not None) for p in owners], device=owners[0].device).to(dtype)
     flat = torch.cat([*parts, present])
     dist.all_reduce(flat, group=reduction.group)
     *sums, present = flat.split([*(p.numel() for p in owners), len(owners)])
     for param, values, anyone in zip(owners, sums, present.real.tolist(), strict=True):
         if anyone:
-            mean = (values / reduction.world).view_as(param).to(param.dtype)
-            if param.grad is None:
-                param.grad = mean
+            mean = (values / reduction.world).view_as(param)
+            if not wide:
+                mean = mean.to(param.dtype)
+            if param.grad is None or param.grad.dtype is not mean.dtype:
+                set_grad(param, mean)
             else:
                 param.grad.copy_(mean)

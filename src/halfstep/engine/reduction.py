@@ -7,7 +7,7 @@ happens when the last micro-step of a window was not reduced, is for ``engine.ra
 
 # No postponed annotations here: torch compares those of a communication hook with its own classes.
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,8 @@ class Reduction:
         self._params = {id(p) for name, p in wrapper.module.named_parameters() if name not in ignored}
         # Where parameters can go without a gradient, torch leaves theirs as they are, even if ranks differ.
         self._partial = bool(wrapper.find_unused_parameters or wrapper.static_graph)
+        self._unused = bool(wrapper.find_unused_parameters and not wrapper.static_graph)
+        self._kept: dict[int, torch.Tensor] = {}
         self._own_talks = 0
         self._arriving = False
         self._links: list[MasterLink] = []
@@ -153,6 +155,25 @@ class Reduction:
     def holds(self, param: torch.Tensor) -> bool:
         """Whether this wrapper reduces the gradient of a parameter."""
         return id(param) in self._params
+
+    # ---- around a backward pass that the ranks do not average
+
+    def kept(self, params: Iterable[torch.Tensor]) -> None:
+        """A backward pass brought these parameters gradients, which stayed on this rank."""
+        if self._unused:
+            self._kept.update((id(param), param) for param in params)
+
+    def fill_in(self) -> None:
+        """Before a pass: zeros where the reducer expects gradients that have been taken elsewhere.
+
+        With ``find_unused_parameters`` it remembers which parameters were used since ranks last spoke, and calls it an
+        internal error if one of them has no gradient and the present pass does not use it (torch 2.13).
+        """
+        if self.syncs:
+            for param in self._kept.values():
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+            self._kept.clear()
 
     # ---- during a backward pass
 
@@ -231,6 +252,7 @@ class Reduction:
             return
         self._arriving = True
         self._own_talks += 1
+        self._kept.clear()
         engine = torch.autograd.Variable._execution_engine
         # The reducer queues its own last act after its last bucket; a callback queued by a callback runs after that.
         engine.queue_callback(lambda: engine.queue_callback(self._arrived))

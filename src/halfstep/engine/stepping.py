@@ -114,6 +114,7 @@ class Binding:
         self._delayed = False  # the gradients are still scaled, by:
         self._delayed_scale: torch.Tensor | None = None
         self._stash: dict[torch.Tensor, torch.Tensor] = {}
+        self._cleared: list[torch.Tensor] = []  # had no gradient of their own when the pass began
         self._skipped = 0
         self._skipped_on_device: torch.Tensor | None = None
         self._late = LateReader(1)  # what delayed passes found; every other pass is its scaler's to tell of
@@ -175,6 +176,7 @@ class Binding:
         self.ranks.watch(scale, self._links, direct)
 
     def _set_aside(self, scale: torch.Tensor | None, direct: list[torch.Tensor], seen: set[int] | None) -> None:
+        self._cleared = []
         if self._delayed:
             self._note_delayed()
         if self.masters is not None:
@@ -187,7 +189,8 @@ class Binding:
             return
         if scale is None:
             direct = [param for param in direct if is_half(param)]
-        for param in [p for p in direct if p.grad is not None and not (seen and id(p) in seen)]:
+        mine = [p for p in direct if not (seen and id(p) in seen)]
+        for param in [p for p in mine if p.grad is not None]:
             if self.ranks.carry(param):
                 # It stays where ranks average it, scaled like what will be added to it.
                 scale_grad(param, scale)
@@ -196,20 +199,29 @@ class Binding:
                 # A view may be of a DistributedDataParallel bucket, which the next backward pass overwrites.
                 self._stash[param] = grad.clone() if grad._is_view() else grad
                 param.grad = None
+        self._cleared = [p for p in mine if p.grad is None]
         if seen is not None:
             seen.update(map(id, direct))
         if self._wide is not None:
             self._wide.reset(direct)
 
     def abandon(self) -> None:
-        """After ``begin``, when the backward pass failed: drop what it brought and put back what was set aside."""
+        """After ``begin``, when the backward pass failed: drop what it brought and put back what was set aside.
+
+        If gradients of delayed passes lay in the same place, or went to other ranks, there is no way back: the next
+        step is skipped.
+        """
+        lost = self.ranks.abandon(self._links, self._direct())
+        lost = lost or (self._delayed and bool(self._links or self._cleared))
         if self.masters is not None:
             self.masters.zero_model_grads(set_to_none=True)
+        for param in self._cleared:
+            param.grad = None
         for param, grad in self._stash.items():
             set_grad(param, grad)
         self._stash.clear()
         self._delayed = False
-        if self.ranks.abandon():
+        if lost:
             self.passes.append(Pass(torch.ones((), device=self.device), None))
 
     def finish(
@@ -332,7 +344,7 @@ class Binding:
         if self.ranks.reductions:
             if self.ranks.behind:
                 self._complete_masters()
-                self.ranks.catch_up(self._links, self._direct())
+                self.ranks.catch_up(self._links, self._direct(), wide=self._wide is not None)
             settle([self])
 
     def _complete_masters(self) -> None:
