@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -341,3 +343,29 @@ def test_saved_on_two_ranks_and_loaded_on_one_and_four(ranks: Ranks, tmp_path: P
                 assert_near(found, expected, 1e-6 if masters is None else 0.0)
         finally:
             others.kill()
+
+
+def killed_while_saving(rank: int, folder: str, killed: int) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = make("split")
+    for step in range(2):
+        some_steps(model, optimizer, step, step + 1)
+        state, optimizer_state = get_state_dict(model, optimizer)
+        writer: Any = dcp.FileSystemWriter(f"{folder}/{step}")
+        if step == 1 and rank == killed:
+            writer.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        dcp.save({"model": state, "optimizer": optimizer_state}, storage_writer=writer)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_killed_while_saving_shards_the_folder_before_is_whole(tmp_path: Path, killed: int) -> None:
+    others = Ranks(2)
+    try:
+        with pytest.raises(AssertionError, match="rank"):
+            others.run(killed_while_saving, str(tmp_path), killed, limit=20)
+        assert {p.name for p in tmp_path.iterdir() if (p / ".metadata").exists()} == {"0"}
+        assert others.run(resume, str(tmp_path / "0"), "split")
+    finally:
+        others.kill()

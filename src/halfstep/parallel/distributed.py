@@ -25,6 +25,8 @@ _NO_MEANING = {
 }
 """Arguments that torch's reducer has no use for, and their defaults."""
 
+_told: set[str] = set()
+
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """torch's ``DistributedDataParallel`` with the arguments that Apex's had.
@@ -38,8 +40,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         message_size: how many elements a bucket holds at most.
         delay_allreduce: reduce once the whole backward pass is over; parameters may then go unused.
         shared_param: refused, as in Apex.
-        allreduce_trigger_params: no longer has a meaning; warns once, as do the other arguments that only Apex's own
-            reducer knew.
+        allreduce_trigger_params: no longer has a meaning; warns once in a process, as do the other arguments that only
+            Apex's own reducer knew.
         retain_allreduce_buffers: likewise.
         allreduce_always_fp32: send 16-bit gradients as fp32. Those behind fp32 masters are sent so anyway.
         num_allreduce_streams: likewise without meaning.
@@ -87,7 +89,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if not gradient_predivide_factor > 0:
             raise ArgumentValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} must be above zero.")
         useless = [name for name, default in _NO_MEANING.items() if given[name] != default]
-        if useless:
+        if useless and not _told.issuperset(useless):
+            _told.update(useless)
             warnings.warn(
                 f"DistributedDataParallel: {', '.join(useless)} have no meaning for torch's reducer; leave them out.",
                 stacklevel=2,
