@@ -73,6 +73,8 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
     ),  # Inductor's imports
+    # Dynamo makes an instance of a Function that it traces.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
 
@@ -107,21 +109,30 @@ def test_no_more_casts_than_autocast_makes(name: str) -> None:
         F.cross_entropy(model(x), y)
     with Casts() as graph:
         program.module()(x, y)
-    assert graph.count == program.casting.casts_after <= eager.count
-    assert program.casting.casts_after <= program.casting.casts_before
+    assert program.casting.casts_after <= 0.7 * eager.count
+    assert graph.count == program.casting.casts_after - 1, "the small parameters are one multi-tensor cast"
+    apart = cast_graph(program.graph_module, OpLists.default(), BF16, together=0)
+    with Casts() as graph:
+        apart.module(x, y)
+    assert graph.count == apart.casts_after <= eager.count
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_together_and_outside_the_loop(name: str) -> None:
-    """At O1 on CUDA all of them are one cast; at O2 they are none."""
+    """At O1 on CUDA all of them are one cast; at O2 they are none. On a CPU large ones are cast where they are read."""
     _, program, (x, y) = captured(name)
     with Casts() as eager, torch.autocast("cpu", BF16):
         program.graph_module(x, y)
-    one = cast_graph(program.graph_module, OpLists.default(), BF16, together=True)
+    one = cast_graph(program.graph_module, OpLists.default(), BF16, together=2**40)
     outside = cast_graph(program.graph_module, OpLists.default(), BF16, outside=True)
-    apart = cast_graph(program.graph_module, OpLists.default(), BF16, together=False)
+    apart = cast_graph(program.graph_module, OpLists.default(), BF16, together=0)
     assert one.casts_after <= 0.7 * eager.count
     assert outside.casts_after == one.casts_after - 1
+    weights = [p for p in program.parameters() if p.dim() > 1]
+    limit = max(p.numel() for p in program.parameters() if p.dim() == 1)
+    biases = cast_graph(program.graph_module, OpLists.default(), BF16, together=limit)
+    if name == "transformer":  # as with weights that are large
+        assert biases.casts_after == one.casts_after + sum(p.numel() > limit for p in weights) - 1 <= 0.7 * eager.count
     results = [module(x, y)[0] for module in (one.module, apart.module)]
     assert torch.equal(*results)
     grads = []
@@ -168,7 +179,7 @@ class Views(nn.Module):
 
 def test_casts_move_across_views_to_where_they_are_fewest() -> None:
     program = static.capture(Views(), None, [torch.randn(4, 8)])
-    cast = cast_graph(program.graph_module, OpLists.default(), BF16, together=True)
+    cast = cast_graph(program.graph_module, OpLists.default(), BF16, together=2**40)
     names = {row.name: row.gives for row in cast.rows}
     assert {names[name] for name in ("reshape", "flip", "unsqueeze")} == {"bfloat16"}
     assert cast.casts_after == 2, "one before the views and one of the parameters"
@@ -207,7 +218,7 @@ class BackAndForth(nn.Module):
 def test_a_cast_and_back_vanishes() -> None:
     x, model = torch.randn(2, 8), BackAndForth()
     program = static.capture(model, None, [x])
-    cast = cast_graph(program.graph_module, OpLists.default(), BF16, together=True)
+    cast = cast_graph(program.graph_module, OpLists.default(), BF16, together=2**40)
     assert cast.casts_after == 2  # x, and the parameters
     with amp.auto_cast(dtype=BF16):
         assert torch.equal(cast.module(x)[0], model(x))
@@ -443,7 +454,7 @@ def test_explain_and_black_values() -> None:
     lines = program.explain().splitlines()
     assert lines[0].split() == ["node", "op", "reads", "gives", "rule"]
     assert lines[1].split() == ["linear", "linear", "float16", "float16", "half", "(matrix-unit)"]
-    assert lines[-1] == "casts: 4 before, 4 after"
+    assert lines[-1] == "casts: 4 before, 3 after"
 
 
 @pytest.mark.parametrize("inductor", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ _PROMOTES = words("add sub mul div where cat stack maximum minimum pow addcmul a
 _CASTS = words("to _to_copy type_as")
 _NAMES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss"}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_SMALL = 2**14  # elements
 _HALF, _FLOAT, _ANY = "half", "float", "any"
 
 
@@ -56,7 +58,7 @@ class Casting:
         module: the graph module; parameters and buffers are those of the one it was made from.
         rows: an entry for each op on floating tensors.
         casts_before: how many casts ``torch.autocast`` makes on the way: one for each input, parameters once.
-        casts_after: how many there are; that of all parameters together is one.
+        casts_after: how many there are; that of parameters together is one.
         half_params: names of parameters that are expected in 16 bits.
     """
 
@@ -75,7 +77,7 @@ def cast_graph(
     guarded: bool = False,
     outside: bool = False,
     black_values: frozenset[str] = frozenset(),
-    together: bool | None = None,
+    together: int | None = None,
 ) -> Casting:
     """Put casts into a copy of a graph of aten ops.
 
@@ -86,11 +88,12 @@ def cast_graph(
         guarded: only what was captured inside ``fp16_guard`` may be 16-bit.
         outside: parameters that are read in 16 bits only will be 16-bit themselves.
         black_values: names of nodes that compute in fp32 whatever the lists say.
-        together: cast all parameters in one multi-tensor call at the start. None does so on CUDA, where it saves
-            launches; on a CPU a weight that is cast just before it is read is still in the cache then.
+        together: cast parameters of up to so many elements in one multi-tensor call at the start. None means all on
+            CUDA, where it saves launches, and small ones on a CPU: a large weight that is cast just before it is read
+            is still in the cache then.
     """
     if together is None:
-        together = any(param.is_cuda for param in module.parameters())
+        together = sys.maxsize if any(param.is_cuda for param in module.parameters()) else _SMALL
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, copies)
@@ -108,7 +111,7 @@ class _Pass:
         guarded: bool,
         outside: bool,
         black_values: frozenset[str],
-        together: bool,
+        together: int,
     ) -> None:
         self.module, self.graph = module, module.graph
         self.lists, self.half, self.guarded, self.outside = lists, half, guarded, outside
@@ -252,7 +255,7 @@ class _Pass:
         return False
 
     def _insert(self) -> None:
-        made = self._cast_parameters() if self.together else {}
+        made = self._cast_parameters()
         params = dict(made)
         for node in list(self.graph.nodes):
             if node.op != "call_function":
@@ -271,11 +274,11 @@ class _Pass:
                 made = dict(params)  # what was cast before is not what is there now
 
     def _cast_parameters(self) -> dict[tuple[fx.Node, str], fx.Node]:
-        """All parameters that are read in 16 bits, in one multi-tensor cast."""
+        """Parameters that are read in 16 bits, in one multi-tensor cast."""
         params = [
             node
             for node in self.graph.nodes
-            if self._is_param(node) and self.label[node] == _FLOAT
+            if self._is_param(node) and self.label[node] == _FLOAT and _val(node).numel() <= self.together
             if _HALF in {self.demand.get((node, reader)) for reader in node.users}
         ]
         if not params:
