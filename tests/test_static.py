@@ -342,6 +342,49 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale() -> None:
     assert not torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_computing_without_training(level: str) -> None:
+    model, program, optimizer = ready()
+    static.amp.decorate(optimizer, level=level, dtype="bfloat16").minimize(program.loss)
+    before = model.weight.detach().float().clone()
+    feed = {"input": torch.randn(3, 4), "label": torch.randn(3, 4)}
+    first, output = static.Executor().run(program, feed, [program.loss, "output"], train=False)
+    assert output.dtype is (torch.float32 if level == "O0" else BF16)
+    torch.testing.assert_close(model.weight.float(), before, rtol=2**-8, atol=0)
+    (second,) = static.Executor().run(program, feed, [program.loss])
+    assert torch.equal(first, second)
+    assert not torch.equal(model.weight.float(), before)
+
+
+def test_a_16_bit_loss_is_scaled_in_fp32() -> None:
+    model, program, optimizer = ready()
+    static.amp.decorate(optimizer, use_pure_fp16=True, use_fp16_guard=False).minimize(program.loss)
+    before = model.weight.detach().float().clone()
+    feed = {"input": torch.zeros(2, 4), "label": torch.full((2, 4), 3.0)}
+    (loss,) = static.Executor().run(program, feed, [program.loss])
+    assert loss.dtype is HALF
+    assert loss.item() * 2**15 > torch.finfo(HALF).max
+    model.zero_grad()
+    static.Executor().run(program, {**feed, "input": torch.ones(2, 4)})
+    assert not torch.equal(model.weight.float(), before), "the step was not skipped"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_training_on_a_gpu(level: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = Transformer().cuda()
+    ids, labels = words(8).cuda(), words(8).flatten().cuda()
+    program = static.capture(model, nn.CrossEntropyLoss(), (ids, labels))
+    static.amp.decorate(optimizers.FusedAdam(model.parameters(), lr=0.01), level=level).minimize(program.loss)
+    executor = static.Executor(compiled=compiled)
+    feed = dict(zip(program.feed_names, (ids, labels), strict=True))
+    losses = [executor.run(program, feed, [program.loss])[0].item() for _ in range(60)]
+    assert losses[-1] < losses[0] / 4
+
+
 def test_fetching_by_name(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
     program = static.capture(model, nn.MSELoss(), (torch.randn(2, 4), torch.randn(2, 3)))

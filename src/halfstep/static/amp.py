@@ -246,12 +246,16 @@ class MixedPrecisionOptimizer:
             raise UsageError("Please call minimize() before calling get_loss_scaling().")
         return float(self.scaler.get_scale())
 
-    def train(self, module: Callable[..., Any], feed: list[torch.Tensor]) -> tuple[Any, ...]:
-        """One step: forward, scaled backward, and an update unless it overflowed."""
+    def prepare(self) -> None:
+        """``amp_init``, if nobody has called it and the level needs it."""
         if self._level == "O2":
             self.amp_init()
+
+    def train(self, module: Callable[..., Any], feed: list[torch.Tensor]) -> tuple[Any, ...]:
+        """One step: forward, scaled backward, and an update unless it overflowed."""
+        self.prepare()
         results: tuple[Any, ...] = module(*feed)
-        self.scaler.scale(results[0]).backward()
+        self.scaler.scale(results[0].float()).backward()  # a 16-bit loss could overflow when it is scaled
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()

@@ -30,6 +30,8 @@ class Executor:
         program: Program,
         feed: Mapping[str, Any],
         fetch_list: Sequence[Value | str] = (),
+        *,
+        train: bool = True,
     ) -> list[torch.Tensor]:
         """Forward; and backward and a step, once an optimizer was told to ``minimize`` the program's loss.
 
@@ -37,6 +39,7 @@ class Executor:
             program: captured before.
             feed: a tensor, or what makes one, for each of ``program.feed_names``.
             fetch_list: what to return: ``program.loss``, ``program.outputs``, or names of these or of nodes.
+            train: False only computes, in the precision of training. Dropout and BatchNorm are as they were captured.
 
         Returns:
             The values fetched, detached.
@@ -58,9 +61,11 @@ class Executor:
         inputs = [torch.as_tensor(feed[name]).to(device) for name in program.feed_names]
         extra, positions = program.positions(fetch_list)
         module = program.module(extra, self.compiled)
-        if program.trainer is not None:
+        if program.trainer is not None and train:
             results = program.trainer.train(module, inputs)
         else:
+            if program.trainer is not None:
+                program.trainer.prepare()
             with torch.no_grad():
                 results = module(*inputs)
         return [results[i].detach() for i in positions]

@@ -34,6 +34,9 @@ class Value:
 class Trainer(Protocol):
     """What a program is trained by, once something was told to ``minimize`` its loss."""
 
+    def prepare(self) -> None:
+        """Before the program runs."""
+
     def train(self, module: Callable[..., Any], feed: list[torch.Tensor]) -> tuple[Any, ...]:
         """One step; returns what the graph gives."""
 
@@ -101,7 +104,7 @@ class Program:
         self._exported = exported
         self._has_loss = has_loss
         module: Any = exported.module(check_guards=False)
-        self.graph_module: fx.GraphModule = module
+        self.graph_module: fx.GraphModule = _without_idle_broadcasts(module)
         self.feed_names = feed_names
         self.casting: Casting | None = None
         self.trainer: Trainer | None = None
@@ -186,6 +189,9 @@ class _Plain:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
+    def prepare(self) -> None:
+        """Nothing to do."""
+
     def train(self, module: Callable[..., Any], feed: list[torch.Tensor]) -> tuple[Any, ...]:
         results: tuple[Any, ...] = module(*feed)
         results[0].backward()
@@ -199,6 +205,20 @@ def load(path: str | PathLike[str]) -> Program:
     saved: Mapping[str, Any] = torch.load(Path(path), weights_only=True)
     facts = json.loads(saved["facts"])
     return Program(torch.export.load(io.BytesIO(saved["graph"])), facts["feed_names"], facts["has_loss"])
+
+
+def _without_idle_broadcasts(module: fx.GraphModule) -> fx.GraphModule:
+    """A loss broadcasts output and label even where they have one shape; export takes its result for the output."""
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.broadcast_tensors.default:
+            inputs = node.args[0]
+            if len({str(tuple(source.meta["val"].shape)) for source in inputs}) == 1:
+                for item in list(node.users):
+                    item.replace_all_uses_with(inputs[item.args[1]])
+                    module.graph.erase_node(item)
+                module.graph.erase_node(node)
+    module.recompile()
+    return module
 
 
 def _with_outputs(module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
