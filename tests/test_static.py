@@ -244,6 +244,27 @@ def test_a_value_changed_in_place_is_cast_again() -> None:
         assert torch.equal(cast.module(x)[0], model(x))
 
 
+class ThroughAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.softmax(x, -1)
+        view = y.view(-1)
+        first = self.a(view.view(2, 8))
+        view.mul_(3.0)
+        return first + self.b(y)  # type: ignore[no-any-return]
+
+
+def test_a_value_changed_through_its_view_stays_one_with_it() -> None:
+    x, model = torch.randn(2, 8), ThroughAView()
+    program = static.capture(model, None, [x])
+    cast = cast_graph(program.graph_module, OpLists.default(), BF16)
+    with amp.auto_cast(dtype=BF16):
+        assert torch.equal(cast.module(x)[0], model(x))
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_the_cut_is_a_minimum(data: st.DataObject) -> None:

@@ -221,6 +221,8 @@ class _Pass:
 
     def _choose(self) -> None:
         """Let ops that only move numbers have the dtype with which casts are fewest."""
+        if "in place" in self.rule.values():
+            return  # a cast between a tensor and its view would part them, and one of them is written to
         free = {node for node in self.moves if not self._must_stay(node)}
         readers: dict[Any, list[Any]] = {}
         for (source, reader), wanted in self.demand.items():
@@ -237,7 +239,12 @@ class _Pass:
                 self.demand[source, reader] = self.label[reader]
 
     def _must_stay(self, node: fx.Node) -> bool:
-        """Whether fp32 numbers go through it to somebody who reads fp32: they may not be rounded on the way."""
+        """Whether fp32 numbers go through it to somebody who reads fp32: they may not be rounded on the way.
+
+        What the graph gives keeps the dtype it has without casts.
+        """
+        if any(reader.op == "output" for reader in node.users):
+            return True
         source = node
         while source in self.moves:
             source = next(s for s in source.all_input_nodes if s in self.label)
@@ -248,9 +255,7 @@ class _Pass:
             reader = waiting.pop()
             if reader in self.moves:
                 waiting.extend(reader.users)
-            elif self.demand.get((node, reader), _FLOAT) != _HALF and not any(
-                self.demand.get((s, reader)) == _HALF for s in reader.all_input_nodes
-            ):
+            elif _HALF not in {self.demand.get((source, reader)) for source in reader.all_input_nodes}:
                 return True
         return False
 
