@@ -10,6 +10,7 @@ BENCHMARKS = {
     "simplenet": "nine linear layers: fp32, torch.autocast, pure 16-bit, halfstep O1, O2, O3",
     "scaler_cost": "what loss scaling adds to a fused AdamW step: torch.amp.GradScaler, amp.GradScaler, amp.scale_loss",
     "fused_step": "a step from scaled gradients to 16-bit weights: AdamW(fused=True) and GradScaler, and FusedAdam",
+    "emulation": "16-bit products in fp32 kernels with 16-bit rounding, against those of the device itself",
     "op_cost": "what op casting adds to an op and to a transformer block, against torch.autocast",
     "accumulation": "a window of passes on two processes: DistributedDataParallel under autocast, and O1, O2",
     "graph": "a captured graph with casts: torch.autocast, torch.compile under it, and static O1 and O2",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from halfstep import amp
+from halfstep.engine.casting import emulation
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -25,3 +26,4 @@ def fresh_process_state() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     amp.deactivate()
+    emulation._lacking.cache_clear()  # a test may have pretended another machine

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from ..core.errors import ArgumentValueError, PrecisionWarning
+from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.formats import HALF_DTYPES, default_half, parse_dtype
-from ..core.hardware import slow_reason
+from ..core.hardware import accelerator, warn_if_slow
 from ..core.oplists import OpLists
+from ..engine.casting.emulation import Emulate, check_emulate
 from ..engine.casting.ops import OpCasting
 
 __all__ = ["auto_cast", "autocast"]
@@ -21,11 +21,6 @@ __all__ = ["auto_cast", "autocast"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LEVELS = ("O0", "OD", "O1", "O2")
-
-
-@functools.cache
-def _slow(half: torch.dtype) -> str | None:
-    return slow_reason(torch.device("cuda" if torch.cuda.is_available() else "cpu"), half)
 
 
 def _printed(white: Any, black: Any, level: str, use_promote: bool) -> str:
@@ -36,7 +31,42 @@ def _printed(white: Any, black: Any, level: str, use_promote: bool) -> str:
 _printed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class auto_cast:  # noqa: N801 - it reads as the function that Paddle has
+def _devices(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    if not isinstance(given, (str, Iterable)):
+        raise ArgumentTypeError(f"device_type={given!r} must be a type of device, such as 'cuda', or a list of them.")
+    names = (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        try:
+            whole = torch.device(name).type == name
+        except (RuntimeError, TypeError):
+            whole = False
+        if not whole:
+            raise ArgumentValueError(
+                f"device_type={given!r}: {name!r} is no type of device; write 'cpu', 'cuda', 'xpu', 'mps', 'npu' or a "
+                "list of such, without an index, or leave it out."
+            )
+    if not names:
+        raise ArgumentValueError("device_type=[] casts nowhere; pass enable=False for a scope without casts.")
+    return names
+
+
+def _default_half(devices: tuple[str, ...] | None) -> torch.dtype:
+    return default_half("cuda" if (torch.cuda.is_available() if devices is None else "cuda" in devices) else "cpu")
+
+
+class _AutoCastType(type):
+    """``with amp.auto_cast:`` is a slip for ``with amp.auto_cast():``; Python's own error for it does not say so."""
+
+    def __enter__(cls) -> NoReturn:
+        raise ArgumentTypeError("`with amp.auto_cast:` lacks its parentheses; write `with amp.auto_cast():`.")
+
+    def __exit__(cls, *exc: object) -> None:
+        """Never reached; ``with`` looks for it before it enters."""
+
+
+class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the function that Paddle has
     """A scope, or a decorated function, in which each op computes in the precision its list says.
 
     ::
@@ -45,8 +75,9 @@ class auto_cast:  # noqa: N801 - it reads as the function that Paddle has
             loss = loss_fn(model(x), y)
         loss.backward()
 
-    It holds for the calling thread, on the CPU and CUDA alike. A scope inside another replaces it. Backward passes
-    are not cast. float64 and integer tensors are never touched.
+    It holds for the calling thread. A scope inside another replaces it, and a model that ``amp.initialize`` brought up
+    at a level computes as the scope around it says. Backward passes are not cast. float64 and integer tensors are
+    never touched.
 
     Args:
         enable: False is a scope without casts.
@@ -58,9 +89,14 @@ class auto_cast:  # noqa: N801 - it reads as the function that Paddle has
             convolutions and the white list in 16 bits, everything else in fp32. "O0": no casts. Any case.
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 where there is CUDA, else bfloat16.
         use_promote: at O2, False runs the ops that are on no list in 16 bits whatever their inputs are.
+        device_type: "cpu", "cuda" or another type that torch knows, or a list of them: tensors on others are left
+            alone. None means the CPU and the accelerator of this machine.
+        emulate: "auto" runs 16-bit matrix products, convolutions, attention and recurrent layers in fp32 kernels,
+            rounding what goes in and what comes out, where the device has no 16-bit units; True everywhere, False
+            nowhere.
 
     Warns:
-        PrecisionWarning: once, where the hardware has no units for the dtype.
+        PrecisionWarning: once, where the hardware has no units for the dtype and ``emulate=False``.
 
     Raises:
         ArgumentValueError: an unknown level, dtype or op, or an op on both lists.
@@ -77,11 +113,19 @@ class auto_cast:  # noqa: N801 - it reads as the function that Paddle has
         level: str = "O1",
         dtype: torch.dtype | str | None = None,
         use_promote: bool = True,
+        *,
+        device_type: str | Iterable[str] | None = None,
+        emulate: Emulate = "auto",
     ) -> None:
+        if callable(enable):
+            raise ArgumentTypeError(
+                f"@amp.auto_cast without parentheses took {enable!r} for its first argument; write @amp.auto_cast()."
+            )
         level = level.upper() if isinstance(level, str) else level
         if level not in _LEVELS:
             raise ArgumentValueError(f"level={level!r}, but level should be O0, OD, O1 or O2.")
-        half = default_half("cuda" if torch.cuda.is_available() else "cpu") if dtype is None else parse_dtype(dtype)
+        devices = _devices(device_type)
+        half = _default_half(devices) if dtype is None else parse_dtype(dtype)
         enabled = bool(enable) and level != "O0"
         if half not in HALF_DTYPES:
             if enabled:
@@ -90,14 +134,15 @@ class auto_cast:  # noqa: N801 - it reads as the function that Paddle has
                     "enable=False or level='O0'."
                 )
             half = torch.bfloat16
-        if enabled and not torch.compiler.is_compiling() and (reason := _slow(half)) is not None:
-            warnings.warn(reason, PrecisionWarning, stacklevel=2)
+        check_emulate(emulate)
+        if enabled and emulate is False and not torch.compiler.is_dynamo_compiling():
+            warn_if_slow(torch.device(devices[-1] if devices else accelerator() or "cpu"), half)
         level = "O1" if level == "O0" else level
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             lists: Any = _printed(custom_white_list, custom_black_list, level, use_promote)
         else:
             lists = OpLists.custom(custom_white_list, custom_black_list, level=level, use_promote=use_promote)
-        self._casting = OpCasting(half, lists, enabled=enabled)
+        self._casting = OpCasting(half, lists, enabled=enabled, devices=devices, emulate=emulate)
 
     def __enter__(self) -> auto_cast:
         self._casting.__enter__()

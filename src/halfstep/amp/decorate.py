@@ -13,7 +13,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.hardware import warn_if_slow
-from ..engine.casting import modules
+from ..engine.casting import modules, ops
+from ..engine.casting.emulation import Emulate, check_emulate
 from ..engine.stepping import bind, binding_of
 
 __all__ = ["decorate"]
@@ -32,6 +33,7 @@ def decorate(
     excluded_layers: Any = None,
     *,
     module_filter: modules.ModuleFilter | None = None,
+    emulate: Emulate = "auto",
 ) -> Any:
     """Cast models to 16-bit weights and give optimizers fp32 masters; call it before any parallel wrapper.
 
@@ -46,7 +48,8 @@ def decorate(
     Args:
         models: a module or a list of modules; changed in place.
         optimizers: a ``torch.optim.Optimizer``, a list of them, or None; changed in place.
-        level: "O2" casts; "O1" returns everything as it is, for its casts happen in ``auto_cast``.
+        level: "O2" casts; "O1" leaves everything as it is, for its casts happen in ``auto_cast``. At both, the casts
+            of other sessions stay out of the models.
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 for a model on CUDA and bfloat16
             elsewhere.
         master_weight: whether the optimizers update fp32 masters; None means yes.
@@ -59,6 +62,8 @@ def decorate(
             submodules; so does a parameter that they share with a module that is cast.
         module_filter: called as ``module_filter(module, qualified_name)``; a dtype it returns is that module's own,
             with casts at its borders, and None leaves it to the other arguments.
+        emulate: as in ``amp.initialize``, for what the models compute outside of ``amp.auto_cast``, which has an
+            argument of its own.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -71,7 +76,7 @@ def decorate(
             been changed then.
 
     Warns:
-        PrecisionWarning: once, where the device of a model has no units for the dtype.
+        PrecisionWarning: once, where the device of a model has no units for the dtype and ``emulate=False``.
 
     Source: Paddle's AMP guide, section 2.1.3.
     """
@@ -92,11 +97,18 @@ def decorate(
     keep = _excluded(excluded_layers, model_list)
     masters = _check_masters(master_weight, master_grad, optimizer_list)
     _check_untouched(model_list, optimizer_list)
+    check_emulate(emulate)
+    if level == "O2":
+        modules.refuse_sharded(model_list, half)
+        if emulate is False:
+            for device in {param.device for model in model_list for param in model.parameters()}:
+                warn_if_slow(device, half)
+    casting = ops.OpCasting(half, enabled=False, devices=modules.device_types(model_list), emulate=emulate)
+    for model in model_list:
+        if not modules.is_attached(model):
+            modules.attach(model, casting=casting)
     if level == "O1":
         return models if optimizers is None else (models, optimizers)
-    modules.refuse_sharded(model_list, half)
-    for device in {param.device for model in model_list for param in model.parameters()}:
-        warn_if_slow(device, half)
 
     for model in model_list:
         grads = _take_grads(model) if master_grad else []

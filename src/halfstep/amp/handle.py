@@ -16,7 +16,8 @@ from ..core.oplists import OpLists
 from ..core.policy import LossScaleSpec
 from ..engine.backward import scaled_backward
 from ..engine.casting import ops
-from ..engine.casting.modules import JoinCasting
+from ..engine.casting.emulation import Emulate, check_emulate
+from ..engine.casting.modules import join_casting
 from ..engine.forwarding import ForwardingOptimizer
 from ..engine.scaling import LossScale, LossScaler, StaticLossScale, make_loss_scale
 from ..engine.stepping import Binding, bind, binding_of, unbind
@@ -32,6 +33,8 @@ def init(
     allow_banned: bool = False,
     *,
     dtype: torch.dtype | str | None = None,
+    emulate: Emulate = "auto",
+    enable: bool | None = None,
 ) -> NoOpHandle:
     """Cast ops in the whole process from now on, and get a handle for loss scaling.
 
@@ -52,6 +55,8 @@ def init(
         verbose: log each cast.
         allow_banned: run ops that are refused on 16-bit input in fp32 instead.
         dtype: the 16-bit dtype; None means float16 where there is CUDA and bfloat16 elsewhere.
+        emulate: as in ``amp.auto_cast``.
+        enable: another name of ``enabled``, which the document spells both ways.
 
     Returns:
         The handle. Several may be open at once; the latest decides on casts.
@@ -61,13 +66,21 @@ def init(
 
     Source: seed 001.
     """
-    if not enabled:
+    if not (enabled if enable is None else enable):
         return NoOpHandle()
+    check_emulate(emulate)
     half = parse_dtype(dtype) if dtype is not None else default_half("cuda" if torch.cuda.is_available() else "cpu")
     if half not in HALF_DTYPES:
         raise ArgumentValueError(f"dtype={dtype} has not 16 bits; use torch.float16 or torch.bfloat16.")
     rule = make_loss_scale(loss_scale)
-    casting = ops.OpCasting(half, OpLists.default(), cache=enable_caching, verbose=verbose, allow_banned=allow_banned)
+    casting = ops.OpCasting(
+        half,
+        OpLists.default(),
+        cache=enable_caching,
+        verbose=verbose,
+        allow_banned=allow_banned,
+        emulate=emulate,
+    )
     return AmpHandle(casting, rule, has_cache=enable_caching, verbose=verbose)
 
 
@@ -127,10 +140,6 @@ class NoOpHandle:
         """Put everything back that this handle changed."""
 
 
-# The handles in force, oldest first: each knows what was cast before it, and any of them may go first.
-_open: list[AmpHandle] = []
-
-
 class AmpHandle(NoOpHandle):
     """Op casting in the whole process, and a loss scale.
 
@@ -149,12 +158,8 @@ class AmpHandle(NoOpHandle):
         self._scaler = self.new_scaler("the loss scaler")
         self._bound: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._alive = True
-        if _open and ops.process_casting() is not _open[-1]._casting:
-            _open.clear()  # someone has changed the casting since, by amp.initialize or amp.deactivate
-        self._before = ops.process_casting()
-        self._hook = register_module_forward_pre_hook(JoinCasting())
+        self._hook = register_module_forward_pre_hook(join_casting)
         ops.activate(casting)
-        _open.append(self)
 
     def is_active(self) -> bool:
         """Whether this thread casts ops and the handle was not deactivated."""
@@ -226,17 +231,7 @@ class AmpHandle(NoOpHandle):
         self._hook.remove()
         for optimizer in list(self._bound):
             unbind(optimizer)
-        if self not in _open:
-            return
-        place = _open.index(self)
-        del _open[place]
-        if place < len(_open):
-            _open[place]._before = self._before
-        elif ops.process_casting() is self._casting:
-            if self._before is None:
-                ops.deactivate()
-            else:
-                ops.activate(self._before)
+        ops.retire(self._casting)
 
 
 class OptimWrapper(ForwardingOptimizer):

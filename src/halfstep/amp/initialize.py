@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import nn
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.hardware import warn_if_slow
+from ..core.oplists import OpLists
 from ..core.policy import Policy, parse_level
 from ..engine.casting import modules, ops
+from ..engine.casting.emulation import Emulate, check_emulate
 from ..engine.scaling import LossScale, LossScaler, make_loss_scale
 from ..engine.stepping import bind, binding_of
 from .options import Options, banner, resolve_options
@@ -41,6 +44,11 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     dtype: torch.dtype | str | None = None,
     module_filter: modules.ModuleFilter | None = None,
+    *,
+    op_lists: OpLists | None = None,
+    custom_white_list: Iterable[object] | None = None,
+    custom_black_list: Iterable[object] | None = None,
+    emulate: Emulate = "auto",
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 
@@ -48,10 +56,15 @@ def initialize(
 
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
 
-    The levels: "O0" trains in fp32. "O1" casts around operations, for the whole process from then on, in every
-    thread that runs the model. "O2" has 16-bit weights, fp32 BatchNorm, and fp32 masters in the optimizer; inputs
-    are cast in and outputs to fp32; ``state_dict()`` of the model is fp32 and holds the masters. "O3" has everything
-    in 16 bits. The other arguments override single properties of the level where they are not None.
+    The levels: "O0" trains in fp32. "O1" casts around operations, in the model and, for the whole process from then
+    on, outside of any model: in loss functions, in every thread that runs the model. "O2" has 16-bit weights, fp32
+    BatchNorm, and fp32 masters in the optimizer; inputs are cast in and outputs to fp32; ``state_dict()`` of the model
+    is fp32 and holds the masters. "O3" has everything in 16 bits. The other arguments override single properties of
+    the level where they are not None.
+
+    While a model runs it computes by its own level, whatever else was brought up in the process; an ``amp.auto_cast``
+    or ``amp.disable_casts`` around the call has its way. The casts outside of models are those of the latest O1
+    session, on the device types of its models, and end when its models and optimizers are gone.
 
     Args:
         models: a module, or a list of modules, with fp32 parameters, on any device; changed in place.
@@ -72,6 +85,12 @@ def initialize(
         dtype: the 16-bit dtype; None means float16 for a model on CUDA and bfloat16 elsewhere.
         module_filter: called as ``module_filter(module, qualified_name)``; a dtype it returns is that module's own
             at O2 and O3, whatever the level says, and None leaves it to the level.
+        op_lists: which ops run in which precision; only at O1.
+        custom_white_list: ops to run in 16 bits, names or torch functions, against the lists of O1; only there.
+        custom_black_list: ops to run in fp32, likewise.
+        emulate: "auto" runs matrix products, convolutions, attention and recurrent layers in fp32 kernels, on 16-bit
+            numbers and with 16-bit results, where the device has no 16-bit units. True does so everywhere, False
+            nowhere. The dtypes are the same in all cases.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -83,7 +102,7 @@ def initialize(
             already, or a model or optimizer that was initialized before. Nothing has been changed then.
 
     Warns:
-        PrecisionWarning: once, where the device of a model has no units for the 16-bit dtype.
+        PrecisionWarning: once, where the device of a model has no units for the 16-bit dtype and ``emulate=False``.
     """
     if not enabled:
         _amp_state.session = Session(Options(False, "O1", None, False, None, None, 1.0), 0)
@@ -103,24 +122,34 @@ def initialize(
     )
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 0:
         raise ArgumentValueError(f"num_losses={num_losses!r} must be a whole number, 1 or more.")
-    policy = options.policy(half, cast_model_outputs)
+    lists = _check_lists(level, options, op_lists, custom_white_list, custom_black_list)
+    policy = options.policy(half, cast_model_outputs, lists)
+    check_emulate(emulate)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
     _check_untouched(model_list, optimizer_list)
     modules.refuse_sharded(model_list, policy.param_dtype)
-    if policy.compute_dtype in HALF_DTYPES:
+    if policy.compute_dtype in HALF_DTYPES and emulate is False:
         for device in {param.device for model in model_list for param in model.parameters()}:
             warn_if_slow(device, policy.compute_dtype)
 
+    casting = ops.OpCasting(
+        half,
+        policy.op_lists,
+        enabled=policy.op_lists is not None,
+        verbose=verbosity > 1,
+        devices=modules.device_types(model_list),
+        emulate=emulate,
+    )
     session = Session(options, verbosity, _scalers(rule, num_losses, verbosity))
     for model in model_list:
-        _prepare_model(model, policy, module_filter)
+        _prepare_model(model, policy, casting, module_filter)
     for optimizer in optimizer_list:
         binding = bind(optimizer, master_weights=policy.master_weights, own_masters=True, verbose=verbosity > 0)
         binding.session, binding.models = session, tuple(map(weakref.ref, model_list))
         if not policy.master_weights and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # torch casts the state to the parameters' new dtype
     if policy.op_lists is not None:
-        ops.activate(ops.OpCasting(half, policy.op_lists, verbose=verbosity > 1))
+        ops.activate(casting, [*model_list, *optimizer_list])
     _amp_state.session = session
     if verbosity > 0:
         logger.info("%s", banner(defaults, options, half))
@@ -198,10 +227,42 @@ def _check_untouched(models: list[nn.Module], optimizers: list[torch.optim.Optim
                             "There is no need to call .half() or .bfloat16(): the opt level casts the model."
                         )
         if modules.is_attached(model):
-            raise UsageError("This model has been through amp.initialize once, and once is all it can.")
+            raise UsageError("This model has been through amp.initialize or amp.decorate once, and once is all it can.")
 
 
-def _prepare_model(model: nn.Module, policy: Policy, module_filter: modules.ModuleFilter | None) -> None:
+def _check_lists(
+    level: str,
+    options: Options,
+    op_lists: OpLists | None,
+    white: Iterable[object] | None,
+    black: Iterable[object] | None,
+) -> OpLists:
+    """The op lists of O1."""
+    if op_lists is None and white is None and black is None:
+        return OpLists.default()
+    if not options.patch_torch_functions:
+        raise UsageError(
+            f"op_lists, custom_white_list and custom_black_list say how ops are cast, and at {level} none are; use "
+            'opt_level="O1".'
+        )
+    if op_lists is None:
+        return OpLists.custom(white, black)
+    if not isinstance(op_lists, OpLists):
+        raise ArgumentTypeError(
+            f"op_lists must be a halfstep.OpLists, not {op_lists!r}; lists of ops are custom_white_list= and "
+            "custom_black_list=."
+        )
+    if white is not None or black is not None:
+        raise UsageError(
+            "op_lists and custom lists were both given; put the custom ones into op_lists: "
+            "OpLists.custom(white, black)."
+        )
+    return op_lists
+
+
+def _prepare_model(
+    model: nn.Module, policy: Policy, casting: ops.OpCasting, module_filter: modules.ModuleFilter | None
+) -> None:
     if policy.param_dtype is not None:
         modules.cast_module(
             model,
@@ -214,5 +275,5 @@ def _prepare_model(model: nn.Module, policy: Policy, module_filter: modules.Modu
         inputs=None if policy.op_lists is not None else policy.compute_dtype,
         outputs=policy.output_dtype,
         saved=torch.float32 if policy.param_dtype is not None else None,
-        join_casting=policy.op_lists is not None,
+        casting=casting,
     )

@@ -43,14 +43,14 @@ class Options:
         """The properties as a dict, where scripts written for Apex look for them."""
         return asdict(self)
 
-    def policy(self, half: torch.dtype, output_dtype: torch.dtype | None) -> Policy:
-        """The ``Policy`` that these properties describe, with ops cast to ``half``."""
+    def policy(self, half: torch.dtype, output_dtype: torch.dtype | None, lists: OpLists) -> Policy:
+        """The ``Policy`` that these properties describe, with ops cast to ``half`` by some lists."""
         cast = self.cast_model_type or None
         return Policy(
             param_dtype=cast,
             compute_dtype=half if self.patch_torch_functions else cast,
             output_dtype=output_dtype or (torch.float32 if cast else None),
-            op_lists=OpLists.default() if self.patch_torch_functions else None,
+            op_lists=lists if self.patch_torch_functions else None,
             keep_batchnorm_fp32=bool(self.keep_batchnorm_fp32),
             master_weights=bool(self.master_weights),
             loss_scale=self.loss_scale,

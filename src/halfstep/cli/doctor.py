@@ -38,9 +38,28 @@ def command() -> None:
     console = Console()
     console.print(_devices_table(devices, facts.pop("CPU")))
     console.print(_facts_table(facts | _installed()))
+    for line in map(_emulation, devices):
+        if line:
+            console.print(line, highlight=False)
     for device in devices:
         advice = advise(device)
         console.print(f"On {device} use {advice}: {advice.reason}", highlight=False)
+
+
+def _emulation(device: torch.device) -> str | None:
+    """What runs in fp32 kernels with 16-bit rounding on a device, in a line; None if nothing does."""
+    import torch
+
+    from ..core.hardware import has_units
+    from ..core.oplists.tables import OP_CLASSES
+
+    lacks = []
+    for half in (torch.float16, torch.bfloat16):
+        kinds = [kind for kind in OP_CLASSES if not has_units(device, half, kind)]
+        if kinds:
+            which = "everything" if len(kinds) == len(OP_CLASSES) else ", ".join(kinds)
+            lacks.append(f"{which} in {str(half).removeprefix('torch.')}")
+    return f"No units on {device} for {'; '.join(lacks)}: fp32 kernels with 16-bit rounding instead." if lacks else None
 
 
 def advise(device: torch.device) -> Advice:
@@ -67,7 +86,7 @@ def _devices_table(devices: list[torch.device], cpu: str) -> Table:
     for name in ("device", "what it is", "float16", "bfloat16"):
         table.add_column(name, overflow="fold")
     for device in devices:
-        speeds = ["slow" if slow_reason(device, half) else "fast" for half in (torch.float16, torch.bfloat16)]
+        speeds = ["as fp32" if slow_reason(device, half) else "fast" for half in (torch.float16, torch.bfloat16)]
         table.add_row(str(device), cpu if device.type == "cpu" else _describe_gpu(device), *speeds)
     return table
 

@@ -1,12 +1,13 @@
-"""What devices can do with the 16-bit formats: which they compute in at speed, and a warning where they do not.
+"""What devices can do with the 16-bit formats: which they have units for, op class by op class.
 
-Every device runs both formats: without units of its own it converts to fp32 and back, which is correct and slow.
-"Supported" therefore means at speed, and nothing here ever stops a training.
+Every device runs both formats. Where it has no units for one, ``engine.casting.emulation`` runs the products in fp32
+kernels instead; ``has_units`` is the fact that this rests on. Nothing here ever stops a training.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 
 import torch
@@ -14,7 +15,15 @@ import torch
 from .errors import ArgumentTypeError, ArgumentValueError, PrecisionWarning
 from .formats import dtype_name
 
-__all__ = ["cpu_units", "is_bfloat16_supported", "is_float16_supported", "slow_reason", "warn_if_slow"]
+__all__ = [
+    "accelerator",
+    "cpu_units",
+    "has_units",
+    "is_bfloat16_supported",
+    "is_float16_supported",
+    "slow_reason",
+    "warn_if_slow",
+]
 
 CUDA_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
 """The compute capability from which an NVIDIA GPU has tensor cores for a dtype."""
@@ -24,6 +33,22 @@ _CPU_UNITS = {
     torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
 }
+# oneDNN uses no more than this variable allows, and with it torch. Each level has the units of those below it. Source:
+# https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
+_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+_ISA_LEVELS: tuple[tuple[frozenset[str], tuple[str, ...]], ...] = (
+    (
+        frozenset(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")),
+        ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16"),
+    ),
+    (frozenset(("AVX512_CORE_BF16",)), ("avx512_fp16", "amx_bf16", "amx_fp16")),
+    (frozenset(("AVX512_CORE_FP16", "AVX10_1_512")), ("amx_bf16", "amx_fp16")),
+    (frozenset(("AVX512_CORE_AMX", "AVX10_1_512_AMX")), ("amx_fp16",)),
+)
+# Of float16 on a CPU only matrix products are fast. torch 2.13 on a Xeon with AVX512-FP16, 2 cores: a convolution takes
+# 107 times as long as in fp32, forward and backward, an LSTM 3.4 times, attention 2.5 times.
+_FLOAT16_ON_CPU = frozenset(("product",))
+
 # The same questions as torch 2.11 answers them, which has no get_capabilities yet.
 _CPU_UNITS_BEFORE_2_12 = {
     torch.float16: {"amx_fp16": "_is_amx_fp16_supported"},
@@ -32,11 +57,11 @@ _CPU_UNITS_BEFORE_2_12 = {
 
 
 def is_float16_supported(device: torch.device | str | int | None = None) -> bool:
-    """Whether a device computes in float16 at speed.
+    """Whether a device has units for matrix products in float16.
 
     True for a CUDA device of compute capability 7.0 or more and for a CPU with AVX512-FP16, AMX-FP16 or Arm's FP16
-    arithmetic. False does not mean that it fails: training in float16 works on every CPU and GPU, for example in
-    tests; on a CPU without such units it is many times slower than fp32.
+    arithmetic. False does not mean that it fails, nor that it is slow: there, models that halfstep brought up compute
+    in fp32 kernels with the rounding of float16.
 
     Args:
         device: a ``torch.device``, its name ("gpu" means "cuda"), or the index of a CUDA device; None means CUDA
@@ -50,10 +75,10 @@ def is_float16_supported(device: torch.device | str | int | None = None) -> bool
 
 
 def is_bfloat16_supported(device: torch.device | str | int | None = None) -> bool:
-    """Whether a device computes in bfloat16 at speed.
+    """Whether a device has units for matrix products in bfloat16.
 
     True for a CUDA device of compute capability 8.0 or more and for a CPU with AVX512-BF16, AMX or Arm's BF16.
-    False does not mean that it fails: elsewhere bfloat16 is emulated, which saves memory and costs time.
+    False is no obstacle, as with ``is_float16_supported``.
 
     Args:
         device: as for ``is_float16_supported``.
@@ -65,58 +90,92 @@ def is_bfloat16_supported(device: torch.device | str | int | None = None) -> boo
     return slow_reason(_parse_device(device), torch.bfloat16) is None
 
 
+@functools.cache
+def accelerator() -> str | None:
+    """The type of the accelerator that torch was built for and finds here ("cuda", "xpu", "mps", "npu"), or None."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
 def cpu_units(dtype: torch.dtype) -> list[str]:
-    """The instruction sets of this CPU that compute in a 16-bit dtype, by torch's names; none means emulation."""
+    """The instruction sets of this CPU that compute in a 16-bit dtype, by torch's names; none means there are no units.
+
+    What the environment variable ``ONEDNN_MAX_CPU_ISA`` takes away from torch does not count.
+    """
+    limit = os.environ.get(_ISA_VARIABLE, "").upper()
+    taken = next((units for names, units in _ISA_LEVELS if limit in names), ())
     query = getattr(torch.cpu, "get_capabilities", None)  # since torch 2.12
     if query is not None:
         capabilities = query()
-        return [unit for unit in _CPU_UNITS[dtype] if capabilities.get(unit)]
-    return [unit for unit, asked in _CPU_UNITS_BEFORE_2_12[dtype].items() if _ask_torch_cpu(asked)]
+        return [unit for unit in _CPU_UNITS[dtype] if capabilities.get(unit) and unit not in taken]
+    asked = _CPU_UNITS_BEFORE_2_12[dtype].items()
+    return [unit for unit, question in asked if unit not in taken and _ask_torch_cpu(question)]
+
+
+def has_units(device: torch.device, dtype: torch.dtype, kind: str) -> bool:
+    """Whether a device has units that compute one class of ops in a 16-bit dtype.
+
+    Args:
+        device: any. Of other devices than CPU and CUDA nothing is known, and True is returned.
+        dtype: torch.float16 or torch.bfloat16.
+        kind: a key of ``core.oplists.tables.OP_CLASSES``.
+    """
+    if device.type == "cpu":
+        fast = dtype is torch.bfloat16 or kind in _FLOAT16_ON_CPU
+        return fast and bool(cpu_units(dtype))
+    capability = _cuda_capability(device)
+    return capability is None or capability >= CUDA_CAPABILITY[dtype]
+
+
+def _cuda_capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU; None where the question has no answer."""
+    # ROCm reports capabilities of its own numbering under the name of cuda. Without a GPU the tensors are fake ones.
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 def slow_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a device does not compute in a 16-bit dtype at speed and what to do, in two sentences; None if it does.
+    """Why a device has no units for a 16-bit dtype and what follows, in two sentences; None if it has.
 
     Of other devices than CPU and CUDA nothing is known, and None is returned.
     """
+    if has_units(device, dtype, "product"):
+        return None
     name = dtype_name(dtype)
+    other = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
     if device.type == "cpu":
-        if cpu_units(dtype):
-            return None
-        if dtype is torch.float16 and cpu_units(torch.bfloat16):
-            advice = "It has bfloat16 units: use dtype=torch.bfloat16."
-        else:
-            advice = 'Train in fp32 (opt_level="O0"), or on a GPU, if time matters more than memory.'
-        cost = "is many times slower than fp32" if dtype is torch.float16 else "saves memory and costs time"
-        return f"This CPU has no {name} units: {name} is emulated and {cost}. {advice}"
-    # ROCm reports capabilities of its own numbering under the name of cuda.
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    found, needed = torch.cuda.get_device_capability(device), CUDA_CAPABILITY[dtype]
-    if found >= needed:
-        return None
-    if dtype is torch.bfloat16 and found >= CUDA_CAPABILITY[torch.float16]:
-        advice = "It has them for float16: use dtype=torch.float16."
+        lack = f"This CPU has no {name} units: matrix products and convolutions take as long as in fp32."
+        where = ", or on a GPU,"
     else:
-        advice = 'Train in fp32 (opt_level="O0") if time matters more than memory.'
-    return (
-        f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]} and so no tensor cores for "
-        f"{name}, which came with {needed[0]}.{needed[1]}. {advice}"
-    )
+        found, needed = torch.cuda.get_device_capability(device), CUDA_CAPABILITY[dtype]
+        lack = (
+            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]} and so no tensor cores "
+            f"for {name}, which came with {needed[0]}.{needed[1]}."
+        )
+        where = ""
+    if has_units(device, other, "product"):
+        return f"{lack} It has them for {dtype_name(other)}: use dtype={other}."
+    return f'{lack} Train in fp32 (opt_level="O0"){where} if time matters more than memory.'
 
 
 @functools.cache
 def warn_if_slow(device: torch.device, dtype: torch.dtype, stacklevel: int = 3) -> None:
-    """Warn that a device is slow in a dtype, once per process for each device and dtype; then go on.
+    """Warn that a device without units computes in a 16-bit dtype by itself, once per process, device and dtype.
+
+    That is what ``emulate=False`` asks for; with emulation there is nothing to warn of.
 
     Args:
         device: any device.
         dtype: torch.float16 or torch.bfloat16.
         stacklevel: as in ``warnings.warn``; 3 blames the caller of the public function that calls this.
     """
-    reason = slow_reason(device, dtype)
-    if reason is not None:
-        warnings.warn(reason, PrecisionWarning, stacklevel=stacklevel)
+    if not has_units(device, dtype, "product"):
+        warnings.warn(
+            f"{slow_reason(device, dtype)} With emulate=False they are many times slower than that; leave it out.",
+            PrecisionWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def _parse_device(given: torch.device | str | int | None) -> torch.device:

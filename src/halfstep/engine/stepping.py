@@ -275,7 +275,7 @@ class Binding:
             self.catch_up()
         passes, self.passes = self.passes, []
         casting = ops.active()
-        with ops.disable_casts() if casting is not None else nullcontext():
+        with ops.PLAIN if casting is not None else nullcontext():
             if closure is None:
                 self._complete_masters()
             if passes:

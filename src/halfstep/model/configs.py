@@ -47,7 +47,7 @@ def read_configs(amp_configs: Any) -> tuple[str, dict[str, Any]]:
     for key in ("use_fp16_guard", "custom_black_varnames"):
         if key in configs:
             raise ArgumentValueError(f"{key!r} is supported in static graph mode only; leave it out of amp_configs.")
-    allowed = ("dtype", *LIST_KEYS, *SCALER_KEYS)
+    allowed = ("dtype", "emulate", *LIST_KEYS, *SCALER_KEYS)
     if unknown := [key for key in configs if key not in allowed]:
         raise ArgumentValueError(f"amp_configs has unknown keys {unknown}; it takes 'level', {str(allowed)[1:-1]}.")
     return level, configs

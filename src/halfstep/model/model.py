@@ -78,7 +78,7 @@ class Model:
                 the batch.
             metrics: one of torchmetrics, a list of them, or a dict that names them: objects with
                 ``update(*outputs, *labels)``, ``compute()`` and ``reset()``. Without a name one goes by its class.
-            amp_configs: "O0", "O1", "O2", or a dict with ``level`` ("O1" if absent), ``dtype``,
+            amp_configs: "O0", "O1", "O2", or a dict with ``level`` ("O1" if absent), ``dtype``, ``emulate``,
                 ``custom_white_list`` and ``custom_black_list`` of ``amp.auto_cast``, and ``init_loss_scaling``,
                 ``incr_ratio``, ``decr_ratio``, ``incr_every_n_steps``, ``decr_every_n_nan_or_inf`` and
                 ``use_dynamic_loss_scaling`` of ``amp.GradScaler``. None is O0, plain training. Losses are scaled
@@ -101,12 +101,12 @@ class Model:
             device = self._device()
             half = default_half(device.type) if configs.get("dtype") is None else parse_dtype(configs["dtype"])
             casts = {"level": level, "dtype": half}
-            casts |= {key: configs[key] for key in LIST_KEYS if key in configs}
+            casts |= {key: configs[key] for key in ("emulate", *LIST_KEYS) if key in configs}
             auto_cast(**casts)
             scaling = {key: configs[key] for key in SCALER_KEYS if key in configs}
             scaler = GradScaler(enable=half == torch.float16 or bool(scaling), **scaling)
             if level == "O2":
-                decorate(self.network, optimizer, level="O2", dtype=half)
+                decorate(self.network, optimizer, level="O2", dtype=half, emulate=configs.get("emulate", "auto"))
         self._optimizer, self._loss, self._metrics = optimizer, loss, named
         self._casts, self._scaler = casts, scaler
 

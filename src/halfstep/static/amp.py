@@ -13,6 +13,7 @@ from ..amp.grad_scaler import GradScaler
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import parse_dtype
 from ..core.oplists import OpLists
+from ..engine.casting.emulation import Emulate, check_emulate
 from ..engine.stepping import bind
 from .casting_pass import GUARD, cast_graph
 from .program import Program, Value
@@ -68,6 +69,8 @@ def decorate(
     incr_ratio=2.0, decr_ratio=0.8, use_dynamic_loss_scaling=True, use_pure_fp16=False, use_fp16_guard=None,
     use_bf16=False, use_promote=False)``; ``use_fp16_guard`` is on with ``use_pure_fp16`` unless it is said.
 
+    Both take ``emulate`` as ``amp.auto_cast`` does.
+
     Args:
         optimizer: over parameters of the captured model.
         amp_lists: ``CustomOpLists``.
@@ -87,8 +90,11 @@ def decorate(
     new = [name for name in _NEW if name in kwargs]
     if old and new:
         raise ArgumentTypeError(f"{', '.join(old)} and {', '.join(new)} belong to different signatures of decorate.")
+    emulate = check_emulate(kwargs.pop("emulate", "auto"))
     by_number = bool(args) and isinstance(args[0], (int, float)) and not isinstance(args[0], bool)
-    return (_decorate_old if old or by_number else _decorate_new)(optimizer, amp_lists, *args, **kwargs)
+    decorated = (_decorate_old if old or by_number else _decorate_new)(optimizer, amp_lists, *args, **kwargs)
+    decorated.emulate = emulate
+    return decorated
 
 
 def _decorate_old(
@@ -161,7 +167,10 @@ class MixedPrecisionOptimizer:
     Attributes:
         optimizer: the decorated one.
         scaler: the loss scale, an ``amp.GradScaler``.
+        emulate: where 16-bit products run in fp32 kernels.
     """
+
+    emulate: Emulate = "auto"
 
     def __init__(
         self,
@@ -206,6 +215,7 @@ class MixedPrecisionOptimizer:
                 guarded=self._guarded,
                 outside=pure,
                 black_values=self._black,
+                emulate=self.emulate,
             )
         program.casting, program.trainer = casting, self
         program._modules.clear()

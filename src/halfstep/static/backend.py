@@ -10,6 +10,7 @@ from torch import fx
 
 from ..core.formats import default_half, parse_dtype
 from ..core.oplists import OpLists
+from ..engine.casting.emulation import check_emulate
 from .casting_pass import cast_graph
 
 __all__ = ["halfstep"]
@@ -23,8 +24,8 @@ def halfstep(
     Args:
         module: what Dynamo captured.
         example_inputs: its inputs.
-        options: ``dtype`` (float16 on CUDA and bfloat16 on the CPU if absent), ``lists`` (an ``OpLists``), and
-            ``inductor=False`` to run the graph as it is.
+        options: ``dtype`` (float16 on CUDA and bfloat16 on the CPU if absent), ``lists`` (an ``OpLists``),
+            ``emulate`` as in ``amp.auto_cast``, and ``inductor=False`` to run the graph as it is.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,7 +34,13 @@ def halfstep(
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     half = parse_dtype(given["dtype"]) if "dtype" in given else default_half(device)
     traced = make_fx(module, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True)(*example_inputs)
-    cast = cast_graph(traced, given.get("lists", OpLists.default()), half).module
+    cast = cast_graph(
+        traced,
+        given.get("lists", OpLists.default()),
+        half,
+        emulate=check_emulate(given.get("emulate", "auto")),
+        opaque=True,
+    ).module
     if given.get("inductor", True):
         return compile_fx(cast, list(example_inputs))  # type: ignore[return-value]
     return cast

@@ -13,6 +13,7 @@ from torch import fx
 from ..core.formats import dtype_name
 from ..core.oplists import OpLists
 from ..core.oplists.tables import words
+from ..engine.casting.emulation import KIND_OF, Emulate, emulated_kinds, narrow, widen
 from .cuts import fewest_casts
 
 __all__ = ["GUARD", "Casting", "Row", "cast_graph"]
@@ -78,6 +79,8 @@ def cast_graph(
     outside: bool = False,
     black_values: frozenset[str] = frozenset(),
     together: int | None = None,
+    emulate: Emulate = "auto",
+    opaque: bool | None = None,
 ) -> Casting:
     """Put casts into a copy of a graph of aten ops.
 
@@ -91,6 +94,8 @@ def cast_graph(
         together: cast parameters of up to so many elements in one multi-tensor call at the start. None means all on
             CUDA, where it saves launches, and small ones on a CPU: a large weight that is cast just before it is read
             is still in the cache then.
+        emulate: where 16-bit products run in fp32 kernels; see ``engine.casting.emulation``.
+        opaque: as of ``emulation.narrow``; a graph that goes to Inductor without Dynamo needs True.
     """
     if together is None:
         together = sys.maxsize if any(param.is_cuda for param in module.parameters()) else _SMALL
@@ -99,7 +104,8 @@ def cast_graph(
     result = graph.graph_copy(module.graph, copies)
     graph.output(result)
     graph._codegen = module.graph._codegen
-    return _Pass(fx.GraphModule(module, graph), lists, half, guarded, outside, black_values, together).run()
+    casts = _Pass(fx.GraphModule(module, graph), lists, half, guarded, outside, black_values, together)
+    return casts.run(emulate, opaque)
 
 
 class _Pass:
@@ -120,9 +126,10 @@ class _Pass:
         self.demand: dict[tuple[fx.Node, fx.Node], str] = {}  # (value, reader) -> dtype it is read in
         self.rule: dict[fx.Node, str] = {}
         self.moves: set[fx.Node] = set()
+        self.casts: set[fx.Node] = set()
         self.casting = Casting(module)
 
-    def run(self) -> Casting:
+    def run(self, emulate: Emulate, opaque: bool | None) -> Casting:
         for node in list(self.graph.nodes):
             if _op(node) == "_assert_tensor_metadata":
                 self.graph.erase_node(node)
@@ -135,6 +142,7 @@ class _Pass:
         self._count_eager()
         self._choose()
         self._insert()
+        self._emulate(emulate, opaque)
         self.graph.lint()
         self.module.recompile()
         return self.casting
@@ -294,6 +302,7 @@ class _Pass:
         with self.graph.inserting_after(together):
             for i, param in reversed(list(enumerate(params))):
                 made[param, _HALF] = self.graph.call_function(operator.getitem, (together, i))
+        self.casts.update(made.values())
         self.casting.casts_after += 1
         return made
 
@@ -308,8 +317,35 @@ class _Pass:
             with self.graph.inserting_before(before):
                 cast = self.graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
             made[source, wanted] = cast
+            self.casts.add(cast)
             self.casting.casts_after += 1
         return made[source, wanted]
+
+    def _emulate(self, emulate: Emulate, opaque: bool | None) -> None:
+        """Run 16-bit products in fp32 kernels where their device has no units for them."""
+        wide: dict[fx.Node, fx.Node] = {}
+        for node in [node for node in self.graph.nodes if self.label.get(node) == _HALF]:
+            kind = KIND_OF.get(_op(node))
+            device = self._device(node)
+            if node.op != "call_function" or kind is None or device is None:
+                continue
+            if (device, self.half, kind) not in emulated_kinds((device,), self.half, emulate):
+                continue
+            for source in node.all_input_nodes:
+                if source in self.label or source in self.casts:
+                    if source not in wide:
+                        with self.graph.inserting_after(source):
+                            wide[source] = self.graph.call_function(widen, (source, opaque))
+                    node.replace_input_with(source, wide[source])
+            results = [user for user in node.users if user in self.label] if _several(node) else [node]
+            for result in results:
+                with self.graph.inserting_after(result):
+                    rounded = self.graph.call_function(narrow, (result, self.half, opaque))
+                result.replace_all_uses_with(rounded, delete_user_cb=lambda user, made=rounded: user is not made)
+
+    def _device(self, node: fx.Node) -> str | None:
+        values = [_val(n) for n in (node, *node.users)]  # of several results each is a user
+        return next((value.device.type for value in values if isinstance(value, torch.Tensor)), None)
 
     def _row(self, node: fx.Node, name: str) -> None:
         reads = {self.demand.get((s, node), _ANY) for s in node.all_input_nodes if (s, node) in self.demand}

@@ -17,6 +17,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import save_whole
+from ..engine.casting import ops
 from ..engine.masters.plain import master_of
 from .casting_pass import Casting
 
@@ -75,7 +76,7 @@ def capture(model: nn.Module, loss_fn: Callable[..., Any] | None, example_inputs
     dynamic = tuple({0: torch.export.Dim.AUTO} if x.dim() else None for x in inputs)
     wrapped = _ModelAndLoss(model, loss_fn)
     try:
-        with preserve_node_meta():
+        with preserve_node_meta(), ops.PLAIN:  # what an O1 session casts outside of its models is not captured
             exported = torch.export.export(wrapped, inputs, dynamic_shapes=(dynamic,), strict=False)
     except (torch._dynamo.exc.UserError, RuntimeError) as error:
         raise UsageError(f"torch.export cannot capture {type(model).__name__}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -138,6 +139,12 @@ def spellings() -> dict[Callable[..., Any], Spelling]:
         spelling = _canonical(name)
         if spelling is not None:
             found.setdefault(value, spelling)
+    # Under torch.export with strict=True modes are handed these, and not the methods of Tensor.
+    for name in ("add", "sub", "mul", "matmul", "pow", "truediv", "mod", "eq", "ne", "ge", "gt", "le", "lt"):
+        for prefix in ("", "i"):
+            spelling = _canonical(f"__{prefix}{name}__")
+            if spelling is not None and hasattr(operator, prefix + name):
+                found[getattr(operator, prefix + name)] = spelling
     return found
 
 

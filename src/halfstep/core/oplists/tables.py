@@ -14,6 +14,7 @@ __all__ = [
     "HALF",
     "INNER_PRODUCT",
     "NATIVE",
+    "OP_CLASSES",
     "PADDLE_NAMES",
     "PROMOTE",
     "SEQUENCE",
@@ -120,6 +121,25 @@ INNER_PRODUCT: frozenset[str] = words(
     affine_grid_generator"""
 )
 """Ops whose own implementation may call an op that native autocast lowers."""
+
+OP_CLASSES: dict[str, frozenset[str]] = {
+    "product": words("""
+        linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum chain_matmul linalg_multi_dot linalg_matmul
+        linalg_vecdot inner _addmm_activation bilinear tensordot dot vdot
+        """),
+    "convolution": words("""
+        conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
+        """),
+    "attention": words("""
+        scaled_dot_product_attention _scaled_dot_product_flash_attention _native_multi_head_attention
+        _transformer_encoder_layer_fwd
+        """),
+    "recurrent": words("""
+        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell
+        _thnn_fused_gru_cell mkldnn_rnn_layer
+        """),
+}
+"""The ops that a chip has 16-bit units for, or has not: sums of products, by what libraries implement together."""
 
 NATIVE: dict[str, dict[str, frozenset[str]]] = {
     "cpu": {

@@ -9,6 +9,7 @@ import torch
 
 __all__ = ["WeightCache"]
 
+_Key = tuple[int, bool]  # the identity of the weight, and whether the copy is widened again
 _Entry = tuple[int, int, torch.dtype, bool, bool, torch.Tensor, "weakref.ref[torch.Tensor]"]
 # Version and address of the weight when it was cast, the dtype, whether the copy leads autograd back to the weight,
 # whether it was made in inference mode, the copy, and what drops the entry when the weight is gone.
@@ -31,7 +32,7 @@ class WeightCache:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[_Key, _Entry] = {}
         self._sweep_at = 32
         self.casts = 0
 
@@ -44,11 +45,18 @@ class WeightCache:
 
     def forget(self, weight: torch.Tensor) -> None:
         """Forget the copy of one weight."""
-        self._entries.pop(id(weight), None)
+        self._entries.pop((id(weight), False), None)
+        self._entries.pop((id(weight), True), None)
 
-    def get(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in ``dtype``, from the cache if it has not changed."""
-        entry = self._entries.get(id(weight))
+    def get(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False) -> torch.Tensor:
+        """The weight in ``dtype``, from the cache if it has not changed.
+
+        Args:
+            weight: a leaf.
+            dtype: torch.float16 or torch.bfloat16.
+            wide: give the rounded numbers in fp32, for emulated products.
+        """
+        entry = self._entries.get((id(weight), wide))
         if entry is not None:
             version, address, kept, leads_back, inference, cast, _ = entry
             if (
@@ -60,17 +68,17 @@ class WeightCache:
                 and not (_dispatch_modes() or _tracing())
             ):
                 return cast
-        return self._make(weight, dtype)
+        return self._make(weight, dtype, wide)
 
-    def _make(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _make(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool) -> torch.Tensor:
         self.casts += 1
-        cast = weight.to(dtype)
+        cast = weight.to(dtype).float() if wide else weight.to(dtype)
         recording = _dispatch_modes() or _tracing() or torch._C._functorch.peek_interpreter_stack() is not None
         if recording or weight.is_inference():
             return cast
         if len(self._entries) >= self._sweep_at:
             self._sweep()
-        key, entries = id(weight), self._entries
+        key, entries = (id(weight), wide), self._entries
         gone = weakref.ref(weight, lambda _: entries.pop(key, None))
         address = weight.data_ptr()
         entries[key] = (weight._version, address, dtype, cast.requires_grad, cast.is_inference(), cast, gone)

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 __all__ = ["hold", "release"]
 
 _data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel has a function of that name
-_lock = threading.Lock()
+_lock = threading.RLock()  # the garbage collector may end a session while this thread is in here
 _held = 0
 _hook: Any = None
 _own: dict[tuple[Any, str], Any] = {}

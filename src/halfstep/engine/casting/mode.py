@@ -20,6 +20,7 @@ from ...core.oplists.names import spellings
 from ...core.oplists.tables import BANNED, INNER_PRODUCT, NATIVE, words
 from . import rules
 from .cache import WeightCache
+from .emulation import KIND_OF, EmulatedKinds
 from .rules import Rule
 from .twins import needs_twin, twin_rule
 
@@ -38,13 +39,27 @@ _is_autocast_enabled = torch.is_autocast_enabled
 
 
 class CastMode(TorchFunctionMode):
-    """The mode of one thread. Scopes change its fields; it is on the stack while any of them needs it."""
+    """The mode of one thread. Scopes change its fields; it is on the stack while any of them needs it.
+
+    Attributes:
+        table: what is done to which callable.
+        dtype: the 16-bit dtype.
+        devices: types of the devices whose tensors are cast.
+        native: those of them on which native autocast does a part of the work. Where someone turns it off, nothing is
+            cast.
+        emulated: which 16-bit ops run in fp32 kernels.
+        cache: copies of weights, or None to keep none.
+        verbose: whether each cast is logged.
+        allow_banned: whether banned ops run in fp32.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.table: dict[Callable[..., Any], Rule] = {}
         self.dtype = torch.bfloat16
-        self.devices: tuple[str, ...] = ("cpu",)
+        self.devices: tuple[str, ...] = ()
+        self.native: tuple[str, ...] = ()
+        self.emulated: EmulatedKinds = frozenset()
         self.cache: WeightCache | None = None
         self.verbose = False
         self.allow_banned = False
@@ -59,14 +74,17 @@ class CastMode(TorchFunctionMode):
         return rule(self, func, args, kwargs or {})
 
     def casts(self, tensor: torch.Tensor) -> bool:
-        """Whether native autocast is on for the tensor's device: someone may have turned it off inside our scope."""
-        if tensor.is_cpu:
-            return _is_autocast_enabled("cpu")
-        return not tensor.is_cuda or _is_autocast_enabled("cuda")
+        """Whether a tensor is cast: its device is one of ours, and nobody turned native autocast off inside."""
+        kind = "cpu" if tensor.is_cpu else tensor.device.type
+        return _is_autocast_enabled(kind) if kind in self.native else kind in self.devices
 
-    def native_on(self) -> bool:
-        """Whether native autocast is on for any device."""
-        return any(_is_autocast_enabled(device) for device in self.devices)
+    def native_on(self) -> list[str]:
+        """The device types on which native autocast is on at the moment."""
+        return [device for device in self.devices if device in NATIVE and _is_autocast_enabled(device)]
+
+    def on(self) -> bool:
+        """Whether anything may be cast on any device."""
+        return len(self.native) < len(self.devices) or bool(self.native_on())
 
     def weight(self, tensor: torch.Tensor) -> torch.Tensor:
         """The 16-bit copy of a weight; anything but fp32 comes back as it is."""
@@ -97,16 +115,31 @@ def uninstall(mode: CastMode) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def build_table(lists: OpLists, devices: tuple[str, ...], verbose: bool) -> dict[Callable[..., Any], Rule]:
-    """What to do with each callable of torch under some lists; callables to leave alone are not in it."""
-    if lists.level == "native":
+def build_table(
+    lists: OpLists | None,
+    devices: tuple[str, ...],
+    kinds: frozenset[str] = frozenset(),
+    *,
+    explicit: bool = False,
+    verbose: bool = False,
+) -> dict[Callable[..., Any], Rule]:
+    """What to do with each callable of torch under some lists; callables to leave alone are not in it.
+
+    Args:
+        lists: None casts nothing.
+        devices: types of the devices that are cast on.
+        kinds: the classes of ops that are emulated somewhere.
+        explicit: leave nothing to native autocast, which may be on or off, for other lists.
+        verbose: log casts; native autocast cannot.
+    """
+    if (lists is None or lists.level == "native") and not kinds and not explicit:
         return {}
     by_op: dict[tuple[str, bool], Rule | None] = {}
     table: dict[Callable[..., Any], Rule] = {}
     for func, (name, inplace) in spellings().items():
         key = (name, inplace)
         if key not in by_op:
-            by_op[key] = _rule_for(name, inplace, lists, devices, verbose)
+            by_op[key] = _rule_for(name, inplace, lists, devices, kinds, explicit, verbose)
         rule = by_op[key]
         if rule is not None:
             table[func] = rule
@@ -119,9 +152,37 @@ def build_table(lists: OpLists, devices: tuple[str, ...], verbose: bool) -> dict
     return table
 
 
-def _rule_for(name: str, inplace: bool, lists: OpLists, devices: tuple[str, ...], verbose: bool) -> Rule | None:
+def _rule_for(
+    name: str,
+    inplace: bool,
+    lists: OpLists | None,
+    devices: tuple[str, ...],
+    kinds: frozenset[str],
+    explicit: bool,
+    verbose: bool,
+) -> Rule | None:
+    rule = _cast_rule(name, inplace, lists, devices, explicit, verbose)
+    kind = KIND_OF.get(name)
+    listed = "free" if lists is None else lists.rule_of(name)
+    if lists is not None and lists.level == "native":
+        listed = next((_native_rule(name, device) for device in devices if device in NATIVE), "free")
+    if inplace or kind not in kinds or listed in ("float", "banned"):
+        return rule
+    lowers = listed == "half"
+    return functools.partial(rules.emulated, name=name, kind=kind, lowers=lowers, otherwise=rule)
+
+
+def _cast_rule(
+    name: str, inplace: bool, lists: OpLists | None, devices: tuple[str, ...], explicit: bool, verbose: bool
+) -> Rule | None:
+    """The rule that casts an op as the lists say, given what native autocast makes of it; None if nothing is to do."""
+    # What native autocast does to this op on each device; nothing on devices that it is not used for.
+    natively = {_native_rule(name, device) if device in NATIVE else "free" for device in devices}
+    if lists is None or lists.level == "native":
+        return rules.without_native if explicit and lists is None and natively != {"free"} else None
     rule = lists.rule_of(name)
-    native = {next((r for r, names in NATIVE[d].items() if name in names), "free") for d in devices}
+    if explicit and natively != {"free"}:
+        natively |= {"half", "float"}  # it must be off, whatever the op is
     chosen = name in lists.white or name in lists.black
     if inplace:
         if rule == "float":
@@ -129,16 +190,20 @@ def _rule_for(name: str, inplace: bool, lists: OpLists, devices: tuple[str, ...]
         strict = rule == "half" or (rule == "promote" and name not in _SELF_MATCHING)
         return rules.match_self if strict else None
     if rule == "half":
-        if native == {"half"} and not verbose:
+        if natively == {"half"} and not verbose:
             return rules.half_native
-        return rules.make_rule(rules.to_half, name, bool(native & {"float", "banned"}))
+        return rules.make_rule(rules.to_half, name, bool(natively & {"float", "banned"}))
     if rule == "float":
         return rules.make_rule(
-            rules.to_float, name, chosen or name in INNER_PRODUCT or bool(native & {"half", "banned"})
+            rules.to_float, name, chosen or name in INNER_PRODUCT or bool(natively & {"half", "banned"})
         )
     if rule == "banned":
         return rules.make_rule(rules.banned, name, True, BANNED[name])
-    off = name in INNER_PRODUCT or bool(native & {"half", "float", "banned"})
+    off = name in INNER_PRODUCT or bool(natively & {"half", "float", "banned"})
     if rule == "promote" and (off or name not in _SELF_PROMOTING):
         return rules.make_rule(rules.promote, name, off)
-    return rules.without_native if off and native != {"free"} else None
+    return rules.without_native if off and natively != {"free"} else None
+
+
+def _native_rule(name: str, device: str) -> str:
+    return next((rule for rule, names in NATIVE[device].items() if name in names), "free")

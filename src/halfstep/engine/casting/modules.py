@@ -24,15 +24,17 @@ from . import ops
 
 __all__ = [
     "PARALLEL",
+    "AtLevel",
     "BatchNorm",
     "CastInputs",
     "CastOutputs",
-    "JoinCasting",
     "SaveAs",
     "attach",
     "cast_module",
     "cast_tree",
+    "device_types",
     "is_attached",
+    "join_casting",
     "refuse_sharded",
 ]
 
@@ -108,13 +110,27 @@ class CastOutputs:
         return cast_tree(output, self.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class JoinCasting:
-    """A forward pre-hook: the thread that runs this model takes part in the process-wide op casting."""
+class AtLevel:
+    """Two forward hooks: while the model runs, the casts of its level are in force and no other's."""
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Turn the casting on in this thread if it is on in the process."""
-        ops.ensure_thread()
+    def __init__(self, casting: ops.OpCasting) -> None:
+        self.casting = casting
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Before the forward."""
+        first = next(module.parameters(), None)
+        if first is not None and first.device.type not in self.casting.devices:
+            self.casting = ops.moved(self.casting, first.device.type)
+        ops.enter_model(self.casting, self)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After it, also if it failed."""
+        ops.leave_model(self)
+
+
+def join_casting(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook: the thread that runs this module takes part in the process-wide op casting."""
+    ops.ensure_thread()
 
 
 class SaveAs:
@@ -214,7 +230,7 @@ def attach(
     inputs: torch.dtype | None = None,
     outputs: torch.dtype | None = None,
     saved: torch.dtype | None = None,
-    join_casting: bool = False,
+    casting: ops.OpCasting | None = None,
 ) -> None:
     """Put the hooks on a model.
 
@@ -223,10 +239,12 @@ def attach(
         inputs: dtype of floating arguments; None leaves them.
         outputs: dtype of floating results; None leaves them. User hooks see the cast output.
         saved: dtype of floating entries in ``state_dict()`` of the model and of each of its submodules.
-        join_casting: threads that run the model join the process-wide op casting.
+        casting: what is done to ops while the model runs; None leaves that to others.
     """
-    if join_casting:
-        model.register_forward_pre_hook(JoinCasting())
+    if casting is not None:
+        level = AtLevel(casting)
+        model.register_forward_pre_hook(level.enter)
+        model.register_forward_hook(level.leave, always_call=True)
     if inputs is not None:
         model.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True)
     if outputs is not None:
@@ -237,6 +255,11 @@ def attach(
             module.register_load_state_dict_pre_hook(load_masters)
 
 
+def device_types(models: Iterable[nn.Module]) -> set[str] | None:
+    """The types of the devices that hold the parameters of some models; None if they have none."""
+    return {param.device.type for model in models for param in model.parameters()} or None
+
+
 def is_attached(model: nn.Module) -> bool:
     """Whether hooks of ours are on a model."""
-    return any(isinstance(hook, (CastInputs, JoinCasting)) for hook in model._forward_pre_hooks.values())
+    return any(isinstance(getattr(hook, "__self__", None), AtLevel) for hook in model._forward_pre_hooks.values())

@@ -1,29 +1,40 @@
-"""Which dtype each op computes in, scoped or for the whole process: native ``torch.autocast`` on every device type, and
-on top of it a function mode where the op lists say otherwise than torch does.
+"""Which dtype each op computes in, scoped, for a model or for the whole process: native ``torch.autocast`` where torch
+has it, and on top of it a function mode where the op lists say otherwise, or where products are emulated.
 
-A thread has one mode; entering a scope changes what it does, leaving it restores what was before, wherever the mode
-stands on torch's stack. The tables are in ``mode``, what is done to a call in ``rules``.
+What is in force in a thread is one ``OpCasting``. Three things put it there, and the innermost decides:
+
+- the process: the latest session of O1 (``activate``), outside of every model;
+- a model that was brought up at a level, while its ``forward`` runs (``enter_model``, ``leave_model``);
+- the user, by an explicit scope (``with OpCasting(...)``): a model inside computes as the scope says.
+
+A thread has one mode; entering changes what it does, leaving restores what was before, wherever the mode stands on
+torch's stack. The tables are in ``mode``, what is done to a call in ``rules``; for ``torch.compile`` see ``compiled``.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
+from ...core.hardware import accelerator
 from ...core.oplists import OpLists
-from . import guards
+from ...core.oplists.tables import NATIVE
+from . import compiled, guards
 from .cache import WeightCache
+from .emulation import Emulate, emulated_kinds
 from .mode import CastMode, build_table, install, uninstall
-from .rules import Rule
 
 __all__ = [
+    "PLAIN",
     "OpCasting",
     "activate",
     "active",
@@ -31,136 +42,299 @@ __all__ = [
     "deactivate",
     "disable_casts",
     "ensure_thread",
+    "enter_model",
+    "leave_model",
     "mode_of_thread",
+    "moved",
     "process_casting",
+    "retire",
 ]
 
 
-@dataclass
-class _State:
-    """What was in force in a thread, to be put back."""
-
-    active: OpCasting | None
-    native: list[tuple[str, bool, torch.dtype]]
-    native_cache: bool
-    installed: bool
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Thread(threading.local):
-    """What is in force in one thread."""
-
-    def __init__(self) -> None:
-        self.active: OpCasting | None = None
-        self.process: OpCasting | None = None
-        self.before: _State | None = None
-        self.open: list[_State] = []
-        self.mode = CastMode()
-        self.cache = WeightCache()
-
-
-_thread = _Thread()
-_process: OpCasting | None = None
-
-
-@functools.cache
-def _device_types() -> tuple[str, ...]:
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-
-
-_tables: dict[str, dict[Callable[..., Any], Rule]] = {}
-
-
-def _prepare(lists: str) -> int:
-    """Have ``_tables`` ready for some lists, and say how many device types there are.
-
-    Dynamo calls this while it traces and takes what it returns for a constant.
-    """
-    _tables[lists] = build_table(OpLists.parse(lists), _device_types(), False)
-    return len(_device_types())
-
-
-_prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def present_devices() -> tuple[str, ...]:
+    """The types of the devices of this machine."""
+    found = accelerator()
+    return ("cpu",) if found in (None, "cpu") else ("cpu", found)
 
 
 class OpCasting:
-    """A scope in which ops are cast, on the CPU and on CUDA alike; thread-local, re-entrant.
+    """What is done to ops: a value, and a scope in which it is done; thread-local, re-entrant.
 
     An inner scope replaces the outer one. Backward passes inside are not cast, and activation checkpoints made inside
     recompute under the same lists.
 
     Args:
-        dtype: the 16-bit dtype of the ops on the half list.
+        dtype: the 16-bit dtype of the ops on the half list. None is for scopes that cast nothing: they emulate both.
         lists: which ops run in which precision.
-        enabled: False makes a scope in which nothing is cast.
+        enabled: False casts nothing.
         cache: cast each fp32 parameter at most once between two backward passes or calls of ``clear_cache``.
         verbose: log each cast at level INFO of the logger "halfstep".
         allow_banned: run banned ops in fp32 instead of refusing 16-bit inputs.
+        devices: types of the devices whose tensors are cast; None means the CPU and the accelerator of this machine.
+        emulate: where 16-bit products run in fp32 kernels; see ``emulation.Emulate``.
     """
 
     def __init__(
         self,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         lists: OpLists | None = None,
         *,
         enabled: bool = True,
         cache: bool = True,
         verbose: bool = False,
         allow_banned: bool = False,
+        devices: Iterable[str] | None = None,
+        emulate: Emulate = "auto",
     ) -> None:
-        self.dtype = dtype
+        if torch.compiler.is_dynamo_compiling():
+            self.key = _key_of(dtype, lists, enabled, allow_banned, devices, emulate)
+        else:
+            self._fill(dtype, lists, enabled, cache, verbose, allow_banned, devices, emulate)
+
+    def _fill(
+        self,
+        dtype: torch.dtype | None,
+        lists: OpLists | None,
+        enabled: bool,
+        cache: bool,
+        verbose: bool,
+        allow_banned: bool,
+        devices: Iterable[str] | None,
+        emulate: Emulate,
+    ) -> None:
+        self.dtype = dtype or torch.bfloat16
         self.lists = lists or OpLists.default()
         self.enabled = enabled
         self.cache = cache
         self.verbose = verbose
         self.allow_banned = allow_banned
+        self.devices = present_devices() if devices is None else tuple(sorted(devices))
+        self.emulate = emulate
+        self.emulated = emulated_kinds(self.devices, dtype, emulate)
+        self.inert = not enabled and not self.emulated
+        settings = (self.dtype, self.lists, enabled, cache, verbose, allow_banned, self.devices)
+        self.key = f"{settings} {sorted(map(str, self.emulated))}"
+        compiled.known.setdefault(self.key, self)
 
     def __enter__(self) -> OpCasting:
-        if torch.compiler.is_compiling():
-            return self._enter_compiled()
-        state = _capture()
-        if self.enabled:
-            guards.hold(_uncast, _remember, clear_cache)
-        _put(self if self.enabled else None, self.dtype)
-        _thread.open.append(state)
+        if torch.compiler.is_dynamo_compiling():
+            compiled.enter(self.key, False, _thread, explicit=True)
+        else:
+            _enter(self, explicit=True)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if torch.compiler.is_compiling():
-            self._exit_compiled()
-            return
-        if self.enabled:
+        if torch.compiler.is_dynamo_compiling():
+            compiled.leave(_thread)
+        else:
+            _leave()
+
+    @property
+    def native(self) -> tuple[str, ...]:
+        """The device types on which native autocast does a part of the work."""
+        if not self.enabled:
+            return ()
+        if self.lists.level == "native":
+            return tuple(d for d in self.devices if torch.amp.is_autocast_available(d))
+        return tuple(d for d in self.devices if d in NATIVE)
+
+    def set_up(self, mode: CastMode, cache: WeightCache | None, *, explicit: bool = False) -> None:
+        """Make a mode do this.
+
+        Args:
+            mode: the mode.
+            cache: where to keep copies of weights.
+            explicit: leave nothing to native autocast; see ``build_table``.
+        """
+        mode.emulated = self.emulated
+        mode.table = build_table(
+            self.lists if self.enabled else None,
+            self.devices,
+            frozenset(kind for _, _, kind in mode.emulated),
+            explicit=explicit,
+            verbose=self.verbose,
+        )
+        mode.dtype = self.dtype
+        mode.devices = self.devices
+        mode.native = () if explicit else self.native
+        mode.cache = cache if self.cache else None
+        mode.verbose = self.verbose
+        mode.allow_banned = self.allow_banned
+
+
+PLAIN = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
+"""A scope without casts and emulation, in which the function mode does nothing."""
+
+
+def _key_of(
+    dtype: torch.dtype | None,
+    lists: Any,
+    enabled: bool,
+    allow_banned: bool,
+    devices: Any,
+    emulate: Emulate,
+) -> str:
+    """The key of a casting that traced code makes, whose lists are text there.
+
+    Dynamo calls this and takes the key for a constant.
+    """
+    casting = OpCasting.__new__(OpCasting)
+    chosen = OpLists.parse(lists) if isinstance(lists, str) else lists
+    casting._fill(dtype, chosen, enabled, True, False, allow_banned, devices, emulate)
+    return casting.key
+
+
+_key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _Open:
+    """A scope that is open in a thread, and what it will put back."""
+
+    def __init__(self, explicit: bool, owner: object = None, frame: FrameType | None = None) -> None:
+        self.explicit = explicit
+        self.owner = owner
+        self.frame = frame
+        self.restores = False
+        self.held = False
+
+    def capture(self, devices: Iterable[str]) -> None:
+        """Remember what is in force now."""
+        self.restores = True
+        self.current, self.key = _thread.current, _thread.key
+        self.native = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+        self.native_cache = torch.is_autocast_cache_enabled()
+        self.installed = _installed()
+        modes = compiled.stack() if _thread.traced else []
+        # After a graph break, modes that compiled code has put there are on the stack.
+        self.traced = modes if any(isinstance(m, CastMode) and m is not _thread.mode for m in modes) else None
+
+
+class Thread(threading.local):
+    """What is in force in one thread."""
+
+    def __init__(self) -> None:
+        self.current: OpCasting | None = None
+        self.key = ""  # of what is in force, also in compiled code
+        self.explicit = False  # whether the innermost scope is the user's
+        self.traced: list[Any] = []  # what compiled code will put back
+        self.process: OpCasting | None = None
+        self.before: _Open | None = None
+        self.open: list[_Open] = []
+        self.mode = CastMode()
+        self.cache = WeightCache()
+        self.busy = 0  # how many of the functions that change this are under way
+
+
+_thread = Thread()
+
+
+# ---- scopes of one thread
+
+
+def _undisturbed(function: F) -> F:
+    """A function that changes what is in force; a session that ends meanwhile waits for the next."""
+
+    @functools.wraps(function)
+    def undisturbed(*args: Any, **kwargs: Any) -> Any:
+        _thread.busy += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _thread.busy -= 1
+
+    return undisturbed  # type: ignore[return-value]
+
+
+@_undisturbed
+def _enter(casting: OpCasting, *, explicit: bool, owner: object = None, frame: FrameType | None = None) -> None:
+    scope = _Open(explicit, owner, frame)
+    in_force = _thread.key == casting.key and not torch.compiler.is_exporting()
+    if explicit or not (_thread.explicit or in_force or (casting.inert and not _thread.key)):
+        _begin(scope, casting)
+        _thread.explicit = explicit
+    _thread.open.append(scope)
+
+
+def _begin(scope: _Open, casting: OpCasting) -> None:
+    outer = () if _thread.current is None else _thread.current.native
+    # An explicit scope is also in force over a plain torch.autocast around it.
+    mine = [d for d in casting.devices if d in NATIVE] if scope.explicit else []
+    scope.capture(dict.fromkeys((*casting.native, *outer, *mine)))
+    if not casting.inert:
+        scope.held = True
+        guards.hold(_uncast, _remember, clear_cache)
+    if scope.traced is not None:
+        compiled.put_stack(compiled.others(scope.traced))
+    _put(casting, [device for device, _, _ in scope.native])
+
+
+@_undisturbed
+def _leave() -> None:
+    scope = _thread.open.pop()
+    if scope.restores:
+        if scope.held:
             guards.release()
-        _restore(_thread.open.pop())
-        if not _thread.open:
-            if _thread.process is None:
-                clear_cache()
-            ensure_thread()
+        _restore(scope)
+        _thread.explicit = next((each.explicit for each in reversed(_thread.open) if each.restores), False)
+    if not _thread.open:
+        if _thread.process is None:
+            clear_cache()
+        ensure_thread()
 
-    def _enter_compiled(self) -> OpCasting:
-        """Dynamo traces native autocast and function modes, and none of our bookkeeping."""
-        name = str(self.lists)
-        devices = ("cpu", "cuda")[: _prepare(name)]
-        self._native = [_enter_autocast(device, self.dtype, self.enabled, False) for device in devices]
-        if self.enabled:
-            mode = CastMode()
-            mode.table = _tables[name]
-            mode.dtype = self.dtype
-            mode.devices = devices
-            mode.allow_banned = self.allow_banned
-            mode.__enter__()  # type: ignore[no-untyped-call]
-            self._mode = mode
-        return self
 
-    def _exit_compiled(self) -> None:
-        if self.enabled:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        for entered in self._native:
-            _exit_autocast(entered)
+def enter_model(casting: OpCasting, owner: object) -> None:
+    """While a model runs, what its level says is in force, unless an explicit scope around it says otherwise.
+
+    Args:
+        casting: the model's; one that is not enabled casts nothing, and may emulate.
+        owner: who will leave again, from the same frame.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        compiled.enter(casting.key, casting.inert, _thread, explicit=False)
+        return
+    _drop_interrupted()
+    if casting.enabled:
+        ensure_thread()
+    _enter(casting, explicit=False, owner=owner, frame=sys._getframe(2))
+
+
+def leave_model(owner: object) -> None:
+    """The model that entered last has run, or failed."""
+    if torch.compiler.is_dynamo_compiling():
+        compiled.leave(_thread)
+        return
+    if not any(scope.owner is owner for scope in _thread.open):
+        if _thread.traced:  # it was entered in compiled code, before a graph break
+            compiled.leave(_thread)
+        return
+    while _thread.open[-1].owner is not owner:
+        _leave()
+    _leave()
+
+
+def _drop_interrupted() -> None:
+    """A KeyboardInterrupt ends a model's forward without its hooks; what it left in force ends here."""
+    while _thread.open and not _runs(_thread.open[-1]):
+        _leave()
+
+
+def _runs(scope: _Open) -> bool:
+    """Whether the call that opened a scope is still under way. A ``with`` block always is."""
+    if scope.frame is None:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not scope.frame:
+        frame = frame.f_back
+    return frame is not None
 
 
 def active() -> OpCasting | None:
-    """The casting in force in this thread, or None."""
-    return _thread.active
+    """The casting in force in this thread, or None if nothing is cast."""
+    current = _thread.current
+    return current if current is not None and current.enabled else None
 
 
 def mode_of_thread() -> CastMode:
@@ -168,55 +342,10 @@ def mode_of_thread() -> CastMode:
     return _thread.mode
 
 
-def process_casting() -> OpCasting | None:
-    """The casting of the whole process, which ``activate`` sets, or None."""
-    return _process
-
-
-def activate(casting: OpCasting) -> None:
-    """Cast ops in the whole process from now on: in this thread at once, in others when they run an O1 model."""
-    global _process
-    if _process is None:
-        guards.hold(_uncast, _remember, clear_cache)
-    _process = casting
-    ensure_thread()
-
-
-def deactivate() -> None:
-    """Take the process-wide casting down; this thread gets back what it had before."""
-    global _process
-    if _process is None:
-        return
-    _process = None
-    guards.release()
-    ensure_thread()
-
-
-def ensure_thread() -> None:
-    """Bring this thread in line with the process: every O1 model calls it before its forward.
-
-    Inside a scope the scope has its way, and the thread joins when it is left.
-    """
-    if torch.compiler.is_compiling():
-        return
-    if not torch.is_grad_enabled():
-        _thread.cache.clear()
-    if _thread.process is _process or _thread.open:
-        return
-    clear_cache()
-    if _thread.before is not None:
-        _restore(_thread.before)
-        _thread.before = None
-    _thread.process = _process
-    if _process is not None:
-        _thread.before = _capture()
-        _put(_process, _process.dtype)
-
-
 @contextmanager
 def disable_casts() -> Iterator[None]:
     """A scope without op casting, in this thread; exceptions and nesting leave it as they found it."""
-    with OpCasting(torch.bfloat16, enabled=False):
+    with OpCasting(None, enabled=False):
         yield
 
 
@@ -226,9 +355,130 @@ def clear_cache() -> None:
     torch.clear_autocast_cache()
 
 
-def _capture() -> _State:
-    native = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _device_types()]
-    return _State(_thread.active, native, torch.is_autocast_cache_enabled(), _installed())
+# ---- the whole process
+
+
+class _Session:
+    """A casting of the process, in force while it is the latest that has not ended."""
+
+    def __init__(self, casting: OpCasting) -> None:
+        self.casting = casting
+        self.owners = 0
+
+
+_lock = threading.Lock()
+_sessions: list[_Session] = []
+_ended: list[_Session] = []
+
+
+def process_casting() -> OpCasting | None:
+    """The casting of the whole process, that of the latest session, or None."""
+    try:
+        return _sessions[-1].casting
+    except IndexError:
+        return None
+
+
+def activate(casting: OpCasting, owners: Iterable[object] = ()) -> None:
+    """Cast ops in the whole process from now on: in this thread at once, in others when they run an O1 model.
+
+    Args:
+        casting: what to do; the latest decides.
+        owners: when all of these are gone, so is the casting; with none it stays until ``retire``.
+    """
+    session = _Session(casting)
+    for owner in owners:
+        session.owners += 1
+        weakref.finalize(owner, _owner_gone, session).atexit = False
+    guards.hold(_uncast, _remember, clear_cache)
+    with _lock:
+        _sessions.append(session)
+    _end([])
+
+
+def retire(casting: OpCasting) -> None:
+    """End what ``activate`` began with this very casting, if it has not ended; the one before is in force again."""
+    _end([session for session in _sessions if session.casting is casting])
+
+
+def deactivate() -> None:
+    """Take all process-wide casting down; this thread gets back what it had before.
+
+    Models that were brought up at O1 go on computing by their level; what is outside of them is not cast any more.
+    """
+    _end(list(_sessions))
+
+
+def moved(casting: OpCasting, device_type: str) -> OpCasting:
+    """The casting of a model that has moved to a device of another type; a session with this casting moves too."""
+    new = copy.copy(casting)
+    new._fill(
+        casting.dtype,
+        casting.lists,
+        casting.enabled,
+        casting.cache,
+        casting.verbose,
+        casting.allow_banned,
+        {*casting.devices, device_type},
+        casting.emulate,
+    )
+    for session in _sessions:
+        if session.casting is casting:
+            session.casting = new
+    return new
+
+
+def _owner_gone(session: _Session) -> None:
+    session.owners -= 1
+    if session.owners == 0:
+        _end([session])
+
+
+def _end(sessions: list[_Session]) -> None:
+    """End sessions. The garbage collector may call this at any point, also inside of itself: it never waits."""
+    _ended.extend(sessions)
+    while _ended and _lock.acquire(blocking=False):
+        try:
+            session = _ended.pop()
+            there = session in _sessions
+            if there:
+                _sessions.remove(session)
+        finally:
+            _lock.release()
+        if there:
+            guards.release()
+    if not _thread.busy:
+        ensure_thread()
+
+
+def ensure_thread() -> None:
+    """Bring this thread in line with the process: every O1 model calls it before its forward.
+
+    Inside a scope the scope has its way, and the thread joins when it is left.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        _join()
+
+
+@_undisturbed
+def _join() -> None:
+    if not torch.is_grad_enabled():
+        _thread.cache.clear()
+    process = process_casting()
+    if _thread.process is process or _thread.open:
+        return
+    clear_cache()
+    if _thread.before is not None:
+        _restore(_thread.before)
+        _thread.before = None
+    _thread.process = process
+    if process is not None:
+        _thread.before = _Open(explicit=False)
+        _thread.before.capture(process.native)
+        _put(process, process.native)
+
+
+# ---- what torch is told
 
 
 def _installed() -> bool:
@@ -237,37 +487,40 @@ def _installed() -> bool:
     return any(torch._C._get_function_stack_at(i) is _thread.mode for i in range(size))
 
 
-def _put(casting: OpCasting | None, dtype: torch.dtype) -> None:
-    for device in _device_types():
-        torch.set_autocast_enabled(device, casting is not None)
-        torch.set_autocast_dtype(device, dtype)
-    wanted = _set_mode(casting)
-    torch.set_autocast_cache_enabled(casting is not None and casting.cache and not wanted)
+def _put(casting: OpCasting, devices: Iterable[str]) -> None:
+    """Put a casting in force: native autocast on for its own devices and off for the others of these."""
+    # An exported graph must hold every cast: native autocast leaves no trace in it.
+    native = () if torch.compiler.is_exporting() else casting.native
+    for device in devices:
+        torch.set_autocast_enabled(device, device in native)
+        if device in native:
+            torch.set_autocast_dtype(device, casting.dtype)
+    wanted = _set_current(casting)
+    torch.set_autocast_cache_enabled(casting.enabled and casting.cache and not wanted)
     _place(wanted)
 
 
-def _set_mode(casting: OpCasting | None) -> bool:
+def _set_current(casting: OpCasting | None) -> bool:
     """Make the thread's mode do what a casting says; whether it is needed at all."""
-    _thread.active = casting
-    mode = _thread.mode
+    _thread.current = casting
+    _thread.key = "" if casting is None or casting.inert else casting.key
     if casting is None:
-        return False
-    mode.table = build_table(casting.lists, _device_types(), casting.verbose)
-    mode.dtype = casting.dtype
-    mode.devices = _device_types()
-    mode.cache = _thread.cache if casting.cache else None
-    mode.verbose = casting.verbose
-    mode.allow_banned = casting.allow_banned
-    return bool(mode.table)
+        _thread.mode.table = {}
+    else:
+        casting.set_up(_thread.mode, _thread.cache, explicit=torch.compiler.is_exporting())
+    return bool(_thread.mode.table)
 
 
-def _restore(state: _State) -> None:
-    for device, enabled, dtype in state.native:
+def _restore(scope: _Open) -> None:
+    for device, enabled, dtype in scope.native:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
-    torch.set_autocast_cache_enabled(state.native_cache)
-    _set_mode(state.active)
-    _place(state.installed)
+    torch.set_autocast_cache_enabled(scope.native_cache)
+    _set_current(scope.current)
+    _thread.key = scope.key
+    _place(scope.installed)
+    if scope.traced is not None:
+        compiled.put_stack(scope.traced)
 
 
 def _place(wanted: bool) -> None:
@@ -275,31 +528,38 @@ def _place(wanted: bool) -> None:
         (install if wanted else uninstall)(_thread.mode)
 
 
+# ---- what is made of functions of torch while anything is in force; see guards
+
+
 def _uncast(own: Callable[..., Any]) -> Callable[..., Any]:
     """A backward pass runs without casts: its ops have the dtypes that forward chose."""
 
     @functools.wraps(own)
     def uncast(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or active() is None:
+        if torch.compiler.is_dynamo_compiling() or active() is None:
             return own(*args, **kwargs)
         clear_cache()
-        with OpCasting(torch.bfloat16, enabled=False):
+        with PLAIN:
             return own(*args, **kwargs)
 
     return uncast
 
 
 def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs under the casting of now, for a checkpoint that recomputes it later."""
-    casting = active()
+    """A function that runs under what is in force now, for a checkpoint that recomputes it later."""
+    casting, explicit = _thread.current, _thread.explicit
     if casting is None:
         return function
 
     @functools.wraps(function, updated=())
     def remembering(*args: Any, **kwargs: Any) -> Any:
-        if active() is casting:
+        if _thread.current is casting:
             return function(*args, **kwargs)
-        with casting:
+        _enter(casting, explicit=True)
+        _thread.explicit = explicit
+        try:
             return function(*args, **kwargs)
+        finally:
+            _leave()
 
     return remembering

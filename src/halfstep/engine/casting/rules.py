@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from ...core.errors import UnsafeOpError
 from ...core.formats import HALF_DTYPES, dtype_name
+from .emulation import narrow, widen
 
 if TYPE_CHECKING:
     from .mode import CastMode
@@ -25,6 +26,7 @@ __all__ = [
     "backward",
     "banned",
     "cast_args",
+    "emulated",
     "float_inplace",
     "forget",
     "half_native",
@@ -82,9 +84,9 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
 
 def native_off(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Call with native autocast off on every device."""
+    on = mode.native_on()
     if _is_compiling():
-        return _native_off_compiled(mode, func, args, kwargs)
-    on = [device for device in mode.devices if torch.is_autocast_enabled(device)]
+        return _native_off_compiled(on, func, args, kwargs)
     for device in on:
         torch.set_autocast_enabled(device, False)
     try:
@@ -94,12 +96,11 @@ def native_off(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict
             torch.set_autocast_enabled(device, True)
 
 
-def _native_off_compiled(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    if "cuda" in mode.devices:
-        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-            return func(*args, **kwargs)
-    with torch.autocast("cpu", enabled=False):
+def _native_off_compiled(on: list[str], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if not on:
         return func(*args, **kwargs)
+    with torch.autocast(on[0], enabled=False):
+        return _native_off_compiled(on[1:], func, args, kwargs)
 
 
 def half_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -146,6 +147,52 @@ def _lower(mode: CastMode, value: Any, name: str) -> Any:
     if mode.cache is not None and dtype is torch.float32 and value.is_leaf and not _is_compiling():
         return mode.cache.get(value, mode.dtype)
     return value.to(mode.dtype)
+
+
+def emulated(
+    mode: CastMode,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    name: str,
+    kind: str,
+    lowers: bool,
+    otherwise: Rule | None,
+) -> Any:
+    """An op in 16 bits, run in fp32 on the same numbers where the device has no units for it.
+
+    Args:
+        mode: the mode.
+        func: the op.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        name: of the op.
+        kind: the op's class in ``OP_CLASSES``.
+        lowers: whether it is on the half list, so that fp32 arguments are rounded as well.
+        otherwise: the rule for calls that are not emulated; None calls as it is.
+    """
+    floating = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
+    lowers = lowers and bool(floating) and mode.casts(floating[0])
+    dtypes = {t.dtype for t in floating}
+    dtype = mode.dtype if lowers else next(iter(dtypes), None)
+    alike = dtypes.issubset(_CASTABLE) if lowers else len(dtypes) == 1
+    if not alike or (floating[0].device.type, dtype, kind) not in mode.emulated or kwargs.get("out") is not None:
+        return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
+    half: torch.dtype = dtype  # type: ignore[assignment]
+
+    def enter(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in _CASTABLE:
+            return tensor
+        if mode.verbose and tensor.dtype is not half:
+            say(name, tensor.dtype, half)
+        if mode.cache is not None and _is_weight(tensor) and not _is_compiling():
+            return mode.cache.get(tensor, half, wide=True)
+        return widen(tensor if tensor.dtype is half else narrow(tensor, half))
+
+    def leave(tensor: torch.Tensor) -> torch.Tensor:
+        return narrow(tensor, half) if tensor.dtype is torch.float32 else tensor
+
+    return cast_args(leave, native_off(mode, func, cast_args(enter, list(args)), cast_args(enter, kwargs)))
 
 
 def to_float(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) -> Any:
@@ -245,9 +292,7 @@ def forget(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str
 
 def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """An op that native autocast would cast and our lists leave alone."""
-    if not mode.native_on():
-        return func(*args, **kwargs)
-    return native_off(mode, func, args, kwargs)
+    return native_off(mode, func, args, kwargs) if mode.native_on() else func(*args, **kwargs)
 
 
 def make_rule(rule: Callable[..., Any], name: str, off: bool, *extra: Any) -> Rule:
@@ -257,7 +302,7 @@ def make_rule(rule: Callable[..., Any], name: str, off: bool, *extra: Any) -> Ru
         return functools.partial(rule, name=name, **keywords)
 
     def shielded(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        if not mode.native_on():
+        if not mode.on():
             return func(*args, **kwargs)
 
         def inner(*args: Any, **kwargs: Any) -> Any:

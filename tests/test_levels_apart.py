@@ -1,0 +1,413 @@
+"""A model computes by its own level, whatever else was brought up in the process; what is outside follows the latest O1
+session, as long as there is one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from halfstep import OpLists, amp, static
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.engine.casting import guards
+from halfstep.engine.casting.ops import process_casting
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HALVES = [BF16, FP16]
+X = torch.linspace(-1, 1, 12).view(3, 4)
+LEVELS = ["O0", "O1", "O2", "O3"]
+
+
+class Net(nn.Module):
+    """Notes the dtypes of a product and of a softmax of it; ``inner`` is another model that it calls."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.seen += [y.dtype, F.softmax(y, -1).dtype]
+        return y if self.inner is None else self.inner(y.float())
+
+
+def computes(level: str, dtype: torch.dtype) -> list[torch.dtype]:
+    """What ``Net.seen`` must be."""
+    return {"O0": [FP32, FP32], "O1": [dtype, FP32], "O2": [dtype, dtype], "O3": [dtype, dtype]}[level]
+
+
+def bring_up(
+    level: str, dtype: torch.dtype = BF16, inner: nn.Module | None = None, face: str = "initialize", **arguments: Any
+) -> Net:
+    torch.manual_seed(0)
+    model = Net(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if face == "initialize":
+        amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0, **arguments)
+    else:
+        amp.decorate(model, optimizer, level=level, dtype=dtype)
+    model.optimizer = [optimizer]  # alive as long as the model
+    return model
+
+
+def seen(model: Net, run: Callable[[torch.Tensor], Any] | None = None) -> list[torch.dtype]:
+    model.seen.clear()
+    (run or model)(X)
+    return model.seen
+
+
+def outside() -> torch.dtype:
+    return (X @ X.mT).dtype
+
+
+CASES = list(itertools.product(LEVELS, HALVES))
+
+
+@pytest.mark.parametrize(("second", "second_dtype"), CASES)
+@pytest.mark.parametrize(("first", "first_dtype"), CASES)
+def test_two_models_after_each_other(
+    first: str, first_dtype: torch.dtype, second: str, second_dtype: torch.dtype
+) -> None:
+    """A notebook that compares levels: training of each, in both orders, forward and backward."""
+    one, two = bring_up(first, first_dtype), bring_up(second, second_dtype)
+    for _ in range(2):
+        for model, level, dtype in ((one, first, first_dtype), (two, second, second_dtype)):
+            model.seen.clear()
+            (optimizer,) = model.optimizer
+            loss = model(X).float().square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            assert model.seen == computes(level, dtype)
+    latest = [dtype for level, dtype in ((first, first_dtype), (second, second_dtype)) if level == "O1"]
+    assert outside() is (latest[-1] if latest else FP32)
+
+
+def test_an_o0_baseline_is_fp32_to_the_bit() -> None:
+    torch.manual_seed(0)
+    expected = Net()(X)
+    bring_up("O1")
+    assert torch.equal(bring_up("O0")(X), expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_decorated_models_are_left_alone_as_well(level: str) -> None:
+    session = bring_up("O1", FP16)
+    model = bring_up(level, BF16, face="decorate")
+    x = X if level == "O1" else X.bfloat16()
+    model(x)
+    assert model.seen == ([FP32, FP32] if level == "O1" else [BF16, BF16])
+    model.seen.clear()
+    with amp.auto_cast(dtype=BF16):
+        model(x)
+    assert model.seen == [BF16, FP32]
+    assert seen(session) == [FP16, FP32]
+
+
+@pytest.mark.parametrize("inner", ["O0", "O1"])
+def test_an_inner_model_with_fp32_weights(inner: str) -> None:
+    inside = bring_up(inner, FP16)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            before = self.linear(x)
+            inside(x)
+            assert self.linear(x).dtype is before.dtype
+            return before
+
+    around = Around()
+    amp.initialize(around, opt_level="O1", dtype=BF16, verbosity=0)
+    assert around(X).dtype is BF16
+    assert inside.seen == computes(inner, FP16)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_explicit_scopes_have_their_way(level: str) -> None:
+    bring_up("O1", FP16)
+    model = bring_up(level)
+    weight = model.linear.weight.dtype
+    with amp.disable_casts():
+        assert seen(model) == [weight, weight]
+    with amp.auto_cast(dtype=FP16, custom_white_list=["softmax"]):
+        assert seen(model) == [FP16, FP16]
+    assert seen(model) == computes(level, BF16)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_and_pickles(level: str) -> None:
+    model = bring_up(level)
+    model.optimizer = []
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    twins = [copy.deepcopy(model), torch.load(file, weights_only=False)]
+    bring_up("O1", FP16)
+    for twin in (model, *twins):
+        assert seen(twin) == computes(level, BF16)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_threads(level: str) -> None:
+    model, found = bring_up(level), []
+    session = bring_up("O1", FP16)
+
+    def work() -> None:
+        found.append((list(seen(model)), seen(session), outside()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(computes(level, BF16), [FP16, FP32], FP16)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints(level: str, reentrant: bool) -> None:
+    class Saving(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    model = Saving()
+    amp.initialize(model, opt_level=level, dtype=BF16, verbosity=0)
+    bring_up("O1", FP16)
+    with set_checkpoint_early_stop(False):
+        model(X.clone().requires_grad_()).float().sum().backward()
+    assert model.seen == computes(level, BF16) * 2
+    assert model.linear.weight.grad is not None
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(x)
+        return y, F.softmax(y, -1)
+
+
+class Broken(Wide):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(x)
+        torch._dynamo.graph_break()
+        return y, F.softmax(y, -1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+@pytest.mark.parametrize("kind", [Wide, Broken])
+@pytest.mark.parametrize("around", ["nothing", "O1", "O0"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled(level: str, around: str, kind: type[Wide]) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = kind()
+    keep = torch.float32 if level in ("O2", "O3") else None
+    amp.initialize(model, opt_level=level, dtype=BF16, verbosity=0)
+    amp.deactivate()
+    session = None if around == "nothing" else bring_up(around, FP16)
+    fast = torch.compile(model, backend="aot_eager", fullgraph=kind is Wide)
+    before = torch._C._len_torch_function_stack()
+    for _ in range(3):
+        expected, found = model(X), fast(X)
+        assert [t.dtype for t in found] == [keep or dtype for dtype in computes(level, BF16)]
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+        assert torch._C._len_torch_function_stack() == before
+        assert outside() is (FP16 if around == "O1" else FP32)
+    with amp.disable_casts():
+        assert fast(X)[0].dtype is FP32
+    assert fast(X)[0].dtype is (keep or computes(level, BF16)[0])
+    del session
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_forward_that_ends_early(level: str, error: type[BaseException]) -> None:
+    """A notebook's stop button raises KeyboardInterrupt, for which torch calls no hooks."""
+    session, model = bring_up("O1", FP16), bring_up(level)
+
+    def stop(*_: Any) -> None:
+        raise error
+
+    hook = model.linear.register_forward_hook(stop)
+    with pytest.raises(error):
+        model(X)
+    hook.remove()
+    assert seen(session) == [FP16, FP32]
+    assert seen(model) == computes(level, BF16)
+    assert outside() is FP16 if level != "O1" else BF16
+
+
+# ---- outside of models
+
+
+def test_outside_follows_the_latest_session_that_is_there() -> None:
+    held = guards._held
+    one = bring_up("O1", BF16)
+    two = bring_up("O1", FP16)
+    assert outside() is FP16
+    del two
+    gc.collect()
+    assert outside() is BF16
+    assert seen(one) == [BF16, FP32]
+    (optimizer,) = one.optimizer
+    del one
+    gc.collect()
+    assert outside() is BF16, "its optimizer is still there"
+    del optimizer
+    gc.collect()
+    assert outside() is FP32
+    assert process_casting() is None
+    assert torch._C._len_torch_function_stack() == 0
+    assert not torch.is_autocast_enabled("cpu")
+    assert guards._held == held
+
+
+def test_a_session_that_ends_inside_a_scope() -> None:
+    model = bring_up("O1", FP16)
+    with amp.auto_cast(dtype=BF16):
+        del model
+        gc.collect()
+        assert outside() is BF16
+    assert outside() is FP32
+
+
+def test_deactivate_ends_what_is_outside() -> None:
+    one, two = bring_up("O1", BF16), bring_up("O1", FP16)
+    amp.deactivate()
+    assert outside() is FP32
+    assert (seen(one), seen(two)) == ([BF16, FP32], [FP16, FP32])
+
+
+# ---- lists of a session
+
+
+def test_custom_lists_at_o1() -> None:
+    model = bring_up("O1", custom_white_list=["softmax"], custom_black_list=[F.linear])
+    assert seen(model) == [FP32, BF16]
+    lists = bring_up("O1", op_lists=OpLists.custom(["softmax"]))
+    assert seen(lists) == [BF16, BF16]
+    assert seen(model) == [FP32, BF16]
+    assert F.softmax(X, -1).dtype is BF16, "outside, those of the latest session"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"opt_level": "O2", "custom_black_list": ["exp"]}, UsageError, 'at O2 none are; use opt_level="O1"'),
+        ({"opt_level": "O1", "op_lists": ["exp"]}, ArgumentTypeError, "op_lists must be a halfstep.OpLists"),
+        ({"opt_level": "O1", "op_lists": OpLists(), "custom_white_list": []}, UsageError, "both given"),
+        ({"opt_level": "O1", "custom_white_list": ["softmx"]}, ArgumentValueError, "Did you mean 'softmax'"),
+        ({"opt_level": "O1", "patch_torch_functions": False, "op_lists": OpLists()}, UsageError, "at O1 none are"),
+    ],
+)
+def test_wrong_lists_change_nothing(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    model = Net()
+    with pytest.raises(kind, match=message):
+        amp.initialize(model, verbosity=0, **arguments)
+    assert not model._forward_pre_hooks
+    assert model.linear.weight.dtype is FP32
+    assert outside() is FP32
+
+
+# ---- torch.export
+
+
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # of what is open in the thread
+@pytest.mark.parametrize("emulate", ["auto", True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_holds_its_casts(strict: bool, emulate: Any) -> None:
+    model = Wide()
+    amp.initialize(model, opt_level="O1", dtype=BF16, verbosity=0, emulate=emulate)
+    expected = model(X)
+    program = torch.export.export(model, (X,), strict=strict).module()
+    active = program(X)
+    amp.deactivate()
+    for found in (active, program(X)):
+        assert [t.dtype for t in found] == [BF16, FP32]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_capture_is_free_of_the_sessions_casts() -> None:
+    bring_up("O1", FP16)
+    program = static.capture(nn.Linear(4, 4), None, [X])
+    amp.deactivate()
+    (output,) = static.Executor().run(program, {program.feed_names[0]: X}, [program.outputs[0]])
+    assert output.dtype is FP32
+
+
+# ---- devices
+
+
+def test_casts_act_on_the_devices_of_the_models() -> None:
+    """A session on another device than the CPU leaves tensors of the CPU alone."""
+    model = nn.Linear(4, 4, device="meta")
+    amp.initialize(model, opt_level="O1", dtype=BF16, verbosity=0)
+    assert outside() is FP32
+    assert model(X.to("meta")).dtype is BF16
+    assert (X.to("meta") @ X.mT.to("meta")).dtype is BF16
+    assert F.softmax(X.to("meta").bfloat16(), -1).dtype is FP32
+    cpu = bring_up("O1", FP16)
+    assert seen(cpu) == [FP16, FP32]
+    assert (X.to("meta") @ X.mT.to("meta")).dtype is FP32
+    assert model(X.to("meta")).dtype is BF16
+
+
+def test_a_model_that_moves_takes_its_casts_along() -> None:
+    model = nn.Linear(4, 4)
+    amp.initialize(model, opt_level="O1", dtype=BF16, verbosity=0)
+    model.to("meta")
+    assert model(X.to("meta")).dtype is BF16
+    assert (X.to("meta") @ X.mT.to("meta")).dtype is BF16
+
+
+@pytest.mark.parametrize("device_type", ["meta", ["meta"], ("meta",)])
+def test_auto_cast_on_one_type_of_device(device_type: Any) -> None:
+    with amp.auto_cast(dtype=BF16, device_type=device_type):
+        assert outside() is FP32
+        assert (X.to("meta") @ X.mT.to("meta")).dtype is BF16
+    with amp.auto_cast(dtype=BF16, device_type=["cpu", "meta"]):
+        assert outside() is BF16
+        assert (X.to("meta") @ X.mT.to("meta")).dtype is BF16
+    assert (X.to("meta") @ X.mT.to("meta")).dtype is FP32
+
+
+@pytest.mark.parametrize("device_type", ["gpu", "cuda:0", ["cpu", "tpu9"], 3, []])
+def test_wrong_device_types(device_type: Any) -> None:
+    with pytest.raises((ArgumentValueError, ArgumentTypeError), match="device_type="):
+        amp.auto_cast(device_type=device_type)
+
+
+# ---- slips
+
+
+def test_with_auto_cast_without_parentheses() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"write `with amp.auto_cast\(\):`"), amp.auto_cast:
+        pass
+    with pytest.raises(ArgumentTypeError, match=r"write @amp.auto_cast\(\)"):
+
+        @amp.auto_cast
+        def forward() -> None: ...
+
+
+def test_init_as_the_document_spells_it() -> None:
+    assert not amp.init(enable=False).is_active()
+    handle = amp.init(enable=True, enable_caching=True, verbose=False)
+    assert handle.is_active()
+    handle._deactivate()
