@@ -17,6 +17,12 @@ LABELS = torch.tensor([0, 2, 1])
 SQUARE = (4, 4)
 BATCH = (3, 4)
 
+
+def beside(x: torch.Tensor, value: Any) -> Any:
+    """A value, moved to where a tensor is if it is one itself."""
+    return value.to(x.device) if isinstance(value, torch.Tensor) else value
+
+
 # op -> (shapes of the slots, other positional arguments, keyword arguments)
 SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...], dict[str, Any]]] = {
     "linear": ((BATCH, (5, 4), (5,)), (), {}),
@@ -62,7 +68,7 @@ SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...], dict[str, 
     "multi_margin_loss": ((BATCH,), (LABELS,), {}),
     "multilabel_margin_loss": ((BATCH,), (torch.tensor([[0, 2, -1, 0]] * 3),), {}),
     "multilabel_soft_margin_loss": ((BATCH, BATCH), (), {}),
-    "hinge_embedding_loss": ((BATCH,), (torch.ones(BATCH),), {}),
+    "hinge_embedding_loss": ((BATCH,), (torch.ones(BATCH, dtype=torch.int64),), {}),
     "soft_margin_loss": ((BATCH,), (torch.ones(BATCH, dtype=torch.int64),), {}),
     "cosine_embedding_loss": ((BATCH, BATCH), (torch.ones(3, dtype=torch.int64),), {}),
     "margin_ranking_loss": (((3,), (3,)), (torch.ones(3, dtype=torch.int64),), {}),
@@ -122,7 +128,7 @@ SPECIAL: dict[str, Call] = {
         ((5, 2, 4),),
         lambda x: F.ctc_loss(x, torch.ones(2, 2, dtype=torch.int64), torch.tensor([5, 5]), torch.tensor([2, 2])),
     ),
-    "F.embedding": ((SQUARE,), lambda w: F.embedding(LABELS, w)),
+    "F.embedding": ((SQUARE,), lambda w: F.embedding(beside(w, LABELS), w)),
     "F.dropout(eval)": ((BATCH,), lambda x: F.dropout(x, 0.5, training=False)),
     "F.batch_norm, fp32 weights": ((BATCH,), lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4))),
     "nn.MultiheadAttention(x,x,x)": (((2, 3, 4),), lambda x: list(nn.MultiheadAttention(4, 2)(x, x, x))),
@@ -133,7 +139,7 @@ SPECIAL: dict[str, Call] = {
     "nn.PReLU(x)": ((BATCH,), lambda x: nn.PReLU()(x)),
     "nn.BatchNorm1d(x)": ((BATCH,), lambda x: nn.BatchNorm1d(4)(x)),
     "nn.BCEWithLogitsLoss(x,y)": ((BATCH, BATCH), nn.BCEWithLogitsLoss()),
-    "nn.CrossEntropyLoss(x)": ((BATCH,), lambda x: nn.CrossEntropyLoss()(x, LABELS)),
+    "nn.CrossEntropyLoss(x)": ((BATCH,), lambda x: nn.CrossEntropyLoss()(x, beside(x, LABELS))),
     "nn.GELU(x)": ((BATCH,), nn.GELU()),
     "nn.GroupNorm(x)": ((BATCH,), lambda x: nn.GroupNorm(2, 4)(x)),
     "nn.LayerNorm(x)": ((BATCH,), lambda x: nn.LayerNorm(4)(x)),
@@ -160,4 +166,4 @@ def call_of(spelling: str) -> Call:
     space, _, name = words[0].partition(".")
     function = getattr(_SPACES[space], name)
     shapes, args, kwargs = SHAPES.get(name.removesuffix("_"), ((BATCH,), (), {}))
-    return shapes, lambda *tensors: function(*tensors, *args, **kwargs)
+    return shapes, lambda *tensors: function(*tensors, *[beside(tensors[0], a) for a in args], **kwargs)

@@ -1,7 +1,11 @@
-"""Op casting held to the recorded Apex: every cast of its lists, in every spelling, but for its defects."""
+"""Op casting held to the recorded Apex: every cast of its lists, in every spelling, but for its defects.
+
+Apex had one set of lists for all devices; so every row is run on CUDA as well, a fake one where there is none.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ import torch
 from torch import nn
 
 from apex_recording import golden, grid
+from fake_cuda import DEVICES, on, skip_unless_it_runs
 from halfstep.core.formats import dtype_name
 from halfstep.core.oplists import OpLists
 from halfstep.engine.casting.ops import OpCasting
@@ -86,13 +91,16 @@ def slots(shapes: tuple[tuple[int, ...], ...], column: str, half: torch.dtype) -
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("group", "spelling"), ROWS, ids=[f"{g.split(' ')[0]}-{s}" for g, s in ROWS])
-def test_every_recorded_cast(group: str, spelling: str, half: torch.dtype) -> None:
+def test_every_recorded_cast(group: str, spelling: str, device: str, half: torch.dtype) -> None:
+    skip_unless_it_runs(spelling.rpartition(".")[2], device)
     shapes, call = call_of(spelling)
     for column in FACTS[group][spelling]:
-        with OpCasting(half):
+        made = slots(shapes, column, half)
+        with on(device) as where, OpCasting(half, devices=(where,)):
             try:
-                found = outcome(call(*slots(shapes, column, half)))
+                found = outcome(call(*[t.to(where) for t in made]))
             except NotImplementedError:
                 found = "raises NotImplementedError"
         wanted = expected(group, spelling, column)
@@ -126,27 +134,31 @@ def test_banned(allow: bool) -> None:
                 assert outcome(call(*tensors)) == wanted, column
 
 
-def test_modules_with_fp32_input() -> None:
+MODULES: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
+    "nn.Embedding": (lambda: nn.Embedding(4, 4), torch.float32),
+    "nn.GRUCell": (lambda: nn.GRUCell(4, 4), torch.float16),
+    "nn.LSTMCell": (lambda: nn.LSTMCell(4, 4), torch.float16),
+    "nn.RNNCell": (lambda: nn.RNNCell(4, 4), torch.float16),
+    "nn.RNN": (lambda: nn.RNN(4, 4), torch.float16),
+    "nn.MultiheadAttention": (lambda: nn.MultiheadAttention(4, 2), torch.float16),
+    "nn.TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), torch.float32),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FACTS["special"]["modules, fp32 in"])
+def test_modules_with_fp32_input(name: str, device: str) -> None:
     """Apex meant 16 bits for all RNNs; its nn.RNN was not reached any more, nor its attention without CUDA."""
-    modules: dict[str, tuple[nn.Module, torch.dtype]] = {
-        "nn.Embedding": (nn.Embedding(4, 4), torch.float32),
-        "nn.GRUCell": (nn.GRUCell(4, 4), torch.float16),
-        "nn.LSTMCell": (nn.LSTMCell(4, 4), torch.float16),
-        "nn.RNNCell": (nn.RNNCell(4, 4), torch.float16),
-        "nn.RNN": (nn.RNN(4, 4), torch.float16),
-        "nn.MultiheadAttention": (nn.MultiheadAttention(4, 2), torch.float16),
-        "nn.TransformerEncoderLayer": (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), torch.float32),
-    }
-    assert modules.keys() == FACTS["special"]["modules, fp32 in"].keys()
+    skip_unless_it_runs({"nn.GRUCell": "gru_cell"}.get(name, name), device)
+    make, wanted = MODULES[name]
+    with on(device) as where, OpCasting(torch.float16, devices=(where,)):
+        x = torch.tensor([0, 1]) if name == "nn.Embedding" else torch.rand(2, 4)
+        args = (x, x, x) if "Attention" in name else (x if name != "nn.TransformerEncoderLayer" else x[None],)
+        result = make()(*args)
+    result = result[0] if isinstance(result, tuple) else result
+    assert result.dtype == wanted
     better = {"nn.RNN", "nn.MultiheadAttention"}
-    with OpCasting(torch.float16):
-        for name, (module, wanted) in modules.items():
-            x = torch.tensor([0, 1]) if name == "nn.Embedding" else torch.rand(2, 4)
-            args = (x, x, x) if "Attention" in name else (x if name != "nn.TransformerEncoderLayer" else x[None],)
-            result = module(*args)
-            result = result[0] if isinstance(result, tuple) else result
-            assert result.dtype == wanted, name
-            assert (FACTS["special"]["modules, fp32 in"][name] == dtype_name(wanted)) == (name not in better), name
+    assert (FACTS["special"]["modules, fp32 in"][name] == dtype_name(wanted)) == (name not in better)
 
 
 def test_float64_and_integers_are_left_alone() -> None:

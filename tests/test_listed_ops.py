@@ -1,4 +1,8 @@
-"""Every op on a list: called under ``auto_cast`` on both dtypes and every device, it computes where its list says."""
+"""Every op on a list: called under ``auto_cast`` on both dtypes and every device, it computes where its list says.
+
+Native autocast has other lists on CUDA than on the CPU, so a cast that is right on one may be missing on the other, and
+where both device types are cast what is done must suit both. A GPU that is not there is a fake one.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,12 @@ from torch import linalg, nn
 from torch.nn import functional as F
 
 from apex_recording import grid
+from fake_cuda import DEVICES, FAKE, NOT_ON_FAKES, READS_THE_HOST, on, skip_unless_it_runs
 from halfstep import amp
 from halfstep.core.oplists import OpLists
-from halfstep.core.oplists.tables import BANNED, FLOAT, HALF, PROMOTE, SEQUENCE
-from op_calls import BATCH, SHAPES, SQUARE
+from halfstep.core.oplists.tables import BANNED, FLOAT, HALF, INNER_PRODUCT, PROMOTE, SEQUENCE
+from op_calls import BATCH, SHAPES, SQUARE, beside
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]
 HALVES = [torch.float16, torch.bfloat16]
 IMAGE = (1, 2, 4, 4)
 
@@ -25,7 +28,7 @@ ROWS: dict[str, str] = {  # the slots of a call -> ops that take them and nothin
     "3x4": """
         exp expm1 exp2 cosh sinh tan square log log10 log2 log1p acos asin atanh erfinv reciprocal rsqrt tanhshrink
         softplus gelu sum nansum mean nanmean prod std var std_mean var_mean cov corrcoef norm frobenius_norm
-        nuclear_norm normalize stft
+        nuclear_norm normalize stft trapz trapezoid cumulative_trapezoid
         """,
     "4x4": """
         trace inverse pinverse cholesky_inverse det slogdet logdet matrix_exp linalg_det linalg_eig linalg_eigh
@@ -75,10 +78,6 @@ def triangle(x: torch.Tensor) -> torch.Tensor:
     return x.tril() + 2 * torch.eye(4, dtype=x.dtype, device=x.device)
 
 
-def to(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return index.to(x.device)
-
-
 CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     "einsum": ((BATCH, (4, 5)), lambda a, b: torch.einsum("ij,jk->ik", a, b)),
     "chain_matmul": ((BATCH, (4, 5)), lambda a, b: linalg.multi_dot([a, b])),
@@ -92,6 +91,7 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     "rnn_tanh_cell": ((BATCH,), cell(nn.RNNCell)),
     "rnn_relu_cell": ((BATCH,), lambda x: nn.RNNCell(4, 4, nonlinearity="relu", device=x.device)(x)),
     "pow": ((BATCH,), lambda x: x**2.5),
+    "sum_to_size": ((BATCH,), lambda x: x.sum_to_size(1, 4)),
     "logcumsumexp": ((BATCH,), lambda x: x.logcumsumexp(0)),
     "logsumexp": ((BATCH,), lambda x: x.logsumexp(0)),
     "quantile": ((BATCH,), lambda x: x.quantile(0.5)),
@@ -100,8 +100,8 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     "layer_norm": ((BATCH, (4,), (4,)), lambda x, w, b: F.layer_norm(x, (4,), w, b)),
     "group_norm": ((BATCH, (4,), (4,)), lambda x, w, b: F.group_norm(x, 2, w, b)),
     "ctc_loss": (((5, 2, 4),), lambda x: F.ctc_loss(x, torch.ones(2, 2, dtype=torch.int64), *LENGTHS)),
-    "cross_entropy": ((BATCH,), lambda x: F.cross_entropy(x, to(x, torch.tensor([0, 2, 1])))),
-    "nll_loss": ((BATCH,), lambda x: F.nll_loss(x, to(x, torch.tensor([0, 2, 1])))),
+    "cross_entropy": ((BATCH,), lambda x: F.cross_entropy(x, beside(x, torch.tensor([0, 2, 1])))),
+    "nll_loss": ((BATCH,), lambda x: F.nll_loss(x, beside(x, torch.tensor([0, 2, 1])))),
     "gaussian_nll_loss": ((BATCH, BATCH, BATCH), F.gaussian_nll_loss),
     "affine_grid_generator": (((1, 2, 3),), lambda t: F.affine_grid(t, [1, 1, 4, 4], align_corners=False)),
     "cholesky": ((SQUARE,), lambda x: torch.linalg.cholesky(positive(x.float()).to(x.dtype))),
@@ -126,18 +126,18 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     "view_as_complex": (((3, 2),), torch.view_as_complex),
     "stft": (((32,),), lambda x: torch.stft(x, 8, window=torch.ones(8, device=x.device), return_complex=True)),
     "istft": (((32,),), lambda x: istft(x)),
-    "embedding": ((SQUARE,), lambda w: F.embedding(to(w, INDEX), w)),
-    "embedding_bag": ((SQUARE,), lambda w: F.embedding_bag(to(w, INDEX.view(1, 2)), w)),
-    "scatter": ((BATCH, BATCH), lambda a, b: a.scatter(0, to(a, torch.zeros(1, 4, dtype=torch.int64)), b)),
-    "scatter_add": ((BATCH, BATCH), lambda a, b: a.scatter_add(0, to(a, torch.zeros(1, 4, dtype=torch.int64)), b)),
+    "embedding": ((SQUARE,), lambda w: F.embedding(beside(w, INDEX), w)),
+    "embedding_bag": ((SQUARE,), lambda w: F.embedding_bag(beside(w, INDEX.view(1, 2)), w)),
+    "scatter": ((BATCH, BATCH), lambda a, b: a.scatter(0, beside(a, torch.zeros(1, 4, dtype=torch.int64)), b)),
+    "scatter_add": ((BATCH, BATCH), lambda a, b: a.scatter_add(0, beside(a, torch.zeros(1, 4, dtype=torch.int64)), b)),
     "scatter_reduce": (
         (BATCH, BATCH),
-        lambda a, b: a.scatter_reduce(0, to(a, torch.zeros(1, 4, dtype=torch.int64)), b, "sum"),
+        lambda a, b: a.scatter_reduce(0, beside(a, torch.zeros(1, 4, dtype=torch.int64)), b, "sum"),
     ),
-    "index_put": ((BATCH, (4,)), lambda a, b: a.index_put((to(a, INDEX),), b)),
-    "index_add": ((BATCH, (2, 4)), lambda a, b: a.index_add(0, to(a, INDEX), b)),
-    "index_copy": ((BATCH, (2, 4)), lambda a, b: a.index_copy(0, to(a, INDEX), b)),
-    "index_reduce": ((BATCH, (2, 4)), lambda a, b: a.index_reduce(0, to(a, INDEX), b, "amax")),
+    "index_put": ((BATCH, (4,)), lambda a, b: a.index_put((beside(a, INDEX),), b)),
+    "index_add": ((BATCH, (2, 4)), lambda a, b: a.index_add(0, beside(a, INDEX), b)),
+    "index_copy": ((BATCH, (2, 4)), lambda a, b: a.index_copy(0, beside(a, INDEX), b)),
+    "index_reduce": ((BATCH, (2, 4)), lambda a, b: a.index_reduce(0, beside(a, INDEX), b, "amax")),
     "masked_scatter": ((BATCH, BATCH), lambda a, b: a.masked_scatter(a > 0, b)),
     "where": ((BATCH, BATCH), lambda a, b: torch.where(a > 0, a, b)),
     "lerp": ((BATCH, BATCH), lambda a, b: torch.lerp(a, b, 0.5)),
@@ -154,7 +154,7 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     "upsample": ((IMAGE,), lambda x: F.interpolate(x, scale_factor=2)),
     "linear_cross_entropy": (
         (BATCH, (5, 4)),
-        lambda x, w: F.linear_cross_entropy(x, w, to(x, torch.tensor([0, 2, 1]))),
+        lambda x, w: F.linear_cross_entropy(x, w, beside(x, torch.tensor([0, 2, 1]))),
     ),
     "cat": ((BATCH, BATCH), lambda a, b: torch.cat([a, b])),
     **{name: ((BATCH, BATCH), lambda a, b, n=name: getattr(torch, n)([a, b])) for name in SEQUENCE - {"cat"}},
@@ -204,7 +204,7 @@ def call_of(name: str) -> tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]
     if name in SHAPES:
         shapes, args, kwargs = SHAPES[name]
         function = function_of(name)
-        return shapes, lambda *t: function(*t, *args, **kwargs)
+        return shapes, lambda *t: function(*t, *[beside(t[0], a) for a in args], **kwargs)
     row = next(row for row, names in ROWS.items() if name in names.split())
     return SHAPES_OF[row], function_of(name)
 
@@ -213,12 +213,12 @@ def public(names: Any) -> list[str]:
     return sorted(name for name in names if not name.startswith("_") and name not in NO_CALL)
 
 
-def slots(shapes: tuple[tuple[int, ...], ...], dtypes: list[torch.dtype], device: str) -> list[torch.Tensor]:
+def slots(shapes: tuple[tuple[int, ...], ...], dtypes: list[torch.dtype]) -> list[torch.Tensor]:
     made = []
     for i, shape in enumerate(shapes):
-        made.append(grid(shape, 61 + i, 0.4, 0.5).to(device, dtypes[min(i, len(dtypes) - 1)]))
+        made.append(grid(shape, 61 + i, 0.4, 0.5).to(dtypes[min(i, len(dtypes) - 1)]))
     # A square matrix that can be inverted and decomposed.
-    return [t + 2 * torch.eye(4, dtype=t.dtype, device=t.device) if t.shape == SQUARE else t for t in made]
+    return [t + 2 * torch.eye(4, dtype=t.dtype) if t.shape == SQUARE else t for t in made]
 
 
 def kinds(result: Any) -> set[torch.dtype]:
@@ -229,64 +229,114 @@ def kinds(result: Any) -> set[torch.dtype]:
     }
 
 
-def run(name: str, half: torch.dtype, dtypes: list[torch.dtype], device: str) -> set[torch.dtype]:
+def run(
+    name: str, half: torch.dtype, dtypes: list[torch.dtype], device: str, both: bool, **level: Any
+) -> set[torch.dtype]:
+    """The dtypes that come out where casting is on for the device alone, or for the CPU and CUDA both."""
+    skip_unless_it_runs(name, device)
     shapes, call = call_of(name)
-    tensors = slots(shapes, dtypes, device)
-    with amp.auto_cast(dtype=half):
-        return kinds(call(*tensors))
+    made = slots(shapes, dtypes)
+    with on(device) as where:
+        tensors = [t.to(where) for t in made]
+        with amp.auto_cast(dtype=half, device_type=["cpu", "cuda"] if both else where, **level):
+            return kinds(call(*tensors))
+
+
+BOTH = pytest.mark.parametrize("both", [False, True], ids=["alone", "both"])
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
+@BOTH
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", public(HALF))
-def test_half(name: str, device: str, half: torch.dtype) -> None:
-    assert run(name, half, [torch.float32], device) == {half}
-    assert run(name, half, [half, torch.float32], device) == {half}
+def test_half(name: str, device: str, both: bool, half: torch.dtype) -> None:
+    assert run(name, half, [torch.float32], device, both) == {half}
+    assert run(name, half, [half, torch.float32], device, both) == {half}
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
+@BOTH
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", public(FLOAT))
 @pytest.mark.filterwarnings("ignore:.*(deprecated|float_power).*")
-def test_float(name: str, device: str, half: torch.dtype) -> None:
+def test_float(name: str, device: str, both: bool, half: torch.dtype) -> None:
     wide = {torch.float64 if name == "float_power" else torch.float32}
-    assert run(name, half, [half], device) == wide
-    assert run(name, half, [torch.float32], device) == wide
+    assert run(name, half, [half], device, both) == wide
+    assert run(name, half, [torch.float32], device, both) == wide
 
 
 TRUTH_VALUES = {"eq", "ne", "ge", "gt", "le", "lt", "equal", "isclose", "allclose"}
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
+@BOTH
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", public(PROMOTE | SEQUENCE))
 @pytest.mark.filterwarnings("ignore:index_reduce")
-def test_promote(name: str, device: str, half: torch.dtype) -> None:
+def test_promote(name: str, device: str, both: bool, half: torch.dtype) -> None:
     for dtypes, widest in (
         ([half, torch.float32], torch.float32),
         ([torch.float32, half], torch.float32),
         ([half], half),
         ([torch.float32], torch.float32),
     ):
-        assert run(name, half, dtypes, device) == (set() if name in TRUTH_VALUES else {widest}), dtypes
+        assert run(name, half, dtypes, device, both) == (set() if name in TRUTH_VALUES else {widest}), dtypes
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
+@BOTH
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", public(BANNED))
-def test_banned(name: str, device: str, half: torch.dtype) -> None:
-    assert run(name, half, [torch.float32], device) == {torch.float32}
+def test_banned(name: str, device: str, both: bool, half: torch.dtype) -> None:
+    assert run(name, half, [torch.float32], device, both) == {torch.float32}
     with pytest.raises(amp.UnsafeOpError, match="binary_cross_entropy_with_logits"):
-        run(name, half, [half, torch.float32], device)
+        run(name, half, [half, torch.float32], device, both)
 
 
 HAS_FP32_WEIGHTS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", sorted(set(public(HALF | FLOAT.keys() | PROMOTE | SEQUENCE)) - HAS_FP32_WEIGHTS))
-def test_float64_is_never_touched(name: str) -> None:
-    assert run(name, torch.bfloat16, [torch.float64], "cpu") <= {torch.float64}
+def test_float64_is_never_touched(name: str, device: str) -> None:
+    assert run(name, torch.bfloat16, [torch.float64], device, True) <= {torch.float64}
+
+
+NO_16_BITS = {"float_power", "nuclear_norm", "quantile", "nanquantile", "view_as_complex"}
+TAKES_16_BITS = [n for n, reason in FLOAT.items() if n not in NO_16_BITS and reason not in ("linalg", "fft", "complex")]
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("use_promote", [True, False])
+@BOTH
+@pytest.mark.parametrize("name", public(TAKES_16_BITS))
+def test_float_list_at_o2(name: str, both: bool, use_promote: bool, device: str) -> None:
+    """There most of it is free, or lowered: native autocast must not widen what is inside these ops.
+
+    Not on the CPU, which has no 16-bit kernels for many of them.
+    """
+    half = torch.bfloat16
+    rule = OpLists.custom(level="O2", use_promote=use_promote).rule_of(name)
+    for dtype in (half, torch.float32):
+        wanted = {"half": half, "float": torch.float32}.get(rule, dtype)
+        assert run(name, half, [dtype], device, both, level="O2", use_promote=use_promote) == {wanted}, (rule, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", public(INNER_PRODUCT))
+def test_matrix_products_inside_an_op_are_not_lowered_at_o2(name: str, device: str) -> None:
+    assert OpLists.custom(level="O2").rule_of(name) in ("free", "promote", "half")
+    wanted = torch.bfloat16 if name in HALF else torch.float32
+    assert run(name, torch.bfloat16, [torch.float32], device, True, level="O2") == {wanted}
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this build of torch may run them on a real GPU")
+@pytest.mark.parametrize("name", NOT_ON_FAKES)
+def test_what_is_not_run_on_fakes_cannot_be(name: str) -> None:
+    shapes, call = call_of(name)
+    with on(FAKE) as where, pytest.raises((*READS_THE_HOST, AssertionError)):
+        call(*[t.to(where) for t in slots(shapes, [torch.float32])])
 
 
 def test_lists_do_not_overlap() -> None:

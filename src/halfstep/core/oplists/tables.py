@@ -63,6 +63,7 @@ FLOAT: dict[str, str] = {
     **_each("log log10 log2 log1p acos asin atanh erfinv reciprocal rsqrt tanhshrink softplus gelu", "cancellation"),
     **_each("softmax softmin log_softmax logsumexp", "exp-range"),
     **_each("sum nansum mean nanmean prod cumsum cumprod trace", "large-reduction"),
+    **_each("sum_to_size trapz trapezoid cumulative_trapezoid", "large-reduction"),
     **_each("std var std_mean var_mean cov corrcoef quantile nanquantile", "large-reduction"),
     **_each("dist cdist pdist pairwise_distance cosine_similarity", "norm"),
     **_each("norm renorm frobenius_norm nuclear_norm normalize", "norm"),
@@ -183,6 +184,8 @@ NATIVE: dict[str, dict[str, frozenset[str]]] = {
             upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
             upsample_nearest3d upsample_trilinear3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa
             _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d cross_entropy
+            sum_to_size trapz trapezoid cumulative_trapezoid square stft softmin normalize local_response_norm
+            multilabel_soft_margin_loss pairwise_distance linalg_norm gaussian_nll_loss linear_cross_entropy
             """),
         "promote": words("""
             addcdiv addcmul atan2 bilinear cross dot grid_sampler grid_sample index_put scatter_add tensordot vdot
@@ -191,7 +194,7 @@ NATIVE: dict[str, dict[str, frozenset[str]]] = {
         "banned": frozenset(("binary_cross_entropy",)),
     },
 }
-"""What ``torch.autocast`` casts by itself, by device type and rule."""
+"""What ``torch.autocast`` casts by itself, or casts a part of that sets the dtype, by device type and rule."""
 
 PADDLE_NAMES: dict[str, tuple[str, ...]] = {
     "matmul_v2": ("matmul", "mm", "linear"),

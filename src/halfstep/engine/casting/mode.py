@@ -134,16 +134,18 @@ def build_table(
     """
     if (lists is None or lists.level == "native") and not kinds and not explicit:
         return {}
-    by_op: dict[tuple[str, bool], Rule | None] = {}
+    by_op: dict[tuple[str, bool, str], Rule | None] = {}
     table: dict[Callable[..., Any], Rule] = {}
     for func, (name, inplace) in spellings().items():
-        key = (name, inplace)
+        # 2 / x is written as x.reciprocal() * 2, and native autocast runs reciprocal in fp32 on CUDA.
+        within = "reciprocal" if func is torch.Tensor.__rdiv__ else name
+        key = (name, inplace, within)
         if key not in by_op:
-            by_op[key] = _rule_for(name, inplace, lists, devices, kinds, explicit, verbose)
+            by_op[key] = _rule_for(name, inplace, within, lists, devices, kinds, explicit, verbose)
         rule = by_op[key]
         if rule is not None:
             table[func] = rule
-    listed = {name for (name, _), rule in by_op.items() if rule is not None}
+    listed = {name for (name, _, _), rule in by_op.items() if rule is not None}
     for func in spellings():
         if func not in table and needs_twin(func, frozenset(listed)):
             table[func] = twin_rule(func)
@@ -155,13 +157,16 @@ def build_table(
 def _rule_for(
     name: str,
     inplace: bool,
+    within: str,
     lists: OpLists | None,
     devices: tuple[str, ...],
     kinds: frozenset[str],
     explicit: bool,
     verbose: bool,
 ) -> Rule | None:
-    rule = _cast_rule(name, inplace, lists, devices, explicit, verbose)
+    """What to do with an op; ``within`` is what native autocast sees of it."""
+    natively = {_native_rule(within, device) for device in devices}
+    rule = _cast_rule(name, inplace, natively, lists, explicit, verbose)
     kind = KIND_OF.get(name)
     listed = "free" if lists is None else lists.rule_of(name)
     if lists is not None and lists.level == "native":
@@ -173,11 +178,9 @@ def _rule_for(
 
 
 def _cast_rule(
-    name: str, inplace: bool, lists: OpLists | None, devices: tuple[str, ...], explicit: bool, verbose: bool
+    name: str, inplace: bool, natively: set[str], lists: OpLists | None, explicit: bool, verbose: bool
 ) -> Rule | None:
     """The rule that casts an op as the lists say, given what native autocast makes of it; None if nothing is to do."""
-    # What native autocast does to this op on each device; nothing on devices that it is not used for.
-    natively = {_native_rule(name, device) if device in NATIVE else "free" for device in devices}
     if lists is None or lists.level == "native":
         return rules.without_native if explicit and lists is None and natively != {"free"} else None
     rule = lists.rule_of(name)
@@ -202,8 +205,9 @@ def _cast_rule(
     off = name in INNER_PRODUCT or bool(natively & {"half", "float", "banned"})
     if rule == "promote" and (off or name not in _SELF_PROMOTING):
         return rules.make_rule(rules.promote, name, off)
-    return rules.without_native if off and natively != {"free"} else None
+    return rules.without_native if off else None
 
 
 def _native_rule(name: str, device: str) -> str:
-    return next((rule for rule, names in NATIVE[device].items() if name in names), "free")
+    """What native autocast does to an op; nothing on devices that it is not used for."""
+    return next((rule for rule, names in NATIVE.get(device, {}).items() if name in names), "free")
