@@ -163,7 +163,7 @@ NATIVE: dict[str, dict[str, frozenset[str]]] = {
             fft_irfftn fft_hfft fft_ihfft
             adaptive_avg_pool3d adaptive_max_pool3d max_pool3d fractional_max_pool2d fractional_max_pool3d
             max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
-            replication_pad3d pad fake_quantize_per_tensor_affine
+            replication_pad3d pad fake_quantize_per_tensor_affine linear_cross_entropy
             """),
         "promote": words("cat stack index_copy"),
     },
