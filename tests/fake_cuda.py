@@ -72,7 +72,9 @@ def _guard() -> None:
         source, library = Path(scratch) / "guard.cpp", Path(scratch) / "guard.so"
         source.write_text(_GUARD)
         flags = ["-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10"]
-        subprocess.run([compiler, str(source), "-o", str(library), *flags], check=True, capture_output=True)
+        built = subprocess.run([compiler, str(source), "-o", str(library), *flags], capture_output=True, text=True)
+        if built.returncode:
+            pytest.skip(f"no CUDA device, and {compiler} cannot build the device guard of a fake one: {built.stderr[:200]}")
         ctypes.CDLL(str(library))
 
 
