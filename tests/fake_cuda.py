@@ -74,7 +74,9 @@ def _guard() -> None:
         flags = ["-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10"]
         built = subprocess.run([compiler, str(source), "-o", str(library), *flags], capture_output=True, text=True)
         if built.returncode:
-            pytest.skip(f"no CUDA device, and {compiler} cannot build the device guard of a fake one: {built.stderr[:200]}")
+            pytest.skip(
+                f"no CUDA device, and {compiler} cannot build the device guard of a fake one: {built.stderr[:200]}"
+            )
         ctypes.CDLL(str(library))
 
 

@@ -135,3 +135,16 @@ def test_tensors_of_two_devices_in_one_call(devices: tuple[str, ...]) -> None:
     with amp.auto_cast(dtype=HALF, device_type=devices):
         assert (matrix("cuda") * scalar).dtype is FP32
         assert (matrix("cuda", HALF) + torch.ones(())).dtype is HALF
+
+
+def test_a_block_with_a_default_device_that_ends_while_casting_is_on() -> None:
+    with torch.device("meta"):
+        ops.activate(OpCasting(HALF, devices=("cpu",)))
+    assert torch.ones(1).device.type == "cpu"
+    assert torch.exp(matrix("cpu", HALF)).dtype is FP32
+    torch.set_default_device("meta")
+    amp.deactivate()
+    ops.activate(OpCasting(HALF, devices=("cpu",)))
+    torch.set_default_device(None)
+    assert torch.ones(1).device.type == "cpu"
+    assert torch.exp(matrix("cpu", HALF)).dtype is FP32

@@ -99,9 +99,14 @@ class CastMode(TorchFunctionMode):
 
 
 def install(mode: CastMode) -> None:
-    """Put a mode under all others but the default device, so that no one's ``with`` pops it instead of his own."""
+    """Put a mode under all others but the default device, so that no one's ``with`` pops it instead of his own.
+
+    ``torch.set_default_device`` enters its context, which insists on the bottom of the stack; ``with torch.device``
+    pushes one that was not entered, and takes off whatever is on top (torch 2.11 to 2.13).
+    """
     others = [_pop_mode() for _ in range(_len_torch_function_stack())]
-    bottom = [others.pop()] if others and isinstance(others[-1], DeviceContext) else []
+    last = others[-1] if others else None
+    bottom = [others.pop()] if isinstance(last, DeviceContext) and hasattr(last, "old_device") else []
     for each in [*bottom, mode, *reversed(others)]:
         _push_mode(each)
 
