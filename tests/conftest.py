@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfstep import amp
-from halfstep.engine.casting import emulation
+from halfstep.engine.casting import emulation, ops
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -27,3 +27,4 @@ def fresh_process_state() -> Iterator[None]:
     yield
     amp.deactivate()
     emulation._lacking.cache_clear()  # a test may have pretended another machine
+    ops.facts_of.cache_clear()

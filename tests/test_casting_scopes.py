@@ -500,6 +500,14 @@ def test_out_and_in_place_forms(out: bool) -> None:
         X.clone().exp_()
 
 
+def test_a_16_bit_result_that_is_asked_for() -> None:
+    half = X.bfloat16()
+    with scope():
+        assert torch.linalg.norm(half, dtype=BF16).dtype is BF16  # torch refuses it for an fp32 tensor
+        assert F.softmax(half, 1, dtype=BF16).dtype is BF16
+        assert torch.linalg.norm(half, dtype=FP32).dtype is FP32
+
+
 # ---- torch.compile
 
 

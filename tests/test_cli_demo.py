@@ -95,14 +95,16 @@ def test_missing_extras_are_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> 
     assert "pip install 'halfstep[demo]'" in text
 
 
-def test_emulated_16_bits_are_said_and_the_model_is_narrower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_units_is_told_so_and_trains_at_full_width(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(hardware, "cpu_units", lambda dtype: [])
     seen: list[Settings] = []
     real = training.train
     monkeypatch.setattr(training, "train", lambda settings, on_step: seen.append(settings) or real(settings, on_step))
     text = run("demo", "--device", "cpu", "--levels", "O0", "--epochs", "1", "--out", str(tmp_path))
     assert "no bfloat16 units" in text
-    assert seen[0].width == 16
+    assert seen[0].width == 64
     assert "no bfloat16 units" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 

@@ -63,13 +63,18 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("gpus", "units", "table", "advice"),
     [
-        ([], [], {"cpu": ["slow", "slow"]}, ['On cpu use opt_level="O0": 16 bits save memory here, and no time.']),
-        ([], ["avx512_bf16"], {"cpu": ["slow", "fast"]}, ['On cpu use opt_level="O2", dtype=torch.bfloat16: ']),
+        (
+            [],
+            [],
+            {"cpu": ["as fp32", "as fp32"]},
+            ['On cpu use opt_level="O0": 16 bits save memory here, and no time.'],
+        ),
+        ([], ["avx512_bf16"], {"cpu": ["as fp32", "fast"]}, ['On cpu use opt_level="O2", dtype=torch.bfloat16: ']),
         ([], ["fp16_arith", "bf16"], {"cpu": ["fast", "fast"]}, ['On cpu use opt_level="O2", dtype=torch.bfloat16: ']),
         (
             [("NVIDIA A100", (8, 0)), ("Tesla T4", (7, 5)), ("Tesla K40m", (3, 5))],
             [],
-            {"cuda:0": ["fast", "fast"], "cuda:1": ["fast", "slow"], "cuda:2": ["slow", "slow"]},
+            {"cuda:0": ["fast", "fast"], "cuda:1": ["fast", "as fp32"], "cuda:2": ["as fp32", "as fp32"]},
             [
                 'On cuda:0 use opt_level="O2", dtype=torch.bfloat16: ',
                 'On cuda:1 use opt_level="O2", dtype=torch.float16: ',
@@ -92,6 +97,8 @@ def test_devices_and_advice(
         assert row(output, device)[-2:] == speeds
     for text in advice:
         assert text in output
+    lacking = [device for device, speeds in table.items() if "as fp32" in speeds]
+    assert all(f"No units on {device} for everything in" in output for device in lacking)
     for name, (major, minor) in gpus:
         assert f"{name}, compute capability {major}.{minor}, 16 GiB" in output
 

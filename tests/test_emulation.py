@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from halfstep import Model, amp, static
 from halfstep.core import hardware
 from halfstep.core.errors import ArgumentValueError
 from halfstep.core.oplists.tables import OP_CLASSES
-from halfstep.engine.casting import emulation
+from halfstep.engine.casting import emulation, ops
 from halfstep.engine.casting.ops import OpCasting
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -316,6 +315,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
     """A machine whose CPU has no units for these classes of ops."""
     monkeypatch.setattr(emulation, "has_units", lambda device, dtype, kind: kind not in kinds)
     emulation._lacking.cache_clear()
+    ops.facts_of.cache_clear()
 
 
 def test_only_the_classes_that_lack_units_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,17 +366,6 @@ def test_units_that_the_environment_takes_from_onednn(limit: str, kind: str, mon
 def test_a_wrong_value_is_refused(begin: Callable[[object], Any]) -> None:
     with pytest.raises(ArgumentValueError, match=r"emulate='yes' must be \"auto\""):
         begin("yes")
-
-
-def test_silent_with_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 bits are not slow then, so nothing warns."""
-    monkeypatch.setattr(hardware, "cpu_units", lambda dtype: [])
-    hardware.warn_if_slow.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        amp.initialize(nn.Linear(2, 2), opt_level="O2", dtype=FP16, verbosity=0)
-        amp.decorate(nn.Linear(2, 2), level="O2", dtype=BF16)
-        amp.auto_cast(dtype=BF16)
 
 
 def test_forms_that_write_into_a_tensor_are_left_alone() -> None:

@@ -173,30 +173,36 @@ def test_cuda_asked_for_where_there_is_none(pretend_gpus: PretendGPUs) -> None:
 # ---- the warning
 
 
-def begin(model: Any, optimizer: Any, half: torch.dtype | None, face: str, level: str = "O2") -> None:
+def begin(model: Any, optimizer: Any, half: torch.dtype | None, face: str, level: str, emulate: Any) -> None:
     if face == "initialize":
-        amp.initialize(model, optimizer, opt_level=level, dtype=half, verbosity=0)
+        amp.initialize(model, optimizer, opt_level=level, dtype=half, verbosity=0, emulate=emulate)
     else:
-        amp.decorate(model, optimizer, level=level, dtype=half)
+        amp.decorate(model, optimizer, level=level, dtype=half, emulate=emulate)
 
 
-def start(half: torch.dtype | None, face: str = "initialize", level: str = "O2", device: str = "cpu") -> nn.Module:
+def start(
+    half: torch.dtype | None,
+    face: str = "initialize",
+    level: str = "O2",
+    device: str = "cpu",
+    emulate: Any = False,
+) -> nn.Module:
     model = nn.Linear(2, 2, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    begin(model, optimizer, half, face, level)
+    begin(model, optimizer, half, face, level, emulate)
     return model
 
 
 @pytest.mark.parametrize("face", ["initialize", "decorate"])
 def test_warns_once_for_each_dtype_and_goes_on(pretend_cpu: PretendCPU, face: str) -> None:
     pretend_cpu()
-    with pytest.warns(amp.PrecisionWarning, match="This CPU has no float16 units: float16 is emulated") as said:
+    with pytest.warns(amp.PrecisionWarning, match="This CPU has no float16 units.* emulate=False") as said:
         assert start(FP16, face).weight.dtype is FP16
     assert [warning.filename for warning in said] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert start(FP16, face).weight.dtype is FP16
-    with pytest.warns(amp.PrecisionWarning, match="no bfloat16 units: bfloat16 is emulated and saves memory"):
+    with pytest.warns(amp.PrecisionWarning, match="no bfloat16 units.* many times slower"):
         start(None, face)  # the default on a CPU; slow is slow, asked for or not
 
 
@@ -210,23 +216,25 @@ def test_once_for_both_faces_together(pretend_cpu: PretendCPU) -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "half", "face", "level"),
+    ("units", "half", "face", "level", "emulate"),
     [
-        ("avx512", BF16, "initialize", "O1"),
-        ("avx512", None, "initialize", "O2"),
-        ("avx512", BF16, "decorate", "O2"),
-        ("arm", FP16, "initialize", "O2"),
-        ("none", FP16, "initialize", "O0"),  # nothing runs in 16 bits
-        ("none", FP16, "decorate", "O1"),  # nor here, until auto_cast
+        ("avx512", BF16, "initialize", "O1", False),
+        ("avx512", None, "initialize", "O2", False),
+        ("avx512", BF16, "decorate", "O2", False),
+        ("arm", FP16, "initialize", "O2", False),
+        ("none", FP16, "initialize", "O0", False),  # nothing runs in 16 bits
+        ("none", FP16, "decorate", "O1", False),  # nor here, until auto_cast
+        ("none", FP16, "initialize", "O2", "auto"),  # fp32 kernels are not slow
+        ("none", BF16, "decorate", "O2", True),
     ],
 )
 def test_silent_where_there_is_nothing_to_say(
-    pretend_cpu: PretendCPU, units: str, half: torch.dtype | None, face: str, level: str
+    pretend_cpu: PretendCPU, units: str, half: torch.dtype | None, face: str, level: str, emulate: Any
 ) -> None:
     pretend_cpu(*UNITS[units])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        start(half, face, level)
+        start(half, face, level, emulate=emulate)
 
 
 def test_of_other_devices_nothing_is_said() -> None:
@@ -251,6 +259,6 @@ def test_as_an_error_it_leaves_everything_unchanged(pretend_cpu: PretendCPU, fac
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(amp.PrecisionWarning):
-                begin(model, optimizer, FP16, face)
+                begin(model, optimizer, FP16, face, "O2", False)
         assert model.weight.dtype is torch.float32
         assert not hasattr(optimizer, "_amp_stash")

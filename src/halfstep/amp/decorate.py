@@ -104,10 +104,9 @@ def decorate(
             for device in {param.device for model in model_list for param in model.parameters()}:
                 warn_if_slow(device, half)
     casting = ops.OpCasting(half, enabled=False, devices=modules.device_types(model_list), emulate=emulate)
-    for model in model_list:
-        if not modules.is_attached(model):
-            modules.attach(model, casting=casting)
     if level == "O1":
+        for model in model_list:
+            _keep_apart(model, casting)
         return models if optimizers is None else (models, optimizers)
 
     for model in model_list:
@@ -115,11 +114,18 @@ def decorate(
         modules.cast_module(model, half, keep=keep, module_filter=module_filter)
         _put_back_wide(grads)
         modules.attach(model, saved=saved or (torch.float32 if masters else None))
+        _keep_apart(model, casting)
     for optimizer in optimizer_list:
         bind(optimizer, master_weights=masters, own_masters=True).models = tuple(map(weakref.ref, model_list))
         if not masters and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # torch casts the state to the parameters' new dtype
     return models if optimizers is None else (models, optimizers)
+
+
+def _keep_apart(model: nn.Module, casting: ops.OpCasting) -> None:
+    """Let a model compute by itself, whatever sessions of O1 there are."""
+    if not modules.is_attached(model):
+        modules.attach(model, casting=casting)
 
 
 def _take_grads(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor | None]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,14 +38,10 @@ def _parse_levels(ctx: click.Context, param: click.Parameter, value: str) -> lis
     help="Folder for report.html.",
 )
 @click.option("--epochs", type=click.IntRange(1), default=8, show_default=True, help="Passes over 1,437 images.")
-@click.option(
-    "--width",
-    type=click.IntRange(8),
-    help="Channels of the first layer. Default: 64; 16 on a CPU, if the 16 bits are emulated.",
-)
+@click.option("--width", type=click.IntRange(8), default=64, show_default=True, help="Channels of the first layer.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of initial weights and data order.")
 def command(
-    device: str | None, dtype: str | None, levels: list[str], out: Path, epochs: int, width: int | None, seed: int
+    device: str | None, dtype: str | None, levels: list[str], out: Path, epochs: int, width: int, seed: int
 ) -> None:
     """Train a convolutional classifier on scikit-learn's digits at every opt level, side by side.
 
@@ -59,7 +54,6 @@ def command(
     import torch
     from rich.console import Console
 
-    from halfstep.core.errors import PrecisionWarning
     from halfstep.core.formats import default_half, parse_dtype
     from halfstep.core.hardware import slow_reason
 
@@ -72,18 +66,12 @@ def command(
     half = parse_dtype(dtype) if dtype else default_half(where)
     note = slow_reason(where, half)
     notes = [note] if note else []
-    if width is None:
-        width = 16 if note and where.type == "cpu" else 64
-        if width == 16:
-            notes.append("So that the demo still ends within minutes, its model is a quarter as wide as usual.")
     settings = Settings(levels, where, half, epochs, seed, width)
 
     console = Console()
     for sentence in notes:
         console.print(sentence, style="yellow", soft_wrap=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrecisionWarning)  # the note says it already
-        runs = _train(console, settings)
+    runs = _train(console, settings)
     _print_table(console, runs)
     out.mkdir(parents=True, exist_ok=True)
     write_report(out / "report.html", runs, settings, notes)

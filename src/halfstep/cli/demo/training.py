@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -121,10 +120,6 @@ class Run:
         """The mean over the last epoch."""
         return statistics.fmean(self.losses[-EPOCH_STEPS:])
 
-    def casting(self) -> AbstractContextManager[object]:
-        """O1 casts for the whole process once it is on; a run at another level asks it to stand aside."""
-        return nullcontext() if self.level == "O1" else amp.disable_casts()
-
 
 def start(level: str, settings: Settings) -> Run:
     """A fresh model and optimizer, the same for every level, brought to that level."""
@@ -165,11 +160,9 @@ def train(settings: Settings, on_step: Callable[[str], None] = lambda level: Non
             order = torch.randperm(len(digits.train_labels), generator=shuffle).to(settings.device)
             batches = order.split(BATCH_SIZE)[:EPOCH_STEPS]  # not the rest: it is smaller, and would be timed as others
             for run in runs:
-                with run.casting():
-                    _train_epoch(run, digits, batches, on_step)
+                _train_epoch(run, digits, batches, on_step)
         for run in runs:
-            with run.casting():
-                run.test_accuracy = _accuracy(run.model, digits)
+            run.test_accuracy = _accuracy(run.model, digits)
             run.steps_skipped = amp.steps_skipped(run.optimizer)
     finally:
         amp.deactivate()

@@ -118,10 +118,15 @@ class AtLevel:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Before the forward."""
+        if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in self.casting.devices:
+            self._follow(module)
+        ops.enter_model(self.casting, self)
+
+    def _follow(self, module: nn.Module) -> None:
+        """The model may have moved since it was brought up."""
         first = next(module.parameters(), None)
         if first is not None and first.device.type not in self.casting.devices:
             self.casting = ops.moved(self.casting, first.device.type)
-        ops.enter_model(self.casting, self)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After it, also if it failed."""

@@ -13,7 +13,6 @@ torch's stack. The tables are in ``mode``, what is done to a call in ``rules``; 
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import threading
@@ -30,7 +29,7 @@ from ...core.oplists import OpLists
 from ...core.oplists.tables import NATIVE
 from . import compiled, guards
 from .cache import WeightCache
-from .emulation import Emulate, emulated_kinds
+from .emulation import Emulate, EmulatedKinds, emulated_kinds
 from .mode import CastMode, build_table, install, uninstall
 
 __all__ = [
@@ -58,6 +57,27 @@ def present_devices() -> tuple[str, ...]:
     """The types of the devices of this machine."""
     found = accelerator()
     return ("cpu",) if found in (None, "cpu") else ("cpu", found)
+
+
+@functools.lru_cache(maxsize=64)
+def facts_of(
+    dtype: torch.dtype | None,
+    lists: OpLists,
+    enabled: bool,
+    cache: bool,
+    verbose: bool,
+    allow_banned: bool,
+    devices: tuple[str, ...],
+    emulate: Emulate,
+) -> tuple[str, tuple[str, ...], EmulatedKinds]:
+    """What follows from the settings of a casting: a key, where native autocast takes part, and what is emulated."""
+    key = str((dtype, str(lists), enabled, cache, verbose, allow_banned, devices, emulate))
+    native: tuple[str, ...] = ()
+    if enabled and lists.level == "native":
+        native = tuple(d for d in devices if torch.amp.is_autocast_available(d))
+    elif enabled:
+        native = tuple(d for d in devices if d in NATIVE)
+    return key, native, emulated_kinds(devices, dtype, emulate)
 
 
 class OpCasting:
@@ -112,12 +132,13 @@ class OpCasting:
         self.verbose = verbose
         self.allow_banned = allow_banned
         self.devices = present_devices() if devices is None else tuple(sorted(devices))
-        self.emulate = emulate
-        self.emulated = emulated_kinds(self.devices, dtype, emulate)
+        self.settings = (dtype, self.lists, enabled, cache, verbose, allow_banned, self.devices, emulate)
+        self.key, self.native, self.emulated = facts_of(*self.settings)
         self.inert = not enabled and not self.emulated
-        settings = (self.dtype, self.lists, enabled, cache, verbose, allow_banned, self.devices)
-        self.key = f"{settings} {sorted(map(str, self.emulated))}"
         compiled.known.setdefault(self.key, self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, self.settings  # what is emulated is for the machine to say that reads it
 
     def __enter__(self) -> OpCasting:
         if torch.compiler.is_dynamo_compiling():
@@ -131,15 +152,6 @@ class OpCasting:
             compiled.leave(_thread)
         else:
             _leave()
-
-    @property
-    def native(self) -> tuple[str, ...]:
-        """The device types on which native autocast does a part of the work."""
-        if not self.enabled:
-            return ()
-        if self.lists.level == "native":
-            return tuple(d for d in self.devices if torch.amp.is_autocast_available(d))
-        return tuple(d for d in self.devices if d in NATIVE)
 
     def set_up(self, mode: CastMode, cache: WeightCache | None, *, explicit: bool = False) -> None:
         """Make a mode do this.
@@ -165,6 +177,12 @@ class OpCasting:
         mode.allow_banned = self.allow_banned
 
 
+def _restored(*settings: Any) -> OpCasting:
+    casting = OpCasting.__new__(OpCasting)
+    casting._fill(*settings)
+    return casting
+
+
 PLAIN = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
 """A scope without casts and emulation, in which the function mode does nothing."""
 
@@ -181,10 +199,8 @@ def _key_of(
 
     Dynamo calls this and takes the key for a constant.
     """
-    casting = OpCasting.__new__(OpCasting)
     chosen = OpLists.parse(lists) if isinstance(lists, str) else lists
-    casting._fill(dtype, chosen, enabled, True, False, allow_banned, devices, emulate)
-    return casting.key
+    return _restored(dtype, chosen, enabled, True, False, allow_banned, devices, emulate).key
 
 
 _key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -411,17 +427,8 @@ def deactivate() -> None:
 
 def moved(casting: OpCasting, device_type: str) -> OpCasting:
     """The casting of a model that has moved to a device of another type; a session with this casting moves too."""
-    new = copy.copy(casting)
-    new._fill(
-        casting.dtype,
-        casting.lists,
-        casting.enabled,
-        casting.cache,
-        casting.verbose,
-        casting.allow_banned,
-        {*casting.devices, device_type},
-        casting.emulate,
-    )
+    *others, devices, emulate = casting.settings
+    new = _restored(*others, {*devices, device_type}, emulate)
     for session in _sessions:
         if session.casting is casting:
             session.casting = new

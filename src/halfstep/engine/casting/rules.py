@@ -196,10 +196,10 @@ def emulated(
 
 
 def to_float(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) -> Any:
-    """Cast every 16-bit argument to fp32."""
+    """Cast every 16-bit argument to fp32, unless the caller asks for a 16-bit result: some ops refuse to narrow."""
     if not kwargs:
         return func(*[_widen(mode, a, name) for a in args])
-    if kwargs.get("out") is not None:
+    if kwargs.get("out") is not None or kwargs.get("dtype") in HALF_DTYPES:
         return func(*args, **kwargs)
     return func(*[_widen(mode, a, name) for a in args], **{key: _widen(mode, a, name) for key, a in kwargs.items()})
 
