@@ -119,6 +119,7 @@ class GroupRows:
         first: int,
     ) -> None:
         self._params = list(params)
+        self._addresses = [local(p).data_ptr() for p in params]
         self._layout = dict(layout)
         self._state = state
         grads = [p.grad for p in params]
@@ -149,6 +150,8 @@ class GroupRows:
             return False
         grads = [p.grad for p in params]
         if [g is None for g in grads] != self._missing or not all(map(is_, params, self._params)):
+            return False
+        if [local(p).data_ptr() for p in params] != self._addresses:  # param.data = x
             return False
         for positions, rows in zip(self._positions, self.rows, strict=True):
             if not all(map(is_, [state.get(params[i]) for i in positions], rows.states)):
