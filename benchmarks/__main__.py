@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 BENCHMARKS = {
-    "simplenet": "nine linear layers: fp32, torch.autocast, pure 16-bit, halfstep O1, O2, O3",
+    "simplenet": "nine linear layers: fp32, torch.autocast, pure 16-bit, halfstep O1, O2, O3, with fused optimizers",
     "scaler_cost": "what loss scaling adds to a fused AdamW step: torch.amp.GradScaler, amp.GradScaler, amp.scale_loss",
     "fused_step": "a step from scaled gradients to 16-bit weights: AdamW(fused=True) and GradScaler, and FusedAdam",
     "emulation": "16-bit products in fp32 kernels with 16-bit rounding, against those of the device itself",

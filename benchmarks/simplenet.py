@@ -1,4 +1,4 @@
-"""SimpleNet: nine square linear layers, mean squared error, SGD; a step of fp32 and of each way to halve its bits.
+"""SimpleNet: nine square linear layers, mean squared error; a step of fp32 and of each way to halve its bits.
 
 It is the network of Paddle's AMP tutorial, there 8192 wide with a batch of 2048.
 """
@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep import amp
+from halfstep import amp, optimizers
 
 from .harness import Contender, add_common_arguments, interleave, pick_device, table, write_json
 
-BASELINE = "torch.autocast"
+BASELINE = "torch.autocast, fused"
 LEARNING_RATE = 1e-4
+
+Make = Callable[..., torch.optim.Optimizer]
+OPTIMIZERS: dict[str, tuple[Make, Make]] = {
+    "sgd": (torch.optim.SGD, optimizers.FusedSGD),
+    "adam": (torch.optim.AdamW, optimizers.FusedAdam),
+}
+"""torch's, whose ``fused=True`` is in the baseline, and ours of the same update."""
 
 
 class SimpleNet(nn.Module):
@@ -38,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=["float16", "bfloat16"], help="default: bfloat16 on the CPU, float16 on CUDA"
     )
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="default: sgd")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,46 +58,57 @@ def run(args: argparse.Namespace) -> int:
     dtype: torch.dtype = getattr(torch, dtype_name)
     limits = {"rounds": args.steps, "min_seconds": args.min_seconds, "max_seconds": args.max_seconds}
     try:
-        timings = interleave(contenders(device, width, batch, dtype), device=device, baseline=BASELINE, **limits)
+        timings = interleave(
+            contenders(device, width, batch, dtype, args.optimizer), device=device, baseline=BASELINE, **limits
+        )
     finally:
         amp.deactivate()
-    print(f"SimpleNet, width {width}, batch {batch}, {dtype_name} on {device.type}, {torch.get_num_threads()} threads")
+    print(
+        f"SimpleNet, width {width}, batch {batch}, {args.optimizer}, {dtype_name} on {device.type}, "
+        f"{torch.get_num_threads()} threads"
+    )
     print(table(timings, BASELINE))
     if args.json:
-        settings = {"width": width, "batch": batch, "dtype": dtype_name, "device": device.type, **limits}
+        shape = {"width": width, "batch": batch, "optimizer": args.optimizer}
+        settings = {**shape, "dtype": dtype_name, "device": device.type, **limits}
         write_json(args.json, "simplenet", device, settings, BASELINE, timings)
     return 0
 
 
-def contenders(device: torch.device, width: int, batch: int, dtype: torch.dtype) -> list[Contender]:
-    """The same network and data six times; halfstep's O1 casts for the whole process, so the others disable that."""
+def contenders(device: torch.device, width: int, batch: int, dtype: torch.dtype, optimizer: str) -> list[Contender]:
+    """The same network and data each time; halfstep's O1 casts for the whole process, so the others disable that."""
     torch.manual_seed(100)
     data = torch.rand(batch, width, device=device)
     label = torch.rand(batch, width, device=device)
     weights = SimpleNet(width, device).state_dict()
+    theirs, ours = OPTIMIZERS[optimizer]
+
+    def fresh(make: Make, kind: torch.dtype = torch.float32, **arguments: Any) -> Any:
+        model = SimpleNet(width, device)
+        model.load_state_dict(weights)
+        model.to(kind)
+        return model, make(model.parameters(), lr=LEARNING_RATE, **arguments)
+
+    def level(name: str, make: Make) -> Callable[[], None]:
+        return _level(name, *fresh(make), data, label, dtype)
+
+    off = amp.disable_casts
     return [
-        Contender("fp32", _fp32(_model(weights, width, device), data, label), amp.disable_casts),
-        Contender(BASELINE, _autocast(_model(weights, width, device), data, label, dtype), amp.disable_casts),
-        Contender("pure 16-bit", _pure(_model(weights, width, device), data, label, dtype), amp.disable_casts),
-        Contender("halfstep O1", _level("O1", _model(weights, width, device), data, label, dtype)),
-        Contender("halfstep O2", _level("O2", _model(weights, width, device), data, label, dtype), amp.disable_casts),
-        Contender("halfstep O3", _level("O3", _model(weights, width, device), data, label, dtype), amp.disable_casts),
+        Contender("fp32", _plain(*fresh(theirs), data, label), off),
+        Contender("torch.autocast", _autocast(*fresh(theirs), data, label, dtype), off),
+        Contender(BASELINE, _autocast(*fresh(theirs, fused=True), data, label, dtype), off),
+        Contender("pure 16-bit", _plain(*fresh(theirs, dtype), data.to(dtype), label.to(dtype)), off),
+        Contender("halfstep O1", level("O1", theirs)),
+        Contender("halfstep O2", level("O2", theirs), off),
+        Contender("halfstep O3", level("O3", theirs), off),
+        Contender("halfstep O1, fused", level("O1", ours)),
+        Contender("halfstep O2, fused", level("O2", ours), off),
     ]
 
 
-def _model(weights: dict[str, torch.Tensor], width: int, device: torch.device) -> SimpleNet:
-    model = SimpleNet(width, device)
-    model.load_state_dict(weights)
-    return model
-
-
-def _sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-
-
-def _fp32(model: nn.Module, data: torch.Tensor, label: torch.Tensor) -> Callable[[], None]:
-    optimizer = _sgd(model)
-
+def _plain(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor, label: torch.Tensor
+) -> Callable[[], None]:
     def step() -> None:
         F.mse_loss(model(data), label).backward()
         optimizer.step()
@@ -97,8 +117,9 @@ def _fp32(model: nn.Module, data: torch.Tensor, label: torch.Tensor) -> Callable
     return step
 
 
-def _autocast(model: nn.Module, data: torch.Tensor, label: torch.Tensor, dtype: torch.dtype) -> Callable[[], None]:
-    optimizer = _sgd(model)
+def _autocast(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor, label: torch.Tensor, dtype: torch.dtype
+) -> Callable[[], None]:
     device = data.device.type
     scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
 
@@ -113,14 +134,15 @@ def _autocast(model: nn.Module, data: torch.Tensor, label: torch.Tensor, dtype: 
     return step
 
 
-def _pure(model: nn.Module, data: torch.Tensor, label: torch.Tensor, dtype: torch.dtype) -> Callable[[], None]:
-    return _fp32(model.to(dtype), data.to(dtype), label.to(dtype))
-
-
 def _level(
-    level: str, model: nn.Module, data: torch.Tensor, label: torch.Tensor, dtype: torch.dtype
+    level: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: torch.Tensor,
+    label: torch.Tensor,
+    dtype: torch.dtype,
 ) -> Callable[[], None]:
-    model, optimizer = amp.initialize(model, _sgd(model), opt_level=level, dtype=dtype, verbosity=0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
 
     def step() -> None:
         loss = F.mse_loss(model(data), label)

@@ -58,12 +58,14 @@ def test_time_limits(limits: dict[str, float], rounds: int, monkeypatch: pytest.
     assert len(timing.seconds) == rounds
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_simplenet(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("dtype", "optimizer"), [("bfloat16", "sgd"), ("float16", "adam")])
+def test_simplenet(dtype: str, optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "made" / "s.json"
-    flags = ["--device", "cpu", "--width", "32", "--batch", "8", "--steps", "2", "--dtype", dtype, "--json", str(path)]
+    flags = ["--device", "cpu", "--width", "32", "--batch", "8", "--steps", "2", "--dtype", dtype]
+    flags += ["--optimizer", optimizer, "--json", str(path)]
     assert main(["simplenet", *flags]) == 0
-    names = ["fp32", "torch.autocast", "pure 16-bit", "halfstep O1", "halfstep O2", "halfstep O3"]
+    names = ["fp32", "torch.autocast", "torch.autocast, fused", "pure 16-bit"]
+    names += ["halfstep O1", "halfstep O2", "halfstep O3", "halfstep O1, fused", "halfstep O2, fused"]
     record = json.loads(path.read_text())
     assert [timing["name"] for timing in record["timings"]] == names
     assert record["settings"]["dtype"] == dtype

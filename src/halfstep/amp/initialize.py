@@ -144,7 +144,13 @@ def initialize(
     for model in model_list:
         _prepare_model(model, policy, casting, module_filter)
     for optimizer in optimizer_list:
-        binding = bind(optimizer, master_weights=policy.master_weights, own_masters=True, verbose=verbosity > 0)
+        binding = bind(
+            optimizer,
+            master_weights=policy.master_weights,
+            own_masters=True,
+            copies=None if policy.op_lists is None else half,
+            verbose=verbosity > 0,
+        )
         binding.session, binding.models = session, tuple(map(weakref.ref, model_list))
         if not policy.master_weights and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # torch casts the state to the parameters' new dtype

@@ -93,6 +93,10 @@ class Ranks:
             self._scales = known, divided = scale, one / factor
         return divided
 
+    def hold(self, param: torch.Tensor) -> bool:
+        """Whether a parameter is in a wrapper."""
+        return any(reduction.holds(param) for reduction in self.reductions)
+
     def carry(self, param: torch.Tensor) -> bool:
         """Whether the gradient of a parameter is to stay in its place, for the pass that begins to average it."""
         carried = any(reduction.holds(param) and reduction.syncs for reduction in self.reductions)

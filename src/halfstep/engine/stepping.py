@@ -36,7 +36,12 @@ _ATTRIBUTE = "_amp_stash"  # the name under which Apex kept its own; scripts ask
 
 
 def bind(
-    optimizer: torch.optim.Optimizer, *, master_weights: bool, own_masters: bool = False, verbose: bool = True
+    optimizer: torch.optim.Optimizer,
+    *,
+    master_weights: bool,
+    own_masters: bool = False,
+    copies: torch.dtype | None = None,
+    verbose: bool = True,
 ) -> Binding:
     """Attach a ``Binding`` to an optimizer.
 
@@ -45,6 +50,8 @@ def bind(
         master_weights: whether its 16-bit parameters are to have fp32 masters.
         own_masters: let an optimizer that can (``halfstep.optimizers``) keep them itself, in its fused step; its groups
             then go on holding the model's parameters. Needs ``Tensor.grad_dtype``, which torch 2.13 has.
+        copies: let an optimizer that can write its fp32 weights in this 16-bit dtype too, for op casting to use. Their
+            gradients then come in 16 bits; before torch 2.13, which has ``Tensor.grad_dtype``, in fp32.
         verbose: whether to log what is skipped.
 
     Raises:
@@ -58,7 +65,12 @@ def bind(
     keeper = getattr(optimizer, "keep_masters", None)
     if master_weights and own_masters and keeper is not None and hasattr(torch.Tensor, "grad_dtype"):
         keeper()
-        return Binding(optimizer, master_weights=False, keeps_masters=True, verbose=verbose)
+        return Binding(optimizer, master_weights=False, wide=WideGradients(), verbose=verbose)
+    keep_copies = getattr(optimizer, "keep_copies", None)
+    if copies is not None and keep_copies is not None:
+        kept = keep_copies(copies)
+        wide = WideGradients(kept.has) if hasattr(torch.Tensor, "grad_dtype") else None
+        return Binding(optimizer, master_weights=False, wide=wide, verbose=verbose)
     return Binding(optimizer, master_weights=master_weights, verbose=verbose)
 
 
@@ -97,11 +109,11 @@ class Binding:
         optimizer: torch.optim.Optimizer,
         *,
         master_weights: bool,
-        keeps_masters: bool = False,
+        wide: WideGradients | None = None,
         verbose: bool,
     ) -> None:
         self.optimizer = optimizer
-        self._wide = WideGradients() if keeps_masters else None
+        self._wide = wide
         self.masters = PlainMasters(optimizer) if master_weights else None
         self.ranks = Ranks()
         self.passes: list[Pass] = []
@@ -188,7 +200,7 @@ class Binding:
         if scale is None and self._wide is None:
             return
         if scale is None:
-            direct = [param for param in direct if is_half(param)]
+            direct = [param for param in direct if self._wide is not None and self._wide.takes(param)]
         mine = [p for p in direct if not (seen and id(p) in seen)]
         for param in [p for p in mine if p.grad is not None]:
             if self.ranks.carry(param):
@@ -203,7 +215,8 @@ class Binding:
         if seen is not None:
             seen.update(map(id, direct))
         if self._wide is not None:
-            self._wide.reset(direct)
+            # DistributedDataParallel wants gradients of the parameter's own dtype.
+            self._wide.open([param for param in direct if is_half(param) or not self.ranks.hold(param)])
 
     def abandon(self) -> None:
         """After ``begin``, when the backward pass failed: drop what it brought and put back what was set aside.

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .batch import Batch, Scalars
-from .expr import Pass
+from .expr import Pass, trace
 from .plan import Plan
 
 __all__ = ["AXPBY", "COPY", "L2NORM", "SCALE", "axpby", "copy", "l2norm", "run", "scale", "unscale_"]
@@ -125,6 +126,8 @@ def run(
             batch = Batch.of(**{name: [tensors[i] for i in rows] for name, tensors in columns.items()})
             found = None if found_inf is None else torch.zeros((), device=batch.device)
             results.append((rows, batch.run(pass_, scalars, skip=skip, found=found)))
+            for name in trace(pass_).stores:  # kernels write behind autograd's back
+                increment_version(batch.columns[name][1][0])
             if found is not None and found_inf is not None:
                 found_inf.copy_(torch.maximum(found_inf, found.to(found_inf).reshape(found_inf.shape)))
     return results

@@ -13,9 +13,11 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.formats import HALF_DTYPES, dtype_name
+from ..engine.casting.copies import WeightCopies
 from ..kernels.expr import Pass
 from ._options import Options
 from ._rows import NUMBER, GroupRows, Rows, StateLayout
@@ -41,10 +43,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         options: see ``Options``.
+        copies: the 16-bit copies of fp32 weights that its steps write as well, if it was told to; see ``keep_copies``.
         grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
     """
 
     _step_supports_amp_scaling = True
+    copies: WeightCopies | None = None
 
     def __init__(self, params: Any, defaults: Hyper, options: Options, *, set_grad_none: bool = True) -> None:
         self.options = options
@@ -117,6 +121,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group, group_rows in groups:
             for rows in group_rows.rows:
                 self._step_rows(group, rows, factor, skip)
+                increment_version(rows.weights)  # kernels write to them behind autograd's back
+        if self.copies is not None:
+            self.copies.end_write()
         return loss
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -128,6 +135,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not self.options.master_weights and self.options.rounding == "nearest":
             self.options = replace(self.options, master_weights=True)
             self._groups.clear()
+
+    def keep_copies(self, dtype: torch.dtype) -> WeightCopies:
+        """Write fp32 weights in this 16-bit dtype too from now on, for the forward passes of ``amp`` at O1."""
+        self.copies = WeightCopies(self, dtype)
+        for group in self.param_groups:
+            self.copies.watch(group["params"])
+        return self.copies
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state of this class or of the torch optimizer of the same name; nothing is rounded on the way.
@@ -182,12 +196,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             if self.options.rounding == "stochastic":
                 layout = {"step": NUMBER, **layout}
             rows = self._groups.get(index)
-            if rows is None or not rows.renew(params, self.state, layout):
-                rows = self._groups[index] = GroupRows(params, self.state, layout, self.options, first)
+            copies = self._copies_of(params)
+            if rows is None or not rows.renew(params, self.state, layout, copies):
+                rows = self._groups[index] = GroupRows(params, self.state, layout, self.options, first, copies)
             if rows.rows:
                 groups.append((group, rows))
             first += len(params)
         return groups
+
+    def _copies_of(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The copy that this step writes with each parameter."""
+        if self.copies is None:
+            return [None] * len(params)
+        self.copies.watch(params)  # some may have come since
+        return [None if p.grad is None else self.copies.begin_write(p) for p in params]
 
     def _factor(
         self, all_rows: list[Rows], grad_scale: torch.Tensor | None, skip: torch.Tensor | None, *, check: bool

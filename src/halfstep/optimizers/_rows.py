@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.errors import ArgumentTypeError, UsageError
+from ..engine.casting.copies import memory_of
 from ..engine.masters import split
 from ..kernels.batch import Batch, Scalars
 from ..kernels.expr import Pass
 from ..kernels.shards import Domain, complete_sum, domain_of, is_sharded, local, locals_of
-from ..kernels.storage import Storage, dense
+from ..kernels.storage import Storage, copied, dense
 from ._options import Options
 
 __all__ = ["NUMBER", "GroupRows", "Kept", "Rows", "StateLayout"]
@@ -40,6 +41,7 @@ class Rows:
 
     Attributes:
         batch: columns ``grad``, ``param`` and the tensors of the state.
+        weights: the parameters, without gradients.
         vectors: the numbers of the state, float32 of shape [rows].
         domain: the processes that hold the other parts.
         squares: sums of squares of this step's scaled gradients, float64 of shape [rows], if they have been read.
@@ -53,8 +55,10 @@ class Rows:
         layout: StateLayout,
         options: Options,
         numbers: list[int],
+        copies: list[torch.Tensor] | None,
     ) -> None:
         self.states = states
+        self.weights = [local(memory_of(p)) for p in params]
         self.domain: Domain = domain_of(params[0])
         self._sharded = is_sharded(params[0])
         device, dtype = params[0].device, params[0].dtype
@@ -65,8 +69,10 @@ class Rows:
         tensors = {name: [state[name] for state in states] for name, kept in layout.items() if kept.dtype is not None}
         columns: dict[str, tuple[Storage, tuple[list[torch.Tensor], ...]]] = {
             "grad": (dense(grads[0].dtype), (locals_of(grads),)),
-            "param": (storage, _weights(params, states, storage)),
+            "param": (storage, _parts(self.weights, states, storage)),
         }
+        if copies is not None:  # an fp32 weight is the master of its copy
+            columns["param"] = (copied(copies[0].dtype), (self.weights, copies))
         columns.update({name: (dense(column[0].dtype), (locals_of(column),)) for name, column in tensors.items()})
         _check_shapes(columns)
         # The second part of a weight's storage lives in the state too and can be replaced there.
@@ -117,18 +123,21 @@ class GroupRows:
         layout: StateLayout,
         options: Options,
         first: int,
+        copies: list[torch.Tensor | None],
     ) -> None:
         self._params = list(params)
         self._addresses = [local(p).data_ptr() for p in params]
+        self._copies = copies
         self._layout = dict(layout)
         self._state = state
         grads = [p.grad for p in params]
         self._missing = [g is None for g in grads]
-        kinds: dict[tuple[torch.device, torch.dtype, torch.dtype, Domain], list[int]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype, torch.dtype, Domain, bool], list[int]] = {}
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is not None:
                 _refuse(param, grad)
-                kinds.setdefault((param.device, param.dtype, grad.dtype, domain_of(param)), []).append(i)
+                kind = (param.device, param.dtype, grad.dtype, domain_of(param), copies[i] is not None)
+                kinds.setdefault(kind, []).append(i)
         self._positions = list(kinds.values())
         self.rows = [
             Rows(
@@ -138,15 +147,22 @@ class GroupRows:
                 layout,
                 options,
                 [first + i for i in rows],
+                [copies[i] for i in rows] if copies[rows[0]] is not None else None,  # type: ignore[misc]
             )
             for rows in self._positions
         ]
 
     def renew(
-        self, params: Sequence[torch.Tensor], state: Mapping[torch.Tensor, dict[str, Any]], layout: StateLayout
+        self,
+        params: Sequence[torch.Tensor],
+        state: Mapping[torch.Tensor, dict[str, Any]],
+        layout: StateLayout,
+        copies: list[torch.Tensor | None],
     ) -> bool:
-        """Take the gradients that are there now; False if another set of parameters or state takes part."""
+        """Take the gradients that are there now; False if another set of parameters, state or copies takes part."""
         if state is not self._state or len(params) != len(self._params) or layout != self._layout:
+            return False
+        if not all(map(is_, copies, self._copies)):
             return False
         grads = [p.grad for p in params]
         if [g is None for g in grads] != self._missing or not all(map(is_, params, self._params)):
@@ -209,10 +225,9 @@ def _vector(states: list[dict[str, Any]], name: str, device: torch.device) -> to
     return vector
 
 
-def _weights(
-    params: list[torch.Tensor], states: list[dict[str, Any]], storage: Storage
+def _parts(
+    weights: list[torch.Tensor], states: list[dict[str, Any]], storage: Storage
 ) -> tuple[list[torch.Tensor], ...]:
-    weights = [local(p.detach()) for p in params]
     if storage.kind == "split":
         return weights, [local(state["remainder"]) for state in states]
     if storage.kind == "copied":

@@ -7,6 +7,8 @@ import weakref
 
 import torch
 
+from . import copies
+
 __all__ = ["WeightCache"]
 
 _Key = tuple[int, bool]  # the identity of the weight, and whether the copy is widened again
@@ -47,6 +49,7 @@ class WeightCache:
         """Forget the copy of one weight."""
         self._entries.pop((id(weight), False), None)
         self._entries.pop((id(weight), True), None)
+        copies.forget(weight)
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False) -> torch.Tensor:
         """The weight in ``dtype``, from the cache if it has not changed.
@@ -71,11 +74,17 @@ class WeightCache:
         return self._make(weight, dtype, wide)
 
     def _make(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool) -> torch.Tensor:
-        self.casts += 1
-        cast = weight.to(dtype).float() if wide else weight.to(dtype)
         recording = _dispatch_modes() or _tracing() or torch._C._functorch.peek_interpreter_stack() is not None
-        if recording or weight.is_inference():
-            return cast
+        passing = recording or weight.is_inference()
+        cast = None if passing else copies.live(weight, dtype)
+        if cast is None:
+            self.casts += 1
+            cast = weight.to(dtype)
+            if passing:
+                return cast.float() if wide else cast
+            copies.offer(weight, cast)
+        if wide:
+            cast = cast.float()
         if len(self._entries) >= self._sweep_at:
             self._sweep()
         key, entries = (id(weight), wide), self._entries

@@ -27,7 +27,7 @@ import torch
 from ...core.hardware import accelerator
 from ...core.oplists import OpLists
 from ...core.oplists.tables import NATIVE
-from . import compiled, guards
+from . import compiled, copies, guards
 from .cache import WeightCache
 from .emulation import Emulate, EmulatedKinds, emulated_kinds
 from .mode import CastMode, build_table, install, uninstall
@@ -543,6 +543,7 @@ def _uncast(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def uncast(*args: Any, **kwargs: Any) -> Any:
+        copies.widen_gradients()
         if torch.compiler.is_dynamo_compiling() or active() is None:
             return own(*args, **kwargs)
         clear_cache()

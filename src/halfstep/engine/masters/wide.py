@@ -1,13 +1,14 @@
-"""fp32 gradients on 16-bit parameters, for optimizers that keep masters themselves and step on the model's parameters.
+"""fp32 gradients on 16-bit parameters, for optimizers that keep masters themselves and step on the model's parameters;
+and 16-bit gradients on fp32 weights that have 16-bit copies.
 
-A backward pass always leaves gradients of the parameter's own dtype, which is what DistributedDataParallel and an
-optimizer's cheapest step want. They become fp32 when they are unscaled, or when a second pass is added to them:
-nothing is lost to 16 bits in between.
+A backward pass leaves 16-bit gradients: of 16-bit parameters always, which is what DistributedDataParallel and an
+optimizer's cheapest step want, of fp32 weights where forward used the copy. They become fp32 when they are unscaled,
+or when a second pass is added to them: nothing is lost to 16 bits in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -43,10 +44,30 @@ def scale_grad(param: torch.Tensor, scale: torch.Tensor | None) -> None:
 
 
 class WideGradients:
-    """The way from 16-bit gradients to fp32 ones, for the parameters of one optimizer."""
+    """The way from 16-bit gradients to fp32 ones, for the parameters of one optimizer.
 
-    def __init__(self) -> None:
+    Args:
+        may_narrow: whether an fp32 parameter may have gradients of 16 bits; without it none may.
+    """
+
+    def __init__(self, may_narrow: Callable[[torch.Tensor], bool] | None = None) -> None:
+        self._may_narrow = may_narrow
         self._plans = PlanCache()
+
+    def takes(self, param: torch.Tensor) -> bool:
+        """Whether gradients of this parameter may have 16 bits."""
+        return is_half(param) or (self._may_narrow is not None and self._may_narrow(param))
+
+    def open(self, params: Sequence[torch.Tensor]) -> None:
+        """Let the next backward pass bring gradients in 16 bits where it computes them so, where there are none now.
+
+        An fp32 weight takes any dtype for that pass: of a use in fp32 the gradient comes in fp32.
+        """
+        for param in params:
+            if param.grad is None:
+                dtype = param.dtype if is_half(param) or not self.takes(param) else None
+                if param.grad_dtype is not dtype:
+                    param.grad_dtype = dtype
 
     def reset(self, params: Sequence[torch.Tensor]) -> None:
         """Let the next backward pass bring gradients of the parameters' own dtype, where there are none now."""
@@ -66,7 +87,7 @@ class WideGradients:
         """Make fp32 gradients of new dense 16-bit ones, times ``inv_scale``, plus what was there before the pass.
 
         Args:
-            params: of any dtype; others than 16-bit ones are passed over.
+            params: of any dtype; those with other gradients are passed over.
             before: the gradients set aside before the pass; those that are added are taken out.
             inv_scale: 0-dim float32 tensor; with None only gradients that are to be added to others are widened.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN and ``inv_scale`` is given.
