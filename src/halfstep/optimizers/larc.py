@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..engine.casting.copies import memory_of, widen_gradients
 from ..kernels.batch import Batch
 from ..kernels.expr import Pass
 from ..kernels.plan import Plan
@@ -106,6 +107,7 @@ class LARC:
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
+        widen_gradients(params)  # 16 bits would lose the weight decay
         for batch, domain in self._renewed(index, params, [p.grad for p in params]):
             grad_norm, param_norm = complete_sum(batch.run(_NORMS, {}), domain).sqrt()
             rate = self.trust_coefficient * param_norm / (grad_norm + param_norm * decay + self.eps)
@@ -126,7 +128,7 @@ class LARC:
         plan = Plan(grads, params)
         batches = []
         for rows in plan.rows:
-            part = {"grad": [grads[i] for i in rows], "param": [params[i].detach() for i in rows]}
+            part = {"grad": [grads[i] for i in rows], "param": [memory_of(params[i]) for i in rows]}
             batch = Batch.of(**{name: locals_of(tensors) for name, tensors in part.items()})
             batches.append((batch, domain_of(params[rows[0]])))
         self._batches[index] = (params, plan, batches)

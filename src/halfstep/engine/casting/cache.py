@@ -49,7 +49,6 @@ class WeightCache:
         """Forget the copy of one weight."""
         self._entries.pop((id(weight), False), None)
         self._entries.pop((id(weight), True), None)
-        copies.forget(weight)
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False) -> torch.Tensor:
         """The weight in ``dtype``, from the cache if it has not changed.

@@ -5,8 +5,9 @@ A copy is used only while nothing but its optimizer can have written to the weig
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...core.formats import is_half
 from ..masters.wide import set_grad
 
-__all__ = ["WeightCopies", "forget", "live", "memory_of", "offer", "widen_gradients"]
+__all__ = ["WeightCopies", "adding_in_fp32", "forget", "live", "memory_of", "offer", "widen_gradients"]
 
 _WORTH = 2**14  # elements: casting fewer costs no more than to lead autograd around the cast
-_LOSSES = 8  # a copy that went stale so often is given up: someone else writes to this weight all the time
+_LOSSES = 8  # a copy that goes stale so often unused is given up: someone else writes to this weight all the time
 
 _use_count = torch._C._storage_Use_Count
 
@@ -33,7 +34,7 @@ class _Copy:
         value: the copy; None while there is none.
         version: of the weight when the copy was written.
         memory: the weight without a gradient. It also keeps the weight's address from becoming another tensor's.
-        lost: how often the copy went stale.
+        lost: how often it went stale since it was last of use.
     """
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype, owner: torch.optim.Optimizer) -> None:
@@ -89,7 +90,8 @@ class WeightCopies:
         self._owner = weakref.ref(owner)
         self._mine: dict[int, _Copy] = {}
         self._writing: list[tuple[torch.Tensor, _Copy]] = []
-        _watch_steps()
+        _watch_writes()
+        weakref.finalize(self, _unwatch_writes).atexit = False
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
         """Let these parameters have copies, as soon as a forward pass asks for one."""
@@ -117,7 +119,8 @@ class WeightCopies:
         copy = self._mine.get(id(param))
         if copy is None or copy.value is None or copy.weight() is not param:
             return None
-        if not copy.is_fresh(param) or _use_count(copy.value.untyped_storage()._cdata) > 2:
+        in_use = _use_count(copy.value.untyped_storage()._cdata) > 2  # by more than us and the storage asked here
+        if in_use or not copy.is_fresh(param):
             copy.drop()
             return None
         copy.version = -1  # until it has been written: a step may fail in between
@@ -131,17 +134,30 @@ class WeightCopies:
         self._writing.clear()
 
 
+_brought: dict[int, torch.Tensor] = {}
+"""The 16-bit gradients that this backward pass has brought to weights, by the identity of the weight."""
+
+
 class _Lead(torch.autograd.Function):
-    """Hands on the copy of a weight, with the weight as what autograd follows it back to."""
+    """Hands on the copy of a weight, with the weight as what autograd follows it back to.
+
+    Autograd adds up what reaches a weight by several ways in one pass. It may do so in place, in the dtype of what came
+    first, but not in memory that has another holder: so a 16-bit gradient and an fp32 one make an fp32 sum. A second
+    16-bit one, from another forward pass, is widened here.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The copy."""
+        ctx.weight = id(weight)
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The gradient as it is; autograd brings it to the dtype that ``weight.grad_dtype`` asks for."""
+        if ctx.weight in _brought:
+            return grad.float(), None
+        _brought[ctx.weight] = grad.detach()
         return grad, None
 
 
@@ -153,8 +169,9 @@ def live(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     if not copy.is_fresh(weight):
         copy.drop()
         return None
+    copy.lost = 0
     if weight.requires_grad and torch.is_grad_enabled():
-        return _Lead.apply(weight, copy.value)  # type: ignore[no-any-return]
+        return _Lead.apply(weight, copy.value)  # type: ignore[no-any-return, no-untyped-call]
     return copy.value
 
 
@@ -192,27 +209,30 @@ def widen_gradients(params: Iterable[torch.Tensor] | None = None) -> None:
             set_grad(param, param.grad.float())
 
 
+def adding_in_fp32(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that adds 16-bit gradients of fp32 weights to nothing in 16 bits."""
+
+    @functools.wraps(backward)
+    def careful(*args: Any, **kwargs: Any) -> Any:
+        widen_gradients()
+        outer = dict(_brought)  # a checkpoint runs a backward pass inside of one
+        _brought.clear()
+        try:
+            return backward(*args, **kwargs)
+        finally:
+            _brought.clear()
+            _brought.update(outer)
+
+    return careful
+
+
 def _copy_of(weight: torch.Tensor) -> _Copy | None:
     copy = _copies.get(id(weight))
     return copy if copy is not None and copy.weight() is weight else None
 
 
-_watching = False
-
-
-def _watch_steps() -> None:
-    """Have other optimizers' steps make copies stale: fused ones and ``param.data`` write without a new version."""
-    global _watching
-    if not _watching:
-        _watching = True
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
-
-
 def _theirs(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of an optimizer whose copies another one owns."""
-    if not _copies:
-        return []
+    """The parameters of an optimizer whose copies another one writes."""
     return [
         param
         for group in optimizer.param_groups
@@ -228,3 +248,48 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for param in _theirs(optimizer):
         forget(param)
+
+
+_data: Any = torch.Tensor.data
+
+
+class _WatchedData:
+    """``Parameter.data`` that tells us: what it gives can be written to without a new version of the weight."""
+
+    def __get__(self, param: torch.Tensor | None, kind: type) -> Any:
+        if param is None:
+            return self
+        forget(param)
+        return _data.__get__(param)
+
+    def __set__(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        _data.__set__(param, value)
+
+    def __delete__(self, param: torch.Tensor) -> None:
+        _data.__delete__(param)
+
+
+_watchers = 0
+_hooks: list[Any] = []
+
+
+def _watch_writes() -> None:
+    """Count one who has copies; with the first, steps of any optimizer and uses of ``param.data`` are watched.
+
+    torch's own ``fused=True`` optimizers write without a new version (as of torch 2.13).
+    """
+    global _watchers
+    _watchers += 1
+    if _watchers == 1:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+        torch.nn.Parameter.data = _WatchedData()  # type: ignore[assignment]
+
+
+def _unwatch_writes() -> None:
+    global _watchers
+    _watchers -= 1
+    if _watchers == 0:
+        while _hooks:
+            _hooks.pop().remove()
+        del torch.nn.Parameter.data

@@ -540,10 +540,10 @@ def _place(wanted: bool) -> None:
 
 def _uncast(own: Callable[..., Any]) -> Callable[..., Any]:
     """A backward pass runs without casts: its ops have the dtypes that forward chose."""
+    own = copies.adding_in_fp32(own)
 
     @functools.wraps(own)
     def uncast(*args: Any, **kwargs: Any) -> Any:
-        copies.widen_gradients()
         if torch.compiler.is_dynamo_compiling() or active() is None:
             return own(*args, **kwargs)
         clear_cache()

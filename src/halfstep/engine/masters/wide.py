@@ -21,7 +21,7 @@ __all__ = ["WideGradients", "scale_grad", "set_grad"]
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
     """Give a parameter a gradient, of another dtype than its own if need be (torch 2.13, ``Tensor.grad_dtype``)."""
-    if grad.dtype is not param.dtype:
+    if getattr(param, "grad_dtype", grad.dtype) is not grad.dtype:
         param.grad = None
         param.grad_dtype = grad.dtype
     param.grad = grad
