@@ -346,6 +346,40 @@ def test_memory_that_someone_else_holds() -> None:
     both(run)
 
 
+def test_a_step_that_fails() -> None:
+    """The next one does not take what this one was to write for written."""
+
+    def run() -> list[torch.Tensor]:
+        model, optim = make(optimizer="SGD")
+        train(model, optim)
+        backward(model, optim)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(optim, "_step_rows", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                optim.step()
+        in_place(model, optim)
+        optim.zero_grad()
+        model[3].weight.grad = torch.ones_like(model[3].weight)  # the others take no part
+        optim.step()
+        train(model, optim)
+        return values(model)
+
+    both(run)
+
+
+def test_inference_mode() -> None:
+    def run() -> list[torch.Tensor]:
+        model, optim = make()
+        outputs = []
+        for _ in range(4):
+            with torch.inference_mode():
+                outputs.append(model(X).clone())
+            train(model, optim, 1)
+        return [*values(model), *outputs]
+
+    both(run)
+
+
 # ---- ways: how gradients come
 
 
@@ -388,9 +422,12 @@ def clipped_by_us(model: Net, optim: Any) -> None:
 
 
 def in_fp32_too(model: Net, optim: Any) -> None:
-    penalty = sum(p.square().sum() for p in model.parameters())
-    with amp.scale_loss(loss_of(model) + 0.1 * penalty, optim) as scaled:
-        scaled.backward()
+    before = sum(p.square().sum() for p in model.parameters())  # autograd comes to it last
+    loss = loss_of(model)
+    after = sum(p.square().sum() for p in model.parameters())
+    for penalty in (before, after):
+        with amp.scale_loss(loss + 0.1 * penalty, optim) as scaled:
+            scaled.backward(retain_graph=True)
 
 
 def second_order(model: Net, optim: Any) -> None:
@@ -462,6 +499,22 @@ def test_gradients_come_in_many_ways(way: str, dtype: torch.dtype, optimizer: st
     both(run)
 
 
+@NARROW
+def test_a_use_in_fp32_keeps_its_digits() -> None:
+    """Autograd adds in place, in the dtype of what comes first: here that is the 16-bit gradient."""
+    model: Net = nn.ParameterList([torch.ones(6, 3)])
+    optim = optimizers.FusedSGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optim, opt_level="O1", dtype=BF16, loss_scale=1.0, verbosity=0)
+    for _ in range(3):
+        weight = model[0]
+        small = weight.sum() * 2.0**-10
+        with amp.scale_loss((torch.ones(1, 6) @ weight).sum() + small, optim) as scaled:
+            scaled.backward()
+        assert weight.grad[0, 0].item() == 1.0 + 2.0**-10
+        optim.step()
+        optim.zero_grad()
+
+
 # ---- the optimizer's doors
 
 
@@ -525,11 +578,12 @@ def test_parameters_in_two_optimizers(other: str, first: bool) -> None:
         model, both_of = amp.initialize(
             model, both_of if first else both_of[::-1], opt_level="O1", dtype=BF16, verbosity=0
         )
-        for _ in range(5):
+        for step in range(9):
             with amp.scale_loss(loss_of(model), both_of) as scaled:
                 scaled.backward()
             for optim in both_of:
-                optim.step()
+                if step % 3 == 2 or len(list(optim.param_groups[0]["params"])) == 4:
+                    optim.step()
             for optim in both_of:
                 optim.zero_grad()
         return values(model)

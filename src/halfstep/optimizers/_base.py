@@ -190,6 +190,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The rows of every group that has gradients, from the last step where nothing else changed."""
         groups = []
         first = 0
+        if self.copies is not None:
+            self.copies.begin_step()
         for index, group in enumerate(self.param_groups):
             params = group["params"]
             layout = self._layout(group)

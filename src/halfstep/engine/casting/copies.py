@@ -111,6 +111,10 @@ class WeightCopies:
         copy = self._mine.get(id(param))
         return copy is not None and copy.value is not None and copy.weight() is param
 
+    def begin_step(self) -> None:
+        """Forget what a step before this one began to write and did not, because it failed."""
+        self._writing.clear()
+
     def begin_write(self, param: torch.Tensor) -> torch.Tensor | None:
         """The copy that the coming step is to write with this parameter; None if it has none that is worth it.
 
@@ -123,7 +127,6 @@ class WeightCopies:
         if in_use or not copy.is_fresh(param):
             copy.drop()
             return None
-        copy.version = -1  # until it has been written: a step may fail in between
         self._writing.append((param, copy))
         return copy.value
 
