@@ -200,6 +200,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             rows = self._groups.get(index)
             copies = self._copies_of(params)
             if rows is None or not rows.renew(params, self.state, layout, copies):
+                if self.copies is not None:
+                    self.copies.watch(params)  # some may have come since
                 rows = self._groups[index] = GroupRows(params, self.state, layout, self.options, first, copies)
             if rows.rows:
                 groups.append((group, rows))
@@ -210,7 +212,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The copy that this step writes with each parameter."""
         if self.copies is None:
             return [None] * len(params)
-        self.copies.watch(params)  # some may have come since
         return [None if p.grad is None else self.copies.begin_write(p) for p in params]
 
     def _factor(

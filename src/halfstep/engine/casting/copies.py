@@ -21,6 +21,7 @@ __all__ = ["WeightCopies", "adding_in_fp32", "forget", "live", "memory_of", "off
 _WORTH = 2**14  # elements: casting fewer costs no more than to lead autograd around the cast
 _LOSSES = 8  # a copy that goes stale so often unused is given up: someone else writes to this weight all the time
 
+_FP32 = torch.float32
 _use_count = torch._C._storage_Use_Count
 
 
@@ -100,7 +101,7 @@ class WeightCopies:
             if (
                 owner is not None
                 and type(param) is torch.nn.Parameter
-                and param.dtype is torch.float32
+                and param.dtype is _FP32
                 and param.numel() >= _WORTH
                 and _copy_of(param) is None
             ):
@@ -123,7 +124,7 @@ class WeightCopies:
         copy = self._mine.get(id(param))
         if copy is None or copy.value is None or copy.weight() is not param:
             return None
-        in_use = _use_count(copy.value.untyped_storage()._cdata) > 2  # by more than us and the storage asked here
+        in_use = _use_count(copy.value.untyped_storage()._cdata) > 2  # more than ``value`` and the storage asked here
         if in_use or not copy.is_fresh(param):
             copy.drop()
             return None
@@ -158,6 +159,10 @@ class _Lead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The gradient as it is; autograd brings it to the dtype that ``weight.grad_dtype`` asks for."""
+        copy = _copies.get(ctx.weight)
+        weight = None if copy is None else copy.weight()
+        if weight is None or getattr(weight, "grad_dtype", _FP32) is _FP32:
+            return grad, None  # autograd makes fp32 of it before it adds anything
         if ctx.weight in _brought:
             return grad.float(), None
         _brought[ctx.weight] = grad.detach()
@@ -208,7 +213,7 @@ def widen_gradients(params: Iterable[torch.Tensor] | None = None) -> None:
     if params is None:
         params = [weight for copy in _copies.values() if (weight := copy.weight()) is not None]
     for param in params:
-        if param.dtype is torch.float32 and param.grad is not None and is_half(param.grad):
+        if param.dtype is _FP32 and param.grad is not None and is_half(param.grad):
             set_grad(param, param.grad.float())
 
 
