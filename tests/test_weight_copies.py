@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib.util
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -115,7 +116,13 @@ def test_no_weight_is_cast_and_the_numbers_are_the_same(dtype: torch.dtype, opti
     both(run)
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="Triton does not interpret here"
+)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter computes what a skip drops
+@pytest.mark.parametrize("backend", ["eager", "compiled", pytest.param("triton", marks=INTERPRETED)])
 def test_on_each_backend(backend: str) -> None:
     def run() -> list[torch.Tensor]:
         with kernels.backend(backend):

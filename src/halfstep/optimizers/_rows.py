@@ -126,7 +126,8 @@ class GroupRows:
         copies: list[torch.Tensor | None],
     ) -> None:
         self._params = list(params)
-        self._addresses = [local(p).data_ptr() for p in params]
+        self._sharded = any(map(is_sharded, params))
+        self._addresses = self._read(params)
         self._copies = copies
         self._layout = dict(layout)
         self._state = state
@@ -167,7 +168,7 @@ class GroupRows:
         grads = [p.grad for p in params]
         if [g is None for g in grads] != self._missing or not all(map(is_, params, self._params)):
             return False
-        if [local(p).data_ptr() for p in params] != self._addresses:  # param.data = x
+        if self._read(params) != self._addresses:  # param.data = x
             return False
         for positions, rows in zip(self._positions, self.rows, strict=True):
             if not all(map(is_, [state.get(params[i]) for i in positions], rows.states)):
@@ -175,6 +176,9 @@ class GroupRows:
             if not rows.renew([grads[i] for i in positions]):  # type: ignore[misc]
                 return False
         return True
+
+    def _read(self, params: Sequence[torch.Tensor]) -> list[int]:
+        return [p.data_ptr() for p in (locals_of(params) if self._sharded else params)]
 
 
 def _refuse(param: torch.Tensor, grad: torch.Tensor) -> None:
