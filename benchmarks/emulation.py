@@ -8,6 +8,7 @@ backward, and for the models a step of SGD. The ratio is to fp32. On a machine w
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import amp
+from halfstep.core.errors import PrecisionWarning
 from halfstep.core.formats import dtype_name
 from halfstep.core.hardware import has_units
 
@@ -37,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     limits = {"rounds": args.steps, "min_seconds": args.min_seconds, "max_seconds": args.max_seconds}
     everything: list[Timing] = []
+    warnings.simplefilter("ignore", PrecisionWarning)  # of emulate=False, which is what is timed here
     for name in args.dtype or ["bfloat16", "float16"]:
         dtype: torch.dtype = getattr(torch, name)
         units = "units" if has_units(device, dtype, "product") else "no units"

@@ -26,5 +26,7 @@ def fresh_process_state() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     amp.deactivate()
+    assert torch._C._len_torch_function_stack() == 0, "a test left a function mode behind"
+    assert not torch.is_autocast_enabled("cpu"), "a test left autocast on"
     emulation._lacking.cache_clear()  # a test may have pretended another machine
     ops.facts_of.cache_clear()

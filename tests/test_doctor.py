@@ -38,6 +38,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[str, tuple[int, in
     def which(device: Any = None) -> tuple[str, tuple[int, int]]:
         return gpus[torch.device(device).index or 0]
 
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(units, True), raising=False)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))

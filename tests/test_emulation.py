@@ -89,13 +89,15 @@ def test_one_rounding_of_the_exact_products(name: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", [*CALLS, *ATTENTION])
 def test_agrees_with_the_units_of_this_machine(name: str, dtype: torch.dtype) -> None:
-    """Within 2 ulp of what torch computes natively in 16 bits, by units or without.
+    """Within 2 ulp of what units compute in 16 bits, and 4 of what torch's loops compute where there are none.
 
     Where positive and negative terms cancel, the order of the additions shows, so an ulp is that of a quarter of the
     sum of magnitudes, if that is more. For attention, whose probabilities torch rounds in between, it is that of the
     largest number of a head.
     """
     call, shapes = (CALLS | ATTENTION)[name]
+    kind = "attention" if name in ATTENTION else "convolution" if "conv" in name else "product"
+    limit = 2.0 if hardware.has_units(torch.device("cpu"), dtype, kind) else 4.0
     tensors = inputs(shapes, dtype)
     weight = torch.randn_like(call(*tensors)).to(dtype).float()
     with scope(dtype):
@@ -106,7 +108,7 @@ def test_agrees_with_the_units_of_this_machine(name: str, dtype: torch.dtype) ->
     for got, want, most in zip(found, native, magnitudes, strict=True):
         largest = want.float().abs().amax((-2, -1), keepdim=True) if name in ATTENTION else most.float() / 4
         ulp = torch.finfo(dtype).eps * torch.maximum(want.float().abs(), largest).clamp(min=1e-3)
-        assert ((got.float() - want.float()).abs() / ulp).max() <= 2.0
+        assert ((got.float() - want.float()).abs() / ulp).max() <= limit
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -23,7 +23,8 @@ PretendGPUs = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)
-def nothing_said_yet() -> Iterator[None]:
+def nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     hardware.warn_if_slow.cache_clear()
     yield
     hardware.warn_if_slow.cache_clear()

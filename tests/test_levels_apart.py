@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from halfstep import OpLists, amp, static
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from halfstep.engine.casting import guards
+from halfstep.engine.casting import guards, ops
 from halfstep.engine.casting.ops import process_casting
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -286,6 +286,25 @@ def test_a_session_that_ends_inside_a_scope() -> None:
         gc.collect()
         assert outside() is BF16
     assert outside() is FP32
+
+
+def test_a_session_that_ends_inside_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may run while the mode handles an op, and is then not on the stack."""
+    model = bring_up("O1", FP16)
+    table = ops.mode_of_thread().table
+    monkeypatch.setitem(table, torch.relu, lambda mode, func, args, kwargs: (gc.collect(), func(*args))[1])
+    model.itself = [model]  # only the collector finds it
+    del model
+    assert outside() is FP16
+    torch.relu(X)
+    assert outside() is FP32
+    with scope_without_casts():
+        pass
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def scope_without_casts() -> Any:
+    return amp.auto_cast(enable=False, emulate=False)
 
 
 def test_deactivate_ends_what_is_outside() -> None:

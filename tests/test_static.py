@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.graph import Block, SimpleNet
 from halfstep import HalfstepError, amp, optimizers, static
+from halfstep.core.hardware import has_units
 from halfstep.core.oplists import OpLists
 from halfstep.static.casting_pass import cast_graph
 from halfstep.static.cuts import fewest_casts
@@ -97,42 +98,50 @@ def captured(name: str) -> tuple[nn.Module, static.Program, tuple[torch.Tensor, 
     return model, static.capture(model, nn.CrossEntropyLoss(), inputs), inputs
 
 
+def casts_of_autocast(name: str, run: Callable[[], object]) -> int:
+    """How many casts ``torch.autocast`` makes, where it can run at all."""
+    if name == "rnn" and not has_units(torch.device("cpu"), BF16, "recurrent"):
+        pytest.skip("torch.autocast fails here: oneDNN has no bfloat16 LSTM for this CPU")
+    with Casts() as eager, torch.autocast("cpu", BF16):
+        run()
+    return eager.count
+
+
 # ---- the casting pass
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_more_casts_than_autocast_makes(name: str) -> None:
     model, program, (x, y) = captured(name)
-    static.amp.decorate(torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16").minimize(program.loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    static.amp.decorate(optimizer, dtype="bfloat16", emulate=False).minimize(program.loss)
     assert program.casting is not None
-    with Casts() as eager, torch.autocast("cpu", BF16):
-        F.cross_entropy(model(x), y)
+    eager = casts_of_autocast(name, lambda: F.cross_entropy(model(x), y))
     with Casts() as graph:
         program.module()(x, y)
-    assert program.casting.casts_after <= 0.7 * eager.count
+    assert program.casting.casts_after <= 0.7 * eager
     assert graph.count == program.casting.casts_after - 1, "the small parameters are one multi-tensor cast"
-    apart = cast_graph(program.graph_module, OpLists.default(), BF16, together=0)
+    apart = cast_graph(program.graph_module, OpLists.default(), BF16, together=0, emulate=False)
     with Casts() as graph:
         apart.module(x, y)
-    assert graph.count == apart.casts_after <= eager.count
+    assert graph.count == apart.casts_after <= eager
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_together_and_outside_the_loop(name: str) -> None:
     """At O1 on CUDA all of them are one cast; at O2 they are none. On a CPU large ones are cast where they are read."""
     _, program, (x, y) = captured(name)
-    with Casts() as eager, torch.autocast("cpu", BF16):
-        program.graph_module(x, y)
+    eager = casts_of_autocast(name, lambda: program.graph_module(x, y))
     one = cast_graph(program.graph_module, OpLists.default(), BF16, together=2**40)
     outside = cast_graph(program.graph_module, OpLists.default(), BF16, outside=True)
     apart = cast_graph(program.graph_module, OpLists.default(), BF16, together=0)
-    assert one.casts_after <= 0.7 * eager.count
+    assert one.casts_after <= 0.7 * eager
     assert outside.casts_after == one.casts_after - 1
     weights = [p for p in program.parameters() if p.dim() > 1]
     limit = max(p.numel() for p in program.parameters() if p.dim() == 1)
     biases = cast_graph(program.graph_module, OpLists.default(), BF16, together=limit)
     if name == "transformer":  # as with weights that are large
-        assert biases.casts_after == one.casts_after + sum(p.numel() > limit for p in weights) - 1 <= 0.7 * eager.count
+        assert biases.casts_after == one.casts_after + sum(p.numel() > limit for p in weights) - 1 <= 0.7 * eager
     results = [module(x, y)[0] for module in (one.module, apart.module)]
     assert torch.equal(*results)
     grads = []

@@ -341,6 +341,7 @@ class _Pass:
             for result in results:
                 with self.graph.inserting_after(result):
                     rounded = self.graph.call_function(narrow, (result, self.half, opaque))
+                self.casts.add(rounded)
                 result.replace_all_uses_with(rounded, delete_user_cb=lambda user, made=rounded: user is not made)
 
     def _device(self, node: fx.Node) -> str | None:

@@ -70,7 +70,7 @@ def command(
 
     console = Console()
     for sentence in notes:
-        console.print(sentence, style="yellow", soft_wrap=True)
+        console.print(sentence, style="yellow")
     runs = _train(console, settings)
     _print_table(console, runs)
     out.mkdir(parents=True, exist_ok=True)

@@ -241,6 +241,7 @@ class Thread(threading.local):
         self.open: list[_Open] = []
         self.mode = CastMode()
         self.cache = WeightCache()
+        self.leftover = False  # whether the mode is on the stack although nothing needs it
         self.busy = 0  # how many of the functions that change this are under way
 
 
@@ -471,11 +472,16 @@ def ensure_thread() -> None:
 def _join() -> None:
     if not torch.is_grad_enabled():
         _thread.cache.clear()
+    if _thread.leftover and _installed():
+        uninstall(_thread.mode)
+        _thread.leftover = False
     process = process_casting()
     if _thread.process is process or _thread.open:
         return
     clear_cache()
     if _thread.before is not None:
+        # Inside of the mode's own call of an op, which puts it back on the stack, a session may have ended.
+        _thread.leftover = bool(_thread.mode.table) and not _installed()
         _restore(_thread.before)
         _thread.before = None
     _thread.process = process
@@ -503,7 +509,8 @@ def _put(casting: OpCasting, devices: Iterable[str]) -> None:
         if device in native:
             torch.set_autocast_dtype(device, casting.dtype)
     wanted = _set_current(casting)
-    torch.set_autocast_cache_enabled(casting.enabled and casting.cache and not wanted)
+    all_native = casting.lists.level == "native" or not wanted
+    torch.set_autocast_cache_enabled(casting.enabled and casting.cache and all_native)
     _place(wanted)
 
 
