@@ -379,6 +379,13 @@ def test_forms_that_write_into_a_tensor_are_left_alone() -> None:
     assert b.dtype is BF16
 
 
+def test_an_einsum_of_one_tensor_stays_a_view() -> None:
+    a = torch.ones(3, 3, dtype=BF16)
+    with OpCasting(BF16, emulate=True):
+        torch.einsum("ii->i", a).zero_()
+    assert a.diagonal().tolist() == [0.0, 0.0, 0.0]
+
+
 def test_mixed_inputs_fail_as_without() -> None:
     with OpCasting(BF16, enabled=False, emulate=True), pytest.raises(RuntimeError, match="dtype"):
         F.linear(torch.ones(1, 2, dtype=BF16), torch.ones(2, 2))

@@ -254,6 +254,143 @@ def test_a_forward_that_ends_early(level: str, error: type[BaseException]) -> No
     assert outside() is FP16 if level != "O1" else BF16
 
 
+def test_an_interrupt_inside_of_a_scope_ends_with_it() -> None:
+    model = bring_up("O1", BF16)
+    amp.deactivate()
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model.linear.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt), amp.auto_cast(dtype=FP16):
+        model(X)
+    assert outside() is FP32
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    amp.deactivate()
+    assert outside() is FP32
+
+
+def test_a_scope_that_outlives_the_model_it_began_in() -> None:
+    left_open = amp.auto_cast(dtype=FP16)
+
+    class Leaky(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            left_open.__enter__()
+            return super().forward(x)
+
+    model = Leaky()
+    amp.initialize(model, opt_level="O0", verbosity=0)
+    assert seen(model) == [FP16, FP32]
+    assert outside() is FP32
+    left_open.__exit__(None, None, None)
+    assert outside() is FP32
+
+
+AROUND = {
+    "off": lambda: torch.autocast("cpu", enabled=False),
+    "float16": lambda: torch.autocast("cpu", FP16),
+    "bfloat16": lambda: torch.autocast("cpu", BF16),
+}
+
+
+@pytest.mark.parametrize("beside", [None, "O0", "O1"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("around", AROUND)
+def test_torch_autocast_around_a_model_has_no_say(around: str, level: str, beside: str | None) -> None:
+    model = bring_up(level, BF16)
+    amp.deactivate()
+    other = beside and bring_up(beside, FP16)
+    with AROUND[around]():
+        assert seen(model) == computes(level, BF16)
+        assert torch.is_autocast_enabled("cpu") == (around != "off")
+    del other
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("inside", AROUND)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torch_autocast_inside_a_model_has_its_way(compiled: bool, inside: str, level: str, emulate: bool) -> None:
+    torch._dynamo.reset()
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with AROUND[inside]():
+                return self.linear(x)
+
+    model = Part()
+    amp.initialize(model, opt_level=level, dtype=BF16, verbosity=0, emulate=emulate)
+    hook: list[torch.dtype] = []
+    model.linear.register_forward_hook(lambda m, a, o: hook.append(o.dtype))
+    (torch.compile(model, backend="aot_eager") if compiled else model)(X)
+    weight = model.linear.weight.dtype
+    assert hook == [{"off": weight, "float16": FP16, "bfloat16": BF16}[inside]]
+
+
+def test_decorated_models_under_torch_autocast() -> None:
+    model = bring_up("O2", BF16, face="decorate")
+    with torch.autocast("cpu", BF16):
+        assert seen(model) == [BF16, BF16]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_where_autocast_is_off(reentrant: bool) -> None:
+    bring_up("O1", BF16)
+    linear, dtypes = nn.Linear(4, 4), []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = linear(x)
+        dtypes.append(y.dtype)
+        return y.exp()
+
+    with torch.autocast("cpu", enabled=False), set_checkpoint_early_stop(False):
+        y = checkpoint(block, X.clone().requires_grad_(), use_reentrant=reentrant)
+    y.sum().backward()
+    assert dtypes == [FP32, FP32]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_a_compiled_checkpoint(level: str) -> None:
+    torch._dynamo.reset()
+
+    class Saving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.linear, x, use_reentrant=False)
+
+    model = Saving()
+    amp.initialize(model, opt_level=level, dtype=BF16, verbosity=0)
+    amp.deactivate()
+    session = bring_up("O1", FP16, custom_white_list=["relu"])
+    assert torch.compile(model, backend="aot_eager")(X).dtype is computes(level, BF16)[0]
+    del session
+
+
+def test_a_fused_step_in_another_thread() -> None:
+    """It writes to the weights without a new version; this thread has casts of them."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.0, fused=True)
+    amp.initialize(model, optimizer, opt_level="O1", dtype=BF16, verbosity=0)
+    before = model(X)
+
+    def step() -> None:
+        model(X).float().square().sum().backward()
+        optimizer.step()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    assert (model(X) - before).abs().max() > 0.5
+
+
 # ---- outside of models
 
 

@@ -530,6 +530,20 @@ def test_explain_and_black_values() -> None:
     assert lines[-1] == "casts: 4 before, 3 after"
 
 
+@pytest.mark.parametrize("emulate", [False, True])
+def test_the_backend_with_convolutions_and_other_batch_sizes(emulate: bool) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+    options = {"inductor": False, "dtype": "bfloat16", "emulate": emulate}
+    compiled = torch.compile(model, backend="halfstep", options=options)
+    for count, batch in enumerate((3, 2, 5, 7), 1):
+        y = compiled(torch.randn(batch, 2, 8, 8))
+        y.float().sum().backward()
+        assert y.shape == (batch, 5)
+        assert y.dtype is BF16
+        assert model[1].num_batches_tracked == count, "to trace is not to compute"
+
+
 @pytest.mark.parametrize("inductor", [False, True])
 def test_the_pass_as_a_backend_of_torch_compile(inductor: bool) -> None:
     torch.manual_seed(0)

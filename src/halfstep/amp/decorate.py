@@ -103,7 +103,9 @@ def decorate(
         if emulate is False:
             for device in {param.device for model in model_list for param in model.parameters()}:
                 warn_if_slow(device, half)
-    casting = ops.OpCasting(half, enabled=False, devices=modules.device_types(model_list), emulate=emulate)
+    casting = ops.OpCasting(
+        half, enabled=False, devices=modules.device_types(model_list), emulate=emulate, lenient=True
+    )
     if level == "O1":
         for model in model_list:
             _keep_apart(model, casting)

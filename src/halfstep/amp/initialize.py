@@ -62,9 +62,9 @@ def initialize(
     is fp32 and holds the masters. "O3" has everything in 16 bits. The other arguments override single properties of
     the level where they are not None.
 
-    While a model runs it computes by its own level, whatever else was brought up in the process; an ``amp.auto_cast``
-    or ``amp.disable_casts`` around the call has its way. The casts outside of models are those of the latest O1
-    session, on the device types of its models, and end when its models and optimizers are gone.
+    While a model is called it computes by its own level, whatever else was brought up in the process; an
+    ``amp.auto_cast`` or ``amp.disable_casts`` around the call has its way. The casts outside of models are those of the
+    latest O1 session, on the device types of its models, and end when its models and optimizers are gone.
 
     Args:
         models: a module, or a list of modules, with fp32 parameters, on any device; changed in place.

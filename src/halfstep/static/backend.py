@@ -33,7 +33,9 @@ def halfstep(
     given = options or {}
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     half = parse_dtype(given["dtype"]) if "dtype" in given else default_half(device)
-    traced = make_fx(module, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True)(*example_inputs)
+    # Dynamo's own fake inputs: real ones would be computed with, and others would have other symbols for their sizes.
+    fakes = [node.meta.get("example_value", x) for node, x in zip(_placeholders(module), example_inputs, strict=True)]
+    traced = make_fx(module, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
     cast = cast_graph(
         traced,
         given.get("lists", OpLists.default()),
@@ -44,6 +46,10 @@ def halfstep(
     if given.get("inductor", True):
         return compile_fx(cast, list(example_inputs))  # type: ignore[return-value]
     return cast
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
 if "halfstep" not in torch._dynamo.list_backends(exclude_tags=()):

@@ -9,7 +9,7 @@ import torch
 
 from . import copies
 
-__all__ = ["WeightCache"]
+__all__ = ["WeightCache", "forget_in_all_threads"]
 
 _Key = tuple[int, bool]  # the identity of the weight, and whether the copy is widened again
 _Entry = tuple[int, int, torch.dtype, bool, bool, torch.Tensor, "weakref.ref[torch.Tensor]"]
@@ -24,6 +24,15 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing = torch._C._get_tracing_state
 
 
+_epoch = 0
+
+
+def forget_in_all_threads() -> None:
+    """Make every cache of every thread forget its copies before it is asked again."""
+    global _epoch
+    _epoch += 1
+
+
 class WeightCache:
     """The casts of leaf tensors. An entry lives as long as its weight and is good for one version of it.
 
@@ -36,6 +45,7 @@ class WeightCache:
     def __init__(self) -> None:
         self._entries: dict[_Key, _Entry] = {}
         self._sweep_at = 32
+        self._epoch = _epoch
         self.casts = 0
 
     def __len__(self) -> int:
@@ -58,6 +68,9 @@ class WeightCache:
             dtype: torch.float16 or torch.bfloat16.
             wide: give the rounded numbers in fp32, for emulated products.
         """
+        if self._epoch != _epoch:
+            self.clear()
+            self._epoch = _epoch
         entry = self._entries.get((id(weight), wide))
         if entry is not None:
             version, address, kept, leads_back, inference, cast, _ = entry

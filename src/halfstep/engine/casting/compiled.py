@@ -1,26 +1,32 @@
 """Scopes of op casting that ``torch.compile`` meets while it traces.
 
 Dynamo follows function modes, also across graph breaks, where it can find them again: they lie in ``_modes``. It does
-not keep native autocast that one function turns on and another off (torch 2.13: AOTAutograd drops the calls), so the
-tables of these modes leave nothing to it, and turn it off for each op that it would touch.
+not keep native autocast that one hook turns on and another off (torch 2.13: AOTAutograd drops the calls), so the
+tables for models leave nothing to it, and turn it off for each op that it would touch.
 
 What runs here is traced: attributes of the thread, constants and the stack of modes are all that it may use.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from ...core.oplists.tables import NATIVE
 from .mode import CastMode
 
 if TYPE_CHECKING:
     from .ops import OpCasting, Thread
 
-__all__ = ["enter", "known", "leave", "others", "put_stack", "stack"]
+__all__ = ["abandon", "enter_model", "enter_scope", "known", "leave", "not_by_itself", "others", "put_stack", "stack"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 known: dict[str, OpCasting] = {}
 """Every casting that was made, by its key, which Dynamo takes for a constant."""
@@ -28,12 +34,15 @@ known: dict[str, OpCasting] = {}
 _modes: dict[str, CastMode] = {}
 
 
-def _prepare(key: str) -> str:
+def _prepare(key: str, explicit: bool) -> str:
     """Have the mode of a casting ready. Dynamo calls this while it traces, and does not look into it."""
-    if key not in _modes:
-        mode = _modes[key] = CastMode()
-        known[key].set_up(mode, None, explicit=True)
-    return key
+    name = f"{key} {explicit}"
+    if name not in _modes:
+        mode = _modes[name] = CastMode()
+        known[key].set_up(mode, None, explicit=explicit)
+        if explicit:
+            mode.native = ()
+    return name
 
 
 _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -57,28 +66,58 @@ def others(modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:
     return [mode for mode in modes if not isinstance(mode, CastMode)]
 
 
-def enter(key: str, inert: bool, thread: Thread, *, explicit: bool) -> None:
-    """Put a casting in force.
+def not_by_itself(hook: F) -> F:
+    """A hook that Dynamo follows inside of what it compiles, and does not compile by itself, nor what it calls.
+
+    Where a whole module call is compiled, its hooks are a part of that. But of a module of the user's Dynamo compiles
+    ``forward``, and each hook as a program of its own (torch 2.13): there a hook must put things in force for real.
+    """
+    set_code_exec_strategy(hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return hook
+
+
+def enter_scope(key: str, thread: Thread) -> None:
+    """Put a casting in force that the user asked for, in a ``with`` block: there Dynamo keeps native autocast too."""
+    mode = _modes[_prepare(key, False)]
+    native = [
+        _enter_autocast(device, mode.dtype, device in mode.native, False) for device in mode.devices if device in NATIVE
+    ]
+    _push(mode, key, True, native, thread)
+
+
+def enter_model(key: str, inert: bool, thread: Thread) -> None:
+    """Put the casting of a model in force, unless it is, or an explicit scope around it has its way.
 
     Args:
         key: the casting's.
         inert: whether it neither casts nor emulates.
         thread: what is in force in this thread.
-        explicit: whether the user asked for it; else a model did, and an explicit scope around it has its way.
     """
     in_force = thread.key == key and not torch.compiler.is_exporting()
-    if not explicit and (thread.explicit or in_force or (inert and not thread.key)):
+    if thread.explicit or in_force or (inert and not thread.key):
         thread.traced.append(None)
-        return
+    else:
+        _push(_modes[_prepare(key, True)], key, False, [], thread)
+
+
+def _push(mode: CastMode, key: str, explicit: bool, native: list[Any], thread: Thread) -> None:
     before = stack()
-    thread.traced.append((before, thread.key, thread.explicit))
-    put_stack([*others(before), _modes[_prepare(key)]])
+    thread.traced.append((before, thread.key, thread.explicit, native))
+    put_stack([*others(before), mode])
     thread.key, thread.explicit = key, explicit
 
 
 def leave(thread: Thread) -> None:
-    """Put back what was before the latest ``enter``."""
+    """Put back what was before the latest ``enter_scope`` or ``enter_model``."""
     record = thread.traced.pop()
     if record is not None:
-        before, thread.key, thread.explicit = record
+        before, thread.key, thread.explicit, native = record
         put_stack(before)
+        for entered in native:
+            _exit_autocast(entered)
+
+
+def abandon(thread: Thread) -> None:
+    """Put back what was before compiled code that was interrupted after a graph break."""
+    while thread.traced:
+        leave(thread)

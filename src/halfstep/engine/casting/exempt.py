@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import AbstractContextManager
+import sys
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ...core.errors import ArgumentTypeError
 from . import ops
+from .compiled import not_by_itself
 
 __all__ = ["exempt"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
+_NOTHING = ops.OpCasting(None, enabled=False)
+
+
 class _Exemption:
-    """The scopes of the forward passes under way, by thread; copies and pickles begin without any."""
+    """Two forward hooks: while the model runs nothing is cast."""
 
-    def __init__(self) -> None:
-        self._open: dict[int, list[AbstractContextManager[None]]] = {}
-
+    @not_by_itself
     def enter(self, module: nn.Module, args: Any) -> None:
-        scope = ops.disable_casts()
-        scope.__enter__()
-        self._open.setdefault(threading.get_ident(), []).append(scope)
+        if torch.compiler.is_dynamo_compiling():
+            ops.enter_traced_model(_NOTHING, explicit=True)
+        else:
+            ops.enter_model(_NOTHING, self, sys._getframe(1), explicit=True)
 
+    @not_by_itself
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if scopes := self._open.get(threading.get_ident()):
-            scopes.pop().__exit__(None, None, None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_open": {}}
+        if torch.compiler.is_dynamo_compiling():
+            ops.leave_traced_model()
+        else:
+            ops.leave_model(self)
 
 
 def exempt(model: M) -> M:

@@ -47,6 +47,7 @@ class CastMode(TorchFunctionMode):
         devices: types of the devices whose tensors are cast.
         native: those of them on which native autocast does a part of the work. Where someone turns it off, nothing is
             cast.
+        explicit: whether the table leaves nothing to native autocast, which may be on or off, for other lists.
         emulated: which 16-bit ops run in fp32 kernels.
         cache: copies of weights, or None to keep none.
         verbose: whether each cast is logged.
@@ -59,6 +60,7 @@ class CastMode(TorchFunctionMode):
         self.dtype = torch.bfloat16
         self.devices: tuple[str, ...] = ()
         self.native: tuple[str, ...] = ()
+        self.explicit = False
         self.emulated: EmulatedKinds = frozenset()
         self.cache: WeightCache | None = None
         self.verbose = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from ...core.formats import parse_dtype
 from ...kernels.shards import is_sharded
 from ..masters.plain import master_of
 from . import ops
+from .compiled import not_by_itself
 
 __all__ = [
     "PARALLEL",
@@ -94,6 +96,7 @@ class CastInputs:
 
     dtype: torch.dtype
 
+    @not_by_itself
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast positional and keyword arguments."""
         return cast_tree(args, self.dtype), cast_tree(kwargs, self.dtype)
@@ -105,6 +108,7 @@ class CastOutputs:
 
     dtype: torch.dtype
 
+    @not_by_itself
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Cast the output."""
         return cast_tree(output, self.dtype)
@@ -116,21 +120,29 @@ class AtLevel:
     def __init__(self, casting: ops.OpCasting) -> None:
         self.casting = casting
 
+    @not_by_itself
     def enter(self, module: nn.Module, args: Any) -> None:
         """Before the forward."""
+        if torch.compiler.is_dynamo_compiling():
+            ops.enter_traced_model(self.casting)
+            return
         if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in self.casting.devices:
             self._follow(module)
-        ops.enter_model(self.casting, self)
+        ops.enter_model(self.casting, self, sys._getframe(1))
+
+    @not_by_itself
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After it, also if it failed."""
+        if torch.compiler.is_dynamo_compiling():
+            ops.leave_traced_model()
+        else:
+            ops.leave_model(self)
 
     def _follow(self, module: nn.Module) -> None:
         """The model may have moved since it was brought up."""
         first = next(module.parameters(), None)
         if first is not None and first.device.type not in self.casting.devices:
             self.casting = ops.moved(self.casting, first.device.type)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After it, also if it failed."""
-        ops.leave_model(self)
 
 
 def join_casting(module: nn.Module, args: Any) -> None:

@@ -14,6 +14,7 @@ torch's stack. The tables are in ``mode``, what is done to a call in ``rules``; 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import weakref
@@ -28,7 +29,7 @@ from ...core.hardware import accelerator
 from ...core.oplists import OpLists
 from ...core.oplists.tables import NATIVE
 from . import compiled, copies, guards
-from .cache import WeightCache
+from .cache import WeightCache, forget_in_all_threads
 from .emulation import Emulate, EmulatedKinds, emulated_kinds
 from .mode import CastMode, build_table, install, uninstall
 
@@ -42,7 +43,9 @@ __all__ = [
     "disable_casts",
     "ensure_thread",
     "enter_model",
+    "enter_traced_model",
     "leave_model",
+    "leave_traced_model",
     "mode_of_thread",
     "moved",
     "process_casting",
@@ -51,6 +54,7 @@ __all__ = [
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+_EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
 
 
 def present_devices() -> tuple[str, ...]:
@@ -69,9 +73,10 @@ def facts_of(
     allow_banned: bool,
     devices: tuple[str, ...],
     emulate: Emulate,
+    lenient: bool,
 ) -> tuple[str, tuple[str, ...], EmulatedKinds]:
     """What follows from the settings of a casting: a key, where native autocast takes part, and what is emulated."""
-    key = str((dtype, str(lists), enabled, cache, verbose, allow_banned, devices, emulate))
+    key = str((dtype, str(lists), enabled, cache, verbose, allow_banned, devices, emulate, lenient))
     native: tuple[str, ...] = ()
     if enabled and lists.level == "native":
         native = tuple(d for d in devices if torch.amp.is_autocast_available(d))
@@ -95,6 +100,7 @@ class OpCasting:
         allow_banned: run banned ops in fp32 instead of refusing 16-bit inputs.
         devices: types of the devices whose tensors are cast; None means the CPU and the accelerator of this machine.
         emulate: where 16-bit products run in fp32 kernels; see ``emulation.Emulate``.
+        lenient: let a plain ``torch.autocast`` around a model be.
     """
 
     def __init__(
@@ -108,11 +114,12 @@ class OpCasting:
         allow_banned: bool = False,
         devices: Iterable[str] | None = None,
         emulate: Emulate = "auto",
+        lenient: bool = False,
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
             self.key = _key_of(dtype, lists, enabled, allow_banned, devices, emulate)
         else:
-            self._fill(dtype, lists, enabled, cache, verbose, allow_banned, devices, emulate)
+            self._fill(dtype, lists, enabled, cache, verbose, allow_banned, devices, emulate, lenient)
 
     def _fill(
         self,
@@ -124,7 +131,9 @@ class OpCasting:
         allow_banned: bool,
         devices: Iterable[str] | None,
         emulate: Emulate,
+        lenient: bool = False,
     ) -> None:
+        self.lenient = lenient
         self.dtype = dtype or torch.bfloat16
         self.lists = lists or OpLists.default()
         self.enabled = enabled
@@ -132,7 +141,7 @@ class OpCasting:
         self.verbose = verbose
         self.allow_banned = allow_banned
         self.devices = present_devices() if devices is None else tuple(sorted(devices))
-        self.settings = (dtype, self.lists, enabled, cache, verbose, allow_banned, self.devices, emulate)
+        self.settings = (dtype, self.lists, enabled, cache, verbose, allow_banned, self.devices, emulate, lenient)
         self.key, self.native, self.emulated = facts_of(*self.settings)
         self.inert = not enabled and not self.emulated
         compiled.known.setdefault(self.key, self)
@@ -142,16 +151,16 @@ class OpCasting:
 
     def __enter__(self) -> OpCasting:
         if torch.compiler.is_dynamo_compiling():
-            compiled.enter(self.key, False, _thread, explicit=True)
+            compiled.enter_scope(self.key, _thread)
         else:
-            _enter(self, explicit=True)
+            _enter(self, explicit=True, owner=self)
         return self
 
     def __exit__(self, *exc: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             compiled.leave(_thread)
         else:
-            _leave()
+            _leave(self)
 
     def set_up(self, mode: CastMode, cache: WeightCache | None, *, explicit: bool = False) -> None:
         """Make a mode do this.
@@ -159,7 +168,8 @@ class OpCasting:
         Args:
             mode: the mode.
             cache: where to keep copies of weights.
-            explicit: leave nothing to native autocast; see ``build_table``.
+            explicit: leave nothing to native autocast; see ``build_table``. An exported graph must hold every cast,
+                and native autocast leaves no trace in it.
         """
         mode.emulated = self.emulated
         mode.table = build_table(
@@ -171,7 +181,8 @@ class OpCasting:
         )
         mode.dtype = self.dtype
         mode.devices = self.devices
-        mode.native = () if explicit else self.native
+        mode.native = self.native
+        mode.explicit = explicit
         mode.cache = cache if self.cache else None
         mode.verbose = self.verbose
         mode.allow_banned = self.allow_banned
@@ -266,76 +277,105 @@ def _undisturbed(function: F) -> F:
 
 
 @_undisturbed
-def _enter(casting: OpCasting, *, explicit: bool, owner: object = None, frame: FrameType | None = None) -> None:
+def _enter(casting: OpCasting, *, explicit: bool, owner: object, frame: FrameType | None = None) -> None:
+    _drop_interrupted()
     scope = _Open(explicit, owner, frame)
-    in_force = _thread.key == casting.key and not torch.compiler.is_exporting()
-    if explicit or not (_thread.explicit or in_force or (casting.inert and not _thread.key)):
+    if explicit or not (_thread.explicit or _in_force(casting)):
         _begin(scope, casting)
         _thread.explicit = explicit
     _thread.open.append(scope)
 
 
+def _in_force(casting: OpCasting) -> bool:
+    """Whether a thread does what a casting says already."""
+    if torch.compiler.is_exporting() or not (_thread.key == casting.key or (casting.inert and not _thread.key)):
+        return False
+    if casting.lenient:
+        return True
+    native = [d for d in casting.devices if d in NATIVE and torch.is_autocast_enabled(d)]
+    return native == list(casting.native) and all(torch.get_autocast_dtype(d) is casting.dtype for d in native)
+
+
 def _begin(scope: _Open, casting: OpCasting) -> None:
     outer = () if _thread.current is None else _thread.current.native
-    # An explicit scope is also in force over a plain torch.autocast around it.
-    mine = [d for d in casting.devices if d in NATIVE] if scope.explicit else []
+    # A plain torch.autocast around it is not in force inside, but for models that have no casts of their own.
+    mine = [] if casting.lenient else [d for d in casting.devices if d in NATIVE]
     scope.capture(dict.fromkeys((*casting.native, *outer, *mine)))
     if not casting.inert:
         scope.held = True
-        guards.hold(_uncast, _remember, clear_cache)
+        guards.hold(_uncast, _remember, _stepped)
     if scope.traced is not None:
         compiled.put_stack(compiled.others(scope.traced))
     _put(casting, [device for device, _, _ in scope.native])
 
 
 @_undisturbed
-def _leave() -> None:
+def _leave(owner: object) -> None:
+    """End the latest scope of an owner, and with it what began inside of it and did not end."""
+    if any(scope.owner is owner for scope in _thread.open):
+        while _end_latest().owner is not owner:
+            pass
+        _after_leaving()
+
+
+def _end_latest() -> _Open:
     scope = _thread.open.pop()
     if scope.restores:
         if scope.held:
             guards.release()
         _restore(scope)
         _thread.explicit = next((each.explicit for each in reversed(_thread.open) if each.restores), False)
+    return scope
+
+
+def _after_leaving() -> None:
     if not _thread.open:
         if _thread.process is None:
             clear_cache()
         ensure_thread()
 
 
-def enter_model(casting: OpCasting, owner: object) -> None:
+def enter_model(casting: OpCasting, owner: object, frame: FrameType, *, explicit: bool = False) -> None:
     """While a model runs, what its level says is in force, unless an explicit scope around it says otherwise.
 
     Args:
         casting: the model's; one that is not enabled casts nothing, and may emulate.
-        owner: who will leave again, from the same frame.
+        owner: who will leave again.
+        frame: of the call of the model.
+        explicit: whether it has its way over the scopes around it.
     """
-    if torch.compiler.is_dynamo_compiling():
-        compiled.enter(casting.key, casting.inert, _thread, explicit=False)
-        return
-    _drop_interrupted()
     if casting.enabled:
         ensure_thread()
-    _enter(casting, explicit=False, owner=owner, frame=sys._getframe(2))
+    _enter(casting, explicit=explicit, owner=owner, frame=frame)
 
 
 def leave_model(owner: object) -> None:
     """The model that entered last has run, or failed."""
-    if torch.compiler.is_dynamo_compiling():
+    if any(scope.owner is owner for scope in _thread.open):
+        _leave(owner)
+    elif _thread.traced:  # it was entered in compiled code, before a graph break
         compiled.leave(_thread)
-        return
-    if not any(scope.owner is owner for scope in _thread.open):
-        if _thread.traced:  # it was entered in compiled code, before a graph break
-            compiled.leave(_thread)
-        return
-    while _thread.open[-1].owner is not owner:
-        _leave()
-    _leave()
+
+
+def enter_traced_model(casting: OpCasting, *, explicit: bool = False) -> None:
+    """``enter_model`` for Dynamo."""
+    if explicit:
+        compiled.enter_scope(casting.key, _thread)
+    else:
+        compiled.enter_model(casting.key, casting.inert, _thread)
+
+
+def leave_traced_model() -> None:
+    """``leave_model`` for Dynamo."""
+    compiled.leave(_thread)
 
 
 def _drop_interrupted() -> None:
     """A KeyboardInterrupt ends a model's forward without its hooks; what it left in force ends here."""
     while _thread.open and not _runs(_thread.open[-1]):
-        _leave()
+        _end_latest()
+    if _thread.traced and not _runs_compiled():
+        compiled.abandon(_thread)
 
 
 def _runs(scope: _Open) -> bool:
@@ -344,6 +384,14 @@ def _runs(scope: _Open) -> bool:
         return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not scope.frame:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _runs_compiled() -> bool:
+    """Whether compiled code is under way in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(_EVAL_FRAME):
         frame = frame.f_back
     return frame is not None
 
@@ -407,7 +455,7 @@ def activate(casting: OpCasting, owners: Iterable[object] = ()) -> None:
     for owner in owners:
         session.owners += 1
         weakref.finalize(owner, _owner_gone, session).atexit = False
-    guards.hold(_uncast, _remember, clear_cache)
+    guards.hold(_uncast, _remember, _stepped)
     with _lock:
         _sessions.append(session)
     _end([])
@@ -428,8 +476,8 @@ def deactivate() -> None:
 
 def moved(casting: OpCasting, device_type: str) -> OpCasting:
     """The casting of a model that has moved to a device of another type; a session with this casting moves too."""
-    *others, devices, emulate = casting.settings
-    new = _restored(*others, {*devices, device_type}, emulate)
+    *others, devices, emulate, lenient = casting.settings
+    new = _restored(*others, {*devices, device_type}, emulate, lenient)
     for session in _sessions:
         if session.casting is casting:
             session.casting = new
@@ -470,6 +518,7 @@ def ensure_thread() -> None:
 
 @_undisturbed
 def _join() -> None:
+    _drop_interrupted()
     if not torch.is_grad_enabled():
         _thread.cache.clear()
     if _thread.leftover and _installed():
@@ -502,8 +551,7 @@ def _installed() -> bool:
 
 def _put(casting: OpCasting, devices: Iterable[str]) -> None:
     """Put a casting in force: native autocast on for its own devices and off for the others of these."""
-    # An exported graph must hold every cast: native autocast leaves no trace in it.
-    native = () if torch.compiler.is_exporting() else casting.native
+    native = casting.native
     for device in devices:
         torch.set_autocast_enabled(device, device in native)
         if device in native:
@@ -560,21 +608,32 @@ def _uncast(own: Callable[..., Any]) -> Callable[..., Any]:
     return uncast
 
 
+def _stepped() -> None:
+    """An optimizer has stepped. Fused ones write to weights without a new version, and every thread may have casts."""
+    forget_in_all_threads()
+    torch.clear_autocast_cache()
+
+
 def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that runs under what is in force now, for a checkpoint that recomputes it later."""
     casting, explicit = _thread.current, _thread.explicit
     if casting is None:
         return function
+    native = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in casting.native]
 
     @functools.wraps(function, updated=())
     def remembering(*args: Any, **kwargs: Any) -> Any:
         if _thread.current is casting:
             return function(*args, **kwargs)
-        _enter(casting, explicit=True)
+        owner = object()
+        _enter(casting, explicit=True, owner=owner)
         _thread.explicit = explicit
+        for device, enabled, dtype in native:  # the user may have turned it off, or to another dtype, inside
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
         try:
             return function(*args, **kwargs)
         finally:
-            _leave()
+            _leave(owner)
 
     return remembering

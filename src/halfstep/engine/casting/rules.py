@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from ...core.errors import UnsafeOpError
 from ...core.formats import HALF_DTYPES, dtype_name
+from ...core.oplists.tables import NATIVE
 from .emulation import narrow, widen
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]
 logger = logging.getLogger("halfstep")
 
 _is_compiling = torch.compiler.is_compiling
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 _CONTAINERS = (list, tuple, Mapping)
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -85,7 +87,7 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
 def native_off(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Call with native autocast off on every device."""
     on = mode.native_on()
-    if _is_compiling():
+    if _is_dynamo_compiling():
         return _native_off_compiled(on, func, args, kwargs)
     for device in on:
         torch.set_autocast_enabled(device, False)
@@ -172,13 +174,9 @@ def emulated(
         otherwise: the rule for calls that are not emulated; None calls as it is.
     """
     floating = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
-    lowers = lowers and bool(floating) and mode.casts(floating[0])
-    dtypes = {t.dtype for t in floating}
-    dtype = mode.dtype if lowers else next(iter(dtypes), None)
-    alike = dtypes.issubset(_CASTABLE) if lowers else len(dtypes) == 1
-    if not alike or (floating[0].device.type, dtype, kind) not in mode.emulated or kwargs.get("out") is not None:
+    half = None if kwargs.get("out") is not None else _emulated_dtype(mode, floating, kind, lowers)
+    if half is None:
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
-    half: torch.dtype = dtype  # type: ignore[assignment]
 
     def enter(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in _CASTABLE:
@@ -193,6 +191,21 @@ def emulated(
         return narrow(tensor, half) if tensor.dtype is torch.float32 else tensor
 
     return cast_args(leave, native_off(mode, func, cast_args(enter, list(args)), cast_args(enter, kwargs)))
+
+
+def _emulated_dtype(mode: CastMode, tensors: list[torch.Tensor], kind: str, lowers: bool) -> torch.dtype | None:
+    """The 16-bit dtype in which an op on some floating tensors is emulated; None if it is not."""
+    if len(tensors) < 2:  # an einsum of one tensor is a view
+        return None
+    device, dtypes = tensors[0].device.type, {tensor.dtype for tensor in tensors}
+    lowers = lowers and mode.casts(tensors[0])
+    if (lowers or not mode.native) and not mode.explicit and device in NATIVE and torch.is_autocast_enabled(device):
+        dtype, fits = torch.get_autocast_dtype(device), dtypes.issubset(_CASTABLE)  # a user's own inside may differ
+    elif lowers:
+        dtype, fits = mode.dtype, dtypes.issubset(_CASTABLE)
+    else:
+        dtype, fits = tensors[0].dtype, len(dtypes) == 1
+    return dtype if fits and (device, dtype, kind) in mode.emulated else None
 
 
 def to_float(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], name: str) -> Any:
