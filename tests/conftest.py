@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfstep import amp
-from halfstep.engine.casting import emulation, ops
+from halfstep.engine.casting import emulation, spec
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -29,4 +29,4 @@ def fresh_process_state() -> Iterator[None]:
     assert torch._C._len_torch_function_stack() == 0, "a test left a function mode behind"
     assert not torch.is_autocast_enabled("cpu"), "a test left autocast on"
     emulation._lacking.cache_clear()  # a test may have pretended another machine
-    ops.facts_of.cache_clear()
+    spec.facts_of.cache_clear()

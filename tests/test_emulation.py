@@ -15,7 +15,7 @@ from halfstep import Model, amp, static
 from halfstep.core import hardware
 from halfstep.core.errors import ArgumentValueError
 from halfstep.core.oplists.tables import OP_CLASSES
-from halfstep.engine.casting import emulation, ops
+from halfstep.engine.casting import emulation, spec
 from halfstep.engine.casting.ops import OpCasting
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -317,7 +317,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
     """A machine whose CPU has no units for these classes of ops."""
     monkeypatch.setattr(emulation, "has_units", lambda device, dtype, kind: kind not in kinds)
     emulation._lacking.cache_clear()
-    ops.facts_of.cache_clear()
+    spec.facts_of.cache_clear()
 
 
 def test_only_the_classes_that_lack_units_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from ..engine.casting.functions import (
     register_half_function,
     register_promote_function,
 )
-from ..engine.casting.ops import deactivate, disable_casts
+from ..engine.casting.ops import disable_casts
+from ..engine.casting.sessions import deactivate
 from .auto_cast import auto_cast, autocast
 from .decorate import decorate
 from .grad_scaler import GradScaler

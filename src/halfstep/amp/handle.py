@@ -15,7 +15,7 @@ from ..core.formats import HALF_DTYPES, default_half, parse_dtype
 from ..core.oplists import OpLists
 from ..core.policy import LossScaleSpec
 from ..engine.backward import scaled_backward
-from ..engine.casting import ops
+from ..engine.casting import ops, sessions
 from ..engine.casting.emulation import Emulate, check_emulate
 from ..engine.casting.modules import join_casting
 from ..engine.forwarding import ForwardingOptimizer
@@ -159,7 +159,7 @@ class AmpHandle(NoOpHandle):
         self._bound: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._alive = True
         self._hook = register_module_forward_pre_hook(join_casting)
-        ops.activate(casting)
+        sessions.activate(casting)
 
     def is_active(self) -> bool:
         """Whether this thread casts ops and the handle was not deactivated."""
@@ -231,7 +231,7 @@ class AmpHandle(NoOpHandle):
         self._hook.remove()
         for optimizer in list(self._bound):
             unbind(optimizer)
-        ops.retire(self._casting)
+        sessions.retire(self._casting)
 
 
 class OptimWrapper(ForwardingOptimizer):

@@ -15,7 +15,7 @@ from ..core.formats import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.hardware import warn_if_slow
 from ..core.oplists import OpLists
 from ..core.policy import Policy, parse_level
-from ..engine.casting import modules, ops
+from ..engine.casting import modules, ops, sessions
 from ..engine.casting.emulation import Emulate, check_emulate
 from ..engine.scaling import LossScale, LossScaler, make_loss_scale
 from ..engine.stepping import bind, binding_of
@@ -155,7 +155,7 @@ def initialize(
         if not policy.master_weights and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # torch casts the state to the parameters' new dtype
     if policy.op_lists is not None:
-        ops.activate(casting, [*model_list, *optimizer_list])
+        sessions.activate(casting, [*model_list, *optimizer_list])
     _amp_state.session = session
     if verbosity > 0:
         logger.info("%s", banner(defaults, options, half))

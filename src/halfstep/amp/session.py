@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..engine.casting import ops
+from ..engine.casting import ops, sessions
 from ..engine.scaling import LossScaler
 from ..engine.stepping import Binding, binding_of
 from .options import Options
@@ -41,13 +41,13 @@ class StateHandle:
 
     def is_active(self) -> bool:
         """Whether ops are cast."""
-        return ops.process_casting() is not None
+        return sessions.process_casting() is not None
 
     def _clear_cache(self) -> None:
         ops.clear_cache()
 
     def _deactivate(self) -> None:
-        ops.deactivate()
+        sessions.deactivate()
 
 
 class AmpState:

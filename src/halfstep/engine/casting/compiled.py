@@ -22,13 +22,14 @@ from ...core.oplists.tables import NATIVE
 from .mode import CastMode
 
 if TYPE_CHECKING:
-    from .ops import OpCasting, Thread
+    from .ops import Thread
+    from .spec import CastingSpec
 
 __all__ = ["abandon", "enter_model", "enter_scope", "known", "leave", "not_by_itself", "others", "put_stack", "stack"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-known: dict[str, OpCasting] = {}
+known: dict[str, CastingSpec] = {}
 """Every casting that was made, by its key, which Dynamo takes for a constant."""
 
 _modes: dict[str, CastMode] = {}

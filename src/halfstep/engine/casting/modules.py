@@ -21,7 +21,7 @@ from ...core.errors import UsageError
 from ...core.formats import parse_dtype
 from ...kernels.shards import is_sharded
 from ..masters.plain import master_of
-from . import ops
+from . import ops, sessions
 from .compiled import not_by_itself
 
 __all__ = [
@@ -142,7 +142,7 @@ class AtLevel:
         """The model may have moved since it was brought up."""
         first = next(module.parameters(), None)
         if first is not None and first.device.type not in self.casting.devices:
-            self.casting = ops.moved(self.casting, first.device.type)
+            self.casting = sessions.moved(self.casting, first.device.type)
 
 
 def join_casting(module: nn.Module, args: Any) -> None:

@@ -3,7 +3,7 @@ has it, and on top of it a function mode where the op lists say otherwise, or wh
 
 What is in force in a thread is one ``OpCasting``. Three things put it there, and the innermost decides:
 
-- the process: the latest session of O1 (``activate``), outside of every model;
+- the process: the latest session of O1 (``sessions``), outside of every model;
 - a model that was brought up at a level, while its ``forward`` runs (``enter_model``, ``leave_model``);
 - the user, by an explicit scope (``with OpCasting(...)``): a model inside computes as the scope says.
 
@@ -17,7 +17,6 @@ import functools
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -25,31 +24,26 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...core.hardware import accelerator
-from ...core.oplists import OpLists
 from ...core.oplists.tables import NATIVE
 from . import compiled, copies, guards
 from .cache import WeightCache, forget_in_all_threads
-from .emulation import Emulate, EmulatedKinds, emulated_kinds
-from .mode import CastMode, build_table, install, uninstall
+from .mode import CastMode, install, uninstall
+from .spec import CastingSpec
 
 __all__ = [
     "PLAIN",
     "OpCasting",
-    "activate",
     "active",
     "clear_cache",
-    "deactivate",
     "disable_casts",
     "ensure_thread",
     "enter_model",
     "enter_traced_model",
+    "follow",
+    "hold",
     "leave_model",
     "leave_traced_model",
     "mode_of_thread",
-    "moved",
-    "process_casting",
-    "retire",
 ]
 
 
@@ -57,97 +51,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 _EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
 
 
-def present_devices() -> tuple[str, ...]:
-    """The types of the devices of this machine."""
-    found = accelerator()
-    return ("cpu",) if found in (None, "cpu") else ("cpu", found)
-
-
-@functools.lru_cache(maxsize=64)
-def facts_of(
-    dtype: torch.dtype | None,
-    lists: OpLists,
-    enabled: bool,
-    cache: bool,
-    verbose: bool,
-    allow_banned: bool,
-    devices: tuple[str, ...],
-    emulate: Emulate,
-    lenient: bool,
-) -> tuple[str, tuple[str, ...], EmulatedKinds]:
-    """What follows from the settings of a casting: a key, where native autocast takes part, and what is emulated."""
-    key = str((dtype, str(lists), enabled, cache, verbose, allow_banned, devices, emulate, lenient))
-    native: tuple[str, ...] = ()
-    if enabled and lists.level == "native":
-        native = tuple(d for d in devices if torch.amp.is_autocast_available(d))
-    elif enabled:
-        native = tuple(d for d in devices if d in NATIVE)
-    return key, native, emulated_kinds(devices, dtype, emulate)
-
-
-class OpCasting:
-    """What is done to ops: a value, and a scope in which it is done; thread-local, re-entrant.
+class OpCasting(CastingSpec):
+    """What is done to ops, and a scope in which it is done; thread-local, re-entrant.
 
     An inner scope replaces the outer one. Backward passes inside are not cast, and activation checkpoints made inside
     recompute under the same lists.
-
-    Args:
-        dtype: the 16-bit dtype of the ops on the half list. None is for scopes that cast nothing: they emulate both.
-        lists: which ops run in which precision.
-        enabled: False casts nothing.
-        cache: cast each fp32 parameter at most once between two backward passes or calls of ``clear_cache``.
-        verbose: log each cast at level INFO of the logger "halfstep".
-        allow_banned: run banned ops in fp32 instead of refusing 16-bit inputs.
-        devices: types of the devices whose tensors are cast; None means the CPU and the accelerator of this machine.
-        emulate: where 16-bit products run in fp32 kernels; see ``emulation.Emulate``.
-        lenient: let a plain ``torch.autocast`` around a model be.
     """
-
-    def __init__(
-        self,
-        dtype: torch.dtype | None,
-        lists: OpLists | None = None,
-        *,
-        enabled: bool = True,
-        cache: bool = True,
-        verbose: bool = False,
-        allow_banned: bool = False,
-        devices: Iterable[str] | None = None,
-        emulate: Emulate = "auto",
-        lenient: bool = False,
-    ) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            self.key = _key_of(dtype, lists, enabled, allow_banned, devices, emulate)
-        else:
-            self._fill(dtype, lists, enabled, cache, verbose, allow_banned, devices, emulate, lenient)
-
-    def _fill(
-        self,
-        dtype: torch.dtype | None,
-        lists: OpLists | None,
-        enabled: bool,
-        cache: bool,
-        verbose: bool,
-        allow_banned: bool,
-        devices: Iterable[str] | None,
-        emulate: Emulate,
-        lenient: bool = False,
-    ) -> None:
-        self.lenient = lenient
-        self.dtype = dtype or torch.bfloat16
-        self.lists = lists or OpLists.default()
-        self.enabled = enabled
-        self.cache = cache
-        self.verbose = verbose
-        self.allow_banned = allow_banned
-        self.devices = present_devices() if devices is None else tuple(sorted(devices))
-        self.settings = (dtype, self.lists, enabled, cache, verbose, allow_banned, self.devices, emulate, lenient)
-        self.key, self.native, self.emulated = facts_of(*self.settings)
-        self.inert = not enabled and not self.emulated
-        compiled.known.setdefault(self.key, self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, self.settings  # what is emulated is for the machine to say that reads it
 
     def __enter__(self) -> OpCasting:
         if torch.compiler.is_dynamo_compiling():
@@ -162,59 +71,9 @@ class OpCasting:
         else:
             _leave(self)
 
-    def set_up(self, mode: CastMode, cache: WeightCache | None, *, explicit: bool = False) -> None:
-        """Make a mode do this.
-
-        Args:
-            mode: the mode.
-            cache: where to keep copies of weights.
-            explicit: leave nothing to native autocast; see ``build_table``. An exported graph must hold every cast,
-                and native autocast leaves no trace in it.
-        """
-        mode.emulated = self.emulated
-        mode.table = build_table(
-            self.lists if self.enabled else None,
-            self.devices,
-            frozenset(kind for _, _, kind in mode.emulated),
-            explicit=explicit,
-            verbose=self.verbose,
-        )
-        mode.dtype = self.dtype
-        mode.devices = self.devices
-        mode.native = self.native
-        mode.explicit = explicit
-        mode.cache = cache if self.cache else None
-        mode.verbose = self.verbose
-        mode.allow_banned = self.allow_banned
-
-
-def _restored(*settings: Any) -> OpCasting:
-    casting = OpCasting.__new__(OpCasting)
-    casting._fill(*settings)
-    return casting
-
 
 PLAIN = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
 """A scope without casts and emulation, in which the function mode does nothing."""
-
-
-def _key_of(
-    dtype: torch.dtype | None,
-    lists: Any,
-    enabled: bool,
-    allow_banned: bool,
-    devices: Any,
-    emulate: Emulate,
-) -> str:
-    """The key of a casting that traced code makes, whose lists are text there.
-
-    Dynamo calls this and takes the key for a constant.
-    """
-    chosen = OpLists.parse(lists) if isinstance(lists, str) else lists
-    return _restored(dtype, chosen, enabled, True, False, allow_banned, devices, emulate).key
-
-
-_key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Open:
@@ -257,6 +116,7 @@ class Thread(threading.local):
 
 
 _thread = Thread()
+_process: OpCasting | None = None
 
 
 # ---- scopes of one thread
@@ -303,7 +163,7 @@ def _begin(scope: _Open, casting: OpCasting) -> None:
     scope.capture(dict.fromkeys((*casting.native, *outer, *mine)))
     if not casting.inert:
         scope.held = True
-        guards.hold(_uncast, _remember, _stepped)
+        hold()
     if scope.traced is not None:
         compiled.put_stack(compiled.others(scope.traced))
     _put(casting, [device for device, _, _ in scope.native])
@@ -420,90 +280,11 @@ def clear_cache() -> None:
     torch.clear_autocast_cache()
 
 
-# ---- the whole process
-
-
-class _Session:
-    """A casting of the process, in force while it is the latest that has not ended."""
-
-    def __init__(self, casting: OpCasting) -> None:
-        self.casting = casting
-        self.owners = 0
-
-
-_lock = threading.Lock()
-_sessions: list[_Session] = []
-_ended: list[_Session] = []
-
-
-def process_casting() -> OpCasting | None:
-    """The casting of the whole process, that of the latest session, or None."""
-    try:
-        return _sessions[-1].casting
-    except IndexError:
-        return None
-
-
-def activate(casting: OpCasting, owners: Iterable[object] = ()) -> None:
-    """Cast ops in the whole process from now on: in this thread at once, in others when they run an O1 model.
-
-    Args:
-        casting: what to do; the latest decides.
-        owners: when all of these are gone, so is the casting; with none it stays until ``retire``.
-    """
-    session = _Session(casting)
-    for owner in owners:
-        session.owners += 1
-        weakref.finalize(owner, _owner_gone, session).atexit = False
-    guards.hold(_uncast, _remember, _stepped)
-    with _lock:
-        _sessions.append(session)
-    _end([])
-
-
-def retire(casting: OpCasting) -> None:
-    """End what ``activate`` began with this very casting, if it has not ended; the one before is in force again."""
-    _end([session for session in _sessions if session.casting is casting])
-
-
-def deactivate() -> None:
-    """Take all process-wide casting down; this thread gets back what it had before.
-
-    Models that were brought up at O1 go on computing by their level; what is outside of them is not cast any more.
-    """
-    _end(list(_sessions))
-
-
-def moved(casting: OpCasting, device_type: str) -> OpCasting:
-    """The casting of a model that has moved to a device of another type; a session with this casting moves too."""
-    *others, devices, emulate, lenient = casting.settings
-    new = _restored(*others, {*devices, device_type}, emulate, lenient)
-    for session in _sessions:
-        if session.casting is casting:
-            session.casting = new
-    return new
-
-
-def _owner_gone(session: _Session) -> None:
-    session.owners -= 1
-    if session.owners == 0:
-        _end([session])
-
-
-def _end(sessions: list[_Session]) -> None:
-    """End sessions. The garbage collector may call this at any point, also inside of itself: it never waits."""
-    _ended.extend(sessions)
-    while _ended and _lock.acquire(blocking=False):
-        try:
-            session = _ended.pop()
-            there = session in _sessions
-            if there:
-                _sessions.remove(session)
-        finally:
-            _lock.release()
-        if there:
-            guards.release()
-    if not _thread.busy:
+def follow(casting: OpCasting | None) -> None:
+    """Cast by this outside of models: in this thread at once, in others when they run a model."""
+    global _process
+    _process = casting
+    if not _thread.busy:  # the garbage collector may be who calls
         ensure_thread()
 
 
@@ -524,7 +305,7 @@ def _join() -> None:
     if _thread.leftover and _installed():
         uninstall(_thread.mode)
         _thread.leftover = False
-    process = process_casting()
+    process = _process
     if _thread.process is process or _thread.open:
         return
     clear_cache()
@@ -590,7 +371,12 @@ def _place(wanted: bool) -> None:
         (install if wanted else uninstall)(_thread.mode)
 
 
-# ---- what is made of functions of torch while anything is in force; see guards
+# ---- what is made of functions of torch while anything is in force
+
+
+def hold() -> None:
+    """Count one more that is in force; ``guards.release`` counts it off."""
+    guards.hold(_uncast, _remember, _stepped)
 
 
 def _uncast(own: Callable[..., Any]) -> Callable[..., Any]:
