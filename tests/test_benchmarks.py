@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_check, harness
+from benchmarks import emulation, gpu_check, harness
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.harness import Contender, interleave
 
@@ -74,6 +74,24 @@ def test_simplenet(dtype: str, optimizer: str, tmp_path: Path, capsys: pytest.Ca
     assert all(name in printed for name in names)
     a = torch.ones(2, 2)
     assert (a @ a).dtype is torch.float32
+
+
+def test_emulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "e.json"
+    flags = ["--device", "cpu", "--dtype", "bfloat16", "--no-native", "--steps", "1", "--max-seconds", "0"]
+    assert main(["emulation", *flags, "--json", str(path)]) == 0
+    names = [timing["name"] for timing in json.loads(path.read_text())["timings"]]
+    assert len(names) == 2 * 8  # four ops and four models
+    assert "bfloat16, LSTM, width 128, 32 steps of 16, emulated" in names
+    assert "units" in capsys.readouterr().out
+
+
+def test_models_that_torch_cannot_run_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise RuntimeError("could not create a primitive. Run with ONEDNN_VERBOSE=all")
+
+    assert not emulation._is_able(Contender("torch.autocast", fail))
+    assert capsys.readouterr().out == "torch.autocast: could not create a primitive\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import HALF_DTYPES, default_half, parse_dtype
+from ..core.hardware import accelerator, warn_if_slow
 from ..core.oplists import OpLists
 from ..core.policy import LossScaleSpec
 from ..engine.backward import scaled_backward
@@ -62,7 +63,10 @@ def init(
         The handle. Several may be open at once; the latest decides on casts.
 
     Raises:
-        ArgumentValueError: for a loss scale or dtype that cannot be used. Nothing has been changed then.
+        ArgumentValueError: for a loss scale, dtype or ``emulate`` that cannot be used. Nothing has been changed then.
+
+    Warns:
+        PrecisionWarning: once, where the hardware has no units for the dtype and ``emulate=False``.
 
     Source: seed 001.
     """
@@ -73,6 +77,8 @@ def init(
     if half not in HALF_DTYPES:
         raise ArgumentValueError(f"dtype={dtype} has not 16 bits; use torch.float16 or torch.bfloat16.")
     rule = make_loss_scale(loss_scale)
+    if emulate is False:
+        warn_if_slow(torch.device(accelerator() or "cpu"), half)
     casting = ops.OpCasting(
         half,
         OpLists.default(),
