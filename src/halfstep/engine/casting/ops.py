@@ -311,9 +311,9 @@ def _join() -> None:
     clear_cache()
     if _thread.before is not None:
         # Inside of the mode's own call of an op, which puts it back on the stack, a session may have ended.
-        _thread.leftover = bool(_thread.mode.table) and not _installed()
+        leftover = bool(_thread.mode.table) and not _installed()
         _restore(_thread.before)
-        _thread.before = None
+        _thread.leftover, _thread.before = leftover, None
     _thread.process = process
     if process is not None:
         _thread.before = _Open(explicit=False)
@@ -367,6 +367,7 @@ def _restore(scope: _Open) -> None:
 
 
 def _place(wanted: bool) -> None:
+    _thread.leftover = _thread.leftover and not wanted
     if wanted != _installed():
         (install if wanted else uninstall)(_thread.mode)
 
