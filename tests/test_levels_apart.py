@@ -391,6 +391,19 @@ def test_a_fused_step_in_another_thread() -> None:
     assert (model(X) - before).abs().max() > 0.5
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_exempted_model(compiled: bool) -> None:
+    torch._dynamo.reset()
+    session = bring_up("O1", FP16)
+    teacher = amp.exempt(nn.Sequential(nn.Linear(4, 4)))
+    run = torch.compile(teacher, backend="aot_eager", fullgraph=True) if compiled else teacher
+    assert run(X).dtype is FP32
+    with amp.auto_cast(dtype=BF16):
+        assert run(X).dtype is FP32
+    assert seen(session) == [FP16, FP32]
+    assert outside() is FP16
+
+
 # ---- outside of models
 
 

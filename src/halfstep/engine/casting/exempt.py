@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import nn
 
 from ...core.errors import ArgumentTypeError
-from . import ops
-from .compiled import not_by_itself
+from .modules import AtLevel, is_attached
+from .ops import OpCasting
 
 __all__ = ["exempt"]
 
 M = TypeVar("M", bound=nn.Module)
-
-
-_NOTHING = ops.OpCasting(None, enabled=False)
-
-
-class _Exemption:
-    """Two forward hooks: while the model runs nothing is cast."""
-
-    @not_by_itself
-    def enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            ops.enter_traced_model(_NOTHING, explicit=True)
-        else:
-            ops.enter_model(_NOTHING, self, sys._getframe(1), explicit=True)
-
-    @not_by_itself
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            ops.leave_traced_model()
-        else:
-            ops.leave_model(self)
 
 
 def exempt(model: M) -> M:
@@ -60,9 +37,6 @@ def exempt(model: M) -> M:
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"amp.exempt takes a torch.nn.Module, not {type(model).__name__}.")
-    known = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
-    if not any(isinstance(owner, _Exemption) for owner in known):
-        exemption = _Exemption()
-        model.register_forward_pre_hook(exemption.enter)
-        model.register_forward_hook(exemption.leave, always_call=True)
+    if not is_attached(model, explicit=True):
+        AtLevel(OpCasting(None, enabled=False), explicit=True).attach_to(model)
     return model

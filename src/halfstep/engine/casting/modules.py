@@ -115,20 +115,31 @@ class CastOutputs:
 
 
 class AtLevel:
-    """Two forward hooks: while the model runs, the casts of its level are in force and no other's."""
+    """Two forward hooks: while the model runs, its own casts are in force and no other's.
 
-    def __init__(self, casting: ops.OpCasting) -> None:
+    Args:
+        casting: what is done to ops.
+        explicit: whether that also has its way over the user's scopes around the call.
+    """
+
+    def __init__(self, casting: ops.OpCasting, *, explicit: bool = False) -> None:
         self.casting = casting
+        self.explicit = explicit
+
+    def attach_to(self, model: nn.Module) -> None:
+        """Put the hooks on a model."""
+        model.register_forward_pre_hook(self.enter)
+        model.register_forward_hook(self.leave, always_call=True)
 
     @not_by_itself
     def enter(self, module: nn.Module, args: Any) -> None:
         """Before the forward."""
         if torch.compiler.is_dynamo_compiling():
-            ops.enter_traced_model(self.casting)
+            ops.enter_traced_model(self.casting, explicit=self.explicit)
             return
         if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in self.casting.devices:
             self._follow(module)
-        ops.enter_model(self.casting, self, sys._getframe(1))
+        ops.enter_model(self.casting, self, sys._getframe(1), explicit=self.explicit)
 
     @not_by_itself
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -259,9 +270,7 @@ def attach(
         casting: what is done to ops while the model runs; None leaves that to others.
     """
     if casting is not None:
-        level = AtLevel(casting)
-        model.register_forward_pre_hook(level.enter)
-        model.register_forward_hook(level.leave, always_call=True)
+        AtLevel(casting).attach_to(model)
     if inputs is not None:
         model.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True)
     if outputs is not None:
@@ -277,6 +286,7 @@ def device_types(models: Iterable[nn.Module]) -> set[str] | None:
     return {param.device.type for model in models for param in model.parameters()} or None
 
 
-def is_attached(model: nn.Module) -> bool:
-    """Whether hooks of ours are on a model."""
-    return any(isinstance(getattr(hook, "__self__", None), AtLevel) for hook in model._forward_pre_hooks.values())
+def is_attached(model: nn.Module, *, explicit: bool = False) -> bool:
+    """Whether a model has hooks that put casts of its own in force; ``explicit`` as of ``AtLevel``."""
+    owners = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
+    return any(isinstance(owner, AtLevel) and owner.explicit == explicit for owner in owners)

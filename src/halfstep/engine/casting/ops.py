@@ -175,7 +175,10 @@ def _leave(owner: object) -> None:
     if any(scope.owner is owner for scope in _thread.open):
         while _end_latest().owner is not owner:
             pass
-        _after_leaving()
+        if not _thread.open:
+            if _thread.process is None:
+                clear_cache()
+            ensure_thread()
 
 
 def _end_latest() -> _Open:
@@ -186,13 +189,6 @@ def _end_latest() -> _Open:
         _restore(scope)
         _thread.explicit = next((each.explicit for each in reversed(_thread.open) if each.restores), False)
     return scope
-
-
-def _after_leaving() -> None:
-    if not _thread.open:
-        if _thread.process is None:
-            clear_cache()
-        ensure_thread()
 
 
 def enter_model(casting: OpCasting, owner: object, frame: FrameType, *, explicit: bool = False) -> None:
