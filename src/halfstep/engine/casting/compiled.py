@@ -9,7 +9,10 @@ What runs here is traced: attributes of the thread, constants and the stack of m
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,9 +28,21 @@ if TYPE_CHECKING:
     from .ops import Thread
     from .spec import CastingSpec
 
-__all__ = ["abandon", "enter_model", "enter_scope", "known", "leave", "not_by_itself", "others", "put_stack", "stack"]
+__all__ = [
+    "abandon",
+    "enter_model",
+    "enter_scope",
+    "is_running",
+    "known",
+    "leave",
+    "not_by_itself",
+    "others",
+    "put_stack",
+    "stack",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
+_EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
 
 known: dict[str, CastingSpec] = {}
 """Every casting that was made, by its key, which Dynamo takes for a constant."""
@@ -116,6 +131,14 @@ def leave(thread: Thread) -> None:
         put_stack(before)
         for entered in native:
             _exit_autocast(entered)
+
+
+def is_running() -> bool:
+    """Whether compiled code is under way in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(_EVAL_FRAME):
+        frame = frame.f_back
+    return frame is not None
 
 
 def abandon(thread: Thread) -> None:

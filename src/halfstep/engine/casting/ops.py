@@ -14,7 +14,6 @@ torch's stack. The tables are in ``mode``, what is done to a call in ``rules``; 
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +47,6 @@ __all__ = [
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-_EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
 
 
 class OpCasting(CastingSpec):
@@ -230,7 +228,7 @@ def _drop_interrupted() -> None:
     """A KeyboardInterrupt ends a model's forward without its hooks; what it left in force ends here."""
     while _thread.open and not _runs(_thread.open[-1]):
         _end_latest()
-    if _thread.traced and not _runs_compiled():
+    if _thread.traced and not compiled.is_running():
         compiled.abandon(_thread)
 
 
@@ -240,14 +238,6 @@ def _runs(scope: _Open) -> bool:
         return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not scope.frame:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _runs_compiled() -> bool:
-    """Whether compiled code is under way in this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith(_EVAL_FRAME):
         frame = frame.f_back
     return frame is not None
 
