@@ -391,6 +391,28 @@ def test_a_fused_step_in_another_thread() -> None:
     assert (model(X) - before).abs().max() > 0.5
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+@pytest.mark.parametrize("inlined", [False, True])
+def test_an_interrupt_behind_a_graph_break(inlined: bool) -> None:
+    torch._dynamo.reset()
+
+    class Stopped(Wide):
+        def forward(self, x: torch.Tensor) -> Any:
+            self.linear(x)
+            torch._dynamo.graph_break()
+            raise KeyboardInterrupt
+
+    inner = Stopped()
+    amp.initialize(inner, opt_level="O1", dtype=BF16, verbosity=0)
+    amp.deactivate()
+    model = torch.compile(nn.Sequential(inner) if inlined else inner, backend="aot_eager")
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    amp.deactivate()
+    assert outside() is FP32
+    assert torch._C._len_torch_function_stack() == 0
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_exempted_model(compiled: bool) -> None:
     torch._dynamo.reset()
