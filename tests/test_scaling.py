@@ -18,16 +18,16 @@ from torch import nn
 from apex_recording import golden, grid
 from halfstep import amp
 from halfstep.core.errors import ArgumentValueError, HalfstepError, LossScaleCollapsed
-from halfstep.engine.late import LateReader
-from halfstep.engine.scaling import (
+from halfstep.core.loss_scale import (
     DynamicLossScale,
     LossScale,
-    LossScaler,
     LossScaleState,
     NoLossScale,
     StaticLossScale,
     make_loss_scale,
 )
+from halfstep.engine.late import LateReader
+from halfstep.engine.scaling import LossScaler
 from halfstep.fp16_utils import FP16_Optimizer
 from scaling_reference import FLAGS, RULES, SMALLEST, reference
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from . import amp
 from ._version import __version__
 from .core.errors import HalfstepError
+from .core.loss_scale import DynamicLossScale, StaticLossScale
 from .core.oplists import OpLists
 from .core.policy import Policy
-from .engine.scaling import DynamicLossScale, StaticLossScale
 
 if TYPE_CHECKING:
     from .model import Model as Model

@@ -1,7 +1,7 @@
 """The rules that move a loss scale, as values: ``rule.update(state, found_inf)`` is a pure function of tensors."""
 
 from .core.errors import LossScaleCollapsed
-from .engine.scaling import DynamicLossScale, LossScale, LossScaleState, NoLossScale, StaticLossScale
+from .core.loss_scale import DynamicLossScale, LossScale, LossScaleState, NoLossScale, StaticLossScale
 
 __all__ = [
     "DynamicLossScale",

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.formats import is_half
-from ..engine.scaling import DynamicLossScale
+from ..core.loss_scale import DynamicLossScale
 from ..engine.sharing import SharedGradients
 from ..engine.stepping import bind, binding_of, blame, unbind
 from ..engine.unbound import Unbound

@@ -13,14 +13,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import HALF_DTYPES, default_half, parse_dtype
 from ..core.hardware import accelerator, warn_if_slow
+from ..core.loss_scale import LossScale, LossScaleSpec, StaticLossScale, make_loss_scale
 from ..core.oplists import OpLists
-from ..core.policy import LossScaleSpec
 from ..engine.backward import scaled_backward
 from ..engine.casting import ops, sessions
 from ..engine.casting.emulation import Emulate, check_emulate
 from ..engine.casting.modules import join_casting
 from ..engine.forwarding import ForwardingOptimizer
-from ..engine.scaling import LossScale, LossScaler, StaticLossScale, make_loss_scale
+from ..engine.scaling import LossScaler
 from ..engine.stepping import Binding, bind, binding_of, unbind
 
 __all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "init"]

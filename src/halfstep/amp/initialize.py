@@ -13,11 +13,12 @@ from torch import nn
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.hardware import warn_if_slow
+from ..core.loss_scale import LossScale, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy, parse_level
 from ..engine.casting import modules, ops, sessions
 from ..engine.casting.emulation import Emulate, check_emulate
-from ..engine.scaling import LossScale, LossScaler, make_loss_scale
+from ..engine.scaling import LossScaler
 from ..engine.stepping import bind, binding_of
 from .options import Options, banner, resolve_options
 from .session import Session, _amp_state

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentValueError
-from ..engine.scaling import DynamicLossScale, LossScaler, StaticLossScale
+from ..core.loss_scale import DynamicLossScale, StaticLossScale
+from ..engine.scaling import LossScaler
 
 __all__ = ["ScalerSettings"]
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 import torch
 
 from .errors import ArgumentValueError, HalfstepError
 from .formats import HALF_DTYPES, dtype_name, parse_dtype
+from .loss_scale import LossScaleSpec
 from .oplists import OpLists
 
 __all__ = ["LEVELS", "LossScaleSpec", "Policy", "parse_level"]
-
-LossScaleSpec = float | Literal["dynamic"]
 
 LEVELS = {
     "O0": "fp32 training",

@@ -1,211 +1,24 @@
-"""The loss scale: one state machine whose state lives on the device, and three rules that move it.
+"""The loss scale in use: one state machine whose state lives on the device.
 
-A rule (``NoLossScale``, ``StaticLossScale``, ``DynamicLossScale``) is a frozen value; its ``update`` is a pure
-function from one ``LossScaleState`` and a ``found_inf`` flag to the next. ``LossScaler`` is the mutable holder
-that the faces share; it moves its state in place, so that a CUDA graph captured around it goes on moving it.
+``LossScaler`` is the mutable holder that the faces share. The rules that say how it moves are the values of
+``core.loss_scale``; it moves its state in place, so that a CUDA graph captured around it goes on moving it.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..core.errors import ArgumentValueError, LossScaleCollapsed
-from ..core.policy import LossScaleSpec
+from ..core.errors import LossScaleCollapsed
+from ..core.loss_scale import LossScale, LossScaleState, StaticLossScale, check_between
 from .late import LateReader, capturing
 
-__all__ = [
-    "DynamicLossScale",
-    "LossScale",
-    "LossScaleState",
-    "LossScaler",
-    "NoLossScale",
-    "StaticLossScale",
-    "make_loss_scale",
-]
+__all__ = ["LossScaler"]
 
 logger = logging.getLogger("halfstep")
-
-_SMALLEST = torch.finfo(torch.float32).tiny
-_LARGEST = torch.finfo(torch.float32).max
-# No gradient worth having needs a scale this far below 1: at 2**-14 even an fp16 gradient of 1e9 fits.
-_COLLAPSED = 2.0**-14
-
-
-class LossScaleState(NamedTuple):
-    """Where a loss scale stands: three 0-dim tensors on one device."""
-
-    scale: torch.Tensor
-    """float32: what the loss is multiplied by."""
-    good: torch.Tensor
-    """int32: finite backward passes in a row since the scale last moved."""
-    bad: torch.Tensor
-    """int32: overflowing backward passes in a row that have not lowered the scale yet."""
-
-
-class LossScale:
-    """A rule. This base never moves anything."""
-
-    init_scale: float
-    """The scale to start with."""
-    dynamic: bool = False
-    """Whether the scale ever moves."""
-    collapse_after: int | None = None
-    """How many overflows in a row at ``collapse_scale`` or below are too many; None for never."""
-
-    @property
-    def collapse_scale(self) -> float:
-        """At this scale and below it an overflow counts towards a collapse."""
-        return 0.0
-
-    def update(self, state: LossScaleState, found_inf: torch.Tensor) -> LossScaleState:
-        """The next state, as new tensors, given a 0-dim tensor that is nonzero when a gradient was inf or NaN."""
-        after = LossScaleState(*(t.clone() for t in state))
-        self.update_(after, found_inf.to(torch.float32))
-        return after
-
-    def update_(self, state: LossScaleState, found_inf: torch.Tensor) -> None:
-        """``update`` in place; ``found_inf`` is a 0-dim float32 tensor on the device of the state, not read here."""
-
-
-@dataclass(frozen=True)
-class NoLossScale(LossScale):
-    """The rule of losses that are not scaled: a scale of 1, and nothing is counted."""
-
-    init_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class StaticLossScale(LossScale):
-    """A scale that stays; the count of good steps runs on.
-
-    Raises:
-        ArgumentValueError: unless the scale is a finite number above zero.
-    """
-
-    init_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check("loss_scale", self.init_scale, above=0.0)
-
-    def update_(self, state: LossScaleState, found_inf: torch.Tensor) -> None:
-        """One more step counted, whatever was found."""
-        state.good.add_(1)
-
-
-@dataclass(frozen=True)
-class DynamicLossScale(LossScale):
-    """Ride the edge of the largest scale that does not overflow (Micikevicius et al. 2018, section 3.2).
-
-    ::
-
-        if found_inf:
-            good = 0;  bad += 1
-            if bad == backoff_interval:
-                scale = max(scale * backoff_factor, min_scale);  bad = 0
-        else:
-            bad = 0;  good += 1
-            if good == growth_interval:
-                good = 0
-                if scale * growth_factor is finite:
-                    scale = min(scale * growth_factor, max_scale)
-
-    With ``sticky_backoff`` the count of overflows stays used up (``bad = backoff_interval - 1`` instead of 0) until
-    a finite step, so that every further overflow in the row lowers the scale at once, as NVIDIA's hysteresis does
-    (Megatron-LM, ``update_scale_hysteresis``). Without it the count starts over, as Paddle's does.
-
-    The scale is never 0, inf or NaN: ``min_scale`` is above zero and ``max_scale`` is finite.
-
-    Attributes:
-        init_scale: where to start; brought into [min_scale, max_scale].
-        growth_factor: above 1.
-        backoff_factor: between 0 and 1.
-        growth_interval: finite steps in a row before the scale grows; None for never.
-        backoff_interval: overflows in a row before it shrinks (hysteresis); None for never.
-        min_scale: the floor. None stands for the smallest normal float32 number.
-        max_scale: the ceiling. None stands for the largest float32 number.
-        sticky_backoff: whether hysteresis, once used up, stays so until a finite step.
-        collapse_after: after so many overflows in a row at the floor, or at 2**-14 where the floor is lower, a
-            ``LossScaler`` raises ``LossScaleCollapsed``. None for never.
-        floor: the smallest scale there can be.
-        ceiling: the largest scale there can be.
-
-    Raises:
-        ArgumentValueError: for a value outside of these ranges.
-    """
-
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int | None = 2000
-    backoff_interval: int | None = 1
-    min_scale: float | None = None
-    max_scale: float | None = 2.0**24
-    sticky_backoff: bool = False
-    collapse_after: int | None = 20
-    floor: float = field(init=False, repr=False, compare=False)
-    ceiling: float = field(init=False, repr=False, compare=False)
-
-    dynamic = True
-
-    def __post_init__(self) -> None:
-        _check("init_scale", self.init_scale, above=0.0)
-        _check("growth_factor", self.growth_factor, above=1.0)
-        _check("backoff_factor", self.backoff_factor, above=0.0, below=1.0)
-        for name in ("min_scale", "max_scale"):
-            if getattr(self, name) is not None:
-                _check(name, getattr(self, name), above=0.0)
-        for name in ("growth_interval", "backoff_interval", "collapse_after"):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
-        floor = _SMALLEST if self.min_scale is None else max(self.min_scale, _SMALLEST)
-        ceiling = _LARGEST if self.max_scale is None else min(self.max_scale, _LARGEST)
-        object.__setattr__(self, "floor", floor)
-        object.__setattr__(self, "ceiling", ceiling)
-        if floor > ceiling:
-            raise ArgumentValueError(f"min_scale={self.min_scale} is above max_scale={self.max_scale}; swap them.")
-        object.__setattr__(self, "init_scale", min(max(self.init_scale, self.floor), self.ceiling))
-
-    @property
-    def collapse_scale(self) -> float:
-        """The floor, or 2**-14 where the floor is lower."""
-        return max(self.floor, _COLLAPSED)
-
-    def update_(self, state: LossScaleState, found_inf: torch.Tensor) -> None:
-        """The algorithm above: one small kernel of torch's own, or two with hysteresis, and a clamp."""
-        scale, good, bad = state
-        growth, backoff = self.growth_factor, self.backoff_factor
-        every, hysteresis = self.growth_interval or 0, self.backoff_interval or 0  # the kernel never counts to 0
-        if hysteresis == 1:
-            torch._amp_update_scale_(scale, good, found_inf, growth, backoff, every)
-        else:
-            torch._amp_update_scale_(scale, good, found_inf, growth, 1.0, every)
-            # The same kernel counts overflows when it is told that they are the good steps.
-            finite = torch.logical_not(found_inf, out=torch.empty_like(found_inf))
-            torch._amp_update_scale_(scale, bad, finite, backoff, 1.0, hysteresis)
-            if self.sticky_backoff and hysteresis:
-                bad.add_((bad == 0).logical_and_(found_inf), alpha=hysteresis - 1)
-        scale.clamp_(self.floor, self.ceiling)
-
-
-def make_loss_scale(
-    spec: LossScaleSpec, min_loss_scale: float | None = None, max_loss_scale: float | None = 2.0**24
-) -> LossScale:
-    """The rule of Apex ``amp``: a number is static; "dynamic" starts at 2**16, doubles after 2,000 good steps.
-
-    A ``min_loss_scale`` of 0 counts as none, as in Apex.
-
-    Raises:
-        ArgumentValueError: for a scale or bound that cannot be used.
-    """
-    if spec == "dynamic":
-        return DynamicLossScale(min_scale=min_loss_scale or None, max_scale=max_loss_scale)
-    return StaticLossScale(float(spec))
 
 
 class LossScaler:
@@ -286,7 +99,7 @@ class LossScaler:
             ArgumentValueError: unless it is a finite number above zero.
         """
         self._pick_up(wait=True)
-        _check("loss_scale", scale, above=0.0)
+        check_between("loss_scale", scale, above=0.0)
         self._state = self._start(scale, int(self._state.good), int(self._state.bad), self._state.scale.device)
 
     @property
@@ -312,7 +125,7 @@ class LossScaler:
             ArgumentValueError: unless the scale in it is a finite number above zero.
         """
         scale, good, bad = float(entry["loss_scale"]), int(entry["unskipped"]), int(entry.get("bad", 0))
-        _check("loss_scale", scale, above=0.0)
+        check_between("loss_scale", scale, above=0.0)
         self._pick_up(wait=True)
         self._state = self._start(scale, good, bad, self._state.scale.device)
 
@@ -353,14 +166,3 @@ class LossScaler:
             "and at the learning rate; a missing zero_grad makes gradients grow too. collapse_after=None of the loss "
             "scale turns this check off."
         )
-
-
-def _check(name: str, value: float, *, above: float, below: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < below:
-        limits = f"above {above:g}" + ("" if below == math.inf else f" and below {below:g}")
-        raise ArgumentValueError(f"{name}={value!r} must be a finite number {limits}.")
-
-
-def _check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentValueError(f"{name}={value!r} must be a whole number above 0, or None for never.")

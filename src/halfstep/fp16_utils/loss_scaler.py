@@ -1,4 +1,4 @@
-"""The two loss scalers of fp16_utils: Apex's names over the rules of ``engine.scaling``.
+"""The two loss scalers of fp16_utils: Apex's names over the rules of ``core.loss_scale``.
 
 ``FP16_Optimizer`` makes and drives them; they also serve loops written by hand with ``prep_param_lists``.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentValueError
-from ..engine.scaling import DynamicLossScale, LossScale, StaticLossScale
+from ..core.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from ..engine.scaling import LossScaler as EngineScaler
 
 __all__ = ["DynamicLossScaler", "LossScaler", "saved_entry"]
