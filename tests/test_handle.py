@@ -424,6 +424,7 @@ def test_disabled_does_nothing() -> None:
     [
         ({"loss_scale": 0.0}, "loss_scale|init_scale"),
         ({"loss_scale": float("nan")}, "loss_scale|init_scale"),
+        ({"loss_scale": "bla"}, "loss_scale='bla' must be .*DynamicLossScale"),
         ({"dtype": torch.float32}, "16 bits"),
         ({"dtype": "fp8"}, "fp8"),
     ],

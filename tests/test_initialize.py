@@ -23,6 +23,7 @@ from apex_recording import batch, golden, net, optimizer
 from halfstep import amp
 from halfstep.core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from halfstep.core.formats import dtype_name
+from halfstep.scaling import DynamicLossScale, NoLossScale, StaticLossScale
 
 FACTS = golden("apex_amp")["banner_and_errors"]
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -210,6 +211,26 @@ def test_wrapped_for_parallel_training_is_refused(tmp_path: Any) -> None:
         ({"loss_scale": "dynamic", "min_loss_scale": 2.0**25}, ArgumentValueError, "min_scale"),
         ({"opt_level": "O2", "cast_model_type": "half"}, ArgumentTypeError, "cast_model_type='half'"),
         ({"opt_level": "O2", "master_weights": "yes"}, ArgumentTypeError, "master_weights='yes'"),
+        ({"loss_scale": "bla"}, ArgumentValueError, "loss_scale='bla' must be .*DynamicLossScale"),
+        ({"loss_scale": NoLossScale()}, ArgumentValueError, r"loss_scale=NoLossScale\(.*StaticLossScale"),
+        (
+            {"loss_scale": DynamicLossScale(), "min_loss_scale": 2.0},
+            UsageError,
+            r"min_loss_scale=2.0 .* beside loss_scale=DynamicLossScale\(.*min_scale= and max_scale=",
+        ),
+        ({"loss_scale": DynamicLossScale(), "max_loss_scale": None}, UsageError, "max_loss_scale=None .* beside"),
+        ({"loss_scale": StaticLossScale(2.0), "max_loss_scale": 8.0}, UsageError, "a static scale needs none"),
+        (
+            {"cast_model_outputs": "bla"},
+            ArgumentValueError,
+            "cast_model_outputs='bla' is not a floating format; use one of bfloat16, float16, float32, float64",
+        ),
+        (
+            {"cast_model_outputs": torch.int32},
+            ArgumentValueError,
+            "cast_model_outputs=torch.int32 .* bfloat16",
+        ),
+        ({"cast_model_outputs": True}, ArgumentTypeError, "cast_model_outputs must be .*, not True"),
     ],
 )
 def test_bad_values(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -218,6 +239,38 @@ def test_bad_values(options: dict[str, Any], error: type[Exception], message: st
         amp.initialize(model, optim, verbosity=0, **options)
     assert not hasattr(optim, "_amp_stash")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["float16", "fp16", "torch.float16"])
+def test_dtype_of_the_outputs_by_name(name: str) -> None:
+    model, _ = start("O2", cast_model_outputs=name)
+    assert model(batch(0)[0]).dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("rule", "same"),
+    [
+        (DynamicLossScale(), "dynamic"),
+        (StaticLossScale(128.0), 128.0),
+        (DynamicLossScale(init_scale=2.0**10, max_scale=2.0**10, growth_interval=1), None),
+    ],
+)
+def test_loss_scale_as_a_value(level: str, rule: Any, same: Any) -> None:
+    results = []
+    for spec in [rule] if same is None else [rule, same]:
+        model, optim = start(level, torch.float16, loss_scale=spec)
+        assert amp._amp_state.opt_properties.loss_scale == spec
+        assert amp._amp_state.opt_properties.options["loss_scale"] is amp._amp_state.opt_properties.loss_scale
+        scales = []
+        for t in range(4):
+            backward(model, optim, t, factor=float("inf") if t == 1 else 1.0)
+            optim.step()
+            optim.zero_grad()
+            scales.append(amp.state_dict()["loss_scaler0"])
+        results.append(scales)
+    assert results[0] == results[-1]
+    assert same is not None or [each["loss_scale"] for each in results[0]] == [1024.0, 512.0, 1024.0, 1024.0]
 
 
 # ---- defaults and the banner

@@ -17,7 +17,7 @@ from torch import nn
 
 from apex_recording import golden, grid
 from halfstep import amp
-from halfstep.core.errors import ArgumentValueError, HalfstepError, LossScaleCollapsed
+from halfstep.core.errors import ArgumentValueError, HalfstepError, LossScaleCollapsed, UsageError
 from halfstep.core.loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -26,6 +26,7 @@ from halfstep.core.loss_scale import (
     StaticLossScale,
     make_loss_scale,
 )
+from halfstep.core.policy import Policy
 from halfstep.engine.late import LateReader
 from halfstep.engine.scaling import LossScaler
 from halfstep.fp16_utils import FP16_Optimizer
@@ -535,6 +536,58 @@ def test_start_is_brought_between_the_bounds() -> None:
     assert DynamicLossScale(init_scale=2.0, min_scale=8.0).init_scale == 8.0
     assert DynamicLossScale(init_scale=2.0**-140).init_scale == SMALLEST
     assert make_loss_scale("dynamic", 0).min_scale is None
+
+
+SPECS = {
+    "1.0": 1.0,
+    "0.1": 0.1,
+    "dynamic": "dynamic",
+    "static(128.0)": StaticLossScale(128.0),
+    "dynamic()": DynamicLossScale(),
+    "dynamic(init_scale=8.0;growth_interval=None;max_scale=None;sticky_backoff=True)": DynamicLossScale(
+        init_scale=8.0, growth_interval=None, max_scale=None, sticky_backoff=True
+    ),
+}
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_a_policy_prints_and_parses_its_loss_scale(text: str) -> None:
+    policy = Policy.from_level("O2").replace(loss_scale=SPECS[text])
+    assert str(policy).endswith(f"loss_scale={text}")
+    assert Policy.parse(str(policy)) == policy
+
+
+@given(rule=RULES)
+def test_a_policy_prints_and_parses_every_rule(rule: dict[str, Any]) -> None:
+    policy = Policy(loss_scale=DynamicLossScale(**rule))
+    assert Policy.parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    "text", ["bla", "static()", "static(0)", "dynamic(bla=1)", "dynamic(init_scale=bla)", "dynamic(", "f(1)"]
+)
+def test_a_policy_refuses_other_texts(text: str) -> None:
+    with pytest.raises(ArgumentValueError, match="loss_scale"):
+        Policy.parse(f"loss_scale={text}")
+
+
+@pytest.mark.parametrize("spec", [0.0, "bla", True, None, NoLossScale()])
+def test_no_loss_scale(spec: Any) -> None:
+    with pytest.raises(ArgumentValueError, match=r'loss_scale=.* must be "dynamic", a finite .*halfstep\.Dynamic'):
+        make_loss_scale(spec)
+
+
+def test_a_rule_is_itself() -> None:
+    for rule in (StaticLossScale(2.0), DynamicLossScale(init_scale=8.0, max_scale=16.0)):
+        assert make_loss_scale(rule) is rule
+        assert make_loss_scale(rule, 0) is rule
+        with pytest.raises(UsageError, match=r"max_loss_scale=None was given beside loss_scale=.*bounds of its own"):
+            make_loss_scale(rule, None, None)
+    handle = amp.init(loss_scale=DynamicLossScale(init_scale=8.0))
+    try:
+        assert handle.new_scaler("one").loss_scale() == 8.0
+    finally:
+        handle._deactivate()
 
 
 WRONG = {

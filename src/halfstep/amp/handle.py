@@ -51,7 +51,8 @@ def init(
 
     Args:
         enabled: False returns a handle that does nothing, so that one script serves both.
-        loss_scale: "dynamic" (from 2**16, doubled after 2,000 good passes, 2**24 at most) or a number above zero.
+        loss_scale: "dynamic" (from 2**16, doubled after 2,000 good passes, 2**24 at most), a number above zero, or
+            a ``halfstep.DynamicLossScale`` or ``StaticLossScale``.
         enable_caching: cast each weight at most once between two ``scale_loss`` blocks.
         verbose: log each cast.
         allow_banned: run ops that are refused on 16-bit input in fp32 instead.

@@ -13,7 +13,7 @@ from torch import nn
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.hardware import warn_if_slow
-from ..core.loss_scale import LossScale, make_loss_scale
+from ..core.loss_scale import LossScale, LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy, parse_level
 from ..engine.casting import modules, ops, sessions
@@ -37,8 +37,8 @@ def initialize(
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
-    loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | None = None,
+    loss_scale: LossScaleSpec | str | None = None,
+    cast_model_outputs: torch.dtype | str | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
@@ -76,8 +76,9 @@ def initialize(
         patch_torch_functions: whether to cast ops; only O1 may.
         keep_batchnorm_fp32: whether BatchNorm stays fp32; "True" and "False" as strings are taken too. Not at O1.
         master_weights: whether optimizers update fp32 masters. Not at O1.
-        loss_scale: a number above zero, the number as a string, or "dynamic".
-        cast_model_outputs: dtype of the models' outputs; by default fp32 wherever the model is cast.
+        loss_scale: a number above zero, the number as a string, "dynamic", or a ``halfstep.DynamicLossScale`` or
+            ``StaticLossScale``, which has bounds of its own.
+        cast_model_outputs: dtype of the models' outputs, or its name; by default fp32 wherever the model is cast.
         num_losses: how many losses have a scale of their own (``loss_id`` of ``amp.scale_loss``).
         verbosity: 0 is silent; 1 logs the options and each skipped step at level INFO of the logger "halfstep";
             2 also logs each cast.

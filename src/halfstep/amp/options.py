@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.formats import dtype_name
+from ..core.formats import dtype_name, parse_dtype
+from ..core.loss_scale import LossScaleSpec, check_loss_scale
 from ..core.oplists import OpLists
-from ..core.policy import LEVELS, LossScaleSpec, Policy
+from ..core.policy import LEVELS, Policy
 
 __all__ = ["Options", "resolve_options"]
 
@@ -27,7 +27,7 @@ class Options:
         patch_torch_functions: whether ops are cast (O1).
         keep_batchnorm_fp32: whether BatchNorm stays fp32 when the weights are cast.
         master_weights: whether the optimizer updates fp32 copies.
-        loss_scale: a number or "dynamic".
+        loss_scale: a number, "dynamic", or a rule.
     """
 
     enabled: bool
@@ -41,15 +41,16 @@ class Options:
     @property
     def options(self) -> dict[str, Any]:
         """The properties as a dict, where scripts written for Apex look for them."""
-        return asdict(self)
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def policy(self, half: torch.dtype, output_dtype: torch.dtype | None, lists: OpLists) -> Policy:
+    def policy(self, half: torch.dtype, output_dtype: torch.dtype | str | None, lists: OpLists) -> Policy:
         """The ``Policy`` that these properties describe, with ops cast to ``half`` by some lists."""
         cast = self.cast_model_type or None
+        outputs = None if output_dtype is None else parse_dtype(output_dtype, "cast_model_outputs")
         return Policy(
             param_dtype=cast,
             compute_dtype=half if self.patch_torch_functions else cast,
-            output_dtype=output_dtype or (torch.float32 if cast else None),
+            output_dtype=outputs or (torch.float32 if cast else None),
             op_lists=lists if self.patch_torch_functions else None,
             keep_batchnorm_fp32=bool(self.keep_batchnorm_fp32),
             master_weights=bool(self.master_weights),
@@ -130,17 +131,7 @@ def _master_weights(value: Any, level: str) -> bool:
 
 
 def _loss_scale(value: Any, level: str) -> LossScaleSpec:
-    if value == "dynamic":
-        return "dynamic"
-    try:
-        scale = float(value)
-    except (TypeError, ValueError):
-        scale = math.nan
-    if isinstance(value, bool) or not 0.0 < scale < math.inf:
-        raise ArgumentValueError(
-            f'loss_scale={value!r} must be "dynamic", a finite float above zero, or such a number as a string.'
-        )
-    return scale
+    return check_loss_scale(value)
 
 
 _CHECKS = {

@@ -30,8 +30,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+def parse_dtype(dtype: torch.dtype | str, name: str = "dtype") -> torch.dtype:
     """A floating dtype from itself or from its name (``"bfloat16"``, ``"bf16"``, ``"torch.bfloat16"``, any case).
+
+    ``name`` is what messages call it.
 
     Raises:
         ArgumentValueError: for a name or dtype that is no floating format.
@@ -39,13 +41,13 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """
     if isinstance(dtype, torch.dtype):
         if dtype not in _BY_NAME.values():
-            raise ArgumentValueError(f"dtype={dtype} is not a format to train in; use one of {_allowed()}.")
+            raise ArgumentValueError(f"{name}={dtype} is not a format to train in; use one of {_allowed()}.")
         return dtype
     if not isinstance(dtype, str):
-        raise ArgumentTypeError(f"dtype must be a torch.dtype or its name, not {dtype!r}; use one of {_allowed()}.")
+        raise ArgumentTypeError(f"{name} must be a torch.dtype or its name, not {dtype!r}; use one of {_allowed()}.")
     found = _BY_NAME.get(dtype.strip().lower().removeprefix("torch."))
     if found is None:
-        raise ArgumentValueError(f"dtype={dtype!r} is not a floating format; use one of {_allowed()}.")
+        raise ArgumentValueError(f"{name}={dtype!r} is not a floating format; use one of {_allowed()}.")
     return found
 
 

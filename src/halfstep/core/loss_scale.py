@@ -7,13 +7,14 @@ one ``LossScaleState`` and a ``found_inf`` flag to the next. What holds a state 
 
 from __future__ import annotations
 
+import ast
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
 import torch
 
-from .errors import ArgumentValueError
+from .errors import ArgumentValueError, UsageError
 
 __all__ = [
     "DynamicLossScale",
@@ -23,7 +24,10 @@ __all__ = [
     "NoLossScale",
     "StaticLossScale",
     "check_between",
+    "check_loss_scale",
+    "loss_scale_text",
     "make_loss_scale",
+    "parse_loss_scale",
 ]
 
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -188,22 +192,93 @@ class DynamicLossScale(LossScale):
         scale.clamp_(self.floor, self.ceiling)
 
 
-LossScaleSpec = float | Literal["dynamic"]
+LossScaleSpec = float | Literal["dynamic"] | StaticLossScale | DynamicLossScale
+"""What says how a loss is scaled: a number, "dynamic", or a rule."""
+
+_MAX_LOSS_SCALE = 2.0**24
+
+
+def check_loss_scale(value: object) -> LossScaleSpec:
+    """A loss scale as users give it, checked; a number may be a string.
+
+    Raises:
+        ArgumentValueError: for anything else.
+    """
+    if isinstance(value, (StaticLossScale, DynamicLossScale)):
+        return value
+    if isinstance(value, str) and value == "dynamic":
+        return "dynamic"
+    try:
+        scale = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        scale = math.nan
+    if isinstance(value, bool) or not 0.0 < scale < math.inf:
+        raise ArgumentValueError(
+            f'loss_scale={value!r} must be "dynamic", a finite float above zero, such a number as a string, or a '
+            "halfstep.DynamicLossScale or halfstep.StaticLossScale."
+        )
+    return scale
 
 
 def make_loss_scale(
-    spec: LossScaleSpec, min_loss_scale: float | None = None, max_loss_scale: float | None = 2.0**24
+    spec: LossScaleSpec, min_loss_scale: float | None = None, max_loss_scale: float | None = _MAX_LOSS_SCALE
 ) -> LossScale:
     """The rule of Apex ``amp``: a number is static; "dynamic" starts at 2**16, doubles after 2,000 good steps.
 
-    A ``min_loss_scale`` of 0 counts as none, as in Apex.
+    A ``min_loss_scale`` of 0 counts as none, as in Apex. A rule is itself, and has bounds of its own.
 
     Raises:
         ArgumentValueError: for a scale or bound that cannot be used.
+        UsageError: for a rule together with bounds.
     """
+    spec = check_loss_scale(spec)
+    if isinstance(spec, LossScale):
+        if min_loss_scale or max_loss_scale != _MAX_LOSS_SCALE:
+            name = f"min_loss_scale={min_loss_scale!r}" if min_loss_scale else f"max_loss_scale={max_loss_scale!r}"
+            where = "put them into it as min_scale= and max_scale=" if spec.dynamic else "a static scale needs none"
+            raise UsageError(f"{name} was given beside loss_scale={spec!r}, which has bounds of its own; {where}.")
+        return spec
     if spec == "dynamic":
         return DynamicLossScale(min_scale=min_loss_scale or None, max_scale=max_loss_scale)
-    return StaticLossScale(float(spec))
+    return StaticLossScale(spec)
+
+
+def loss_scale_text(spec: LossScaleSpec) -> str:
+    """A loss scale in a line without commas: ``1.0``, ``dynamic``, ``dynamic(init_scale=8.0;max_scale=None)``.
+
+    Of a rule it names the fields that differ from their defaults.
+    """
+    if isinstance(spec, StaticLossScale):
+        return f"static({spec.init_scale})"
+    if isinstance(spec, DynamicLossScale):
+        named = [(each.name, getattr(spec, each.name), each.default) for each in fields(spec) if each.init]
+        return f"dynamic({';'.join(f'{name}={value}' for name, value, default in named if value != default)})"
+    return str(spec)
+
+
+def parse_loss_scale(text: str) -> LossScaleSpec:
+    """The loss scale whose text this is.
+
+    Raises:
+        ArgumentValueError: for a text of another form, or a value that does not fit its field.
+    """
+    kind, opened, inner = text.removesuffix(")").partition("(")
+    if opened and text.endswith(")") and kind in ("static", "dynamic"):
+        try:
+            if kind == "static":
+                return StaticLossScale(float(inner))
+            pairs = [part.partition("=") for part in inner.split(";") if part]
+            return DynamicLossScale(**{name: ast.literal_eval(value) for name, _, value in pairs})
+        except (ValueError, TypeError, SyntaxError) as error:
+            raise ArgumentValueError(f"loss_scale={text!r}: {error}") from None
+    if text == "dynamic":
+        return "dynamic"
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentValueError(
+            f'loss_scale={text!r} is neither a number nor "dynamic", nor a rule such as dynamic(init_scale=8.0).'
+        ) from None
 
 
 def check_between(name: str, value: float, *, above: float = 0.0, below: float = math.inf) -> None:

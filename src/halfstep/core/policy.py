@@ -8,7 +8,7 @@ import torch
 
 from .errors import ArgumentValueError, HalfstepError
 from .formats import HALF_DTYPES, dtype_name, parse_dtype
-from .loss_scale import LossScaleSpec
+from .loss_scale import LossScaleSpec, loss_scale_text, parse_loss_scale
 from .oplists import OpLists
 
 __all__ = ["LEVELS", "LossScaleSpec", "Policy", "parse_level"]
@@ -59,7 +59,7 @@ class Policy:
         op_lists: which ops run in which precision; ``None`` casts no ops.
         keep_batchnorm_fp32: leave BatchNorm parameters and statistics in fp32 when the rest is cast.
         master_weights: update fp32 copies of 16-bit weights.
-        loss_scale: a number, or ``"dynamic"``.
+        loss_scale: a number, ``"dynamic"``, or a ``StaticLossScale`` or ``DynamicLossScale``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -101,6 +101,8 @@ class Policy:
         parts = []
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "loss_scale":
+                value = loss_scale_text(value)
             parts.append(f"{field.name}={dtype_name(value) if isinstance(value, torch.dtype) else value}")
         return ",".join(parts)
 
@@ -125,12 +127,7 @@ class Policy:
     @staticmethod
     def _parse_field(name: str, value: str) -> object:
         if name == "loss_scale":
-            if value == "dynamic":
-                return value
-            try:
-                return float(value)
-            except ValueError:
-                raise ArgumentValueError(f'loss_scale={value!r} is neither a number nor "dynamic".') from None
+            return parse_loss_scale(value)
         if name in ("keep_batchnorm_fp32", "master_weights"):
             if value not in ("True", "False"):
                 raise ArgumentValueError(f"{name}={value!r} must be True or False.")
