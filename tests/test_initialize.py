@@ -23,6 +23,7 @@ from apex_recording import batch, golden, net, optimizer
 from halfstep import amp
 from halfstep.core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from halfstep.core.formats import dtype_name
+from halfstep.core.policy import Policy
 from halfstep.scaling import DynamicLossScale, NoLossScale, StaticLossScale
 
 FACTS = golden("apex_amp")["banner_and_errors"]
@@ -271,6 +272,141 @@ def test_loss_scale_as_a_value(level: str, rule: Any, same: Any) -> None:
         results.append(scales)
     assert results[0] == results[-1]
     assert same is not None or [each["loss_scale"] for each in results[0]] == [1024.0, 512.0, 1024.0, 1024.0]
+
+
+# ---- a policy in the place of a level
+
+
+def trained(**options: Any) -> dict[str, Any]:
+    """Everything that three steps leave behind, the second of which overflows."""
+    model, optim = amp.initialize(*fresh(), verbosity=0, **options)
+    outputs = []
+    for t in range(3):
+        outputs.append(model(batch(t)[0]).detach())
+        backward(model, optim, t, factor=float("inf") if t == 1 else 1.0)
+        optim.step()
+        optim.zero_grad()
+    return {
+        "outputs": outputs,
+        "weights": [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())],
+        "saved": list(model.state_dict().values()),
+        "masters": list(amp.master_params(optim)),
+        "scales": amp.state_dict(),
+        "skipped": amp.steps_skipped(optim),
+        "options": amp._amp_state.opt_properties,
+    }
+
+
+@pytest.mark.parametrize("loss_scale", [None, "dynamic", 8.0])
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_policy_of_a_level(level: str, half: torch.dtype, loss_scale: Any) -> None:
+    by_level = trained(opt_level=level, dtype=half, loss_scale=loss_scale)
+    by_policy = trained(policy=Policy.from_level(level, half), loss_scale=loss_scale)
+    for name, expected in by_level.items():
+        found = by_policy[name]
+        if isinstance(expected, list):
+            assert [each.dtype for each in found] == [each.dtype for each in expected]
+            assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(found, expected, strict=True))
+        else:
+            assert found == expected, name
+
+
+def test_a_policy_of_ones_own() -> None:
+    lists = halfstep.OpLists.custom(["softmax"])
+    policy = Policy.from_level("O1", torch.bfloat16).replace(op_lists=lists, loss_scale=DynamicLossScale(8.0))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+    model, _ = amp.initialize(model, torch.optim.SGD(model.parameters()), policy=policy, verbosity=0)
+    assert model(torch.ones(1, 4)).dtype is torch.bfloat16
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 8.0
+    shown = amp._amp_state.opt_properties
+    assert (shown.opt_level, shown.patch_torch_functions, shown.loss_scale) == ("O1", True, policy.loss_scale)
+    policy = Policy(torch.float16, torch.float16, torch.bfloat16, loss_scale=2.0)
+    model = amp.initialize(net(), policy=policy, verbosity=0)
+    assert {each.dtype for each in model.parameters()} == {torch.float16}
+    assert model(batch(0)[0]).dtype is torch.bfloat16
+    shown = amp._amp_state.opt_properties
+    assert (shown.opt_level, shown.cast_model_type, shown.loss_scale) == ("O3", torch.float16, 2.0)
+    assert (shown.keep_batchnorm_fp32, shown.master_weights) == (False, False)
+
+
+def test_a_policy_without_16_bits_is_like_O0() -> None:
+    model = amp.initialize(net(), policy=Policy(), verbosity=0)
+    assert model(batch(0)[0]).dtype is torch.float32
+    shown = amp._amp_state.opt_properties
+    assert (shown.opt_level, shown.cast_model_type, shown.loss_scale) == ("O0", None, 1.0)
+
+
+def test_policy_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="halfstep")
+    policy = Policy.from_level("O2", torch.float16)
+    amp.initialize(*fresh(), policy=policy, loss_scale=4.0)
+    assert f"Policy {policy.replace(loss_scale=4.0)}" in caplog.text
+    assert "master_weights         : True" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("opt_level", "O2", "everything that a level decides"),
+        ("dtype", torch.bfloat16, "everything that a level decides"),
+        ("cast_model_type", False, "param_dtype"),
+        ("patch_torch_functions", False, "op_lists"),
+        ("keep_batchnorm_fp32", "True", "keep_batchnorm_fp32"),
+        ("master_weights", False, "master_weights"),
+        ("cast_model_outputs", torch.float32, "output_dtype"),
+        ("op_lists", halfstep.OpLists.default(), "op_lists"),
+        ("custom_white_list", [], "op_lists"),
+        ("custom_black_list", ["gelu"], "op_lists"),
+    ],
+)
+def test_what_may_not_stand_beside_a_policy(name: str, value: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=rf"policy= and {name}=.* were both given.*{words}.*Only loss_scale="):
+        amp.initialize(*fresh(), policy=Policy.from_level("O3"), verbosity=0, **{name: value})
+
+
+O1, O2 = Policy.from_level("O1"), Policy.from_level("O2")
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [
+        ("O2", ArgumentTypeError, r"policy must be a halfstep\.Policy, not 'O2'; Policy\.from_level"),
+        (O1.replace(param_dtype=torch.float16), UsageError, "op_lists cast around .*param_dtype=float16 casts them"),
+        (O1.replace(compute_dtype=None), UsageError, "op_lists need a 16-bit compute_dtype.* compute_dtype=None"),
+        (O1.replace(compute_dtype=torch.float32), UsageError, "op_lists need a 16-bit .* compute_dtype=float32"),
+        (O1.replace(master_weights=True), UsageError, "master_weights=True needs a 16-bit .* has param_dtype=None"),
+        (
+            Policy(torch.float32, torch.float32, master_weights=True),
+            UsageError,
+            "master_weights=True needs a 16-bit param_dtype, and it has param_dtype=float32",
+        ),
+        (Policy(keep_batchnorm_fp32=True), UsageError, "keep_batchnorm_fp32=True needs a 16-bit param_dtype"),
+        (
+            O2.replace(compute_dtype=torch.bfloat16),
+            UsageError,
+            "inputs of the model are cast to compute_dtype=bfloat16, and its weights, with param_dtype=float16",
+        ),
+        (Policy(compute_dtype=torch.float16), UsageError, "without op_lists .*compute_dtype=float16.*param_dtype=None"),
+        (Policy(torch.float32, torch.float64), UsageError, "without op_lists .*param_dtype=float32"),
+        (
+            Policy(output_dtype=torch.int32),
+            ArgumentValueError,
+            "output_dtype of the policy=torch.int32 is not",
+        ),
+        (Policy(param_dtype="float16"), ArgumentTypeError, "param_dtype of the policy must be .*, not 'float16'"),
+        (O2.replace(master_weights=1), ArgumentTypeError, "master_weights of the policy must be True or False, not 1"),
+        (O1.replace(op_lists="O1"), ArgumentTypeError, r"op_lists of the policy must be a halfstep\.OpLists .*'O1'"),
+        (O2.replace(loss_scale="bla"), ArgumentValueError, "loss_scale='bla' must be"),
+        (O2.replace(loss_scale=0.0), ArgumentValueError, "loss_scale=0.0 must be"),
+    ],
+)
+def test_policies_that_cannot_be(policy: Any, error: type[Exception], message: str) -> None:
+    model, optim = fresh()
+    with pytest.raises(error, match=message):
+        amp.initialize(model, optim, policy=policy, verbosity=0)
+    assert not hasattr(optim, "_amp_stash")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 # ---- defaults and the banner

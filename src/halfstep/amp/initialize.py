@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.formats import HALF_DTYPES, default_half, dtype_name, parse_dtype
+from ..core.formats import HALF_DTYPES, default_half, dtype_name
 from ..core.hardware import warn_if_slow
 from ..core.loss_scale import LossScale, LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
-from ..core.policy import Policy, parse_level
+from ..core.policy import Policy
 from ..engine.casting import modules, ops, sessions
 from ..engine.casting.emulation import Emulate, check_emulate
 from ..engine.scaling import LossScaler
 from ..engine.stepping import bind, binding_of
-from .options import Options, banner, resolve_options
+from .options import Options, resolve
 from .session import Session, _amp_state
 
 __all__ = ["initialize"]
@@ -50,6 +50,7 @@ def initialize(
     custom_white_list: Iterable[object] | None = None,
     custom_black_list: Iterable[object] | None = None,
     emulate: Emulate = "auto",
+    policy: Policy | None = None,
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 
@@ -93,6 +94,8 @@ def initialize(
         emulate: "auto" runs matrix products, convolutions, attention and recurrent layers in fp32 kernels, on 16-bit
             numbers and with 16-bit results, where the device has no 16-bit units. True does so everywhere, False
             nowhere. The dtypes are the same in all cases.
+        policy: a ``halfstep.Policy`` in the place of the level and of all that overrides one; only ``loss_scale`` may
+            stand beside it, and goes before its own.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -100,8 +103,9 @@ def initialize(
     Raises:
         ArgumentTypeError: models or optimizers of the wrong kind.
         ArgumentValueError: a value that is not allowed.
-        UsageError: options that contradict the level, a model that is not fp32 or is wrapped for parallel training
-            already, or a model or optimizer that was initialized before. Nothing has been changed then.
+        UsageError: options that contradict the level, a policy beside them or one that contradicts itself, a model
+            that is not fp32 or is wrapped for parallel training already, or a model or optimizer that was initialized
+            before. Nothing has been changed then.
 
     Warns:
         PrecisionWarning: once, where the device of a model has no units for the 16-bit dtype and ``emulate=False``.
@@ -112,20 +116,24 @@ def initialize(
 
     model_list = _check_models(models)
     optimizer_list = _check_optimizers(optimizers)
-    level, half = _check_level(opt_level, dtype, model_list)
-    defaults, options = resolve_options(
-        level,
-        half,
+    recipe = resolve(
+        policy,
+        default_half(_device(model_list)),
+        opt_level=opt_level,
+        dtype=dtype,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights,
         loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+        op_lists=op_lists,
+        custom_white_list=custom_white_list,
+        custom_black_list=custom_black_list,
     )
+    policy, half = recipe.policy, recipe.half
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 0:
         raise ArgumentValueError(f"num_losses={num_losses!r} must be a whole number, 1 or more.")
-    lists = _check_lists(level, options, op_lists, custom_white_list, custom_black_list)
-    policy = options.policy(half, cast_model_outputs, lists)
     check_emulate(emulate)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
     _check_untouched(model_list, optimizer_list)
@@ -142,7 +150,7 @@ def initialize(
         devices=modules.device_types(model_list),
         emulate=emulate,
     )
-    session = Session(options, verbosity, _scalers(rule, num_losses, verbosity))
+    session = Session(recipe.options, verbosity, _scalers(rule, num_losses, verbosity))
     for model in model_list:
         _prepare_model(model, policy, casting, module_filter)
     for optimizer in optimizer_list:
@@ -160,7 +168,7 @@ def initialize(
         sessions.activate(casting, [*model_list, *optimizer_list])
     _amp_state.session = session
     if verbosity > 0:
-        logger.info("%s", banner(defaults, options, half))
+        logger.info("%s", recipe.banner())
     return models if optimizers is None else (models, optimizers)
 
 
@@ -201,14 +209,6 @@ def _check_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
     return found
 
 
-def _check_level(opt_level: Any, dtype: Any, models: list[nn.Module]) -> tuple[str, torch.dtype]:
-    given = None if dtype is None else parse_dtype(dtype)
-    if given is not None and given not in HALF_DTYPES:
-        raise ArgumentValueError(f"dtype={dtype_name(given)} has not 16 bits; use torch.float16 or torch.bfloat16.")
-    level, half = parse_level(opt_level, given)
-    return level, half or default_half(_device(models))
-
-
 def _device(models: list[nn.Module]) -> torch.device:
     for model in models:
         for param in model.parameters():
@@ -236,36 +236,6 @@ def _check_untouched(models: list[nn.Module], optimizers: list[torch.optim.Optim
                         )
         if modules.is_attached(model):
             raise UsageError("This model has been through amp.initialize or amp.decorate once, and once is all it can.")
-
-
-def _check_lists(
-    level: str,
-    options: Options,
-    op_lists: OpLists | None,
-    white: Iterable[object] | None,
-    black: Iterable[object] | None,
-) -> OpLists:
-    """The op lists of O1."""
-    if op_lists is None and white is None and black is None:
-        return OpLists.default()
-    if not options.patch_torch_functions:
-        raise UsageError(
-            f"op_lists, custom_white_list and custom_black_list say how ops are cast, and at {level} none are; use "
-            'opt_level="O1".'
-        )
-    if op_lists is None:
-        return OpLists.custom(white, black)
-    if not isinstance(op_lists, OpLists):
-        raise ArgumentTypeError(
-            f"op_lists must be a halfstep.OpLists, not {op_lists!r}; lists of ops are custom_white_list= and "
-            "custom_black_list=."
-        )
-    if white is not None or black is not None:
-        raise UsageError(
-            "op_lists and custom lists were both given; put the custom ones into op_lists: "
-            "OpLists.custom(white, black)."
-        )
-    return op_lists
 
 
 def _prepare_model(

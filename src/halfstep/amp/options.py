@@ -1,19 +1,22 @@
-"""The keyword arguments of ``amp.initialize`` that describe a precision recipe, checked as Apex checked them."""
+"""The arguments of ``amp.initialize`` that describe a precision recipe: a level with overrides, checked as Apex checked
+them, or a policy.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.formats import dtype_name, parse_dtype
+from ..core.formats import HALF_DTYPES, dtype_name, parse_dtype
 from ..core.loss_scale import LossScaleSpec, check_loss_scale
 from ..core.oplists import OpLists
-from ..core.policy import LEVELS, Policy
+from ..core.policy import LEVELS, Policy, check_policy, parse_level
 
-__all__ = ["Options", "resolve_options"]
+__all__ = ["Options", "Recipe", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,159 @@ class Options:
             loss_scale=self.loss_scale,
         )
 
+    @classmethod
+    def of(cls, policy: Policy) -> Options:
+        """The properties of a policy, under the level that it is nearest to."""
+        casts_ops, halves = policy.op_lists is not None, policy.param_dtype in HALF_DTYPES
+        level = "O1" if casts_ops else ("O2" if policy.master_weights else "O3") if halves else "O0"
+        return cls(
+            enabled=True,
+            opt_level=level,
+            cast_model_type=policy.param_dtype,
+            patch_torch_functions=casts_ops,
+            keep_batchnorm_fp32=policy.keep_batchnorm_fp32 if halves else None,
+            master_weights=None if casts_ops else policy.master_weights,
+            loss_scale=policy.loss_scale,
+        )
+
     def describe(self) -> list[str]:
         """One aligned ``name : value`` line for each property."""
         return [f"{name:<22} : {_show(value)}" for name, value in self.options.items()]
 
 
-def resolve_options(opt_level: str, half: torch.dtype, **overrides: Any) -> tuple[Options, Options]:
-    """The defaults of a checked level, and what they become under the overrides that are not None.
+@dataclass(frozen=True)
+class Recipe:
+    """What the arguments of ``amp.initialize`` came to.
+
+    Attributes:
+        policy: what is done.
+        half: the 16-bit dtype, also where the policy has none.
+        options: the policy under Apex's names.
+        defaults: of the level, before the overrides; None if a policy was given.
+    """
+
+    policy: Policy
+    half: torch.dtype
+    options: Options
+    defaults: Options | None
+
+    def banner(self) -> str:
+        """What is said at verbosity 1: the level, its defaults, and what the overrides made of them; or the policy."""
+        if self.defaults is None:
+            lines = [f"Policy {self.policy}.", *("  " + line for line in self.options.describe())]
+        else:
+            level = self.defaults.opt_level
+            lines = [
+                f"Opt level {level} in {dtype_name(self.half)}: {LEVELS[level]}.",
+                "Defaults of the level:",
+                *("  " + line for line in self.defaults.describe()),
+            ]
+            if self.options != self.defaults:
+                lines += ["With your overrides:", *("  " + line for line in self.options.describe())]
+        return "\n".join(lines)
+
+
+def resolve(
+    policy: Policy | None,
+    device_half: torch.dtype,
+    *,
+    opt_level: Any,
+    dtype: Any,
+    loss_scale: Any,
+    cast_model_outputs: Any,
+    op_lists: OpLists | None,
+    custom_white_list: Iterable[object] | None,
+    custom_black_list: Iterable[object] | None,
+    **overrides: Any,
+) -> Recipe:
+    """What the arguments of ``amp.initialize`` come to.
+
+    Args:
+        policy: a policy, which takes the place of everything below but for ``loss_scale``.
+        device_half: the 16-bit dtype where none is named.
+        opt_level: the level; the rest overrides it where it is not None.
+        dtype: the 16-bit dtype.
+        loss_scale: as users give it.
+        cast_model_outputs: a floating dtype or its name.
+        op_lists: op lists for O1.
+        custom_white_list: what to move in them.
+        custom_black_list: likewise.
+        **overrides: properties of ``Options``.
 
     Raises:
-        UsageError: for overrides that contradict the level.
+        UsageError: for arguments, or parts of a policy, that contradict each other.
         ArgumentValueError: for a value that is not allowed.
-        ArgumentTypeError: for a ``cast_model_type`` that is no dtype.
+        ArgumentTypeError: for a value of the wrong type.
     """
+    if policy is not None:
+        beside = {
+            "opt_level": None if opt_level == "O1" else opt_level,  # the default
+            "dtype": dtype,
+            "cast_model_outputs": cast_model_outputs,
+            "op_lists": op_lists,
+            "custom_white_list": custom_white_list,
+            "custom_black_list": custom_black_list,
+            **overrides,
+        }
+        return _from_policy(policy, loss_scale, beside, device_half)
+    level, half = _check_level(opt_level, dtype)
+    half = half or device_half
+    defaults, options = _resolve_options(level, half, loss_scale=loss_scale, **overrides)
+    lists = _check_lists(level, options, op_lists, custom_white_list, custom_black_list)
+    return Recipe(options.policy(half, cast_model_outputs, lists), half, options, defaults)
+
+
+# ---- from a policy
+
+
+def _from_policy(policy: Policy, loss_scale: Any, beside: dict[str, Any], device_half: torch.dtype) -> Recipe:
+    if not isinstance(policy, Policy):
+        raise ArgumentTypeError(
+            f"policy must be a halfstep.Policy, not {policy!r}; Policy.from_level(level, dtype) makes that of a level, "
+            "and Policy.parse(text) reads one."
+        )
+    for name, value in beside.items():
+        if value is not None:
+            field = _FIELDS.get(name)
+            instead = "it has everything that a level decides" if field is None else f"put it into its {field}"
+            raise UsageError(
+                f"policy= and {name}={value!r} were both given. Drop one of them; of the policy, {instead} "
+                "(Policy.from_level, policy.replace). Only loss_scale= may stand beside a policy."
+            )
+    if loss_scale is not None:
+        policy = policy.replace(loss_scale=loss_scale)
+    policy = policy.replace(loss_scale=check_loss_scale(policy.loss_scale))
+    check_policy(policy)
+    dtypes = (policy.compute_dtype, policy.param_dtype, policy.output_dtype)
+    half = next((each for each in dtypes if each in HALF_DTYPES), None) or device_half
+    return Recipe(policy, half, Options.of(policy), None)
+
+
+_FIELDS = {
+    "cast_model_type": "param_dtype",
+    "patch_torch_functions": "op_lists",
+    "keep_batchnorm_fp32": "keep_batchnorm_fp32",
+    "master_weights": "master_weights",
+    "cast_model_outputs": "output_dtype",
+    "op_lists": "op_lists",
+    "custom_white_list": "op_lists",
+    "custom_black_list": "op_lists",
+}
+"""Which field of a policy says what an argument says."""
+
+
+# ---- from a level and what overrides it
+
+
+def _check_level(opt_level: Any, dtype: Any) -> tuple[str, torch.dtype | None]:
+    given = None if dtype is None else parse_dtype(dtype)
+    if given is not None and given not in HALF_DTYPES:
+        raise ArgumentValueError(f"dtype={dtype_name(given)} has not 16 bits; use torch.float16 or torch.bfloat16.")
+    return parse_level(opt_level, given)
+
+
+def _resolve_options(opt_level: str, half: torch.dtype, **overrides: Any) -> tuple[Options, Options]:
+    """The defaults of a checked level, and what they become under the overrides that are not None."""
     policy = Policy.from_level(opt_level, half)
     casts_ops = policy.op_lists is not None
     defaults = Options(
@@ -147,13 +290,31 @@ def _show(value: Any) -> str:
     return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
 
 
-def banner(defaults: Options, options: Options, half: torch.dtype) -> str:
-    """What is said at verbosity 1: the level, its defaults, and what the overrides made of them."""
-    lines = [
-        f"Opt level {defaults.opt_level} in {dtype_name(half)}: {LEVELS[defaults.opt_level]}.",
-        "Defaults of the level:",
-        *("  " + line for line in defaults.describe()),
-    ]
-    if options != defaults:
-        lines += ["With your overrides:", *("  " + line for line in options.describe())]
-    return "\n".join(lines)
+def _check_lists(
+    level: str,
+    options: Options,
+    op_lists: OpLists | None,
+    white: Iterable[object] | None,
+    black: Iterable[object] | None,
+) -> OpLists:
+    """The op lists of O1."""
+    if op_lists is None and white is None and black is None:
+        return OpLists.default()
+    if not options.patch_torch_functions:
+        raise UsageError(
+            f"op_lists, custom_white_list and custom_black_list say how ops are cast, and at {level} none are; use "
+            'opt_level="O1".'
+        )
+    if op_lists is None:
+        return OpLists.custom(white, black)
+    if not isinstance(op_lists, OpLists):
+        raise ArgumentTypeError(
+            f"op_lists must be a halfstep.OpLists, not {op_lists!r}; lists of ops are custom_white_list= and "
+            "custom_black_list=."
+        )
+    if white is not None or black is not None:
+        raise UsageError(
+            "op_lists and custom lists were both given; put the custom ones into op_lists: "
+            "OpLists.custom(white, black)."
+        )
+    return op_lists

@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from .errors import ArgumentValueError, HalfstepError
+from .errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from .formats import HALF_DTYPES, dtype_name, parse_dtype
 from .loss_scale import LossScaleSpec, loss_scale_text, parse_loss_scale
 from .oplists import OpLists
 
-__all__ = ["LEVELS", "LossScaleSpec", "Policy", "parse_level"]
+__all__ = ["LEVELS", "LossScaleSpec", "Policy", "check_policy", "parse_level"]
 
 LEVELS = {
     "O0": "fp32 training",
@@ -138,3 +138,50 @@ class Policy:
             return OpLists.parse(value) if name == "op_lists" else parse_dtype(value)
         except HalfstepError as error:
             raise ArgumentValueError(f"{name}={value!r}: {error}") from None
+
+
+def check_policy(policy: Policy) -> None:
+    """Check that the fields of a policy have values of their kinds that go together.
+
+    Raises:
+        ArgumentTypeError: for a value of another kind.
+        ArgumentValueError: for a dtype that is no floating format.
+        UsageError: for fields that contradict each other.
+    """
+    for name in ("param_dtype", "compute_dtype", "output_dtype"):
+        value = getattr(policy, name)
+        if value is None:
+            continue
+        if not isinstance(value, torch.dtype):
+            raise ArgumentTypeError(f"{name} of the policy must be a torch.dtype or None, not {value!r}.")
+        parse_dtype(value, f"{name} of the policy")
+    for name in ("keep_batchnorm_fp32", "master_weights"):
+        if not isinstance(getattr(policy, name), bool):
+            raise ArgumentTypeError(f"{name} of the policy must be True or False, not {getattr(policy, name)!r}.")
+    if policy.op_lists is not None and not isinstance(policy.op_lists, OpLists):
+        raise ArgumentTypeError(f"op_lists of the policy must be a halfstep.OpLists or None, not {policy.op_lists!r}.")
+    problem = _contradiction(policy)
+    if problem is not None:
+        raise UsageError(f"The policy contradicts itself: {problem}.\nIt is {policy}.")
+
+
+def _contradiction(policy: Policy) -> str | None:
+    """What is wrong between the fields of a policy, if anything is."""
+    params, compute = policy.param_dtype, policy.compute_dtype
+    param_dtype = f"param_dtype={dtype_name(params) if params else None}"
+    compute_dtype = f"compute_dtype={dtype_name(compute) if compute else None}"
+    if policy.op_lists is not None:
+        if params in HALF_DTYPES:
+            return f"op_lists cast around operations and leave the weights fp32, and {param_dtype} casts them"
+        if compute not in HALF_DTYPES:
+            return f"op_lists need a 16-bit compute_dtype to cast ops to, and it has {compute_dtype}"
+    elif compute is not None and compute is not params and (params is not None or compute in HALF_DTYPES):
+        return (
+            f"without op_lists the inputs of the model are cast to {compute_dtype}, and its weights, with "
+            f"{param_dtype}, do not have that dtype"
+        )
+    if params not in HALF_DTYPES:
+        for name in ("master_weights", "keep_batchnorm_fp32"):
+            if getattr(policy, name):
+                return f"{name}=True needs a 16-bit param_dtype, and it has {param_dtype}"
+    return None
