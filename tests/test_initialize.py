@@ -337,6 +337,14 @@ def test_a_policy_without_16_bits_is_like_O0() -> None:
     assert (shown.opt_level, shown.cast_model_type, shown.loss_scale) == ("O0", None, 1.0)
 
 
+def test_a_policy_under_the_name_of_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfstep.apex import amp as apex_amp
+
+    monkeypatch.setenv("HALFSTEP_OPT_LEVEL", "O1")
+    model = apex_amp.initialize(net(), policy=Policy.from_level("O3", torch.bfloat16), verbosity=0)
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+
+
 def test_policy_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="halfstep")
     policy = Policy.from_level("O2", torch.float16)

@@ -28,6 +28,8 @@ def _dtype(given: Any) -> Any:
 @functools.wraps(_amp.initialize)  # type: ignore[no-redef]
 def initialize(*args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(_amp.initialize).bind(*args, **kwargs).arguments
+    if given.get("policy") is not None:
+        return _amp.initialize(**given)
     level = os.environ.get("HALFSTEP_OPT_LEVEL")
     if level:
         given["opt_level"] = level
