@@ -430,6 +430,106 @@ def test_it_is_a_torch_scaler() -> None:
     assert public <= set(dir(amp.GradScaler))
 
 
+PRIVATE = [
+    "_enabled",
+    "_init_scale",
+    "_scale",
+    "_growth_factor",
+    "_backoff_factor",
+    "_growth_interval",
+    "_init_growth_tracker",
+    "_growth_tracker",
+]
+
+
+def private(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """What trainers read of a scaler under torch's private names."""
+    found = {name: getattr(scaler, name) for name in PRIVATE}
+    tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
+    kinds = {name: (each.dtype, each.shape, each.device.type, each.item()) for name, each in tensors.items()}
+    states = [
+        (state["stage"], [(device.type, flag.item()) for device, flag in state["found_inf_per_device"].items()])
+        for state in scaler._per_optimizer_states.values()
+    ]
+    return {**found, **kinds, "states": states, "tracker": scaler._get_growth_tracker()}
+
+
+def same_scalers() -> tuple[torch.amp.GradScaler, amp.GradScaler]:
+    settings_ = {"init_scale": 2.0**10, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+    return torch.amp.GradScaler("cpu", **settings_), amp.GradScaler("cpu", **settings_, decr_every_n_nan_or_inf=1)
+
+
+def test_private_names_of_torch() -> None:
+    pair, seen = same_scalers(), []
+    for scaler in pair:
+        param = weight()
+        optim, rows = sgd(param), [private(scaler)]
+        for letter in "FIFFNF":
+            scaler.scale((param * FACTORS[letter]).sum()).backward()
+            rows.append(private(scaler))
+            scaler.unscale_(optim)
+            rows.append(private(scaler))
+            scaler.step(optim)
+            rows.append(private(scaler))
+            scaler.update()
+            optim.zero_grad()
+            rows.append(private(scaler))
+        saved = scaler.state_dict()
+        scaler.load_state_dict(pair[0].state_dict())
+        rows.append(private(scaler))
+        assert saved["_growth_tracker"] == scaler._init_growth_tracker == 1
+        seen.append(rows)
+    assert seen[0] == seen[1]
+
+
+def test_private_names_are_set_as_in_torch() -> None:
+    seen = []
+    for scaler in same_scalers():
+        scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval = 3.0, 0.125, 1
+        param = weight()
+        optim = sgd(param)
+        backward(scaler, param)
+        scaler.step(optim)
+        scaler.update()
+        seen.append((private(scaler), scaler.get_growth_factor(), scaler.get_backoff_factor()))
+    assert seen[0] == seen[1]
+    with pytest.raises(ArgumentValueError, match=r"growth_factor=1.0 must be .* above 1"):
+        scaler._growth_factor = 1.0
+
+
+def test_device_of_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfstep.amp.scaler_settings.accelerator", lambda: "cuda")
+    for scaler in (amp.GradScaler(), amp.GradScaler(enabled=False)):
+        assert scaler._device == "cuda"
+    scaler = amp.GradScaler()
+    scaler.scale(torch.ones(()))
+    assert scaler._device == torch.amp.GradScaler("cpu")._device == "cpu"
+    monkeypatch.setattr("halfstep.amp.scaler_settings.accelerator", lambda: None)
+    assert amp.GradScaler()._device == "cpu"
+
+
+def test_what_trainers_read() -> None:
+    """As Accelerate asks whether a step was skipped, and as FSDP's trainers look at flags and counts."""
+    scaler, param = amp.GradScaler(init_scale=8.0, decr_every_n_nan_or_inf=1), weight()
+    optim = sgd(param)
+    assert scaler._scale is None
+    assert scaler._growth_tracker is None
+    for letter, skipped in [("F", False), ("I", True)]:
+        backward(scaler, param, letter)
+        before = scaler.get_scale()
+        assert scaler._scale is not None
+        scaler.step(optim)
+        flags = scaler._per_optimizer_states[id(optim)]["found_inf_per_device"]
+        assert [flag.item() > 0 for flag in flags.values()] == [skipped]
+        assert [flag.item() > 0 for flag in scaler._found_inf_per_device(optim).values()] == [skipped]
+        scaler.update()
+        assert (scaler.get_scale() < before) == skipped
+        assert (scaler._scale.item(), scaler._growth_tracker.item()) == ((4.0, 0) if skipped else (8.0, 1))
+        optim.zero_grad()
+    copied = copy.deepcopy(scaler)
+    assert (copied._init_growth_tracker, copied._scale) == (0, None)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu", torch.device("cpu")])
 def test_torch_passes_a_device_first(device: Any) -> None:
     scaler = amp.GradScaler(device, init_scale=4.0, enabled=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentValueError
+from ..core.hardware import accelerator
 from ..core.loss_scale import DynamicLossScale, StaticLossScale
 from ..engine.scaling import LossScaler
 
@@ -34,6 +35,7 @@ class ScalerSettings(torch.amp.GradScaler):
         self._dynamic = dynamic
         self._scaler = LossScaler(rule if dynamic else StaticLossScale(rule.init_scale), name="GradScaler")
         self._home: torch.device | None = None  # where the first loss was; the scale stays there
+        self._init_growth_tracker = 0
 
     def _change(self, **settings: Any) -> None:
         self._rule = replace(self._rule, **settings)
@@ -140,6 +142,39 @@ class ScalerSettings(torch.amp.GradScaler):
     def _growth_tracker(self) -> torch.Tensor | None:  # type: ignore[override]
         return None if self._home is None else self._scaler.state(self._home).good
 
+    @property
+    def _device(self) -> str:  # type: ignore[override]
+        """The type of the device where the scale lives, or will."""
+        return self._home.type if self._home is not None else accelerator() or "cpu"
+
+    @property
+    def _init_scale(self) -> float:  # type: ignore[override]
+        return self._rule.init_scale
+
+    @property
+    def _growth_factor(self) -> float:
+        return self.get_growth_factor()
+
+    @_growth_factor.setter
+    def _growth_factor(self, new_factor: float) -> None:
+        self.set_growth_factor(new_factor)
+
+    @property
+    def _backoff_factor(self) -> float:
+        return self.get_backoff_factor()
+
+    @_backoff_factor.setter
+    def _backoff_factor(self, new_factor: float) -> None:
+        self.set_backoff_factor(new_factor)
+
+    @property
+    def _growth_interval(self) -> int:
+        return self.get_growth_interval()
+
+    @_growth_interval.setter
+    def _growth_interval(self, new_interval: int) -> None:
+        self.set_growth_interval(new_interval)
+
     def _get_growth_tracker(self) -> int:
         return self._counts()[0] if self._enabled else 0
 
@@ -202,6 +237,7 @@ class ScalerSettings(torch.amp.GradScaler):
         self._dynamic = bool(state_dict.get("use_dynamic_loss_scaling", self._dynamic))
         self._rule = rule
         self._scaler.rule = rule if self._dynamic else StaticLossScale(rule.init_scale)
+        self._init_growth_tracker = good
         self._scaler.load_state_dict(
             {"loss_scale": rule.init_scale, "unskipped": good, "bad": int(state_dict.get("decr_count", 0))}
         )
@@ -219,6 +255,7 @@ class ScalerSettings(torch.amp.GradScaler):
         """Undo ``__getstate__``."""
         ScalerSettings.__init__(self, state["enabled"], state["rule"], state["dynamic"])
         self._scaler.load_state_dict(state["now"])
+        self._init_growth_tracker = self._counts()[0]
 
     def _counts(self) -> tuple[int, int]:
         """Finite and overflowing steps in a row. A static scale counts none."""
