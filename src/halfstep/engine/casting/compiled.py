@@ -25,7 +25,7 @@ from ...core.oplists.tables import NATIVE
 from .mode import CastMode
 
 if TYPE_CHECKING:
-    from .ops import Thread
+    from .in_force import Thread
     from .spec import CastingSpec
 
 __all__ = [

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
@@ -25,8 +24,10 @@ import torch
 
 from ...core.oplists.tables import NATIVE
 from . import compiled, copies, guards
-from .cache import WeightCache, forget_in_all_threads
-from .mode import CastMode, install, uninstall
+from .cache import forget_in_all_threads
+from .in_force import Open, installed, put, restore
+from .in_force import thread as _thread
+from .mode import CastMode, uninstall
 from .spec import CastingSpec
 
 __all__ = [
@@ -74,46 +75,6 @@ PLAIN = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
 """A scope without casts and emulation, in which the function mode does nothing."""
 
 
-class _Open:
-    """A scope that is open in a thread, and what it will put back."""
-
-    def __init__(self, explicit: bool, owner: object = None, frame: FrameType | None = None) -> None:
-        self.explicit = explicit
-        self.owner = owner
-        self.frame = frame
-        self.restores = False
-        self.held = False
-
-    def capture(self, devices: Iterable[str]) -> None:
-        """Remember what is in force now."""
-        self.restores = True
-        self.current, self.key = _thread.current, _thread.key
-        self.native = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
-        self.native_cache = torch.is_autocast_cache_enabled()
-        self.installed = _installed()
-        modes = compiled.stack() if _thread.traced else []
-        # After a graph break, modes that compiled code has put there are on the stack.
-        self.traced = modes if any(isinstance(m, CastMode) and m is not _thread.mode for m in modes) else None
-
-
-class Thread(threading.local):
-    """What is in force in one thread."""
-
-    def __init__(self) -> None:
-        self.current: OpCasting | None = None
-        self.key = ""  # of what is in force, also in compiled code
-        self.explicit = False  # whether the innermost scope is the user's
-        self.traced: list[Any] = []  # what compiled code will put back
-        self.process: OpCasting | None = None
-        self.before: _Open | None = None
-        self.open: list[_Open] = []
-        self.mode = CastMode()
-        self.cache = WeightCache()
-        self.leftover = False  # whether the mode is on the stack although nothing needs it
-        self.busy = 0  # how many of the functions that change this are under way
-
-
-_thread = Thread()
 _process: OpCasting | None = None
 
 
@@ -137,7 +98,7 @@ def _undisturbed(function: F) -> F:
 @_undisturbed
 def _enter(casting: OpCasting, *, explicit: bool, owner: object, frame: FrameType | None = None) -> None:
     _drop_interrupted()
-    scope = _Open(explicit, owner, frame)
+    scope = Open(explicit, owner, frame)
     if explicit or not (_thread.explicit or _in_force(casting)):
         _begin(scope, casting)
         _thread.explicit = explicit
@@ -154,7 +115,7 @@ def _in_force(casting: OpCasting) -> bool:
     return native == list(casting.native) and all(torch.get_autocast_dtype(d) is casting.dtype for d in native)
 
 
-def _begin(scope: _Open, casting: OpCasting) -> None:
+def _begin(scope: Open, casting: OpCasting) -> None:
     outer = () if _thread.current is None else _thread.current.native
     # A plain torch.autocast around it is not in force inside, but for models that have no casts of their own.
     mine = [] if casting.lenient else [d for d in casting.devices if d in NATIVE]
@@ -164,7 +125,7 @@ def _begin(scope: _Open, casting: OpCasting) -> None:
         hold()
     if scope.traced is not None:
         compiled.put_stack(compiled.others(scope.traced))
-    _put(casting, [device for device, _, _ in scope.native])
+    put(casting, [device for device, _, _ in scope.native])
 
 
 @_undisturbed
@@ -179,12 +140,12 @@ def _leave(owner: object) -> None:
             ensure_thread()
 
 
-def _end_latest() -> _Open:
+def _end_latest() -> Open:
     scope = _thread.open.pop()
     if scope.restores:
         if scope.held:
             guards.release()
-        _restore(scope)
+        restore(scope)
         _thread.explicit = next((each.explicit for each in reversed(_thread.open) if each.restores), False)
     return scope
 
@@ -232,7 +193,7 @@ def _drop_interrupted() -> None:
         compiled.abandon(_thread)
 
 
-def _runs(scope: _Open) -> bool:
+def _runs(scope: Open) -> bool:
     """Whether the call that opened a scope is still under way. A ``with`` block always is."""
     if scope.frame is None:
         return True
@@ -288,7 +249,7 @@ def _join() -> None:
     _drop_interrupted()
     if not torch.is_grad_enabled():
         _thread.cache.clear()
-    if _thread.leftover and _installed():
+    if _thread.leftover and installed():
         uninstall(_thread.mode)
         _thread.leftover = False
     process = _process
@@ -297,65 +258,14 @@ def _join() -> None:
     clear_cache()
     if _thread.before is not None:
         # Inside of the mode's own call of an op, which puts it back on the stack, a session may have ended.
-        leftover = bool(_thread.mode.table) and not _installed()
-        _restore(_thread.before)
+        leftover = bool(_thread.mode.table) and not installed()
+        restore(_thread.before)
         _thread.leftover, _thread.before = leftover, None
     _thread.process = process
     if process is not None:
-        _thread.before = _Open(explicit=False)
+        _thread.before = Open(explicit=False)
         _thread.before.capture(process.native)
-        _put(process, process.native)
-
-
-# ---- what torch is told
-
-
-def _installed() -> bool:
-    """Whether the thread's mode is on the stack; inside its own ``__torch_function__`` it is not."""
-    size = torch._C._len_torch_function_stack()
-    return any(torch._C._get_function_stack_at(i) is _thread.mode for i in range(size))
-
-
-def _put(casting: OpCasting, devices: Iterable[str]) -> None:
-    """Put a casting in force: native autocast on for its own devices and off for the others of these."""
-    native = casting.native
-    for device in devices:
-        torch.set_autocast_enabled(device, device in native)
-        if device in native:
-            torch.set_autocast_dtype(device, casting.dtype)
-    wanted = _set_current(casting)
-    all_native = casting.lists.level == "native" or not wanted
-    torch.set_autocast_cache_enabled(casting.enabled and casting.cache and all_native)
-    _place(wanted)
-
-
-def _set_current(casting: OpCasting | None) -> bool:
-    """Make the thread's mode do what a casting says; whether it is needed at all."""
-    _thread.current = casting
-    _thread.key = "" if casting is None or casting.inert else casting.key
-    if casting is None:
-        _thread.mode.table = {}
-    else:
-        casting.set_up(_thread.mode, _thread.cache, explicit=torch.compiler.is_exporting())
-    return bool(_thread.mode.table)
-
-
-def _restore(scope: _Open) -> None:
-    for device, enabled, dtype in scope.native:
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-    torch.set_autocast_cache_enabled(scope.native_cache)
-    _set_current(scope.current)
-    _thread.key = scope.key
-    _place(scope.installed)
-    if scope.traced is not None:
-        compiled.put_stack(scope.traced)
-
-
-def _place(wanted: bool) -> None:
-    _thread.leftover = _thread.leftover and not wanted
-    if wanted != _installed():
-        (install if wanted else uninstall)(_thread.mode)
+        put(process, process.native)
 
 
 # ---- what is made of functions of torch while anything is in force
