@@ -88,6 +88,7 @@ def _contenders(shapes: list[tuple[int, ...]], device: torch.device) -> list[Con
         Contender(BASELINE, _torch_step(shapes, device)),
         Contender("split", fused(master_weights="split")),
         Contender("plain", fused(master_weights="plain")),
+        Contender("plain, float16", fused(dtype=torch.float16, master_weights="plain")),
         Contender("split, bf16 exp_avg", fused(master_weights="split", state_dtype=torch.bfloat16)),
     ]
     if backend_for(device) != "eager":
@@ -121,8 +122,10 @@ def _torch_step(shapes: list[tuple[int, ...]], device: torch.device) -> Callable
     return step
 
 
-def _fused_step(shapes: list[tuple[int, ...]], device: torch.device, **options: Any) -> Callable[[], None]:
-    params = [nn.Parameter(torch.randn(shape, device=device).bfloat16()) for shape in shapes]
+def _fused_step(
+    shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Callable[[], None]:
+    params = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param)
     optimizer = optimizers.FusedAdam(params, lr=1e-4, weight_decay=0.01, max_grad_norm=1.0, **options)

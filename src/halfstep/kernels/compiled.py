@@ -21,7 +21,7 @@ __all__ = ["CompiledLaunch"]
 _CHUNK = 32768  # elements: 128 KiB of fp32, so that a thread's piece stays in its L2 cache
 _SERIAL = 65536  # fewer elements than this are not worth waking threads for
 _RUN = 512  # elements whose squares are summed at once
-_C_TYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "_Float16", torch.bfloat16: "uint16_t"}
+_C_TYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "uint16_t"}
 
 _PRELUDE = """
 #include <cmath>
@@ -29,14 +29,30 @@ _PRELUDE = """
 #include <cstring>
 #include <limits>
 typedef %(acc)s acc;
+struct half { uint16_t bits; };
 static inline uint32_t bits_of(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
 static inline float of_bits(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
 static inline bool is_nan(uint32_t u) { return (u & 0x7fffffffu) > 0x7f800000u; }
 static inline acc wide(float x) { return x; }
 static inline acc wide(double x) { return x; }
-static inline acc wide(_Float16 x) { return x; }
+// float16 by its bits: compilers do not vectorize the conversions of their own _Float16.
+static inline acc wide(half x) {
+  const uint32_t u = (uint32_t)(x.bits & 0x7fffu) << 13, normal = u + 0x38000000u;
+  const uint32_t tiny = bits_of(of_bits(u + 0x38800000u) - of_bits(0x38800000u));
+  const uint32_t odd = (u + 0x70000000u) | (u > 0x0f800000u ? 0x00400000u : 0u);
+  const uint32_t magnitude = u >= 0x0f800000u ? odd : (u < 0x00800000u ? tiny : normal);
+  return of_bits(magnitude | (uint32_t)(x.bits & 0x8000u) << 16);
+}
 static inline acc wide(uint16_t x) { return of_bits((uint32_t)x << 16); }
 template <class T> static inline T narrow(acc x) { return (T)x; }
+template <> inline half narrow<half>(acc x) {
+  const uint32_t all = bits_of((float)x), u = all & 0x7fffffffu;
+  const uint32_t normal = (u - 0x38000000u + 0xfffu + ((u >> 13) & 1u)) >> 13;
+  const uint32_t tiny = bits_of(of_bits(u) + 0.5f) - 0x3f000000u;
+  const uint32_t odd = u > 0x7f800000u ? 0x7e00u | ((u >> 13) & 0x3ffu) : 0x7c00u;
+  const uint32_t magnitude = u >= 0x47800000u ? odd : (u < 0x38800000u ? tiny : normal);
+  return {(uint16_t)(magnitude | (all >> 16 & 0x8000u))};
+}
 template <> inline uint16_t narrow<uint16_t>(acc x) {
   uint32_t u = bits_of((float)x);
   uint32_t even = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
@@ -48,6 +64,10 @@ static inline float join(uint16_t weight, int16_t remainder) {
   bool foreign = (magnitude == 0 && low < 0) || (magnitude == 0x7f80u && low > 0);
   low = magnitude > 0x7f80u ? (low & 0xffff) : (foreign ? 0 : low);
   return of_bits(((uint32_t)weight << 16) + (uint32_t)low);
+}
+template <class T> static inline acc honoured(float master, T weight) {
+  const acc kept = wide(narrow<T>((acc)master)), found = wide(weight);
+  return (kept == found || (kept != kept && found != found)) ? (acc)master : found;
 }
 static inline uint16_t half_away(uint32_t u) {
   return (uint16_t)(is_nan(u) ? (u >> 16) | 0x40u : (u >> 16) + ((u >> 15) & 1u));
@@ -257,8 +277,8 @@ def _summing_loops(program: Program, clauses: str, body: list[str]) -> list[str]
 def _line(i: int, op: str, args: tuple[int | float | str, ...], storages: dict[str, Storage]) -> str:
     if op == "load":
         name = str(args[0])
-        value = f"join({name}0[i], {name}1[i])" if storages[name].kind == "split" else f"wide({name}0[i])"
-        return f"const acc v{i} = {value};"
+        both = {"split": "join", "plain": "honoured"}.get(storages[name].kind)
+        return f"const acc v{i} = " + (f"{both}({name}0[i], {name}1[i]);" if both else f"wide({name}0[i]);")
     if op == "scalar":
         return f"const acc v{i} = s_{args[0]};"
     if op == "const":
@@ -272,6 +292,8 @@ def _stores(name: str, storage: Storage, value: str) -> list[str]:
     if storage.kind == "stochastic":
         return [f"{name}0[i] = stochastic({value}, seed, (uint32_t)(begin + i));"]
     kinds = [_C_TYPES[dtype] for dtype in storage.dtypes]
+    if storage.kind == "plain":  # the weight is the master rounded, not a float64 value rounded once
+        return [f"{name}0[i] = (float){value};", f"{name}1[i] = narrow<{kinds[1]}>({name}0[i]);"]
     return [f"{name}{part}[i] = narrow<{kind}>({value});" for part, kind in enumerate(kinds)]
 
 

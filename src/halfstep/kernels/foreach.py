@@ -9,7 +9,7 @@ import torch
 
 from .batch import Batch, Launch, Scalars
 from .expr import Pass, trace
-from .storage import join, round_stochastic, split
+from .storage import honoured, join, round_stochastic, split
 
 __all__ = ["ForeachLaunch"]
 
@@ -132,6 +132,8 @@ def _load(batch: Batch, name: str) -> list[torch.Tensor]:
     if storage.kind == "split":
         return [join(weight, remainder) for weight, remainder in zip(*parts, strict=True)]
     source = parts[0]
+    if storage.kind == "plain":
+        source = [honoured(master, weight) for master, weight in zip(*parts, strict=True)]
     if storage.dtypes[0] == batch.compute_dtype:
         return source
     wide = [torch.empty_like(t, dtype=batch.compute_dtype) for t in source]
@@ -153,6 +155,10 @@ def _store(batch: Batch, name: str, values: list[torch.Tensor], scalars: Scalars
             # Elements are numbered as they lie in the weight's memory, or in C order if it has holes.
             laid = torch.empty_like(weight, dtype=torch.float32).copy_(value)
             weight.copy_(round_stochastic(laid, seed))
+    elif storage.kind == "plain":
+        masters, weights = parts
+        torch._foreach_copy_(masters, values)
+        torch._foreach_copy_(weights, masters)  # not of float64 values, which may round otherwise
     else:
         for targets in parts:
             torch._foreach_copy_(targets, values)

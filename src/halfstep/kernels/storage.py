@@ -10,7 +10,20 @@ from typing import Literal
 
 import torch
 
-__all__ = ["SPLIT", "Storage", "copied", "dense", "join", "round_half_away", "round_stochastic", "split", "stochastic"]
+__all__ = [
+    "SPLIT",
+    "Storage",
+    "copied",
+    "dense",
+    "honoured",
+    "join",
+    "plain",
+    "round_half_away",
+    "round_stochastic",
+    "split",
+    "split_of",
+    "stochastic",
+]
 
 _EXPONENT = 0x7F80_0000
 _MAX_BF16 = 0x7F7F
@@ -23,12 +36,13 @@ class Storage:
 
     Attributes:
         kind: ``dense`` is one tensor; ``split`` a bfloat16 weight and the int16 remainder of its fp32 value;
-            ``copied`` an fp32 master that is read and written and a 16-bit weight that is only written;
+            ``plain`` an fp32 master and a 16-bit weight, which is the value where it is not the master rounded;
+            ``copied`` an fp32 weight that is read and written and a 16-bit copy that is only written;
             ``stochastic`` a bfloat16 tensor that is rounded at random when written.
         dtypes: of its tensors.
     """
 
-    kind: Literal["dense", "split", "copied", "stochastic"]
+    kind: Literal["dense", "split", "plain", "copied", "stochastic"]
     dtypes: tuple[torch.dtype, ...]
 
 
@@ -40,8 +54,13 @@ def dense(dtype: torch.dtype) -> Storage:
     return Storage("dense", (dtype,))
 
 
+def plain(dtype: torch.dtype) -> Storage:
+    """An fp32 master and a weight of ``dtype``, both written; whoever else writes to the weight is heard."""
+    return Storage("plain", (torch.float32, dtype))
+
+
 def copied(dtype: torch.dtype) -> Storage:
-    """An fp32 master and a weight of ``dtype`` that follows it."""
+    """An fp32 weight and a copy of ``dtype`` that follows it; what others write to the copy is lost."""
     return Storage("copied", (torch.float32, dtype))
 
 
@@ -77,6 +96,23 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     foreign = ((magnitude == 0) & (low < 0)) | ((magnitude == 0x7F80) & (low > 0))
     low = torch.where(magnitude > 0x7F80, low & 0xFFFF, torch.where(foreign, 0, low))
     return ((high << 16) + low).view(torch.float32)
+
+
+def honoured(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The fp32 value of a 16-bit weight with a plain master: the master, or the weight where somebody wrote to it.
+
+    The master stays where it rounds to the weight: also to a zero of the other sign, to infinity, and NaN to NaN.
+    """
+    return torch.where(_equal(master.to(weight.dtype), weight), master, weight)
+
+
+def split_of(master: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``split`` of a plain master, or of the bfloat16 weight where it is the master rounded in neither way."""
+    return split(torch.where(_equal(round_half_away(master), weight), master, honoured(master, weight)))
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a == b) | ((a != a) & (b != b))
 
 
 def round_half_away(value: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,12 @@ def nearest(x):
 
 
 @triton.jit
+def honoured(master, rounded, weight):
+    same = (rounded == weight) | ((rounded != rounded) & (weight != weight))
+    return tl.where(same, master, weight.to(tl.float32))
+
+
+@triton.jit
 def half_away(x):
     u = bits_of(x)
     return as_bf16(tl.where(is_nan(u), quiet(u), (u >> 16) + ((u >> 15) & 1)))
@@ -293,8 +299,12 @@ def _line(
     if op == "load":
         name = str(args[0])
         first = f"tl.load({name}0 + i, mask=alive, other=0)"
+        second = f"tl.load({name}1 + i, mask=alive, other=0)"
         if storages[name].kind == "split":
-            return f"v{i} = join({first}, tl.load({name}1 + i, mask=alive, other=0))"
+            return f"v{i} = join({first}, {second})"
+        if storages[name].kind == "plain":
+            rounded = _rounded(f"m{i}", storages[name].dtypes[1])
+            return f"m{i} = {first}\n    v{i} = honoured(m{i}, {rounded}, {second}).to({acc})"
         return f"v{i} = {first}.to({acc})"
     if op == "scalar":
         return f"v{i} = tl.load(scalars + {names.index(str(args[0]))} * rows + r)"
@@ -315,8 +325,11 @@ def _stores(name: str, storage: Storage, value: str) -> list[str]:
     elif storage.kind == "stochastic":
         forms = [f"stochastic({value}, seed, begin + i)"]
     else:
-        forms = [
-            f"nearest({value})" if dtype is torch.bfloat16 else f"{value}.to({_TYPES[dtype]})"
-            for dtype in storage.dtypes
-        ]
+        if storage.kind == "plain":  # the weight is the master rounded, not a float64 value rounded once
+            value += ".to(tl.float32)"
+        forms = [_rounded(value, dtype) for dtype in storage.dtypes]
     return [f"tl.store({name}{part} + i, {form}, mask=alive)" for part, form in enumerate(forms)]
+
+
+def _rounded(value: str, dtype: torch.dtype) -> str:
+    return f"nearest({value})" if dtype is torch.bfloat16 else f"{value}.to({_TYPES[dtype]})"

@@ -18,7 +18,9 @@ from torch.autograd.graph import increment_version
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.formats import HALF_DTYPES, dtype_name
 from ..engine.casting.copies import WeightCopies
+from ..engine.masters.split import master_value
 from ..kernels.expr import Pass
+from ..kernels.shards import is_sharded
 from ._options import Options
 from ._rows import NUMBER, GroupRows, Rows, StateLayout
 
@@ -142,6 +144,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self.copies.watch(group["params"])
         return self.copies
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch saves. The masters of sharded weights are in it in fp32: no backend of collectives sends int16."""
+        saved = super().state_dict()
+        for group, names in zip(self.param_groups, saved["param_groups"], strict=True):
+            for param, name in zip(group["params"], names["params"], strict=True):
+                if is_sharded(param) and "remainder" in (state := saved["state"].get(name, {})):
+                    kept = {key: value for key, value in state.items() if key != "remainder"}
+                    saved["state"][name] = {**kept, "master": master_value(param, state)}
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state of this class or of the torch optimizer of the same name; nothing is rounded on the way.

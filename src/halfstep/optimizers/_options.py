@@ -9,7 +9,7 @@ import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.formats import HALF_DTYPES, dtype_name, parse_dtype
-from ..kernels.storage import SPLIT, Storage, copied, dense, stochastic
+from ..kernels.storage import SPLIT, Storage, dense, plain, stochastic
 
 __all__ = ["MasterForm", "Options"]
 
@@ -81,7 +81,7 @@ class Options:
                 "is float16. Use master_weights='plain' or True, or bfloat16 weights."
             )
         if self.master_weights == "plain" or (self.master_weights is True and dtype is torch.float16):
-            return copied(dtype)
+            return plain(dtype)
         if self.master_weights:
             return SPLIT
         return stochastic(dtype) if self.rounding == "stochastic" else dense(dtype)

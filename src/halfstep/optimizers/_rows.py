@@ -76,7 +76,7 @@ class Rows:
         columns.update({name: (dense(column[0].dtype), (locals_of(column),)) for name, column in tensors.items()})
         _check_shapes(columns)
         # The second part of a weight's storage lives in the state too and can be replaced there.
-        extra = {"split": "remainder", "copied": "master"}.get(storage.kind)
+        extra = {"split": "remainder", "plain": "master"}.get(storage.kind)
         names = [*layout, *([extra] if extra else [])]
         self._expected = {name: [state[name] for state in states] for name in names}
         self.batch = Batch(columns)
@@ -234,6 +234,6 @@ def _parts(
 ) -> tuple[list[torch.Tensor], ...]:
     if storage.kind == "split":
         return weights, [local(state["remainder"]) for state in states]
-    if storage.kind == "copied":
+    if storage.kind == "plain":
         return [local(state["master"]) for state in states], weights
     return (weights,)

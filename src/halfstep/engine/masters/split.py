@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...kernels.shards import local, rewrapped
-from ...kernels.storage import Storage, join, split
+from ...kernels.storage import Storage, join, split_of
 
 __all__ = ["adapt", "master_value"]
 
@@ -21,24 +21,26 @@ def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
     """Make the masters of one parameter what ``storage`` asks for, losing nothing of those already there.
 
     Args:
-        param: the parameter; its value changes only where a plain master is turned into a split one.
+        param: the parameter; its value changes only where one form is turned into the other: they round ties apart.
         state: ``optimizer.state[param]``: ``remainder`` (int16, split), ``master`` (float32, plain) or neither.
         storage: of the parameter's column.
     """
     remainder, master = state.get("remainder"), state.get("master")
     if storage.kind == "split":
         if remainder is None and master is not None:
-            high, low = split(local(master.to(param.device)))
-            local(param.detach()).copy_(high)
+            weight = local(param.detach())
+            high, low = split_of(local(master.to(param.device)), weight)
+            weight.copy_(high)
             state["remainder"] = rewrapped(low, param)
         elif remainder is None:
             state["remainder"] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.preserve_format)
         elif remainder.device != param.device:
             state["remainder"] = remainder.to(param.device)
         state.pop("master", None)
-    elif storage.kind == "copied":
+    elif storage.kind == "plain":
         if master is None:
-            state["master"] = master_value(param, state)
+            state["master"] = master = master_value(param, state)
+            local(param.detach()).copy_(local(master))
         elif master.device != param.device:
             state["master"] = master.to(param.device)
         state.pop("remainder", None)
