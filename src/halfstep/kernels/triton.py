@@ -67,9 +67,18 @@ def nearest(x):
 
 
 @triton.jit
+def wide(x):
+    if x.dtype == tl.bfloat16:  # the interpreter's own cast drops subnormals
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def honoured(master, rounded, weight):
-    same = (rounded == weight) | ((rounded != rounded) & (weight != weight))
-    return tl.where(same, master, weight.to(tl.float32))
+    kept = wide(rounded)
+    found = wide(weight)
+    return tl.where((kept == found) | ((kept != kept) & (found != found)), master, found)
 
 
 @triton.jit
