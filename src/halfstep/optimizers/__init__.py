@@ -2,7 +2,7 @@
 
 from .adagrad import FusedAdagrad
 from .adam import FusedAdam
-from .fuse import fuse
+from .fuse import can_fuse, fuse, unfuse
 from .lamb import FusedLAMB, FusedMixedPrecisionLamb
 from .larc import LARC
 from .novograd import FusedNovoGrad
@@ -16,5 +16,7 @@ __all__ = [
     "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedSGD",
+    "can_fuse",
     "fuse",
+    "unfuse",
 ]

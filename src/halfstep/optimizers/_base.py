@@ -7,6 +7,8 @@ back from the device.
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -33,6 +35,9 @@ Hyper = dict[str, Any]
 def _gradients(grad: Any) -> dict[str, Any]:
     return {"seen": grad}
 
+
+_INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+"""Where torch and halfstep lie."""
 
 _READ_GRADIENTS = Pass("read_gradients", _gradients, squares=("seen",), checks=("seen",))
 
@@ -61,6 +66,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     # ---- what a subclass says
+
+    def _hyper(self, group: Hyper) -> Hyper:
+        """The hyperparameters of a group under the names that ``_layout`` and ``_update`` know them by."""
+        return group
 
     def _layout(self, group: Hyper) -> StateLayout:
         """What is kept for a parameter, by the name it has in ``state[param]``."""
@@ -189,8 +198,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        known = set(state.get("defaults") or self.defaults)
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch adds it to whatever it restores
+        if "differentiable" not in known:
+            self.defaults.pop("differentiable", None)  # torch adds it to whatever it restores
         self._groups = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -206,7 +217,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.copies.begin_step()
         for index, group in enumerate(self.param_groups):
             params = group["params"]
-            layout = self._layout(group)
+            hyper = self._hyper(group)
+            layout = self._layout(hyper)
             if self.options.rounding == "stochastic":
                 layout = {"step": NUMBER, **layout}
             rows = self._groups.get(index)
@@ -216,7 +228,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     self.copies.watch(params)  # some may have come since
                 rows = self._groups[index] = GroupRows(params, self.state, layout, self.options, first, copies)
             if rows.rows:
-                groups.append((group, rows))
+                groups.append((hyper, rows))
             first += len(params)
         return groups
 
@@ -290,7 +302,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"change below {half_ulp:g} rounds away. Pass master_weights=True to keep it, or "
                     "rounding='stochastic' for bfloat16.",
                     UserWarning,
-                    stacklevel=4,
+                    stacklevel=_callers_level(),
                 )
                 return
 
@@ -309,6 +321,14 @@ def check_number(name: str, value: object, *, low: float = 0.0, below: float | N
     if not value >= low or (below is not None and not value < below):
         limits = f"at least {low:g}" + ("" if below is None else f" and below {below:g}")
         raise ArgumentValueError(f"{name}={value!r} must be {limits}.")
+
+
+def _callers_level() -> int:
+    """The ``stacklevel`` of whoever called the step, however many wrappers of torch's and ours lie between."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _refuse_arguments(name: str, kwargs: Iterable[str]) -> NoReturn:

@@ -1,28 +1,146 @@
-"""``fuse``: the optimizer of an existing script, made a fused one where it stands."""
+"""``fuse``: the optimizer of an existing script, made a fused one where it stands, and ``unfuse``, the way back.
+
+What ``fuse`` makes of a torch optimizer is an instance of torch's class still: its groups, its defaults and its state
+are torch's to the key. Only what a step does is ours.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
+from ..core.formats import HALF_DTYPES
+from ..engine.masters.split import master_value
 from ..engine.stepping import binding_of
-from ._base import FusedOptimizer
+from ..kernels.shards import is_sharded
+from ._base import FusedOptimizer, Hyper
 from ._options import MasterForm, Options
 from .adagrad import FusedAdagrad
 from .adam import FusedAdam
 from .sgd import FusedSGD
 
-__all__ = ["fuse"]
+__all__ = ["can_fuse", "fuse", "unfuse"]
 
-_TWINS: dict[type[torch.optim.Optimizer], tuple[type[FusedOptimizer], dict[str, Any]]] = {
-    torch.optim.AdamW: (FusedAdam, {"adam_w_mode": True, "bias_correction": True}),
-    torch.optim.Adam: (FusedAdam, {"adam_w_mode": False, "bias_correction": True}),
-    torch.optim.SGD: (FusedSGD, {"wd_after_momentum": False}),
-    torch.optim.Adagrad: (FusedAdagrad, {"adagrad_w_mode": False}),
-}
+_DTYPES = {torch.float64, torch.float32, *HALF_DTYPES}
+_MASTERS = {"remainder": torch.int16, "master": torch.float32}
+"""What a step keeps beside torch's state for a 16-bit parameter. Plain torch casts it to 16 bits when it loads it."""
+
+
+class OfTorch(FusedOptimizer):
+    """The common part of torch's optimizers in fused form.
+
+    Bound methods that somebody took before ``unfuse`` (a scheduler, ``amp``) go on working after it.
+    """
+
+    plain: ClassVar[type[torch.optim.Optimizer]]
+    _counts: ClassVar[bool] = True  # torch expects a ``step`` wherever there is state
+
+    options = Options()
+    set_grad_none = True
+    grad_norm = None
+    _warned = False
+
+    def __new__(cls, *_: Any, **__: Any) -> OfTorch:
+        optimizer = super().__new__(cls)
+        optimizer._groups = {}
+        return optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """As ``FusedOptimizer.step``, or as torch's own after ``unfuse``."""
+        own: Any = _hooked_step if isinstance(self, OfTorch) else type(self).step
+        return own(self, closure, **kwargs)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap hooks around it: both of its ways have them
+    zero_grad = torch.optim.Optimizer.zero_grad  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: nothing for a parameter of which nothing is kept."""
+        saved = super().state_dict()
+        saved["state"] = {key: kept for key, kept in saved["state"].items() if kept}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state of this class or of torch's, which may have been through torch's."""
+        super().load_state_dict(state_dict)
+        _drop_spoilt_masters(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if self._counts:
+            for kept in state.get("state", {}).values():
+                if kept:
+                    kept.setdefault("step", torch.tensor(0.0))  # a master that was there before the first step
+        super().__setstate__(state)
+
+    def _hyper(self, group: Hyper) -> Hyper:
+        lr = group["lr"]
+        return {**group, "lr": lr.reshape(()) if isinstance(lr, torch.Tensor) else lr}
+
+
+_hooked_step = torch.optim.Optimizer.profile_hook_step(FusedOptimizer.step)
+
+
+class OfAdam(OfTorch, FusedAdam):
+    """What Adam and AdamW share: whether weight decay is decoupled is for the group to say, in both."""
+
+    def _hyper(self, group: Hyper) -> Hyper:
+        decoupled = group["decoupled_weight_decay"]
+        return {**super()._hyper(group), "adam_w_mode": decoupled, "bias_correction": True}
+
+
+class Adam(OfAdam, torch.optim.Adam):
+    """``torch.optim.Adam`` with a fused step."""
+
+    plain = torch.optim.Adam
+    __init__ = torch.optim.Adam.__init__
+
+
+class AdamW(OfAdam, torch.optim.AdamW):
+    """``torch.optim.AdamW`` with a fused step."""
+
+    plain = torch.optim.AdamW
+    __init__ = torch.optim.AdamW.__init__
+
+
+class SGD(OfTorch, FusedSGD, torch.optim.SGD):
+    """``torch.optim.SGD`` with a fused step. With ``dampening`` its state has a ``step``, which torch ignores."""
+
+    plain = torch.optim.SGD
+    _counts = False
+    materialize_master_grads = True
+    __init__ = torch.optim.SGD.__init__
+
+    def _hyper(self, group: Hyper) -> Hyper:
+        return {**super()._hyper(group), "wd_after_momentum": False}
+
+
+class Adagrad(OfTorch, FusedAdagrad, torch.optim.Adagrad):
+    """``torch.optim.Adagrad`` with a fused step."""
+
+    plain = torch.optim.Adagrad
+    __init__ = torch.optim.Adagrad.__init__
+
+    def _hyper(self, group: Hyper) -> Hyper:
+        initial = self.defaults["initial_accumulator_value"]  # torch asks no group for it
+        return {**super()._hyper(group), "adagrad_w_mode": False, "initial_accumulator_value": initial}
+
+
+_TWINS: dict[type[torch.optim.Optimizer], type[OfTorch]] = {cls.plain: cls for cls in (Adam, AdamW, SGD, Adagrad)}
+
+
+def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``fuse`` takes this optimizer.
+
+    It does if it is exactly a ``torch.optim.Adam``, ``AdamW``, ``SGD`` or ``Adagrad``, without ``differentiable``, not
+    yet under ``amp``, with torch's own ``step`` (a scheduler may have marked it); if its parameters are real dense
+    floating-point tensors, sharded or not, and no gradient that is there now is sparse.
+    """
+    return _obstacle(optimizer) is None
 
 
 def fuse(
@@ -41,7 +159,8 @@ def fuse(
         optimizers.fuse(optimizer)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
 
-    It stays the same object, with its groups, state and hooks, so schedulers made before go on driving it.
+    It stays the same object, with its groups, state and hooks, so schedulers made before go on driving it. It is an
+    instance of torch's class and of ours, its groups have torch's keys, and its ``state_dict()`` loads in either.
 
     Args:
         optimizer: of exactly one of these classes, not yet given to ``amp.initialize``.
@@ -53,54 +172,137 @@ def fuse(
         The optimizer.
 
     Raises:
-        ArgumentTypeError: for an optimizer of another class.
-        ArgumentValueError: for ``differentiable=True``, or an optimizer whose ``step`` was replaced, as ``amp`` does.
+        ArgumentTypeError: for an optimizer of another class, or a parameter that is no real floating-point tensor.
+        ArgumentValueError: for anything else that ``can_fuse`` names.
     """
-    twin = _TWINS.get(type(optimizer))
-    if twin is None:
-        names = ", ".join(f"torch.optim.{cls.__name__}" for cls in _TWINS)
-        raise ArgumentTypeError(f"fuse takes {names}, not {type(optimizer).__name__}.")
-    if binding_of(optimizer) is not None:
-        raise ArgumentValueError("fuse comes before amp.initialize or amp.decorate, not after.")
-    scheduled = vars(optimizer).get("step")
-    if scheduled is not None and not hasattr(scheduled, "_wrapped_by_lr_sched"):
-        raise ArgumentValueError(
-            f"fuse: the step of this {type(optimizer).__name__} has been replaced; fuse it before."
-        )
-    cls, names_of_ours = twin
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise ArgumentValueError("fuse: differentiable=True needs a step that autograd can follow; leave it out.")
-    own = dict(names_of_ours)
-    if type(optimizer) is torch.optim.Adam and optimizer.defaults.get("decoupled_weight_decay"):
-        own["adam_w_mode"] = True
-    if scheduled is not None:
-        del optimizer.step
     options = Options(max_grad_norm, master_weights, state_dtype)
+    obstacle = _obstacle(optimizer)
+    if obstacle is not None:
+        raise obstacle
     fused: Any = optimizer
-    fused.__class__ = cls
-    fused.options, fused.set_grad_none, fused.grad_norm = options, True, None
-    fused._groups, fused._warned = {}, False
-    for entry in (fused.defaults, *fused.param_groups):
-        entry.update(own)
-        for name in ("foreach", "fused"):
-            entry.pop(name, None)
-    if scheduled is not None:
-        fused.step = _seen_by_schedulers(fused)
-    if isinstance(fused, FusedSGD):
-        fused.materialize_master_grads = True
-        fused.count_loaded_steps()
+    _become(fused, _TWINS[type(optimizer)])
+    fused.options, fused._groups = options, {}
+    _drop_spoilt_masters(fused)
     return optimizer
 
 
-def _seen_by_schedulers(optimizer: Any) -> Any:
-    """The optimizer's own step with the mark that torch's schedulers put on it, to warn of a wrong order of calls."""
-    own = type(optimizer).step
+@torch.no_grad()
+def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
+    """Turn what ``fuse`` made back into torch's optimizer, in place.
 
-    @functools.wraps(own)
+    Its state is what torch's class keeps: in fp32 for a parameter that had a master, else in the parameter's dtype.
+
+    Args:
+        optimizer: a fused ``torch.optim.Adam``, ``AdamW``, ``SGD`` or ``Adagrad``.
+
+    Returns:
+        The fp32 values of the 16-bit parameters that had masters. They are not kept anywhere else from now on, and
+        torch's step needs them as its parameters: its state and a 16-bit parameter do not go together.
+
+    Raises:
+        ArgumentTypeError: for an optimizer that ``fuse`` did not make.
+    """
+    if not isinstance(optimizer, OfTorch):
+        raise ArgumentTypeError(f"unfuse takes what fuse has made, not a {type(optimizer).__name__}.")
+    masters = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            if state is not None:
+                master = _take_master(param, state)
+                if master is not None:
+                    masters[param] = master
+                _restore(param, state, group, param.dtype if master is None else master.dtype, optimizer._counts)
+                if not state:
+                    del optimizer.state[param]
+    for name in ("options", "set_grad_none", "grad_norm", "_groups", "_warned", "copies"):
+        vars(optimizer).pop(name, None)
+    _become(optimizer, optimizer.plain)
+    return masters
+
+
+# ---- inside
+
+
+def _obstacle(optimizer: torch.optim.Optimizer) -> HalfstepError | None:
+    """Why this optimizer cannot be fused."""
+    kind = type(optimizer)
+    if kind not in _TWINS:
+        names = ", ".join(f"torch.optim.{cls.__name__}" for cls in _TWINS)
+        fused = " that is fused already" if isinstance(optimizer, FusedOptimizer) else ""
+        return ArgumentTypeError(f"fuse takes {names}, not {kind.__name__}{fused}.")
+    if binding_of(optimizer) is not None:
+        return ArgumentValueError("fuse comes before amp.initialize or amp.decorate, not after.")
+    if "step" in vars(optimizer) and not _is_mark(optimizer):
+        return ArgumentValueError(f"fuse: the step of this {kind.__name__} has been replaced; fuse it before.")
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return ArgumentValueError("fuse: differentiable=True needs a step that autograd can follow; leave it out.")
+        for param in group["params"]:
+            foreign = not is_sharded(param) and is_traceable_wrapper_subclass(param)
+            if param.dtype not in _DTYPES or foreign or param.layout is not torch.strided:
+                return ArgumentTypeError(
+                    f"fuse: a parameter is a {type(param).__name__} of {param.dtype}, {param.layout}; fused optimizers "
+                    "update dense real floating-point parameters. Give the others to a torch.optim optimizer."
+                )
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                return ArgumentValueError(
+                    f"fuse: a gradient of shape {tuple(param.shape)} is sparse ({param.grad.layout}); fused optimizers "
+                    "need dense ones. Leave this optimizer as it is, or use nn.Embedding(sparse=False)."
+                )
+    return None
+
+
+def _is_mark(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the instance's ``step`` is its class's with the mark of torch's schedulers, to warn of a wrong order."""
+    step = vars(optimizer).get("step")
+    return hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step  # type: ignore[union-attr]
+
+
+def _become(optimizer: Any, cls: type[torch.optim.Optimizer]) -> None:
+    """Change the class, with torch's hooks around its step, and a scheduler's mark on it if there was one."""
+    marked = _is_mark(optimizer)
+    optimizer.__class__ = cls
+    optimizer._patch_step_function()  # the first of its class may be this one
+    if not marked:
+        return
+    weak = weakref.ref(optimizer)
+
+    @functools.wraps(cls.step)
     def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True
-        return own(optimizer, *args, **kwargs)
+        marked: Any = weak()
+        marked._opt_called = True
+        return type(marked).step(marked, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return step
+    optimizer.step = step
+
+
+def _drop_spoilt_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Forget masters that torch's class has carried along, and cast, while it stepped on the weights themselves."""
+    for state in optimizer.state.values():
+        for name, dtype in _MASTERS.items():
+            if name in state and state[name].dtype is not dtype:
+                del state[name]
+
+
+def _take_master(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor | None:
+    """Take the master of a parameter out of its state."""
+    found = any(name in state for name in _MASTERS) and param.dtype in HALF_DTYPES
+    master = master_value(param, state) if found else None
+    for name in _MASTERS:
+        state.pop(name, None)
+    return master
+
+
+def _restore(param: torch.Tensor, state: dict[str, Any], group: Hyper, dtype: torch.dtype, counts: bool) -> None:
+    """Make what fused steps kept for a parameter what torch's class would have kept."""
+    step = state.pop("step", None)
+    if not counts and isinstance(step, torch.Tensor) and not step.item():
+        state.clear()  # every step was skipped, and torch takes any buffer for one that has begun
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            state[name] = value.to(dtype)
+    if counts and state and isinstance(step, torch.Tensor):
+        on_device = group.get("capturable") or group.get("fused")
+        state["step"] = step.to(param.device if on_device else "cpu", copy=True)

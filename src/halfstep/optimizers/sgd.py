@@ -10,7 +10,7 @@ from ..core.errors import ArgumentValueError
 from ..kernels.expr import Pass
 from ._base import FusedOptimizer, Hyper, check_number
 from ._options import MasterForm, Options
-from ._rows import NUMBER, Kept, Rows, StateLayout
+from ._rows import NUMBER, GroupRows, Kept, Rows, StateLayout
 
 __all__ = ["FusedSGD", "momentum_sgd", "sgd"]
 
@@ -41,8 +41,8 @@ _MOMENTUM_SGD = Pass("momentum_sgd", momentum_sgd)
 class FusedSGD(FusedOptimizer):
     """``torch.optim.SGD`` in one pass over all parameters.
 
-    With momentum the state is torch's ``momentum_buffer``, and ``step``, which torch ignores: whether a parameter has
-    stepped yet decides if ``dampening`` applies.
+    With momentum the state is torch's ``momentum_buffer``; with ``dampening`` it is ``step``, too, which torch ignores:
+    whether a parameter has stepped yet decides if ``dampening`` applies.
 
     Args:
         params: parameters or groups of them.
@@ -105,21 +105,18 @@ class FusedSGD(FusedOptimizer):
         options = Options(max_grad_norm, master_weights, state_dtype, rounding, seed)
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state of this class or of ``torch.optim.SGD``, which has no ``step``: its buffers have begun."""
-        super().load_state_dict(state_dict)
-        self.count_loaded_steps()
-
-    def count_loaded_steps(self) -> None:
-        """Let buffers that ``torch.optim.SGD`` made count as begun: it keeps no ``step``."""
-        for state in self.state.values():
-            if isinstance(state.get("momentum_buffer"), torch.Tensor):
-                state.setdefault("step", torch.tensor(1.0))
+    def _gather(self) -> list[tuple[Hyper, GroupRows]]:
+        if any(group["dampening"] for group in self.param_groups):
+            for state in self.state.values():  # buffers without a count are torch's, or from before there was dampening
+                if isinstance(state.get("momentum_buffer"), torch.Tensor):
+                    state.setdefault("step", torch.tensor(1.0))
+        return super()._gather()
 
     def _layout(self, group: Hyper) -> StateLayout:
         if not group["momentum"]:
             return {}
-        return {"step": NUMBER, "momentum_buffer": Kept(self.options.state_dtype or torch.float32)}
+        layout = {"momentum_buffer": Kept(self.options.state_dtype or torch.float32)}
+        return {"step": NUMBER, **layout} if group["dampening"] else layout
 
     def _update(
         self, group: Hyper, rows: Rows, t: torch.Tensor | None, factor: torch.Tensor | float, skip: torch.Tensor | None
@@ -130,11 +127,13 @@ class FusedSGD(FusedOptimizer):
         if not momentum:
             rows.run(_SGD, scalars, skip)
             return
-        assert t is not None
+        new: float | torch.Tensor = 1.0
+        if dampening:
+            assert t is not None
+            new = 1.0 - dampening * (t > 1.0).to(t)  # the first step takes the gradient whole; the buffer is zero then
         scalars |= {
             "old": momentum,
-            # The first step takes the gradient whole; the buffer is zero then.
-            "new": 1.0 - dampening * (t > 1.0).to(t) if dampening else 1.0,
+            "new": new,
             "direct": 1.0 if group["nesterov"] else 0.0,
             "smoothed": momentum if group["nesterov"] else 1.0,
             "late_l2": weight_decay if late else 0.0,
