@@ -98,7 +98,7 @@ def test_two_models_after_each_other(
 def test_an_o0_baseline_is_fp32_to_the_bit() -> None:
     torch.manual_seed(0)
     expected = Net()(X)
-    bring_up("O1")
+    _alive = bring_up("O1")
     assert torch.equal(bring_up("O0")(X), expected)
 
 
@@ -139,7 +139,7 @@ def test_an_inner_model_with_fp32_weights(inner: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_explicit_scopes_have_their_way(level: str) -> None:
-    bring_up("O1", FP16)
+    _alive = bring_up("O1", FP16)
     model = bring_up(level)
     weight = model.linear.weight.dtype
     with amp.disable_casts():
@@ -157,7 +157,7 @@ def test_copies_and_pickles(level: str) -> None:
     torch.save(model, file)
     file.seek(0)
     twins = [copy.deepcopy(model), torch.load(file, weights_only=False)]
-    bring_up("O1", FP16)
+    _alive = bring_up("O1", FP16)
     for twin in (model, *twins):
         assert seen(twin) == computes(level, BF16)
 
@@ -185,7 +185,7 @@ def test_checkpoints(level: str, reentrant: bool) -> None:
 
     model = Saving()
     amp.initialize(model, opt_level=level, dtype=BF16, verbosity=0)
-    bring_up("O1", FP16)
+    _alive = bring_up("O1", FP16)
     with set_checkpoint_early_stop(False):
         model(X.clone().requires_grad_()).float().sum().backward()
     assert model.seen == computes(level, BF16) * 2
@@ -340,7 +340,7 @@ def test_decorated_models_under_torch_autocast() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_where_autocast_is_off(reentrant: bool) -> None:
-    bring_up("O1", BF16)
+    _alive = bring_up("O1", BF16)
     linear, dtypes = nn.Linear(4, 4), []
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -535,7 +535,7 @@ def test_an_exported_program_holds_its_casts(strict: bool, emulate: Any) -> None
 
 
 def test_a_capture_is_free_of_the_sessions_casts() -> None:
-    bring_up("O1", FP16)
+    _alive = bring_up("O1", FP16)
     program = static.capture(nn.Linear(4, 4), None, [X])
     amp.deactivate()
     (output,) = static.Executor().run(program, {program.feed_names[0]: X}, [program.outputs[0]])
@@ -601,3 +601,13 @@ def test_init_as_the_document_spells_it() -> None:
     handle = amp.init(enable=True, enable_caching=True, verbose=False)
     assert handle.is_active()
     handle._deactivate()
+
+
+def test_a_session_that_ends_inside_of_torchs_autocast() -> None:
+    model, other = bring_up("O1", FP16), bring_up("O0")
+    with torch.autocast("cpu", dtype=BF16):
+        del model
+        gc.collect()
+        assert torch.is_autocast_enabled("cpu")
+    other(X)  # what torch has put back goes with the next model
+    assert not torch.is_autocast_enabled("cpu")

@@ -227,11 +227,11 @@ def clear_cache() -> None:
     torch.clear_autocast_cache()
 
 
-def follow(casting: OpCasting | None) -> None:
-    """Cast by this outside of models: in this thread at once, in others when they run a model."""
+def follow(casting: OpCasting | None, *, at_once: bool = True) -> None:
+    """Cast by this outside of models: in this thread ``at_once``, in others when they run a model."""
     global _process
     _process = casting
-    if not _thread.busy:  # the garbage collector may be who calls
+    if at_once and not _thread.busy:  # the garbage collector may be who calls
         ensure_thread()
 
 

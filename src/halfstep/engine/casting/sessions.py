@@ -9,6 +9,8 @@ import threading
 import weakref
 from collections.abc import Iterable
 
+import torch
+
 from . import guards, ops
 from .ops import OpCasting
 from .spec import restored
@@ -81,11 +83,22 @@ def moved(casting: OpCasting, device_type: str) -> OpCasting:
 def _owner_gone(session: _Session) -> None:
     session.owners -= 1
     if session.owners == 0:
-        _end([session])
+        _end([session], at_once=not _in_autocast())
 
 
-def _end(sessions: list[_Session]) -> None:
-    """End sessions. The garbage collector may call this at any point, also inside of itself: it never waits."""
+def _in_autocast() -> bool:
+    """Whether this thread is in a ``torch.autocast`` block, which puts back what it found, a checkpoint's included."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
+
+
+def _end(sessions: list[_Session], *, at_once: bool = True) -> None:
+    """End sessions. The garbage collector may call this at any point, also inside of itself: it never waits.
+
+    Args:
+        sessions: some that may have ended before.
+        at_once: whether this thread is to follow now; otherwise it does with its next model or scope.
+    """
     _ended.extend(sessions)
     while _ended and _lock.acquire(blocking=False):
         try:
@@ -97,4 +110,4 @@ def _end(sessions: list[_Session]) -> None:
             _lock.release()
         if there:
             guards.release()
-    ops.follow(process_casting())
+    ops.follow(process_casting(), at_once=at_once)
