@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from apex_recording import grid
+from halfstep import amp
 from halfstep.fp16_utils import (
     DynamicLossScaler,
     FP16_Optimizer,
@@ -116,7 +117,7 @@ def wrapped(optimizer: str, dtypes: str, dynamic: bool, steps: int, overflow: Ov
         else:
             closure()
             optim.step()
-    masters = [p for group in optim.param_groups for p in group["params"]]
+    masters = list(amp.master_params(optim))
     for param, master in zip(model.parameters(), masters, strict=True):
         assert torch.equal(param, master.to(param.dtype))
     return values(masters), optim.loss_scale

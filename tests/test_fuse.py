@@ -501,7 +501,7 @@ UNFIT: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a wrapped step": (
         lambda: wrapped_after_a_scheduler(torch.optim.SGD(weights())), ArgumentValueError, "has been replaced",
     ),
-    "under amp": (under_amp, ArgumentValueError, "before amp"),
+    "under amp": (under_amp, ArgumentTypeError, "fused already"),
 }  # fmt: skip
 
 

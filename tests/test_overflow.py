@@ -307,7 +307,9 @@ def test_reads_of_a_step_of_grad_scaler(name: str, unscale: bool) -> None:
 def test_reads_of_a_step_of_scale_loss(name: str, level: str) -> None:
     model = nn.Linear(3, 1)
     optim = optimizer_of(name, model.parameters())
-    model, optim = amp.initialize(model, optim, opt_level=level, dtype=torch.float16, loss_scale="dynamic", verbosity=0)
+    model, optim = amp.initialize(
+        model, optim, opt_level=level, dtype=torch.float16, loss_scale="dynamic", verbosity=0, fused=False
+    )
     counts = []
     for step in range(4):
         with reads() as counted:

@@ -479,7 +479,7 @@ def test_collapse_names_the_parameter(caplog: pytest.LogCaptureFixture) -> None:
     amp._amp_state.loss_scalers[0].rule = DynamicLossScale(init_scale=1.0, min_scale=1.0, collapse_after=1)
     amp._amp_state.loss_scalers[0].set_scale(1.0)
     with pytest.raises(
-        LossScaleCollapsed, match=r"1\.1\.weight \(1x3, float16: 0 inf, 3 NaN among 3 values\)"
+        LossScaleCollapsed, match=r"1\.1\.weight \(1x3, float32: 0 inf, 3 NaN among 3 values\)"
     ) as error:
         train()
     for part in ("1 times in a row", "loss scaler 0", "learning rate", "collapse_after=None"):

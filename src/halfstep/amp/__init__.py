@@ -13,6 +13,7 @@ from ..engine.casting.functions import (
 )
 from ..engine.casting.ops import disable_casts
 from ..engine.casting.sessions import deactivate
+from ..engine.masters.model import master_model
 from .auto_cast import auto_cast, autocast
 from .decorate import decorate
 from .grad_scaler import GradScaler
@@ -39,6 +40,7 @@ __all__ = [
     "is_bfloat16_supported",
     "is_float16_supported",
     "load_state_dict",
+    "master_model",
     "master_params",
     "promote_function",
     "register_float_function",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.hardware import warn_if_slow
+from ..core.policy import Policy
 from ..engine.casting import modules, ops
 from ..engine.casting.emulation import Emulate, check_emulate
-from ..engine.stepping import bind, binding_of
+from ..engine.prepare import check, prepare
 
 __all__ = ["decorate"]
 
@@ -34,6 +34,7 @@ def decorate(
     *,
     module_filter: modules.ModuleFilter | None = None,
     emulate: Emulate = "auto",
+    fused: bool = True,
 ) -> Any:
     """Cast models to 16-bit weights and give optimizers fp32 masters; call it before any parallel wrapper.
 
@@ -55,15 +56,15 @@ def decorate(
         master_weight: whether the optimizers update fp32 masters; None means yes.
         save_dtype: the dtype of floating entries in ``state_dict()``. None means fp32 if there are masters, which
             are saved then and lose nothing, and the dtype of the parameters otherwise.
-        master_grad: let autograd accumulate gradients of the 16-bit parameters in fp32. Needs masters, because
-            torch's optimizers do not mix fp32 gradients with 16-bit parameters. DistributedDataParallel refuses such
-            gradients, and ``copy.deepcopy`` of the model forgets them.
+        master_grad: let autograd accumulate gradients of the 16-bit parameters in fp32. With masters it does so
+            anyway, but under DistributedDataParallel, which refuses such gradients; it cannot be had without.
         excluded_layers: modules, module types, or a list of both, whose parameters stay fp32, with those of their
             submodules; so does a parameter that they share with a module that is cast.
         module_filter: called as ``module_filter(module, qualified_name)``; a dtype it returns is that module's own,
             with casts at its borders, and None leaves it to the other arguments.
         emulate: as in ``amp.initialize``, for what the models compute outside of ``amp.auto_cast``, which has an
             argument of its own.
+        fused: as in ``amp.initialize``.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -96,55 +97,33 @@ def decorate(
     saved = None if save_dtype is None else _check_dtype("save_dtype", save_dtype, _SAVE_DTYPES)
     keep = _excluded(excluded_layers, model_list)
     masters = _check_masters(master_weight, master_grad, optimizer_list)
-    _check_untouched(model_list, optimizer_list)
+    _check_unwrapped(model_list)
+    check("amp.decorate", model_list, optimizer_list, half if level == "O2" else None, again=True)
     check_emulate(emulate)
-    if level == "O2":
-        modules.refuse_sharded(model_list, half)
-        if emulate is False:
-            for device in {param.device for model in model_list for param in model.parameters()}:
-                warn_if_slow(device, half)
+    if level == "O2" and emulate is False:
+        for device in {param.device for model in model_list for param in model.parameters()}:
+            warn_if_slow(device, half)
     casting = ops.OpCasting(
         half, enabled=False, devices=modules.device_types(model_list), emulate=emulate, lenient=True
     )
     if level == "O1":
         for model in model_list:
-            _keep_apart(model, casting)
+            if not modules.is_attached(model):
+                modules.attach(model, casting=casting)
         return models if optimizers is None else (models, optimizers)
 
-    for model in model_list:
-        grads = _take_grads(model) if master_grad else []
-        modules.cast_module(model, half, keep=keep, module_filter=module_filter)
-        _put_back_wide(grads)
-        modules.attach(model, saved=saved or (torch.float32 if masters else None))
-        _keep_apart(model, casting)
-    for optimizer in optimizer_list:
-        bind(optimizer, master_weights=masters, own_masters=True).models = tuple(map(weakref.ref, model_list))
-        if not masters and optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())  # torch casts the state to the parameters' new dtype
+    prepare(
+        model_list,
+        optimizer_list,
+        Policy(param_dtype=half, master_weights=masters),
+        casting=casting,
+        keep=keep,
+        module_filter=module_filter,
+        save_dtype=saved or (torch.float32 if masters else None),
+        wide_grads=master_grad,
+        fused=fused,
+    )
     return models if optimizers is None else (models, optimizers)
-
-
-def _keep_apart(model: nn.Module, casting: ops.OpCasting) -> None:
-    """Let a model compute by itself, whatever sessions of O1 there are."""
-    if not modules.is_attached(model):
-        modules.attach(model, casting=casting)
-
-
-def _take_grads(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
-    """Each parameter with its gradient, which is taken off it."""
-    grads = [(param, param.grad) for param in model.parameters()]
-    for param, _ in grads:
-        param.grad = None
-    return grads
-
-
-def _put_back_wide(grads: list[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
-    """Let 16-bit parameters have fp32 gradients, and give back what gradients there were."""
-    for param, grad in grads:
-        if param.dtype in HALF_DTYPES:
-            param.grad_dtype = torch.float32
-            grad = None if grad is None else grad.float()
-        param.grad = grad
 
 
 def _listed(given: Any, kind: type, rule: str) -> list[Any]:
@@ -213,15 +192,10 @@ def _excluded(layers: Any, models: list[nn.Module]) -> Callable[[nn.Module], boo
     return lambda module: id(module) in kept
 
 
-def _check_untouched(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
-    if len(set(map(id, models))) < len(models) or len(set(map(id, optimizers))) < len(optimizers):
-        raise UsageError("A model or optimizer is in the list twice; amp.decorate takes each once.")
+def _check_unwrapped(models: list[nn.Module]) -> None:
     for model in models:
         if isinstance(model, modules.PARALLEL):
             raise UsageError(
                 "For distributed AMP training, first call amp.decorate() on the original model, and then wrap what it "
                 f"returns in {type(model).__name__}."
             )
-    for optimizer in optimizers:
-        if binding_of(optimizer) is not None:
-            raise UsageError(f"This {type(optimizer).__name__} was decorated or initialized before; make a new one.")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,10 +14,12 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.formats import is_half
 from ..core.loss_scale import DynamicLossScale
-from ..engine.sharing import SharedGradients
-from ..engine.stepping import bind, binding_of, blame, unbind
-from ..engine.unbound import Unbound
-from ..engine.unscaling import Unscaler, reciprocal
+from ..engine.attached import AttachedOptimizer, attached_to
+from ..engine.blame import first_bad_gradient
+from ..engine.casting.compiled import eager
+from ..engine.gradients import UnscaledOnce
+from ..engine.ranks import Pass
+from ..engine.unscaling import Unscaler
 from .scaler_settings import ScalerSettings
 
 __all__ = ["GradScaler", "StepResult"]
@@ -134,15 +137,18 @@ class GradScaler(ScalerSettings):
         self._prepare()
 
     def _prepare(self) -> None:
-        self._unbounds: WeakKeyDictionary[torch.optim.Optimizer, Unbound] = WeakKeyDictionary()
-        self._shared = SharedGradients()
-        self._begin_iteration()
+        self._known: WeakKeyDictionary[torch.optim.Optimizer, AttachedOptimizer] = WeakKeyDictionary()
+        self._scaled = False  # whether a loss ever was
+        self._several = False  # whether an iteration ever had several optimizers
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._begin_iteration(first=True)
 
-    def _begin_iteration(self) -> None:
+    def _begin_iteration(self, *, first: bool = False) -> None:
         # Under torch's name and in its shape, for those who look there.
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._shared.begin_iteration()
+        self._several = self._several or len(self._optimizers) > 1
+        self._optimizers = []
+        self._done = UnscaledOnce(precise=first or self._several)
 
     # ---- the training step, in its order
 
@@ -163,7 +169,8 @@ class GradScaler(ScalerSettings):
         if isinstance(outputs, torch.Tensor):
             if not (outputs.is_floating_point() or outputs.is_complex()):
                 raise ArgumentTypeError(f"scale needs a floating tensor, not one of {outputs.dtype}.")
-            self._shared.note_loss()
+            self._done.losses += 1
+            self._scaled = True
             scale = self._present_scale(outputs.device)
             if scale.device != outputs.device:
                 scale = scale.to(outputs.device, non_blocking=True)
@@ -173,11 +180,11 @@ class GradScaler(ScalerSettings):
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
         raise ArgumentTypeError(f"scale needs a tensor or an iterable of tensors, not {type(outputs).__name__}.")
 
+    @eager
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale, to look at them or clip them before ``step``.
 
-        Of an optimizer with masters both are unscaled, the fp32 gradients of the masters and the 16-bit ones of the
-        model. Clip or edit either: where the model's were edited, ``step`` uses those.
+        Of 16-bit parameters with masters they are fp32 then. Clip or edit them where you like: ``step`` uses them.
 
         Args:
             optimizer: whose gradients to unscale, once in each iteration and after all of its backward passes.
@@ -187,12 +194,9 @@ class GradScaler(ScalerSettings):
         """
         if not self._enabled:
             return
-        state = self._state_before_unscaling(optimizer)
-        scale = self._unscale(optimizer, state)
-        binding = binding_of(optimizer)
-        if binding is not None and binding.masters is not None:
-            binding.masters.unscale_model_grads(reciprocal(scale))
+        self._unscale(optimizer, self._state_before_unscaling(optimizer))
 
+    @eager
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
         """``unscale_`` and clip to a total 2-norm in one go: one read gives the norm and the check for inf and NaN.
 
@@ -207,18 +211,17 @@ class GradScaler(ScalerSettings):
         Raises:
             UsageError: as ``unscale_``.
         """
-        binding = binding_of(optimizer)
-        if not self._enabled or binding is not None:
+        attached = self._attached_to(optimizer)
+        if not self._enabled or attached_to(optimizer) is not None:
             self.unscale_(optimizer)
-            return (Unscaler() if binding is None else binding.clipper).clip(_params(optimizer), max_norm, 2.0)
+            return attached.gradients.clip(attached.params(), max_norm, 2.0)
         state = self._state_before_unscaling(optimizer)
-        params = _params(optimizer)
-        scale, found_inf, seen = self._begin_unscaling(optimizer, state, params)
-        unscaler = self._unbound(optimizer).unscaler
-        norm = unscaler.unscale_and_clip(unscaler.gather(params, seen), reciprocal(scale), found_inf, max_norm)
-        self._shared.note_unscaled(optimizer, params)
-        return norm
+        with self._unscaling(optimizer, state) as (scale, found_inf, done):
+            params = [p for p in attached.params() if id(p) not in done]
+            attached.passes.append(Pass(found_inf, None, dynamic=self._scaler.dynamic))
+            return attached.gradients.unscale_and_clip(params, scale, found_inf, max_norm)
 
+    @eager
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:  # type: ignore[override]
         """Step an optimizer unless its gradients hold inf or NaN; unscale them before, if ``unscale_`` did not.
 
@@ -232,8 +235,8 @@ class GradScaler(ScalerSettings):
             Whether it stepped, to be read or not: ``if scaler.step(optimizer): scheduler.step()``.
 
         Raises:
-            UsageError: when ``step`` was called for this optimizer since the last ``update``; for a closure that does
-                not use ``scale``, or that overflows at every scale.
+            UsageError: when ``step`` was called for this optimizer since the last ``update``; when no loss was ever
+                scaled; for a closure that does not use ``scale``, or that overflows at every scale.
         """
         closure, args = (args[0], args[1:]) if args else (kwargs.pop("closure", None), args)
         if not self._enabled:
@@ -242,32 +245,18 @@ class GradScaler(ScalerSettings):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise UsageError("step() has already been called since the last update().")
+        attached = self._attached_to(optimizer)
         if closure is not None:
-            result = self._step_with_closure(optimizer, state, closure, *args, **kwargs)
-        elif binding_of(optimizer) is not None:
-            if state["stage"] is OptState.READY:
-                self._unscale(optimizer, state)
-            result = StepResult(_found_inf(state), optimizer.step(*args, **kwargs))
-        elif (unbound := self._unbound(optimizer)).takes_flags:
-            grad_scale = None
-            if state["stage"] is OptState.READY:
-                params = _params(optimizer)
-                scale, found_inf, seen = self._begin_unscaling(optimizer, state, params)
-                grad_scale = unbound.prepare_step(params, scale, found_inf, seen)
-                self._shared.note_unscaled(optimizer, params)
-            found_inf = _found_inf(state)
-            result = StepResult(found_inf, unbound.guarded_step(optimizer, grad_scale, found_inf, *args, **kwargs))
-        else:
-            if state["stage"] is OptState.READY:
-                self._unscale(optimizer, state)
-            result = StepResult(_found_inf(state))
-            if result:
-                result.returned = optimizer.step(*args, **kwargs)
+            closure = self._evaluating(optimizer, state, closure)
+        elif state["stage"] is OptState.READY:
+            self._unscale(optimizer, state, may_defer=True)
+        returned = attached.call(closure, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        return result
+        return StepResult(_found_inf(state), returned)
 
+    @eager
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Move the scale, once at the end of each iteration; without a ``step`` before it counts as a finite step.
+        """Move the scale, once at the end of each iteration.
 
         Args:
             new_scale: a scale to set instead, a number or a tensor with one element.
@@ -275,6 +264,7 @@ class GradScaler(ScalerSettings):
         Raises:
             LossScaleCollapsed: if the scale is at its floor and gradients overflow all the same, again and again.
             ArgumentValueError: for a new scale that is not a finite number above zero.
+            UsageError: when neither ``step`` nor ``unscale_`` was called since the last ``update``.
         """
         if not self._enabled:
             return
@@ -285,12 +275,14 @@ class GradScaler(ScalerSettings):
             return
         flags = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
         if not flags:
-            found_inf = torch.zeros((), device=self._home)
-        else:
-            found_inf = flags[0]
-            for flag in flags[1:]:
-                found_inf = torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True))
-        self._scaler.update(found_inf, lambda: blame(optimizers))
+            raise UsageError(
+                "update() was called and nothing was stepped or unscaled since the last update(), so it is not known "
+                "whether the gradients are finite. Call scaler.step(optimizer) first."
+            )
+        found_inf = flags[0]
+        for flag in flags[1:]:
+            found_inf = torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True))
+        self._scaler.update(found_inf, lambda: first_bad_gradient(optimizers))
 
     def minimize(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:
         """``step`` and ``update``.
@@ -314,11 +306,12 @@ class GradScaler(ScalerSettings):
             self._home = device
         return self._scaler.scale(self._home)
 
-    def _unbound(self, optimizer: torch.optim.Optimizer) -> Unbound:
-        unbound = self._unbounds.get(optimizer)
-        if unbound is None:
-            unbound = self._unbounds[optimizer] = Unbound(optimizer)
-        return unbound
+    def _attached_to(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer:
+        """What is kept about an optimizer: by ``amp`` where it has been there, else by this scaler alone."""
+        found = attached_to(optimizer) or self._known.get(optimizer)
+        if found is None:
+            found = self._known[optimizer] = AttachedOptimizer(optimizer)
+        return found
 
     def _state_before_unscaling(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state = self._per_optimizer_states[id(optimizer)]
@@ -328,63 +321,52 @@ class GradScaler(ScalerSettings):
             raise UsageError("unscale_() is being called after step().")
         return state
 
-    def _begin_unscaling(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], params: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, set[int] | None]:
+    @contextmanager
+    def _unscaling(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, set[int]]]:
         """The scale, a new flag for this optimizer, and which gradients another optimizer has had unscaled already."""
+        if not self._scaled:
+            raise UsageError(
+                "No loss has been scaled, so there is nothing to divide the gradients by. Call "
+                "scaler.scale(loss).backward() before unscale_() or step()."
+            )
+        params = self._attached_to(optimizer).params()
         scale = self._present_scale(params[0].device if params else torch.device("cpu"))
         found_inf = torch.zeros((), device=scale.device)
-        done = self._shared.already_unscaled(optimizer, params)
-        if done is not None:
-            Unscaler()(done.values(), torch.ones_like(scale), found_inf)
+        done = self._done.among(params)
+        if done:
+            Unscaler()(done, torch.ones_like(scale), found_inf)
         state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {scale.device: found_inf}
         self._optimizers.append(optimizer)
-        return scale, found_inf, None if done is None else set(done)
+        yield scale, found_inf, set(map(id, done))
+        self._done.note(params)
 
-    def _unscale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> torch.Tensor:
-        """Unscale the gradients of an optimizer; the scale they had."""
-        params = _params(optimizer)
-        scale, found_inf, seen = self._begin_unscaling(optimizer, state, params)
-        binding = binding_of(optimizer)
-        if binding is not None:
-            binding.unscale(scale, found_inf, self._scaler, set() if seen is None else seen)
-        else:
-            self._unbound(optimizer).unscaler(params, reciprocal(scale), found_inf, seen)
-        self._shared.note_unscaled(optimizer, params)
-        return scale
+    def _unscale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, may_defer: bool = False) -> None:
+        """Unscale the gradients of an optimizer."""
+        attached = self._attached_to(optimizer)
+        with self._unscaling(optimizer, state) as (scale, found_inf, done):
+            attached.unscale(scale, found_inf, self._scaler, done or None, may_defer=may_defer)
 
-    def _step_with_closure(
-        self,
-        optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
-        closure: Callable[[], Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> StepResult:
-        """A binding runs a closure again when it overflowed; an optimizer that has none is bound for this step."""
+    def _evaluating(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], closure: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """A closure after which gradients are unscaled; it is run again when they overflowed."""
 
         def evaluate() -> Any:
-            losses = self._shared.losses
+            losses = self._done.losses
             loss = closure()
-            if self._shared.losses == losses:
+            if self._done.losses == losses:
                 raise UsageError(
                     "The closure given to GradScaler.step did not scale its loss, and its gradients would be divided "
                     "by a scale they do not have; let it call scaler.scale(loss).backward() and return the loss."
                 )
             self._unscale(optimizer, state)
             if self._dynamic and _found_inf(state).item():
-                self._scaler.update(_found_inf(state), lambda: blame([optimizer]))
+                self._scaler.update(_found_inf(state), lambda: first_bad_gradient([optimizer]))
             return loss
 
-        lent = binding_of(optimizer) is None
-        if lent:
-            bind(optimizer, master_weights=False)
-        try:
-            returned = optimizer.step(evaluate, *args, **kwargs)
-        finally:
-            if lent:
-                unbind(optimizer)
-        return StepResult(_found_inf(state), returned)
+        return evaluate
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and state.
@@ -402,10 +384,6 @@ class GradScaler(ScalerSettings):
         """Undo ``__getstate__``."""
         super().__setstate__(state)
         self._prepare()
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _found_inf(state: dict[str, Any]) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ from ..core.formats import HALF_DTYPES, default_half, parse_dtype
 from ..core.hardware import accelerator, warn_if_slow
 from ..core.loss_scale import LossScale, LossScaleSpec, StaticLossScale, make_loss_scale
 from ..core.oplists import OpLists
-from ..engine.backward import scaled_backward
+from ..engine.attached import AttachedOptimizer, attach, attached_to
+from ..engine.backward import ScaledBackward
 from ..engine.casting import ops, sessions
 from ..engine.casting.emulation import Emulate, check_emulate
 from ..engine.casting.modules import join_casting
+from ..engine.dressing import undress
 from ..engine.forwarding import ForwardingOptimizer
 from ..engine.scaling import LossScaler
-from ..engine.stepping import Binding, bind, binding_of, unbind
 
 __all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "init"]
 
@@ -128,8 +129,8 @@ class NoOpHandle:
         """A fresh loss scale of this handle's kind."""
         return LossScaler(StaticLossScale(1.0), name=name)
 
-    def bind(self, optimizer: torch.optim.Optimizer) -> Binding | None:
-        """The binding of an optimizer, made if there is none; None if this handle does nothing (any more)."""
+    def attach(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer | None:
+        """Take over an optimizer's step, if nobody has; None if this handle does nothing (any more)."""
         return None
 
     def _disable_casts(self) -> AbstractContextManager[None]:
@@ -163,7 +164,7 @@ class AmpHandle(NoOpHandle):
         self._casting = casting
         self._rule = rule
         self._scaler = self.new_scaler("the loss scaler")
-        self._bound: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._alive = True
         self._hook = register_module_forward_pre_hook(join_casting)
         sessions.activate(casting)
@@ -173,8 +174,7 @@ class AmpHandle(NoOpHandle):
         ops.ensure_thread()
         return self._alive and ops.active() is not None
 
-    @contextmanager
-    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
         """Scale a loss for its backward pass; after the block the new gradients are unscaled.
 
         If one of them is inf or NaN, the next ``optimizer.step()`` does nothing and a dynamic scale is lowered.
@@ -184,42 +184,40 @@ class AmpHandle(NoOpHandle):
             loss: a floating tensor; a 16-bit one is scaled in fp32.
             optimizer: the optimizer, or a list of them, whose parameters get gradients.
 
-        Yields:
-            The scaled loss; the loss itself once the handle was deactivated.
+        Returns:
+            A block whose value is the scaled loss; the loss itself once the handle was deactivated.
 
         Raises:
             ArgumentTypeError: for a loss that is no floating tensor or an ``optimizer`` that is none.
         """
         if isinstance(optimizer, OptimWrapper):
-            with optimizer.scale_loss(loss) as scaled_loss:
-                yield scaled_loss
-            return
+            return optimizer.scale_loss(loss)
         given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         for item in given:
             if not isinstance(item, torch.optim.Optimizer):
                 raise ArgumentTypeError(
                     f"scale_loss needs the optimizer as second argument, not {type(item).__name__}."
                 )
-        bindings = [binding for item in given if (binding := self.bind(item)) is not None]
         if not self._alive:
-            yield loss
-            return
-        with scaled_backward(loss, bindings, self._scaler, name="scale_loss") as scaled_loss:
-            yield scaled_loss
+            return nullcontext(loss)
+        if not given:
+            raise ArgumentTypeError("scale_loss needs the optimizer as second argument, not an empty list.")
+        attached = [found for item in given if (found := self.attach(item)) is not None]
+        return ScaledBackward(loss, attached, self._scaler, name="scale_loss")
 
     def new_scaler(self, name: str) -> LossScaler:
         """A fresh loss scale of this handle's kind."""
         return LossScaler(self._rule, name=name)
 
-    def bind(self, optimizer: torch.optim.Optimizer) -> Binding | None:
-        """The binding of an optimizer, made if there is none; None once the handle was deactivated."""
+    def attach(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer | None:
+        """Take over an optimizer's step, if nobody has; None once the handle was deactivated."""
         if not self._alive:
             return None
-        binding = binding_of(optimizer)
-        if binding is None:
-            binding = bind(optimizer, master_weights=False)
-            self._bound.add(optimizer)
-        return binding
+        found = attached_to(optimizer)
+        if found is None:
+            found = attach(optimizer)
+            self._attached.add(optimizer)
+        return found
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return ops.disable_casts()
@@ -236,8 +234,10 @@ class AmpHandle(NoOpHandle):
             return
         self._alive = False
         self._hook.remove()
-        for optimizer in list(self._bound):
-            unbind(optimizer)
+        for optimizer in list(self._attached):
+            attached = attached_to(optimizer)
+            if attached is not None and not attached.keeper.any:
+                undress(optimizer, attached)
         sessions.retire(self._casting)
 
 
@@ -263,8 +263,7 @@ class OptimWrapper(ForwardingOptimizer):
         self._scalers = [handle.new_scaler(f"loss scaler {i}") for i in range(num_loss)]
         self._next = 0
 
-    @contextmanager
-    def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    def scale_loss(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Scale the next loss of this step for its backward pass.
 
         The k-th block since the last step uses the k-th scale. If any of them overflows, the step is skipped.
@@ -272,17 +271,16 @@ class OptimWrapper(ForwardingOptimizer):
         Args:
             loss: a floating tensor; a 16-bit one is scaled in fp32.
 
-        Yields:
-            The scaled loss.
+        Returns:
+            A block whose value is the scaled loss.
 
         Raises:
             UsageError: for more losses than ``num_loss``.
             ArgumentTypeError: if the loss is no floating tensor.
         """
-        binding = self._handle.bind(self.optimizer)
-        if binding is None:
-            yield loss
-            return
+        attached = self._handle.attach(self.optimizer)
+        if attached is None:
+            return nullcontext(loss)
         if self._next == len(self._scalers):
             raise UsageError(
                 f"This is loss number {self._next + 1} since the last step, and wrap_optimizer was called with "
@@ -290,8 +288,7 @@ class OptimWrapper(ForwardingOptimizer):
             )
         scaler = self._scalers[self._next]
         self._next += 1
-        with scaled_backward(loss, [binding], scaler, name="scale_loss") as scaled_loss:
-            yield scaled_loss
+        return ScaledBackward(loss, [attached], scaler, name="scale_loss")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One step of the optimizer, skipped if a loss overflowed; the next loss is the first again."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,15 +10,16 @@ import torch
 from torch import nn
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.formats import HALF_DTYPES, default_half, dtype_name
+from ..core.formats import HALF_DTYPES, default_half, dtype_name, is_half
 from ..core.hardware import warn_if_slow
 from ..core.loss_scale import LossScale, LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..engine.casting import modules, ops, sessions
 from ..engine.casting.emulation import Emulate, check_emulate
+from ..engine.prepare import check, prepare
 from ..engine.scaling import LossScaler
-from ..engine.stepping import bind, binding_of
+from ..optimizers.larc import LARC
 from .options import Options, resolve
 from .session import Session, _amp_state
 
@@ -51,6 +51,7 @@ def initialize(
     custom_black_list: Iterable[object] | None = None,
     emulate: Emulate = "auto",
     policy: Policy | None = None,
+    fused: bool = True,
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 
@@ -69,8 +70,9 @@ def initialize(
     latest O1 session, on the device types of its models, and end when its models and optimizers are gone.
 
     Args:
-        models: a module, or a list of modules, with fp32 parameters, on any device; changed in place.
-        optimizers: a ``torch.optim.Optimizer``, a list of them, or None; changed in place.
+        models: a module, or a list of modules, on any device; changed in place. Masters start from their weights as
+            they are, so load a checkpoint in fp32 before or after.
+        optimizers: a ``torch.optim.Optimizer``, a ``LARC`` around one, a list of them, or None; changed in place.
         enabled: False makes this and every other amp call do nothing, so that one script serves both.
         opt_level: "O0", "O1", "O2" or "O3"; the ROCm fork's "O4" and "O5" are O1 and O2 in bfloat16.
         cast_model_type: dtype of the weights; False leaves the model alone. Not at O1.
@@ -96,6 +98,9 @@ def initialize(
             nowhere. The dtypes are the same in all cases.
         policy: a ``halfstep.Policy`` in the place of the level and of all that overrides one; only ``loss_scale`` may
             stand beside it, and goes before its own.
+        fused: where optimizers get masters, run ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` of torch as the fused
+            optimizers of the same arithmetic (``halfstep.optimizers.fuse``), if their settings allow it and there are
+            kernels for the device. False leaves torch's own step, on plain fp32 masters.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -104,8 +109,8 @@ def initialize(
         ArgumentTypeError: models or optimizers of the wrong kind.
         ArgumentValueError: a value that is not allowed.
         UsageError: options that contradict the level, a policy beside them or one that contradicts itself, a model
-            that is not fp32 or is wrapped for parallel training already, or a model or optimizer that was initialized
-            before. Nothing has been changed then.
+            that is scripted, lazy or wrapped for parallel training already, an optimizer that holds none of the
+            models' parameters, or a model or optimizer that was initialized before. Nothing has been changed then.
 
     Warns:
         PrecisionWarning: once, where the device of a model has no units for the 16-bit dtype and ``emulate=False``.
@@ -136,8 +141,9 @@ def initialize(
         raise ArgumentValueError(f"num_losses={num_losses!r} must be a whole number, 1 or more.")
     check_emulate(emulate)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
-    _check_untouched(model_list, optimizer_list)
-    modules.refuse_sharded(model_list, policy.param_dtype)
+    check("amp.initialize", model_list, optimizer_list, policy.param_dtype)
+    if verbosity > 0:
+        _tell_of_halves(model_list, policy)
     if policy.compute_dtype in HALF_DTYPES and emulate is False:
         for device in {param.device for model in model_list for param in model.parameters()}:
             warn_if_slow(device, policy.compute_dtype)
@@ -151,19 +157,17 @@ def initialize(
         emulate=emulate,
     )
     session = Session(recipe.options, verbosity, _scalers(rule, num_losses, verbosity))
-    for model in model_list:
-        _prepare_model(model, policy, casting, module_filter)
-    for optimizer in optimizer_list:
-        binding = bind(
-            optimizer,
-            master_weights=policy.master_weights,
-            own_masters=True,
-            copies=None if policy.op_lists is None else half,
-            verbose=verbosity > 0,
-        )
-        binding.session, binding.models = session, tuple(map(weakref.ref, model_list))
-        if not policy.master_weights and optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())  # torch casts the state to the parameters' new dtype
+    for attached in prepare(
+        model_list,
+        optimizer_list,
+        policy,
+        casting=casting,
+        module_filter=module_filter,
+        save_dtype=torch.float32 if policy.param_dtype is not None else None,
+        fused=fused,
+        verbose=verbosity > 0,
+    ):
+        attached.session = session
     if policy.op_lists is not None:
         sessions.activate(casting, [*model_list, *optimizer_list])
     _amp_state.session = session
@@ -201,7 +205,7 @@ def _check_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
             raise UsageError(
                 "An FP16_Optimizer manages its own masters and loss scale; give amp.initialize the bare optimizer."
             )
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(optimizer, (torch.optim.Optimizer, LARC)):
             raise ArgumentTypeError(
                 f"optimizers must be either a single torch.optim.Optimizer or a list of optimizers, not "
                 f"{type(optimizers).__name__}."
@@ -216,42 +220,15 @@ def _device(models: list[nn.Module]) -> torch.device:
     return torch.device("cpu")
 
 
-def _check_untouched(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
-    if len({id(model) for model in models}) < len(models) or len({id(o) for o in optimizers}) < len(optimizers):
-        raise UsageError("A model or optimizer is in the list twice; amp.initialize takes each once.")
-    for optimizer in optimizers:
-        if binding_of(optimizer) is not None:
-            raise UsageError(
-                f"This {type(optimizer).__name__} has been through amp.initialize once, and once is all it can; "
-                "make a new optimizer to start over."
-            )
-    for model in models:
-        if not _amp_state.allow_incoming_model_not_fp32:
-            for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-                for name, tensor in tensors:
-                    if tensor.dtype in HALF_DTYPES:
-                        raise UsageError(
-                            f"amp.initialize needs an fp32 model, and its {kind} {name} is {dtype_name(tensor.dtype)}. "
-                            "There is no need to call .half() or .bfloat16(): the opt level casts the model."
-                        )
-        if modules.is_attached(model):
-            raise UsageError("This model has been through amp.initialize or amp.decorate once, and once is all it can.")
-
-
-def _prepare_model(
-    model: nn.Module, policy: Policy, casting: ops.OpCasting, module_filter: modules.ModuleFilter | None
-) -> None:
-    if policy.param_dtype is not None:
-        modules.cast_module(
-            model,
-            policy.param_dtype,
-            keep=lambda module: policy.keep_batchnorm_fp32 and isinstance(module, modules.BatchNorm),
-            module_filter=module_filter,
+def _tell_of_halves(models: list[nn.Module], policy: Policy) -> None:
+    """Say that a model has come in 16 bits: its masters can only start from there."""
+    halves = [(name, p.dtype) for model in models for name, p in model.named_parameters() if is_half(p)]
+    if halves and policy.param_dtype is not torch.float32:
+        logger.info(
+            "amp.initialize: %d parameters of the model are in 16 bits already (%s is %s)%s. Weights loaded in fp32 "
+            "would start from more digits.",
+            len(halves),
+            halves[0][0],
+            dtype_name(halves[0][1]),
+            "; their fp32 masters start from what is there" if policy.master_weights else "",
         )
-    modules.attach(
-        model,
-        inputs=None if policy.op_lists is not None else policy.compute_dtype,
-        outputs=policy.output_dtype,
-        saved=torch.float32 if policy.param_dtype is not None else None,
-        casting=casting,
-    )

@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ..core.errors import ArgumentIndexError
-from ..engine.backward import scaled_backward
+from ..engine.backward import ScaledBackward
+from ..engine.casting.compiled import eager
 from .session import as_list, session_of
 
 __all__ = ["scale_loss"]
 
 
+@eager
 def scale_loss(
     loss: torch.Tensor,
     optimizers: torch.optim.Optimizer | list[torch.optim.Optimizer],
@@ -28,10 +30,11 @@ def scale_loss(
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    After the block the gradients of ``amp.master_params(optimizer)`` are unscaled fp32 numbers (O2; at other levels
-    they have the dtype of the parameters), added to what was there before. If one of the new gradients was inf or
-    NaN, the next ``step`` of each optimizer given here is skipped and a dynamic scale is lowered. If the block is
-    left by an exception, the gradients are those from before it and the scale stays.
+    After the block ``p.grad`` is unscaled, and what the pass brought is added to what was there before. Of a 16-bit
+    parameter with a master it is fp32; a fused optimizer may leave it in 16 bits while it is of one pass at a scale of
+    1.0. If one of the new gradients was inf or NaN, the next ``step`` of each optimizer given here is skipped and a
+    dynamic scale is lowered. If the block is left by an exception, the gradients are those from before it and the scale
+    stays (with a static scale of 1.0 and without masters the block does nothing, this neither).
 
     Args:
         loss: a tensor of any floating dtype on any device; 16-bit losses are scaled in fp32.
@@ -47,11 +50,12 @@ def scale_loss(
         disabled, nothing is multiplied.
 
     Raises:
-        UsageError: before ``amp.initialize``, or for an optimizer that it did not return.
+        UsageError: before ``amp.initialize``, without an optimizer or for one that it did not return; from the block,
+            if another block of the optimizer is open, or if ``backward`` was called on the loss that is not scaled.
         ArgumentIndexError: for a ``loss_id`` there is no scaler for.
         ArgumentTypeError: if the loss is no floating tensor.
     """
-    session, bindings = session_of(as_list(optimizers, "amp.scale_loss"), "amp.scale_loss")
+    session, attached = session_of(as_list(optimizers, "amp.scale_loss"), "amp.scale_loss")
     if not session.options.enabled:
         return nullcontext(loss)
     scalers = session.loss_scalers
@@ -60,9 +64,9 @@ def scale_loss(
             f"loss_id={loss_id}, but amp.initialize was called with num_losses={len(scalers)}; "
             "pass num_losses= as many as there are losses with a scale of their own."
         )
-    return scaled_backward(
+    return ScaledBackward(
         loss,
-        bindings,
+        attached,
         scalers[loss_id],
         name="amp.scale_loss",
         delay=delay_unscale,

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..engine.attached import AttachedOptimizer, attached_to
 from ..engine.casting import ops, sessions
 from ..engine.scaling import LossScaler
-from ..engine.stepping import Binding, binding_of
 from .options import Options
 
 __all__ = ["AmpState", "Session", "load_state_dict", "master_params", "state_dict", "steps_skipped"]
@@ -94,16 +94,18 @@ def require_session(caller: str) -> Session:
     return _amp_state.session
 
 
-def session_of(optimizers: Sequence[object], caller: str) -> tuple[Session, list[Binding]]:
-    """The session and the bindings of some optimizers; no bindings when amp is disabled.
+def session_of(optimizers: Sequence[object], caller: str) -> tuple[Session, list[AttachedOptimizer]]:
+    """The session of some optimizers, and what is kept about each; nothing is when amp is disabled.
 
     Raises:
         UsageError: before ``amp.initialize``, or for an optimizer that it did not return.
     """
-    bindings = []
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise UsageError(f"{caller} was given an optimizer twice; pass each once.")
+    found = []
     for optimizer in optimizers:
-        binding = binding_of(optimizer)
-        if binding is None or binding.session is None:
+        attached = attached_to(optimizer)
+        if attached is None or attached.session is None:
             latest = require_session(caller)
             if not latest.options.enabled:
                 return latest, []
@@ -111,8 +113,14 @@ def session_of(optimizers: Sequence[object], caller: str) -> tuple[Session, list
                 f"{caller} was given a {type(optimizer).__name__} that did not come back from amp.initialize (it has "
                 "no _amp_stash); pass every optimizer through amp.initialize and use what it returns."
             )
-        bindings.append(binding)
-    return (bindings[0].session if bindings else require_session(caller)), bindings
+        found.append(attached)
+    session: Session = found[0].session if found else require_session(caller)
+    if not found and session.options.enabled:
+        raise UsageError(
+            f"{caller} was given no optimizer, so nothing would unscale the gradients; pass every optimizer whose "
+            "parameters get gradients from this loss."
+        )
+    return session, found
 
 
 def as_list(optimizers: Any, caller: str) -> list[Any]:
@@ -135,22 +143,28 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """The parameters that the optimizer updates: fp32 masters at O2, the model's own at other levels.
 
     ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`` right after ``amp.scale_loss`` clips
-    unscaled gradients.
+    unscaled gradients. A master's ``grad`` is the gradient of the model's parameter, so clipping over
+    ``model.parameters()`` is the same.
 
     Args:
         optimizer: one that ``amp.initialize`` returned, or any other.
 
     Yields:
-        Each parameter of each group.
+        Each parameter of each group, of a 16-bit one with a master a float32 ``torch.nn.Parameter`` that reads and
+        writes the master.
     """
+    attached = attached_to(optimizer)
+    if attached is not None:
+        yield from attached.keeper.params()
+        return
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def steps_skipped(optimizer: torch.optim.Optimizer) -> int:
     """How many steps of an optimizer were skipped because gradients overflowed. Reads the device."""
-    _, bindings = session_of([optimizer], "amp.steps_skipped")
-    return bindings[0].steps_skipped if bindings else 0
+    _, found = session_of([optimizer], "amp.steps_skipped")
+    return found[0].stepping.skipped if found else 0
 
 
 def state_dict(

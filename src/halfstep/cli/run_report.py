@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine.stepping import Binding
+from ..engine.attached import AttachedOptimizer
+from ..engine.observers import observers
 from .page import picture, render
 
 if TYPE_CHECKING:
@@ -53,18 +54,24 @@ class Recording:
     def __init__(self) -> None:
         self.steps: list[Steps] = []
         self.device = torch.device("cpu")
-        self._of: dict[int, tuple[Binding, Steps]] = {}
+        self._of: dict[int, tuple[AttachedOptimizer, Steps]] = {}
+        self._before: tuple[list[float], int] = ([], 0)
         self._last = time.perf_counter()
 
-    def note(self, binding: Binding, scales: list[float], skipped_before: int) -> None:
-        """A step has ended. Reads the device."""
-        if id(binding) not in self._of:
-            self._of[id(binding)] = binding, Steps(type(binding.optimizer).__name__)
-            self.steps.append(self._of[id(binding)][1])
-        steps = self._of[id(binding)][1]
-        self.device = binding.device
+    def before_step(self, attached: AttachedOptimizer) -> None:
+        """A step begins. Reads the device."""
+        self._before = _scales(attached), attached.stepping.skipped
+
+    def after_step(self, attached: AttachedOptimizer) -> None:
+        """It has ended. Reads the device."""
+        scales, skipped = self._before
+        if id(attached) not in self._of:
+            self._of[id(attached)] = attached, Steps(type(attached.optimizer).__name__)
+            self.steps.append(self._of[id(attached)][1])
+        steps = self._of[id(attached)][1]
+        self.device = attached.device
         steps.scales.append(scales)
-        steps.skipped.append(binding.steps_skipped > skipped_before)
+        steps.skipped.append(attached.stepping.skipped > skipped)
         steps.bytes.append(_memory(self.device))
         now = time.perf_counter()
         steps.seconds.append(now - self._last)
@@ -75,19 +82,11 @@ class Recording:
 def recording() -> Iterator[Recording]:
     """Record every step of every optimizer that goes through amp in this block."""
     record = Recording()
-    own = Binding.step
-
-    def step(binding: Binding, *args: Any, **kwargs: Any) -> Any:
-        scales, skipped = _scales(binding), binding.steps_skipped
-        result = own(binding, *args, **kwargs)
-        record.note(binding, scales, skipped)
-        return result
-
-    Binding.step = step  # type: ignore[assignment, method-assign]
+    observers.append(record)
     try:
         yield record
     finally:
-        Binding.step = own  # type: ignore[method-assign]
+        observers.remove(record)
 
 
 def write_report(path: Path, record: Recording, script: str, command: Sequence[str], ending: str) -> None:
@@ -153,10 +152,10 @@ def _draw_scales(axes: Axes, steps: Steps, color: str) -> None:
         axes.plot(marks, [line[at] for at in marks], "x", color=color)
 
 
-def _scales(binding: Binding) -> list[float]:
-    scalers = [passed.scaler for passed in binding.passes if passed.scaler is not None]
-    if binding.session is not None:
-        scalers = getattr(binding.session, "loss_scalers", scalers)
+def _scales(attached: AttachedOptimizer) -> list[float]:
+    scalers = [passed.scaler for passed in attached.passes if passed.scaler is not None]
+    if attached.session is not None:
+        scalers = getattr(attached.session, "loss_scalers", scalers)
     return [scaler.loss_scale() for scaler in dict.fromkeys(scalers)] or [1.0]
 
 

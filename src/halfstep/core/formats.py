@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from .errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["HALF_DTYPES", "default_half", "dtype_name", "is_half", "parse_dtype"]
+__all__ = ["HALF_DTYPES", "default_half", "dtype_name", "halves", "is_half", "parse_dtype"]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 """The 16-bit floating formats: float16 (5-bit exponent, 10-bit fraction) and bfloat16 (8 and 7)."""
@@ -58,6 +60,11 @@ def _allowed() -> str:
 def is_half(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds 16-bit floating numbers."""
     return tensor.dtype in HALF_DTYPES
+
+
+def halves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of some tensors that hold 16-bit floating numbers."""
+    return [tensor for tensor in tensors if tensor.dtype in HALF_DTYPES]
 
 
 def default_half(device: torch.device | str) -> torch.dtype:

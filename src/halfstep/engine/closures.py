@@ -11,10 +11,11 @@ import torch
 
 from ..core.errors import UsageError
 from .casting import ops
+from .gradients import widen
 from .ranks import any_overflow
 
 if TYPE_CHECKING:
-    from .stepping import Binding
+    from .attached import AttachedOptimizer
 
 __all__ = ["ClosureOverflowed", "guarded"]
 
@@ -27,32 +28,36 @@ class ClosureOverflowed(Exception):  # noqa: N818 - never leaves a step
     """Leaves an optimizer's step before it has changed anything."""
 
 
-def guarded(binding: Binding, closure: Callable[[], Any], casting: ops.OpCasting | None) -> Callable[[], Any]:
+def guarded(
+    attached: AttachedOptimizer, closure: Callable[[], Any], casting: ops.OpCasting | None
+) -> Callable[[], Any]:
     """A closure that sees up-to-date 16-bit weights and the casts, and is run again when it overflows.
 
     Under a static scale the same would come again. Then the step is skipped, if nothing has moved yet.
 
     Args:
-        binding: that of the optimizer whose step will call it.
+        attached: the optimizer whose step will call it.
         closure: the user's.
         casting: the op casting in force around the step, which itself runs without.
     """
     first = True
-    name = type(binding.optimizer).__name__
+    name = type(attached.optimizer).__name__
 
     def evaluate() -> Any:
         nonlocal first
-        if binding.masters is not None:
-            binding.masters.copy_to_model()
+        masters = attached.keeper.plain
+        if masters is not None:
+            masters.leave(attached.optimizer)
         for _ in range(_RETRIES):
             with torch.enable_grad(), casting if casting is not None else nullcontext():
                 loss = closure()
-            binding.catch_up()
-            passes, binding.passes = binding.passes, []
-            if binding.masters is not None:
-                binding.masters.collect(None, torch.zeros((), device=binding.device), set())
+            attached.catch_up()
+            passes, attached.passes = attached.passes, []
             if not passes or not any_overflow(passes).item():
                 first = False
+                if masters is not None:
+                    widen(attached.params())
+                    masters.enter(attached.optimizer)
                 return loss
             if not any(passed.dynamic for passed in passes):
                 if first:
@@ -61,7 +66,7 @@ def guarded(binding: Binding, closure: Callable[[], Any], casting: ops.OpCasting
                     f"The closure given to {name}.step overflowed under a static loss scale after the optimizer had "
                     "moved the weights; use a lower scale, or a dynamic one."
                 )
-            if binding.verbose:
+            if attached.verbose:
                 logger.info("Gradient overflow. Running the closure again")
         raise UsageError(
             f"The closure given to {name}.step overflowed {_RETRIES} times in a row, each time at a lower loss scale; "

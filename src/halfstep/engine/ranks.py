@@ -1,7 +1,7 @@
-"""What one Binding knows about other processes: every rank steps with the same gradients, or no rank does.
+"""What an attached optimizer knows about other processes: every rank steps with the same gradients, or no rank does.
 
-``engine.reduction`` averages gradients during backward passes. Here is what is left: to find the wrappers that a
-binding's parameters belong to, to give every rank the same masters, to average in ``step`` what the last micro-step
+``engine.reduction`` averages gradients during backward passes. Here is what is left: to find the wrappers that the
+optimizer's parameters belong to, to give every rank the same masters, to average in ``step`` what the last micro-step
 left unaveraged, and to agree on overflows.
 """
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ..core.errors import UsageError
 from ..core.formats import is_half
-from .masters.plain import MasterLink
-from .masters.wide import set_grad
+from .gradients import get_grads, set_grads
+from .masters.holders import master_of, write_master
 from .reduction import Reduction, has_work, known_wrappers, reduction_of, wrappers_seen
 from .scaling import LossScaler
 
@@ -44,9 +44,15 @@ class Pass:
 
 
 class Ranks:
-    """The wrappers around the parameters of one binding."""
+    """The wrappers around the parameters of one optimizer.
+
+    Attributes:
+        inside: whether it is inside of another attached optimizer, which looks after other ranks.
+        reductions: those of the wrappers that have been found.
+    """
 
     def __init__(self) -> None:
+        self.inside = False
         self.reductions: list[Reduction] = []
         self._behind: set[Reduction] = set()
         self._key: tuple[int, ...] = (0,)
@@ -56,8 +62,8 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether this process has never had a wrapper: then there is nobody to look for."""
-        return wrappers_seen() == 0
+        """Whether there is nobody to look for: this process has never had a wrapper."""
+        return self.inside or wrappers_seen() == 0
 
     @property
     def behind(self) -> bool:
@@ -93,25 +99,34 @@ class Ranks:
             self._scales = known, divided = scale, one / factor
         return divided
 
-    def hold(self, param: torch.Tensor) -> bool:
-        """Whether a parameter is in a wrapper."""
-        return any(reduction.holds(param) for reduction in self.reductions)
+    @property
+    def syncing(self) -> bool:
+        """Whether ranks will average the pass that comes."""
+        return any(reduction.syncs for reduction in self.reductions)
 
-    def carry(self, param: torch.Tensor) -> bool:
-        """Whether the gradient of a parameter is to stay in its place, for the pass that begins to average it."""
-        carried = any(reduction.holds(param) and reduction.syncs for reduction in self.reductions)
-        self._carried = self._carried or carried
-        return carried
+    def carried(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of some parameters whose gradients are to stay in place, for the pass that comes averages them."""
+        syncing = [reduction for reduction in self.reductions if reduction.syncs]
+        found = [p for p in params if any(reduction.holds(p) for reduction in syncing)]
+        self._carried = self._carried or bool(found)
+        return found
 
     # ---- before and after a backward pass
 
-    def look(self, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]) -> None:
-        """Find the wrappers made since the last call. A collective operation where there are new ones with masters."""
-        key = (wrappers_seen(), len(links), len(direct))
+    def look(
+        self, params: Sequence[torch.Tensor], wide: Sequence[torch.Tensor], mastered: Sequence[torch.Tensor]
+    ) -> None:
+        """Find the wrappers made since the last call. A collective operation where there are new ones with masters.
+
+        Args:
+            params: those of the optimizer.
+            wide: those among them whose gradients are to be fp32.
+            mastered: those whose masters are to be the same on every rank.
+        """
+        key = (wrappers_seen(), len(params), len(wide))
         if key == self._key or self.alone:
             return
         self._key = key
-        params = [*(link.model for link in links), *direct]
         for wrapper in known_wrappers():
             if not has_work(wrapper):
                 continue
@@ -119,51 +134,52 @@ class Ranks:
             if reduction not in self.reductions and any(reduction.holds(p) for p in params):
                 self.reductions.append(reduction)
                 # The wrapper gave every rank the weights of rank 0; their masters may still be of this rank's own.
-                _broadcast([link.master for link in links if reduction.holds(link.model)], reduction.group)
-            if not reduction.hooked and any(reduction.holds(link.model) for link in links):
-                reduction.hook()
+                _share_masters([p for p in mastered if reduction.holds(p)], reduction.group)
+            reduction.widen(wide)
 
-    def watch(self, scale: torch.Tensor | None, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]) -> None:
-        """A backward pass scaled by ``scale`` begins; the gradients that are there stay until ``close``."""
+    def watch(self, scale: torch.Tensor | None, params: Sequence[torch.Tensor], held: dict[int, torch.Tensor]) -> None:
+        """A backward pass scaled by ``scale`` begins.
+
+        Args:
+            scale: by what its gradients are to be divided.
+            params: those of the optimizer.
+            held: what is set aside of their gradients; what the ranks average in this pass is taken out of it.
+        """
         self.reductions = [reduction for reduction in self.reductions if reduction.alive]
         for reduction in self.reductions:
+            if not reduction.hooked and reduction.syncs:
+                # Under somebody else's communication hook it travels in the gradients themselves, in their dtype.
+                for param in params:
+                    if id(param) in held and reduction.holds(param):
+                        before = held.pop(id(param))
+                        param.grad = (before if scale is None else before * scale).to(param.dtype)
             reduction.watched = True
             reduction.scale = scale
+            reduction.held.append(held)
             reduction.fill_in()
-            self._watched[reduction] = (reduction.talks, _versions(reduction, links, direct))
+            self._watched[reduction] = (reduction.talks, _versions(reduction, params))
 
-    def preload(self, scale: torch.Tensor | None, links: Sequence[MasterLink]) -> None:
-        """Under somebody else's communication hook, what was accumulated travels in the 16-bit gradients."""
-        for reduction in self.reductions:
-            if reduction.hooked:
-                continue
-            for link in links:
-                accumulated = link.take_accumulated() if reduction.holds(link.model) else None
-                if accumulated is not None:
-                    scaled = accumulated if scale is None else accumulated * scale
-                    link.model.grad = scaled.to(link.model.dtype)
-
-    def close(self, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]) -> None:
+    def close(self, params: Sequence[torch.Tensor]) -> None:
         """The backward pass is over: find out whether the ranks averaged what it brought."""
         for reduction, (talks, before) in self._watched.items():
-            reduction.release()
+            unsent = reduction.release()
             if reduction.talks > talks or (not reduction.hooked and reduction.syncs):
-                # Ranks may have averaged a pass that did not look like it when it began, so without what was there.
-                if reduction.syncs or not direct:
+                # Ranks may have averaged a pass that did not look like it when it began.
+                if reduction.syncs or not unsent:
                     self._behind.discard(reduction)
-            elif (after := _versions(reduction, links, direct)) != before:
+            elif (after := _versions(reduction, params)) != before:
                 self._behind.add(reduction)
                 reduction.kept([param for param, version in after.items() if before.get(param) != version])
         self._watched.clear()
         self._carried = False
 
-    def abandon(self, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]) -> bool:
+    def abandon(self, params: Sequence[torch.Tensor]) -> bool:
         """The backward pass failed; whether what was accumulated before it went with it, in a bucket or on the way."""
         lost = self._carried or any(reduction.talks > talks for reduction, (talks, _) in self._watched.items())
         for reduction, (talks, before) in self._watched.items():
             reduction.release()
             if reduction.talks == talks:
-                after = _versions(reduction, links, direct)
+                after = _versions(reduction, params)
                 reduction.kept([param for param, version in after.items() if before.get(param) != version])
         self._watched.clear()
         self._carried = False
@@ -172,19 +188,18 @@ class Ranks:
     # ---- before a step
 
     @torch.no_grad()
-    def catch_up(self, links: Sequence[MasterLink], direct: Sequence[torch.Tensor], *, wide: bool) -> None:
+    def catch_up(self, params: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
         """Average the gradients that no backward pass averaged, in flat buckets. A collective operation.
 
-        With ``wide`` they are fp32 afterwards, whether or not a rank had 16-bit ones before.
+        Those of ``wide`` parameters are fp32 afterwards, whether or not a rank had 16-bit ones before.
         """
+        fp32 = set(map(id, wide))
         done: set[int] = set()
         for reduction in [reduction for reduction in self.reductions if reduction in self._behind]:
-            owners: list[torch.Tensor] = [link.master for link in links if reduction.holds(link.model)]
-            owners += [p for p in direct if reduction.holds(p)]
-            owners = [p for p in owners if id(p) not in done and p.requires_grad]
+            owners = [p for p in params if reduction.holds(p) and id(p) not in done and p.requires_grad]
             done.update(map(id, owners))
             for bucket in _flat_buckets(owners):
-                _average(bucket, reduction, wide)
+                _average(bucket, reduction, fp32)
         self._behind.clear()
 
 
@@ -241,23 +256,24 @@ def _groups(ranks: Iterable[Ranks]) -> list[dist.ProcessGroup]:
     return groups
 
 
-def _versions(
-    reduction: Reduction, links: Sequence[MasterLink], direct: Sequence[torch.Tensor]
-) -> dict[torch.Tensor, int]:
+def _versions(reduction: Reduction, params: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
     """Of each gradient of a wrapper, a number that changes when a backward pass adds to it."""
-    params = [*(link.model for link in links), *direct]
     return {p: p.grad._version for p in params if p.grad is not None and reduction.holds(p)}
 
 
 @torch.no_grad()
-def _broadcast(tensors: list[Any], group: dist.ProcessGroup) -> None:
-    """The values of the group's first rank, for every rank."""
+def _share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give every rank the masters of the group's first rank."""
     source = dist.get_global_rank(group, 0)
-    for bucket in _chunks(tensors):
-        flat = torch.cat([t.flatten() for t in bucket])
+    owners = [p for p in params if master_of(p) is not None]
+    for bucket in _chunks(owners):
+        flat = torch.cat([master_of(p).flatten() for p in bucket])  # type: ignore[union-attr]
         dist.broadcast(flat, source, group=group)
-        for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-            tensor.copy_(values.view_as(tensor))
+        for param, values in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            rounded = write_master(param, values.view_as(param))
+            assert rounded is not None
+            if not torch.equal(rounded, param):  # a forward pass may have saved the parameter as it is
+                param.copy_(rounded)
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -277,28 +293,30 @@ def _flat_buckets(owners: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [*sparse, *_chunks([p for p in owners if id(p) not in single])]
 
 
-def _average(owners: list[torch.Tensor], reduction: Reduction, wide: bool) -> None:
+def _average(owners: list[torch.Tensor], reduction: Reduction, fp32: set[int]) -> None:
     """Replace each gradient by its mean over the ranks; none counts as zero, unless no rank has one."""
-    first = owners[0].grad
+    grads = get_grads(owners)
+    first = grads[0]
     if first is not None and first.is_sparse:
         total = (first.float() if is_half(first) else first).coalesce()
         dist.all_reduce(total, group=reduction.group)
-        owners[0].grad = (total / reduction.world).to(first.dtype)
+        set_grads(owners[:1], [(total / reduction.world).to(first.dtype)])
         return
     dtype = torch.float32 if is_half(owners[0]) else owners[0].dtype
     parts = [
-        torch.zeros_like(p, dtype=dtype).flatten() if p.grad is None else p.grad.flatten().to(dtype) for p in owners
+        torch.zeros_like(p, dtype=dtype).flatten() if g is None else g.flatten().to(dtype)
+        for p, g in zip(owners, grads, strict=True)
     ]
-    present = torch.tensor([float(p.grad is not None) for p in owners], device=owners[0].device).to(dtype)
+    present = torch.tensor([float(g is not None) for g in grads], device=owners[0].device).to(dtype)
     flat = torch.cat([*parts, present])
     dist.all_reduce(flat, group=reduction.group)
     *sums, present = flat.split([*(p.numel() for p in owners), len(owners)])
     for param, values, anyone in zip(owners, sums, present.real.tolist(), strict=True):
         if anyone:
             mean = (values / reduction.world).view_as(param)
-            if not wide:
+            if id(param) not in fp32:
                 mean = mean.to(param.dtype)
             if param.grad is None or param.grad.dtype is not mean.dtype:
-                set_grad(param, mean)
+                set_grads([param], [mean])
             else:
                 param.grad.copy_(mean)

@@ -1,13 +1,13 @@
 """One DistributedDataParallel wrapper: what its buckets carry, so that ranks average whole accumulation windows.
 
-torch's reducer all-reduces what lies in the ``.grad`` of the model. The gradients of earlier micro-steps lie elsewhere
-when there are masters, so a communication hook adds them to the bucket first. Which parameters have masters, and what
-happens when the last micro-step of a window was not reduced, is for ``engine.ranks``.
+torch's reducer all-reduces what lies in the ``.grad`` of the model, in the dtype of the model. What earlier micro-steps
+brought is held elsewhere meanwhile, in fp32 (``engine.gradients``), so a communication hook adds it to the bucket. What
+happens when the last micro-step of a window was not reduced is for ``engine.ranks``.
 """
 
 # No postponed annotations here: torch compares those of a communication hook with its own classes.
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.formats import is_half
-from .masters.plain import MasterLink, link_of
+from ..kernels.shards import is_sharded
+from .gradients import HAS_GRAD_DTYPE, set_grads
 
-__all__ = ["Reduction", "Wire", "has_work", "known_wrappers", "reduction_of", "set_wire", "wrappers_seen"]
+__all__ = ["Reduction", "Wire", "has_work", "known_wrappers", "reduction_of", "set_wire", "wrapped", "wrappers_seen"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Wire:
     """In which form gradients travel between the ranks.
 
     Attributes:
-        widen: send 16-bit gradients as fp32: True for all of them, None for those of parameters with a master, whose
-            sum over the micro-steps then never is rounded to 16 bits; False for none.
+        widen: send 16-bit gradients as fp32: True always; None where parameters have masters, so that the sum over
+            micro-steps is never rounded to 16 bits; False never.
         predivide: divide by this before the sum, and by the rest of the world size after it. None divides by the
             world size before, as torch does: no overflow, at the price of small 16-bit numbers.
         average: False leaves the sum, divided by ``predivide`` alone: see ``Reduction.factor``.
@@ -42,6 +43,8 @@ class Wire:
 _seen = 0
 _WRAPPERS: MutableMapping[Any, Wire] = WeakIdKeyDictionary()
 _REDUCTIONS: MutableMapping[Any, "Reduction"] = WeakIdKeyDictionary()
+_WRAPPED: set[int] = set()  # identities of living parameters
+_ORDINARY = {torch.Tensor, torch.nn.Parameter}
 
 
 def _notice(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
@@ -50,6 +53,12 @@ def _notice(module: torch.nn.Module, name: str, submodule: torch.nn.Module | Non
     if isinstance(module, DistributedDataParallel) and module not in _WRAPPERS:
         _WRAPPERS[module] = Wire()
         _seen += 1
+        for param in () if submodule is None else submodule.parameters():
+            if id(param) not in _WRAPPED:
+                _WRAPPED.add(id(param))
+                weakref.finalize(param, _WRAPPED.discard, id(param)).atexit = False
+            if HAS_GRAD_DTYPE and param.grad is None and param.grad_dtype is not param.dtype:
+                param.grad_dtype = param.dtype
 
 
 torch.nn.modules.module.register_module_module_registration_hook(_notice)
@@ -58,6 +67,14 @@ torch.nn.modules.module.register_module_module_registration_hook(_notice)
 def wrappers_seen() -> int:
     """How many wrappers there have been: when it has not moved, there is nothing new to look at."""
     return _seen
+
+
+def wrapped(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of some parameters that are in a wrapper or sharded: these take gradients in their own dtype only."""
+    found: list[torch.Tensor] = []
+    if not set(map(type, params)) <= _ORDINARY:
+        found = [p for p in params if is_sharded(p)]
+    return found + [p for p in params if id(p) in _WRAPPED] if _seen else found
 
 
 def known_wrappers() -> list[DistributedDataParallel]:
@@ -94,8 +111,9 @@ class Reduction:
             where nothing is to be added to what torch does there is none: it divides while it fills its buckets.
         device: where its parameters are.
         factor: what a mean over ranks is to be multiplied by before a step; 1.0 where a mean is what is wanted.
-        watched: whether a Binding looks after the present backward pass. Then means are exchanged.
+        watched: whether the present backward pass is in a block of ours. Then means are exchanged.
         scale: by what the gradients of the present backward pass are to be divided; None if by nothing.
+        held: for each optimizer in that block, the gradients that are set aside, by the identity of the parameter.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, wire: Wire) -> None:
@@ -106,7 +124,9 @@ class Reduction:
         self.factor = 1.0 if wire.average else self.world / (wire.predivide or 1.0)
         self.watched = False
         self.scale: torch.Tensor | None = None
+        self.held: list[dict[int, torch.Tensor]] = []
         self._wire = wire
+        self._wide: set[int] = set()  # identities of parameters whose gradients are to be fp32
         ignored = set(wrapper.parameters_to_ignore)
         self._params = {id(p) for name, p in wrapper.module.named_parameters() if name not in ignored}
         # Where parameters can go without a gradient, torch leaves theirs as they are, even if ranks differ.
@@ -115,14 +135,22 @@ class Reduction:
         self._kept: dict[int, torch.Tensor] = {}
         self._own_talks = 0
         self._arriving = False
-        self._links: list[MasterLink] = []
+        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters and their fp32 gradients in this pass
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.hooked = False
         if self._partial or wire != Wire():
             self.hook()
 
+    def widen(self, params: Iterable[torch.Tensor]) -> None:
+        """The gradients of these parameters are to be fp32; alike on every rank."""
+        new = {id(p) for p in params if self.holds(p)} - self._wide
+        if new:
+            self._wide |= new
+            if not self.hooked:
+                self.hook()
+
     def hook(self) -> None:
-        """Register the communication hook, which adds to buckets what masters have accumulated."""
+        """Register the communication hook, which adds to buckets what is held."""
         wrapper = self._wrapper()
         # A built-in hook leaves no other trace than in the log.
         if wrapper is None or wrapper._comm_hooks or wrapper._get_ddp_logging_data().get("comm_hook"):
@@ -140,9 +168,11 @@ class Reduction:
         """How many backward passes the ranks have averaged, as far as our hook has seen them."""
         return self._own_talks
 
-    def release(self) -> None:
-        """The backward pass is over."""
-        self.watched, self.scale = False, None
+    def release(self) -> bool:
+        """The backward pass is over; whether something is still held that it could have averaged."""
+        unsent = any(key in self._params for held in self.held for key in held)
+        self.watched, self.scale, self.held = False, None, []
+        return unsent
 
     @property
     def syncs(self) -> bool:
@@ -182,14 +212,14 @@ class Reduction:
         """Add what this rank has accumulated so far to a bucket, then average the bucket over the ranks."""
         self._begin_arrival()
         buffer, params = bucket.buffer(), bucket.parameters()
-        links = [link for p in params if (link := link_of(p)) is not None]
-        widen = is_half(buffer) and (bool(links) if self._wire.widen is None else self._wire.widen)
+        wide = any(id(p) in self._wide for p in params)
+        widen = is_half(buffer) and (wide if self._wire.widen is None else self._wire.widen)
         sent = buffer.float() if widen else buffer
         if sent.is_sparse:
-            sent = self._add_sparse(sent, links)
-            if links and widen:
-                links[0].reduced = sent
-        elif links or self._partial:
+            sent = self._add_sparse(sent, params[0])
+            if widen:
+                self._sums.append((params[0], sent))
+        elif wide or self._partial:
             self._add(bucket, buffer, sent)
         average = self._wire.average or self.watched
         before = self._wire.predivide or (self.world if average else 1.0)
@@ -220,31 +250,30 @@ class Reduction:
             slot = grad
             if sent is not buffer:
                 slot = sent.as_strided(grad.size(), grad.stride(), grad.storage_offset() - buffer.storage_offset())
-            link = link_of(param)
-            if link is not None:
-                accumulated = link.take_accumulated()
-                if accumulated is not None:
-                    slots.append(slot)
-                    local.append(accumulated)
-                if sent is not buffer:
-                    link.reduced = slot
-                    self._links.append(link)
-            if self._partial and (link is None or sent is buffer):
+            held = self._take(param)
+            if held is not None:
+                slots.append(slot)
+                local.append(held)
+            if sent is not buffer and id(param) in self._wide:
+                self._sums.append((param, slot))
+            elif self._partial:
                 self._views.append((param, grad))
         if local:
             if self.scale is not None:
-                torch._foreach_mul_(local, self.scale.to(local[0].device, non_blocking=True))
+                local = list(torch._foreach_mul(local, self.scale.to(local[0].device, non_blocking=True)))
             torch._foreach_add_(slots, local)
 
-    def _add_sparse(self, sent: torch.Tensor, links: list[MasterLink]) -> torch.Tensor:
+    def _add_sparse(self, sent: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         """The same for a bucket that holds the gradient of one sparse parameter."""
-        for link in links:
-            accumulated = link.take_accumulated()
-            if accumulated is not None:
-                scaled = accumulated if self.scale is None else accumulated * self.scale
-                sent = sent + scaled.to(sent.dtype)
-            self._links.append(link)
+        held = self._take(param)
+        if held is not None:
+            sent = sent + (held if self.scale is None else held * self.scale).to(sent.dtype)
         return sent.coalesce()
+
+    def _take(self, param: torch.Tensor) -> torch.Tensor | None:
+        """What is held of a parameter whose gradient is to be fp32."""
+        found = [held.pop(id(param)) for held in self.held if id(param) in self._wide and id(param) in held]
+        return found[0] if found else None
 
     def _begin_arrival(self) -> None:
         """At the first bucket of a pass: ask to be called back when the reducer has put the gradients in place."""
@@ -260,15 +289,17 @@ class Reduction:
     @torch.no_grad()
     def _arrived(self) -> None:
         self._arriving = False
-        for link in self._links:
-            link.note_reduced()
+        for param, total in self._sums if self.watched else ():
+            # Where no rank has ever used the parameter it has no gradient, rather than one of zeros.
+            if param.grad is not None or total.any():
+                set_grads([param], [total])
         for param, view in self._views:
             if param.grad is None:
                 if view.any():  # nobody used it in this pass, but somebody did before
                     param.grad = view.clone()
             elif param.grad.data_ptr() != view.data_ptr():
                 param.grad.copy_(view)
-        self._links.clear()
+        self._sums.clear()
         self._views.clear()
 
 

@@ -1,8 +1,7 @@
 """Gradients where they lie: unscale them in place, look for inf and NaN in the same pass, and clip them.
 
-This serves the parameters that an optimizer updates without a master, whatever their gradients look like: any
-floating or complex dtype, sparse, of zero size, on several devices, sharded. Gradients of masters are
-``engine.masters``.
+They may have any floating or complex dtype, be sparse, of zero size, on several devices, or sharded. Which gradients
+those are, and which become fp32 before, is ``engine.gradients``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ..core.formats import is_half
 from ..kernels import eager
 from ..kernels.plan import Plan, PlanCache
 
-__all__ = ["Unscaler", "dense_view", "reciprocal", "widen"]
+__all__ = ["Unscaler", "dense_view", "reciprocal", "widened"]
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
@@ -24,7 +23,7 @@ def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     return scale.double().reciprocal().float() if scale.is_cuda else scale.reciprocal()
 
 
-def widen(grad: torch.Tensor) -> torch.Tensor:
+def widened(grad: torch.Tensor) -> torch.Tensor:
     """In fp32, unless it is at least that wide."""
     return grad.to(torch.promote_types(grad.dtype, torch.float32))
 
@@ -65,12 +64,14 @@ class Unscaler:
             params: parameters of any kind; those without a gradient are passed over.
             seen: identities of parameters to leave out; extended.
         """
-        owners = [p for p in params if p.grad is not None and not (seen and id(p) in seen)]
+        owners = list(params) if not seen else [p for p in params if id(p) not in seen]
+        grads = [grad for p in owners if (grad := p.grad) is not None]
+        if len(grads) < len(owners):
+            owners = [p for p in owners if p.grad is not None]
         if seen is not None:
             seen.update(map(id, owners))
         if not owners:
             return []
-        grads: list[torch.Tensor] = [p.grad for p in owners]  # type: ignore[misc]
         plan = self._plans.get("grads", owners, grads)
         if plan is not self._plan:
             self._plan, self._complex = plan, any(grad.is_complex() for grad in grads)
@@ -79,7 +80,7 @@ class Unscaler:
             for i, param in enumerate(owners):
                 if grads[i].is_sparse and not grads[i].is_coalesced():
                     # Duplicates of an index are added up in fp32, where they cannot overflow.
-                    param.grad = grads[i] = widen(grads[i]).coalesce().to(grads[i].dtype)
+                    param.grad = grads[i] = widened(grads[i]).coalesce().to(grads[i].dtype)
             grads = [dense_view(grad) for grad in grads]
         elif self._complex:
             grads = [dense_view(grad) for grad in grads]

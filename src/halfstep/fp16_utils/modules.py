@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.casting.modules import BatchNorm, cast_module, cast_tree
+from ..engine.casting.containers import cast_tree
+from ..engine.casting.modules import BatchNorm, cast_module
 
 __all__ = ["BN_convert_float", "FP16Model", "convert_module", "convert_network", "network_to_half", "tofp16"]
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import dtype_name
-from ..engine.backward import conclude, scaled_backward
+from ..engine.attached import attach
+from ..engine.backward import ScaledBackward, conclude
 from ..engine.forwarding import ForwardingOptimizer
-from ..engine.masters.plain import MasterLink, PlainMasters
-from ..engine.stepping import bind
 from .loss_scaler import DynamicLossScaler, LossScaler, saved_entry
 
 __all__ = ["FP16_Optimizer"]
@@ -39,8 +39,8 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
 
     A step is skipped if a gradient since the last one was inf or NaN, at any scale, static ones and 1.0 included
     (Apex never looked under a static scale, and the weights became NaN). It is an ``Optimizer``, so torch's
-    schedulers take it; ``param_groups`` and ``state`` are those of the wrapped one, with masters in the place of 16-bit
-    parameters.
+    schedulers take it; ``param_groups`` and ``state`` are those of the wrapped one, over the parameters of the model
+    (Apex had masters in their place).
 
     Args:
         init_optimizer: any ``torch.optim.Optimizer``, with float16, bfloat16 and fp32 parameters mixed in any groups.
@@ -81,12 +81,11 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         )
         if verbose:
             _log_groups(init_optimizer)
-        self._binding = bind(init_optimizer, master_weights=True)
-        assert self._binding.masters is not None
-        self._masters: PlainMasters = self._binding.masters
+        self._attached = attach(init_optimizer, masters=True)
         # What the passes since the last step found; a new one begins with the first pass after a step.
         self._found_inf: torch.Tensor | None = None
         self._stepped = False
+        self._unscaled = False  # the gradients there are
         super().__init__(init_optimizer)
 
     # ---- the training step, in its order
@@ -95,16 +94,18 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         """Clear the gradients of model and masters, and what passes since the last step found.
 
         Args:
-            set_grads_to_None: set them to None instead of zero. Those of masters always become None.
+            set_grads_to_None: set them to None instead of zero.
             set_to_none: the same under torch's name.
         """
         self.optimizer.zero_grad(set_grads_to_None if set_to_none is None else set_to_none)
         self._found_inf = None
+        self._unscaled = False
 
     def backward(self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """The backward pass of ``loss``, scaled. Called again before ``step``, it adds to the gradients.
 
-        Afterwards the master gradients are unscaled fp32 numbers; 16-bit gradients of the model are still scaled.
+        Afterwards the gradients are unscaled fp32 numbers, those of the model and those of the masters, which are the
+        same (Apex left the model's scaled).
 
         Args:
             loss: 0-dim floating tensor; a 16-bit one is converted to fp32 before it is scaled.
@@ -116,32 +117,36 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             ArgumentTypeError: if the loss is no floating tensor.
         """
         found_inf = torch.zeros((), device=getattr(loss, "device", None))
-        with scaled_backward(
+        with ScaledBackward(
             loss,
-            [self._binding],
+            [self._attached],
             self.loss_scaler.engine,
             name=_NAME,
             found_inf=found_inf,
             delay=not update_master_grads,
         ) as scaled_loss:
             scaled_loss.backward(retain_graph=retain_graph)
+        self._unscaled = True
         if update_master_grads:
             self._note(found_inf)
 
     def update_master_grads(self) -> None:
-        """Bring gradients that are still scaled to the masters, unscaled, and move a dynamic scale.
+        """Unscale gradients that are still scaled, and move a dynamic scale.
 
         Needed after ``backward(loss, update_master_grads=False)``, or after a backward pass of your own over
         ``loss * optimizer.loss_scale`` that followed ``zero_grad``. Does nothing if there are none.
         """
-        scale = self._binding.delayed_scale
-        if scale is None:
-            if not self._binding.has_fresh_grads:
-                return
-            scale = self.loss_scaler.engine.scale(self._binding.device)
-        found_inf = torch.zeros((), device=scale.device)
-        self._binding.finish(scale, found_inf, set(), delay=False)
-        conclude([self._binding], self.loss_scaler.engine, found_inf)
+        attached = self._attached
+        if attached.delayed:
+            scale = attached.delayed_scale
+        elif self._unscaled or all(param.grad is None for param in attached.params()):
+            return
+        else:
+            scale = self.loss_scaler.engine.scale(attached.device)
+        found_inf = torch.zeros((), device=attached.device)
+        attached.finish(scale, found_inf, None)
+        self._unscaled = True
+        conclude([attached], self.loss_scaler.engine, found_inf)
         self._note(found_inf)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -155,7 +160,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             The norm before clipping, a 0-dim tensor; -1 if the gradients overflowed. Does not read the device.
         """
         self._settle()
-        return self._binding.clip_master_grads(max_norm, norm_type)
+        return self._attached.clip(max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the masters and round them into the model, or skip if a gradient was inf or NaN.
@@ -212,26 +217,26 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         if self.overflow:
             logger.warning("The gradients overflowed, so inspect_master_grad_data returns None.")
             return None
+        params = self._attached.keeper.params()
         return [
-            [None if param.grad is None else param.grad.detach() for param in group["params"]]
+            [None if p.grad is None else p.grad.detach() for p in islice(params, len(group["params"]))]
             for group in self.param_groups
         ]
 
     @property
-    def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
+    def fp16_groups(self) -> list[list[torch.Tensor]]:
         """The 16-bit parameters of the model that have masters, group by group."""
-        return [[link.model for link in links] for links in self._links()]
+        return [[p for p in group["params"] if self._attached.keeper.has(p)] for group in self.param_groups]
 
     @property
-    def fp32_from_fp16_groups(self) -> list[list[torch.nn.Parameter]]:
+    def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
         """Their masters."""
-        return [[link.master for link in links] for links in self._links()]
+        return [[self._attached.keeper.view(p) for p in group] for group in self.fp16_groups]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
         """The parameters that need no master."""
-        owned = {id(master) for masters in self.fp32_from_fp16_groups for master in masters}
-        return [[p for p in group["params"] if id(p) not in owned] for group in self.param_groups]
+        return [[p for p in group["params"] if not self._attached.keeper.has(p)] for group in self.param_groups]
 
     # ---- checkpoints
 
@@ -246,7 +251,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             "overflow": self.overflow,
             "first_closure_call_this_step": True,
             "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_from_fp16": [[m.detach() for m in masters] for masters in self.fp32_from_fp16_groups],
+            "fp32_from_fp16": [[self._attached.keeper.master(p) for p in group] for group in self.fp16_groups],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -292,15 +297,14 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
                 "%s: the loss scale is %s here and was not when saved; it stays %g.", _NAME, kind, self.loss_scale
             )
         with torch.no_grad():
-            for group, saved_group in zip(masters, saved, strict=True):
-                for master, tensor in zip(group, saved_group, strict=True):
-                    master.copy_(tensor)
-        self._masters.copy_to_model()
+            for group, saved_group in zip(self.fp16_groups, saved, strict=True):
+                for param, tensor in zip(group, saved_group, strict=True):
+                    param.copy_(self._attached.keeper.write_master(param, tensor))
 
     # ---- inside
 
     def _settle(self) -> None:
-        if self._binding.delayed_scale is not None:
+        if self._attached.delayed:
             self.update_master_grads()
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -313,11 +317,6 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         before = None if self._stepped else self._found_inf
         self._stepped = False
         self._found_inf = found_inf if before is None else torch.maximum(before.to(found_inf.device), found_inf)
-
-    def _links(self) -> list[list[MasterLink]]:
-        """Parameters with masters, group by group, in the order of the groups."""
-        by_master = {id(link.master): link for link in self._masters.links}
-        return [[by_master[id(p)] for p in group["params"] if id(p) in by_master] for group in self.param_groups]
 
 
 def _dynamic(args: dict[str, Any]) -> DynamicLossScaler:

@@ -185,7 +185,7 @@ class Table:
 
     def _write(self) -> None:
         flat = [address for addresses in self._addresses for address in addresses]
-        self.aligned = all(address % 16 == 0 for address in flat)
+        self.aligned = not any(map((15).__and__, flat))
         if not flat:
             return
         host = torch.frombuffer(array.array("q", flat), dtype=torch.int64)

@@ -23,6 +23,7 @@ from ..engine.casting.copies import WeightCopies
 from ..engine.masters.split import master_value
 from ..kernels.expr import Pass
 from ..kernels.shards import is_sharded
+from ..kernels.storage import honoured, split
 from ._options import Options
 from ._rows import NUMBER, GroupRows, Rows, StateLayout
 
@@ -62,6 +63,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.set_grad_none = set_grad_none
         self.grad_norm: torch.Tensor | None = None
         self._groups: dict[int, GroupRows] = {}
+        self._started: dict[int, torch.Tensor] = {}
         self._warned = False
         super().__init__(params, defaults)
 
@@ -141,11 +143,44 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Clear gradients: to None by default, or to zero if the optimizer was made with ``set_grad_none=False``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def keep_masters(self) -> None:
-        """Keep masters of 16-bit parameters from now on, unless told otherwise when made: ``master_weights=True``."""
+    def keep_masters(self, started: dict[int, torch.Tensor] | None = None) -> None:
+        """Keep masters of 16-bit parameters from now on, unless told otherwise when made: ``master_weights=True``.
+
+        Args:
+            started: fp32 values to start from, by the identity of the parameter; used in its first step.
+        """
         if not self.options.master_weights and self.options.rounding == "nearest":
             self.options = replace(self.options, master_weights=True)
             self._groups.clear()
+        if self.options.master_weights:
+            mine = [p for group in self.param_groups for p in group["params"] if p.dtype in HALF_DTYPES]
+            self._started = {id(p): started[id(p)] for p in mine if started is not None and id(p) in started}
+
+    def master_value(self, param: torch.Tensor) -> torch.Tensor:
+        """A new float32 tensor: the value of a parameter's master; without a master, of the parameter."""
+        state = self.state.get(param, {})
+        if "master" in state or "remainder" in state or id(param) not in self._started:
+            return master_value(param, state)
+        return self._start(param, self._started[id(param)])
+
+    @torch.no_grad()
+    def write_master(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Set the master of a parameter to a float32 value; what to write to the parameter."""
+        state = self.state.get(param, {})
+        if "master" in state:
+            state["master"].copy_(value)
+        elif "remainder" in state:
+            high, low = split(value)
+            state["remainder"].copy_(low)
+            return high
+        elif self.options.master_weights:
+            self._started[id(param)] = value.to(param.device, torch.float32, copy=True)
+        return value.to(param.dtype)
+
+    def unused_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The parameters that have not stepped yet, with the fp32 values that their masters start from."""
+        params = (p for group in self.param_groups for p in group["params"])
+        return [(p, self._started[id(p)]) for p in params if id(p) in self._started]
 
     def keep_copies(self, dtype: torch.dtype) -> WeightCopies:
         """Write fp32 weights in this 16-bit dtype too from now on, for the forward passes of ``amp`` at O1."""
@@ -170,19 +205,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         torch's own would cast state to the dtype of the parameters, which loses moments and remainders of 16-bit ones.
         """
         seen: dict[str, Any] = {}
+        params = [p for group in self.param_groups for p in group["params"]]
+        masters = {
+            id(p): self.master_value(p) for p in params if self.options.master_weights and p.dtype in HALF_DTYPES
+        }
 
         def capture(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
             seen.update(loaded)
 
         def restore(_: torch.optim.Optimizer) -> None:
             ids = (i for group in seen["param_groups"] for i in group["params"])
-            params = (p for group in self.param_groups for p in group["params"])
             for i, param in zip(ids, params, strict=True):
                 if i in seen["state"]:
                     self.state[param] = {
                         name: value.to(param.device, copy=True) if isinstance(value, torch.Tensor) else value
                         for name, value in seen["state"][i].items()
                     }
+            for param in params:
+                if id(param) in masters and not {"master", "remainder"} & self.state.get(param, {}).keys():
+                    self._started[id(param)] = masters[id(param)]  # the state comes from an optimizer without any
             self._groups.clear()
 
         before = self.register_load_state_dict_pre_hook(capture)
@@ -203,6 +244,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "differentiable" not in known:
             self.defaults.pop("differentiable", None)  # torch adds it to whatever it restores
         self._groups = {}
+        self.__dict__.setdefault("_started", {})
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -226,11 +268,25 @@ class FusedOptimizer(torch.optim.Optimizer):
             if rows is None or not rows.renew(params, self.state, layout, copies):
                 if self.copies is not None:
                     self.copies.watch(params)  # some may have come since
+                self._start_masters(params)
                 rows = self._groups[index] = GroupRows(params, self.state, layout, self.options, first, copies)
             if rows.rows:
                 groups.append((hyper, rows))
             first += len(params)
         return groups
+
+    def _start_masters(self, params: Iterable[torch.Tensor]) -> None:
+        """Let masters that are made in this step start from what they were given."""
+        for param in params if self._started else ():
+            if param.grad is not None and id(param) in self._started:
+                start, state = self._started.pop(id(param)), self.state[param]
+                if "master" not in state and "remainder" not in state:
+                    state["master"] = self._start(param, start)
+
+    @staticmethod
+    def _start(param: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        """The value a master was to start from, where the parameter is still what that rounds to."""
+        return honoured(start.to(param.device), param.detach())
 
     def _copies_of(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """The copy that this step writes with each parameter."""

@@ -17,7 +17,11 @@ from ..kernels.shards import Domain, complete_sum, domain_of, is_sharded, local,
 from ..kernels.storage import Storage, copied, dense
 from ._options import Options
 
-__all__ = ["NUMBER", "GroupRows", "Kept", "Rows", "StateLayout"]
+__all__ = ["NUMBER", "GroupRows", "Kept", "Rows", "SparseGradient", "StateLayout"]
+
+
+class SparseGradient(UsageError):  # noqa: N818 - what it says
+    """A fused step was given a sparse gradient."""
 
 
 class Kept(NamedTuple):
@@ -183,7 +187,7 @@ class GroupRows:
 
 def _refuse(param: torch.Tensor, grad: torch.Tensor) -> None:
     if grad.layout is not torch.strided:
-        raise UsageError(
+        raise SparseGradient(
             f"A gradient of shape {tuple(grad.shape)} is sparse ({grad.layout}); fused optimizers need dense ones. Use "
             "nn.Embedding(sparse=False), or torch.optim.SparseAdam for these parameters."
         )

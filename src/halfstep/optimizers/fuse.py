@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
 from ..core.formats import HALF_DTYPES
 from ..engine.masters.split import master_value
-from ..engine.stepping import binding_of
 from ..kernels.shards import is_sharded
 from ._base import FusedOptimizer, Hyper
 from ._options import MasterForm, Options
@@ -48,7 +47,7 @@ class OfTorch(FusedOptimizer):
 
     def __new__(cls, *_: Any, **__: Any) -> OfTorch:
         optimizer = super().__new__(cls)
-        optimizer._groups = {}
+        optimizer._groups, optimizer._started = {}, {}
         return optimizer
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -181,7 +180,7 @@ def fuse(
         raise obstacle
     fused: Any = optimizer
     _become(fused, _TWINS[type(optimizer)])
-    fused.options, fused._groups = options, {}
+    fused.options, fused._groups, fused._started = options, {}, {}
     _drop_spoilt_masters(fused)
     return optimizer
 
@@ -215,7 +214,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
                 _restore(param, state, group, param.dtype if master is None else master.dtype, optimizer._counts)
                 if not state:
                     del optimizer.state[param]
-    for name in ("options", "set_grad_none", "grad_norm", "_groups", "_warned", "copies"):
+    for name in ("options", "set_grad_none", "grad_norm", "_groups", "_started", "_warned", "copies"):
         vars(optimizer).pop(name, None)
     _become(optimizer, optimizer.plain)
     return masters
@@ -231,7 +230,7 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> HalfstepError | None:
         names = ", ".join(f"torch.optim.{cls.__name__}" for cls in _TWINS)
         fused = " that is fused already" if isinstance(optimizer, FusedOptimizer) else ""
         return ArgumentTypeError(f"fuse takes {names}, not {kind.__name__}{fused}.")
-    if binding_of(optimizer) is not None:
+    if hasattr(optimizer, "_amp_stash"):
         return ArgumentValueError("fuse comes before amp.initialize or amp.decorate, not after.")
     if "step" in vars(optimizer) and not _is_mark(optimizer):
         return ArgumentValueError(f"fuse: the step of this {kind.__name__} has been replaced; fuse it before.")

@@ -13,8 +13,8 @@ from ..amp.grad_scaler import GradScaler
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.formats import parse_dtype
 from ..core.oplists import OpLists
+from ..engine.attached import attach
 from ..engine.casting.emulation import Emulate, check_emulate
-from ..engine.stepping import bind
 from .casting_pass import GUARD, cast_graph
 from .program import Program, Value
 
@@ -243,7 +243,7 @@ class MixedPrecisionOptimizer:
         for name, param in self._program.graph_module.named_parameters():
             if name in casting.half_params:
                 param.data = param.data.to(self._half)
-        bind(self.optimizer, master_weights=self._masters, own_masters=True)
+        attach(self.optimizer, masters=self._masters)
         self._initialized = True
 
     def get_loss_scaling(self) -> float:

@@ -18,7 +18,7 @@ from torch.fx.traceback import preserve_node_meta
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import save_whole
 from ..engine.casting import ops
-from ..engine.masters.plain import master_of
+from ..engine.masters.holders import master_of
 from .casting_pass import Casting
 
 __all__ = ["Program", "Trainer", "Value", "capture", "load"]

@@ -7,7 +7,7 @@ import time
 import torch
 from torch import nn
 
-from halfstep import amp
+from ...engine.attached import attached_to
 
 __all__ = ["PeakMemory", "held_bytes", "now"]
 
@@ -21,8 +21,11 @@ def now(device: torch.device) -> float:
 
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of weights, buffers, masters, gradients and optimizer state, each storage once."""
-    held = [*model.parameters(), *model.buffers(), *amp.master_params(optimizer)]
+    held = [*model.parameters(), *model.buffers()]
     held += [tensor.grad for tensor in held if tensor.grad is not None]
+    attached = attached_to(optimizer)
+    if attached is not None:
+        held += [master for _, master in attached.keeper.started()]
     held += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in held}
     return sum(storage.nbytes() for storage in storages.values())

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...core.formats import is_half
-from ..masters.wide import set_grad
+from .. import writes
+from ..gradients import set_grads
 
 __all__ = ["WeightCopies", "adding_in_fp32", "forget", "live", "memory_of", "offer", "widen_gradients"]
 
@@ -91,8 +92,14 @@ class WeightCopies:
         self._owner = weakref.ref(owner)
         self._mine: dict[int, _Copy] = {}
         self._writing: list[tuple[torch.Tensor, _Copy]] = []
-        _watch_writes()
-        weakref.finalize(self, _unwatch_writes).atexit = False
+        writes.watch(self)
+        _watch_steps()
+        weakref.finalize(self, _unwatch_steps).atexit = False
+
+    def touch(self, param: torch.Tensor) -> None:
+        """Somebody has got hold of ``param.data``."""
+        if id(param) in self._mine:
+            forget(param)
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
         """Let these parameters have copies, as soon as a forward pass asks for one."""
@@ -107,10 +114,10 @@ class WeightCopies:
             ):
                 self._mine[id(param)] = _copies[id(param)] = _Copy(param, self.dtype, owner)
 
-    def has(self, param: torch.Tensor) -> bool:
-        """Whether a parameter has a copy here, so that its gradients may come in 16 bits."""
-        copy = self._mine.get(id(param))
-        return copy is not None and copy.value is not None and copy.weight() is param
+    def having(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of some parameters that have a copy here, so that their gradients may come in 16 bits."""
+        mine = self._mine
+        return [p for p in params if id(p) in mine and mine[id(p)].value is not None and mine[id(p)].weight() is p]
 
     def begin_step(self) -> None:
         """Forget what a step before this one began to write and did not, because it failed."""
@@ -214,7 +221,7 @@ def widen_gradients(params: Iterable[torch.Tensor] | None = None) -> None:
         params = [weight for copy in _copies.values() if (weight := copy.weight()) is not None]
     for param in params:
         if param.dtype is _FP32 and param.grad is not None and is_half(param.grad):
-            set_grad(param, param.grad.float())
+            set_grads([param], [param.grad.float()])
 
 
 def adding_in_fp32(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,31 +265,12 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         forget(param)
 
 
-_data: Any = torch.Tensor.data
-
-
-class _WatchedData:
-    """``Parameter.data`` that tells us: what it gives can be written to without a new version of the weight."""
-
-    def __get__(self, param: torch.Tensor | None, kind: type) -> Any:
-        if param is None:
-            return self
-        forget(param)
-        return _data.__get__(param)
-
-    def __set__(self, param: torch.Tensor, value: torch.Tensor) -> None:
-        _data.__set__(param, value)
-
-    def __delete__(self, param: torch.Tensor) -> None:
-        _data.__delete__(param)
-
-
 _watchers = 0
 _hooks: list[Any] = []
 
 
-def _watch_writes() -> None:
-    """Count one who has copies; with the first, steps of any optimizer and uses of ``param.data`` are watched.
+def _watch_steps() -> None:
+    """Count one who has copies; with the first, steps of any optimizer are watched.
 
     torch's own ``fused=True`` optimizers write without a new version (as of torch 2.13).
     """
@@ -291,13 +279,11 @@ def _watch_writes() -> None:
     if _watchers == 1:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
-        torch.nn.Parameter.data = _WatchedData()  # type: ignore[assignment]
 
 
-def _unwatch_writes() -> None:
+def _unwatch_steps() -> None:
     global _watchers
     _watchers -= 1
     if _watchers == 0:
         while _hooks:
             _hooks.pop().remove()
-        del torch.nn.Parameter.data

@@ -6,23 +6,22 @@ and ``DataParallel`` replicas of a converted model are converted models of their
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.utils.rnn import PackedSequence
 
 from ...core.errors import UsageError
-from ...core.formats import parse_dtype
+from ...core.formats import dtype_name, parse_dtype
 from ...kernels.shards import is_sharded
-from ..masters.plain import master_of
+from ..masters.holders import master_of, write_master
 from . import ops, sessions
 from .compiled import not_by_itself
+from .containers import cast_tree
 
 __all__ = [
     "PARALLEL",
@@ -33,61 +32,17 @@ __all__ = [
     "SaveAs",
     "attach",
     "cast_module",
-    "cast_tree",
     "device_types",
     "is_attached",
     "join_casting",
     "refuse_sharded",
+    "strip",
 ]
 
 PARALLEL = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
 """Wrappers that must come after a model was cast: they have looked at its parameters already."""
 
 ModuleFilter = Callable[[nn.Module, str], "torch.dtype | str | None"]
-
-
-def cast_tree(value: Any, dtype: torch.dtype) -> Any:
-    """Cast every floating tensor in a nest of containers; what holds none comes back as the same object.
-
-    Containers keep their type: lists, tuples, named tuples, sets, mappings of any class, dataclasses,
-    ``PackedSequence``. Another object with a ``to`` method is asked ``value.to(dtype)``, as Apex did.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
-    if isinstance(value, PackedSequence):
-        return value.to(dtype) if value.data.is_floating_point() else value
-    if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
-        return value
-    if isinstance(value, Mapping):
-        cast = {key: cast_tree(item, dtype) for key, item in value.items()}
-        if all(cast[key] is item for key, item in value.items()):
-            return value
-        if type(value) is dict:
-            return cast
-        mapping: Any = copy.copy(value)
-        for key, item in cast.items():
-            mapping[key] = item
-        return mapping
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items = [cast_tree(item, dtype) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {}
-        for field in dataclasses.fields(value):
-            old = getattr(value, field.name)
-            new = cast_tree(old, dtype)
-            if new is not old:
-                changed[field.name] = new
-        if not changed:
-            return value
-        twin: Any = copy.copy(value)
-        for name, new in changed.items():
-            object.__setattr__(twin, name, new)
-        return twin
-    convert = getattr(value, "to", None)
-    return convert(dtype) if callable(convert) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +55,36 @@ class CastInputs:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast positional and keyword arguments."""
         return cast_tree(args, self.dtype), cast_tree(kwargs, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectWeights:
+    """A forward pre-hook: a model that was cast and is no longer what it was cast to is refused.
+
+    Args:
+        name: of a parameter that was cast.
+        dtype: to what.
+    """
+
+    name: str
+    dtype: torch.dtype
+
+    @not_by_itself
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Look at the parameter, if it still has its place.
+
+        Raises:
+            UsageError: if it has another dtype.
+        """
+        weight: Any = module
+        for part in self.name.split("."):
+            weight = getattr(weight, part, None)
+        if isinstance(weight, torch.Tensor) and weight.dtype is not self.dtype:
+            raise UsageError(
+                f"The weight {self.name} was cast to {dtype_name(self.dtype)} and is {dtype_name(weight.dtype)} now: "
+                "model.float(), half() or to(dtype) was called after amp.initialize or amp.decorate. Leave the dtypes "
+                "to the level: model.state_dict() is fp32 as it is, and amp.master_model(model) is an fp32 copy."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,11 +149,18 @@ def join_casting(module: nn.Module, args: Any) -> None:
 class SaveAs:
     """A state-dict hook of one module: its floating parameters and buffers are saved in ``dtype``.
 
-    A parameter with an fp32 master is saved from the master, so that a checkpoint loses nothing.
+    A parameter with an fp32 master is saved from the master, so that a checkpoint loses nothing. A deep copy of the
+    module has no masters; what its ``state_dict()`` holds are its own tensors, so that an average can be kept in it.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self._copied = False
+
+    def __deepcopy__(self, memo: Any) -> SaveAs:
+        made: Any = SaveAs(self.dtype)
+        made._copied = made._from_public_api = True
+        return made  # type: ignore[no-any-return]
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Replace the module's own entries."""
@@ -177,18 +169,18 @@ class SaveAs:
             if tensor is None or key not in state_dict or not tensor.is_floating_point():
                 continue
             master = master_of(tensor)
-            source = state_dict[key] if master is None else master.detach()
-            state_dict[key] = source.to(self.dtype)
+            if master is not None or not self._copied:
+                state_dict[key] = (state_dict[key] if master is None else master.detach()).to(self.dtype)
 
 
 def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
     """A load-state-dict pre-hook of one module: what is loaded reaches the masters unrounded, not only the weights."""
     for name, param in module._parameters.items():
-        master = None if param is None else master_of(param)
         value = state_dict.get(prefix + name)
-        if master is not None and isinstance(value, torch.Tensor) and value.shape == master.shape:
-            with torch.no_grad():
-                master.copy_(value)
+        if param is not None and isinstance(value, torch.Tensor) and value.shape == param.shape:
+            rounded = write_master(param, value)
+            if rounded is not None:
+                state_dict[prefix + name] = rounded
 
 
 def cast_module(
@@ -218,6 +210,10 @@ def cast_module(
             kept.update(id(tensor) for tensor in _own_tensors(module))
         else:
             targets.append((module, dtype if chosen is None else parse_dtype(chosen)))
+    cast = {id(p) for module, target in targets if target == dtype for p in module.parameters(recurse=False)}
+    probe = next((name for name, p in model.named_parameters() if id(p) in cast and p.is_floating_point()), None)
+    if probe is not None and dtype.itemsize == 2:
+        model.register_forward_pre_hook(ExpectWeights(probe, dtype), prepend=True)
     for module, target in targets:
         if target != dtype:
             module.register_forward_pre_hook(CastInputs(target), with_kwargs=True)
@@ -279,6 +275,26 @@ def attach(
         for module in model.modules():
             module.register_state_dict_post_hook(SaveAs(saved))
             module.register_load_state_dict_pre_hook(load_masters)
+
+
+def strip(model: nn.Module) -> None:
+    """Take off a model what ``attach`` and ``cast_module`` put on: its hooks, not its dtypes."""
+    for module in model.modules():
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._state_dict_hooks,
+            module._load_state_dict_pre_hooks,
+        ):
+            for key, hook in list(hooks.items()):
+                if _is_ours(hook):
+                    del hooks[key]
+
+
+def _is_ours(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # torch keeps some in a wrapper
+    owner = getattr(hook, "__self__", hook)
+    return isinstance(owner, (AtLevel, CastInputs, CastOutputs, ExpectWeights, SaveAs)) or hook is load_masters
 
 
 def device_types(models: Iterable[nn.Module]) -> set[str] | None:

@@ -1,290 +1,229 @@
-"""Plain masters: an fp32 copy beside each 16-bit parameter, held by the optimizer in the parameter's place.
+"""Plain masters: an fp32 copy of each 16-bit parameter, in its place in the optimizer while that steps and only then.
 
-The optimizer then updates fp32 numbers with fp32 state, whatever optimizer it is, and the copies are rounded back
-into the model. When gradients move from the model to the masters is decided in ``engine.stepping``.
+So any optimizer updates fp32 numbers with fp32 state, and everybody else meets an ordinary optimizer over the model's
+parameters. Their gradients are ``engine.gradients``.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import MutableMapping
+from collections import defaultdict
+from collections.abc import Iterable, MutableMapping
+from operator import is_
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...core.formats import is_half
+from ...core.errors import UsageError
+from ...core.formats import HALF_DTYPES, dtype_name, is_half
 from ...kernels import eager
-from ...kernels.plan import Plan, PlanCache
+from ...kernels.plan import PlanCache
+from ...kernels.storage import honoured
+from .. import writes
+from ..gradients import get_grads
+from .holders import holder_of
 
-__all__ = ["MasterLink", "PlainMasters", "link_of", "master_of"]
+__all__ = ["Masters"]
 
 
-class MasterLink:
-    """A 16-bit parameter of a model and its fp32 master. Optimizers that share the parameter share the link.
+class Masters:
+    """The fp32 masters of one optimizer's 16-bit parameters.
 
-    Attributes:
-        model: the 16-bit parameter.
-        master: the fp32 one.
-        reduced: the fp32 gradient that ranks have averaged and of which the 16-bit one is the rounded copy, or None.
+    Args:
+        originals: the fp32 weights that parameters were rounded from, by identity: where their masters start. Those of
+            other parameters start from the parameter.
     """
 
-    __slots__ = ("__weakref__", "_reduced_version", "_view", "master", "model", "owners", "reduced", "spent_by")
-
-    def __init__(self, model: torch.nn.Parameter) -> None:
-        self.model = model
-        self._view: torch.Tensor | None = None  # the collected gradient, where it is a view of a DDP bucket
-        self.owners = 0  # optimizers that update it
-        self.spent_by: set[int] = set()  # those that have stepped with the gradient it has
-        # From the rounded weight, as Apex had it: the master starts where the model computes.
-        fp32 = model.detach().to(torch.float32, copy=True)
-        self.master = torch.nn.Parameter(fp32, requires_grad=model.requires_grad)
-        self.reduced: torch.Tensor | None = None
-        self._reduced_version = -1
-
-    def note_reduced(self) -> None:
-        """The 16-bit gradient is as the ranks left it: from here on, if it changes, it says more than ``reduced``."""
-        grad = self.model.grad
-        self._reduced_version = -1 if grad is None else grad._version
-        if grad is None and self.reduced is not None and not self.reduced.any():
-            self.reduced = None  # no rank has ever used the parameter: no gradient, rather than one of zeros
-
-    def take_accumulated(self) -> torch.Tensor | None:
-        """The gradient of the master, which then has none."""
-        grad = None if self.spent_by else self.master.grad
-        self.master.grad = None
-        self.spent_by.clear()
-        return grad
-
-    def fresh_grad(self) -> torch.Tensor | None:
-        """The gradient of the 16-bit parameter, unless the master has had it already."""
-        grad = self.model.grad
-        if self.reduced is not None:
-            if self._reduced_version == (-1 if grad is None else grad._version):
-                return self.reduced
-            self.reduced = None
-        if grad is None or getattr(grad, "_halfstep_collected", -1) == grad._version:
-            return None
-        # DistributedDataParallel rebuilds its buckets once, in a forward, and gradient_as_bucket_view=True then hands
-        # the same gradient back as another object, without the mark (torch 2.13, Reducer::initialize_bucket_views).
-        if self._view is not None and grad is not self._view and grad._is_view() and torch.equal(grad, self._view):
-            self.mark_collected()
-            return None
-        return grad
-
-    def mark_collected(self) -> None:
-        """Remember on the gradient itself that the master has it; Apex left 16-bit gradients in place, so do we."""
-        self.reduced = None
-        grad = self.model.grad
-        if grad is not None:
-            grad._halfstep_collected = grad._version  # type: ignore[attr-defined]
-            grad._halfstep_unscaled = False  # type: ignore[attr-defined]
-            self._view = grad if grad._is_view() else None
-
-    def clear_grad(self) -> None:
-        """Set the gradient of the 16-bit parameter to None."""
-        self.model.grad = self._view = None
-
-
-# Parameter -> weak reference to its link. Weak on both sides: the optimizer's PlainMasters owns the links, so that a
-# model outliving its optimizer has no masters any more. Model hooks and a second optimizer look masters up here,
-# because what hangs on the module itself would be copied by deepcopy and pickle.
-_LINKS: MutableMapping[torch.Tensor, weakref.ref[MasterLink]] = WeakIdKeyDictionary()
-
-
-def _link(param: torch.nn.Parameter) -> MasterLink:
-    reference = _LINKS.get(param)
-    link = reference() if reference is not None else None
-    if link is None:
-        link = MasterLink(param)
-        _LINKS[param] = weakref.ref(link)
-    return link
-
-
-def link_of(param: torch.Tensor) -> MasterLink | None:
-    """The link of a model's parameter, or None if no living optimizer keeps a master for it."""
-    reference = _LINKS.get(param)
-    return reference() if reference is not None else None
-
-
-def master_of(param: torch.Tensor) -> torch.nn.Parameter | None:
-    """The fp32 master of a model's parameter, or None if no living optimizer keeps one."""
-    link = link_of(param)
-    return None if link is None else link.master
-
-
-class PlainMasters:
-    """The masters of one optimizer.
-
-    On construction every trainable float16 or bfloat16 parameter in ``optimizer.param_groups`` is replaced there by
-    its master, and what state the optimizer had for it follows, in fp32.
-
-    Attributes:
-        links: one ``MasterLink`` for each master, in the order of the groups.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.links: list[MasterLink] = []
-        self._frozen: list[tuple[dict[str, Any], int]] = []
+    def __init__(self, originals: dict[int, torch.Tensor] | None = None) -> None:
+        self._originals = originals or {}
+        self._of: dict[int, torch.nn.Parameter] = {}
+        self._resting: MutableMapping[torch.Tensor, torch.nn.Parameter] = WeakIdKeyDictionary()
+        self._params: list[torch.Tensor] = []
+        self._dtypes: list[torch.dtype] = []
+        self._masters: list[torch.nn.Parameter] = []
+        # Of each parameter and its master, by the identity of the parameter, when it was last the master rounded.
+        self._versions: dict[int, tuple[int, int]] = {}
+        self._touched: set[int] = set()  # were reached through ``.data``, where writes leave no version
+        # While masters are in place: the lists of the groups, and what was in them.
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._states = _States()
         self._plans = PlanCache()
-        for group in optimizer.param_groups:
-            self.adopt(optimizer, group)
+        writes.watch(self)
 
-    def adopt(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        """Give masters to the 16-bit parameters of a group; frozen ones get theirs when they are unfrozen."""
-        for i, param in enumerate(group["params"]):
-            if is_half(param):
-                if param.requires_grad:
-                    self._swap(optimizer, group, i)
-                else:
-                    self._frozen.append((group, i))
-
-    def adopt_unfrozen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give masters to parameters that were frozen before and train now."""
-        if self._frozen:
-            thawed = [(group, i) for group, i in self._frozen if group["params"][i].requires_grad]
-            self._frozen = [(group, i) for group, i in self._frozen if not group["params"][i].requires_grad]
-            for group, i in thawed:
-                self._swap(optimizer, group, i)
-
-    def _swap(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], i: int) -> None:
-        param = group["params"][i]
-        link = _link(param)
-        link.owners += 1
-        group["params"][i] = link.master
-        self.links.append(link)
-        if param in optimizer.state:
-            state = optimizer.state.pop(param)
-            optimizer.state[link.master] = {
-                name: value.float() if isinstance(value, torch.Tensor) and is_half(value) else value
-                for name, value in state.items()
-            }
+    def touch(self, param: torch.Tensor) -> None:
+        """Somebody has got hold of ``param.data``."""
+        if id(param) in self._of:
+            self._touched.add(id(param))
 
     @torch.no_grad()
-    def copy_to_model(self) -> None:
-        """Round every master into its 16-bit parameter."""
-        if self.links:
-            masters = [link.master for link in self.links]
-            models = [link.model for link in self.links]
-            eager.copy(self._plans.get("copy", masters, masters, models), masters, models)  # type: ignore[arg-type]
+    def of(self, param: torch.Tensor) -> torch.nn.Parameter | None:
+        """The master of a parameter as it is now, None if it has none."""
+        master = self._of.get(id(param))
+        if master is None:
+            master = self._resting.get(param) if self._resting else None
+            if master is not None:
+                master.copy_(honoured(master, param))
+        elif not self._lists:
+            before = self._versions[id(param)]
+            if param._version != before[0] or (id(param) in self._touched and master._version == before[1]):
+                master.copy_(honoured(master, param))
+                self._versions[id(param)] = param._version, master._version
+        return master
 
-    @torch.no_grad()
-    def collect(self, inv_scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int]) -> None:
-        """Add the model's fresh gradients, times ``inv_scale``, to the gradients of the masters.
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give masters to the trainable 16-bit parameters that have none, and fp32 state to go with them.
 
-        Args:
-            inv_scale: 0-dim float32 tensor; None adds them as they are and looks for no overflow.
-            found_inf: 0-dim float32 tensor, set to 1.0 if one of these gradients holds inf or NaN.
-            seen: identities of masters already served in this pass; extended.
+        Two optimizers that share a parameter share its master.
         """
-        first: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        again: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        reduced: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        for link in self.links:
-            if id(link.master) in seen:
-                continue
-            seen.add(id(link.master))
-            grad = link.fresh_grad()
-            if grad is None:
-                continue
-            if link.spent_by:
-                link.master.grad = None
-                link.spent_by.clear()
-            if grad.is_sparse:
-                _collect_sparse(link, grad, inv_scale, found_inf)
-            else:
-                rows = again if link.master.grad is not None else reduced if grad is link.reduced else first
-                rows.append((link.master, grad))
-            link.mark_collected()
-        for master, grad in reduced:
-            master.grad = grad  # fp32 already, and nobody else's
-        if reduced and inv_scale is not None:
-            masters, grads = [master for master, _ in reduced], [grad for _, grad in reduced]
-            eager.unscale_(self._plans.get("reduced", masters, grads), grads, inv_scale, found_inf)
-        for slot, rows in (("first", first), ("again", again)):
-            if not rows:
-                continue
-            masters = [master for master, _ in rows]
-            grads = [grad for _, grad in rows]
-            if slot == "first":
-                for master in masters:
-                    master.grad = torch.empty_like(master)
-            targets = [master.grad for master in masters]
-            plan = self._plans.get(slot, masters, grads, targets)  # type: ignore[arg-type]
-            eager.unscale_into(plan, grads, targets, inv_scale, found_inf, accumulate=slot == "again")  # type: ignore[arg-type]
+        new = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) not in self._of and p.dtype in HALF_DTYPES and p.requires_grad
+        ]
+        for param in new:
+            other = getattr(holder_of(param), "plain", None) or self
+            master = other.of(param)
+            if master is None:
+                start = self._originals.get(id(param))
+                weight = param.detach()
+                fp32 = weight.float() if start is None else honoured(start.to(param.device, torch.float32), weight)
+                master = torch.nn.Parameter(fp32)
+            self._of[id(param)] = master
+            self._params.append(param)
+            self._masters.append(master)
+            self._dtypes.append(param.dtype)
+            self._versions[id(param)] = param._version, master._version
+            state = optimizer.state.get(param)
+            for name, value in (state or {}).items():
+                if isinstance(value, torch.Tensor) and is_half(value):
+                    state[name] = value.float()  # type: ignore[index]
+        self._originals = {}  # of parameters of others
 
-    def drop_collected(self) -> None:
-        """Set those 16-bit gradients to None that the masters have had."""
-        for link in self.links:
-            if link.fresh_grad() is None:
-                link.clear_grad()
+    def _forget(self, present: set[int]) -> None:
+        """Parameters were taken out of the optimizer: their masters rest as long as the parameters live."""
+        for param, master in zip(self._params, self._masters, strict=True):
+            if id(param) not in present:
+                self._resting[param] = master
+        kept = [i for i, param in enumerate(self._params) if id(param) in present]
+        self._params = [self._params[i] for i in kept]
+        self._masters = [self._masters[i] for i in kept]
+        self._dtypes = [self._dtypes[i] for i in kept]
+        self._of = {id(p): m for p, m in zip(self._params, self._masters, strict=True)}
+        self._versions = {id(p): self._versions[id(p)] for p in self._params}
 
-    def clear_master_grads(self) -> None:
-        """Set the gradients of the masters to None."""
-        for link in self.links:
-            link.master.grad = None
-            link.spent_by.clear()
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter and its master."""
+        self._honour_writes()
+        return list(zip(self._params, self._masters, strict=True))
 
-    def spend_master_grads(self) -> None:
-        """After a step: the gradients are gone, but for another optimizer with the same master they are still there."""
-        for link in self.links:
-            if link.owners > 1:
-                link.spent_by.add(id(self))
-            if link.owners <= 1 or len(link.spent_by) == link.owners:
-                link.master.grad = None
-                link.spent_by.clear()
+    # ---- around a step
 
-    def drop_spent(self) -> None:
-        """Before a step: a gradient that this optimizer has stepped with before does not serve it again."""
-        for link in self.links:
-            if link.spent_by and id(self) in link.spent_by:
-                link.master.grad = None
-                link.spent_by.clear()
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the masters, their gradients and the state in the places of the parameters'."""
+        self.adopt(optimizer)
+        self._honour_writes()
+        for master, grad in zip(self._masters, get_grads(self._params), strict=True):
+            master.grad = grad
+        self._lists = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+        of = self._of
+        present = {id(p) for _, params in self._lists for p in params}
+        if len(of) > len(present) or not of.keys() <= present:
+            self._forget(present)
+            of = self._of
+        for params, before in self._lists:
+            params[:] = [of.get(id(p), p) for p in before]  # in place: LBFGS keeps the list
+        self._states.swap_in(optimizer, of)
+
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """The parameters have their places again, with what their masters round to. Does nothing if they have."""
+        if not self._lists:
+            return
+        for params, before in self._lists:
+            params[:] = before
+        self._lists = []
+        self._states.swap_out(optimizer, zip(self._params, self._masters, strict=True))
+        for master in self._masters:
+            master.grad = None
+        self.round()
 
     @torch.no_grad()
-    def unscale_model_grads(self, inv_scale: torch.Tensor) -> None:
-        """Unscale the 16-bit gradients, too, that the masters have had, for those who look at them or clip them."""
-        links = [link for link in self.links if link.model.grad is not None and link.fresh_grad() is None]
-        grads: list[torch.Tensor] = []
-        for link in links:
-            grad = link.model.grad
-            if grad.is_sparse and not grad.is_coalesced():  # type: ignore[union-attr]
-                grad = link.model.grad = grad.float().coalesce().to(grad.dtype)  # type: ignore[union-attr]
-            grads.append(grad._values() if grad.is_sparse else grad)  # type: ignore[union-attr, arg-type]
-        if grads:
-            unread = torch.zeros((), device=grads[0].device)
-            eager.unscale_(self._plans.get("model", [link.model for link in links], grads), grads, inv_scale, unread)
-        for link in links:
-            link.mark_collected()
-            link.model.grad._halfstep_unscaled = True  # type: ignore[union-attr]
+    def round(self) -> None:
+        """Round every master into its parameter."""
+        if self._params:
+            masters: list[torch.Tensor] = list(self._masters)
+            plan = self._plans.get("round", masters, masters, self._params)
+            eager.copy(plan, masters, self._params)
+            pairs = zip(self._params, self._masters, strict=True)
+            self._versions = {id(p): (p._version, m._version) for p, m in pairs}
+        self._touched.clear()
 
-    def take_edits(self) -> None:
-        """Where a gradient that ``unscale_model_grads`` unscaled was edited since, let ``collect`` take it anew."""
-        for link in self.links:
-            grad = link.model.grad
-            if grad is not None and getattr(grad, "_halfstep_unscaled", False) and link.fresh_grad() is not None:
-                link.master.grad = None
-                grad._halfstep_unscaled = False  # type: ignore[attr-defined]
+    @torch.no_grad()
+    def write(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Set a master; what it rounds to."""
+        master = self._of[id(param)]
+        master.copy_(value)
+        return master.to(param.dtype)
 
-    def zero_model_grads(self, set_to_none: bool) -> None:
-        """Clear the 16-bit gradients of the model."""
-        for link in self.links:
-            link.reduced = None
-            if set_to_none:
-                link.clear_grad()
-            elif link.model.grad is not None:
-                if link.model.grad.grad_fn is not None:
-                    link.model.grad.detach_()  # not always: a view of a DistributedDataParallel bucket refuses it
-                link.model.grad.requires_grad_(False).zero_()
-                link.mark_collected()
+    def _honour_writes(self) -> None:
+        """Where a parameter was written to since it was rounded, its master becomes what was written.
+
+        Where ``.data`` was merely looked at, and the master was written to, it is the master that counts.
+        """
+        if [p.dtype for p in self._params] != self._dtypes:
+            self._refuse_cast()
+        if self._touched or [p._version for p in self._params] != [v for v, _ in self._versions.values()]:
+            for param in self._params:
+                self.of(param)
+
+    def _refuse_cast(self) -> None:
+        i, param = next((i, p) for i, p in enumerate(self._params) if p.dtype is not self._dtypes[i])
+        raise UsageError(
+            f"A weight of shape {tuple(param.shape)} was {dtype_name(self._dtypes[i])} when its fp32 master was made "
+            f"and is {dtype_name(param.dtype)} now: model.float(), half() or to(dtype) was called after "
+            "amp.initialize or amp.decorate. Leave the dtypes to the level; model.state_dict() is fp32 as it is, and "
+            "amp.master_model(model) is the model in fp32."
+        )
 
 
-def _collect_sparse(
-    link: MasterLink, grad: torch.Tensor, inv_scale: torch.Tensor | None, found_inf: torch.Tensor
-) -> None:
-    """Coalesce in fp32, where duplicates of an index cannot overflow, then unscale the values."""
-    wide = grad.float().coalesce()
-    if inv_scale is not None:
-        values = [wide._values()]
-        eager.unscale_(Plan(values), values, inv_scale, found_inf)
-    link.master.grad = wide if link.master.grad is None else link.master.grad + wide
+class _States:
+    """An optimizer's state under two sets of keys: by parameter for everybody, by master while it steps.
+
+    The entries are the same dicts. Both maps are kept from step to step and only compared, for hashing a tensor is a
+    Python call.
+    """
+
+    def __init__(self) -> None:
+        self._outer: Any = None
+        self._inner: Any = None
+        self._keys: list[Any] = []
+        self._entries: list[Any] = []
+
+    def swap_in(self, optimizer: torch.optim.Optimizer, of: dict[int, torch.nn.Parameter]) -> None:
+        """Let state be found by master."""
+        outer = optimizer.state
+        if outer is not self._outer or not (_same(outer.values(), self._entries) and _same(outer, self._keys)):
+            self._outer, self._keys, self._entries = outer, list(outer), list(outer.values())
+            self._inner = defaultdict(dict, {of.get(id(key), key): entry for key, entry in outer.items()})
+        optimizer.state = self._inner
+
+    def swap_out(
+        self, optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.nn.Parameter]]
+    ) -> None:
+        """Let it be found by parameter, with what the step changed."""
+        inner = optimizer.state
+        if inner is not self._inner or not _same(inner.values(), self._entries):
+            params = {id(master): param for param, master in pairs}
+            found = {params.get(id(key), key): entry for key, entry in inner.items()}
+            if inner is self._inner:
+                self._outer.clear()
+                self._outer.update(found)
+            else:  # load_state_dict
+                self._outer = defaultdict(dict, found)
+            self._inner, self._keys, self._entries = inner, list(self._outer), list(inner.values())
+        optimizer.state = self._outer
+
+
+def _same(now: Iterable[Any], before: list[Any]) -> bool:
+    now = list(now)
+    return len(now) == len(before) and all(map(is_, now, before))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...kernels.shards import local, rewrapped
-from ...kernels.storage import Storage, join, split_of
+from ...kernels.storage import Storage, honoured, join, split_of
 
 __all__ = ["adapt", "master_value"]
 
@@ -52,7 +52,7 @@ def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
 def master_value(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     """A new float32 tensor: the master of a parameter in whichever form ``optimizer.state[param]`` holds it."""
     if "master" in state:
-        return state["master"].clone()  # type: ignore[no-any-return]
+        return honoured(state["master"].to(param.device), param.detach())
     if "remainder" in state and param.dtype is torch.bfloat16:
         return rewrapped(join(local(param.detach()), local(state["remainder"])), param)
     return param.detach().to(torch.float32, copy=True)
