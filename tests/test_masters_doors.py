@@ -1,0 +1,301 @@
+"""Masters and gradients as others reach them: views, averages, checkpoints of other optimizers, state that is moved."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import amp, optimizers
+from halfstep.core.errors import UsageError
+
+BF16, FP16 = torch.bfloat16, torch.float16
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+
+in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
+with_both_masters = pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+
+
+def start(
+    half: torch.dtype = BF16,
+    fused: bool = True,
+    make: Callable[..., Any] = lambda p: torch.optim.SGD(p, lr=0.1),
+    model: nn.Module | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4) if model is None else model
+    optimizer = make(model.parameters())
+    return amp.initialize(
+        model,
+        optimizer,
+        **{"opt_level": "O2", "dtype": half, "fused": fused, "loss_scale": 128.0, "verbosity": 0, **options},
+    )
+
+
+def backward(model: Any, optimizer: Any, factor: float = 1.0) -> None:
+    with amp.scale_loss(model(X).float().square().mean() * factor, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def step(model: Any, optimizer: Any) -> None:
+    backward(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "fill_": lambda q: q.fill_(0.7501),
+    "copy_": lambda q: q.copy_(torch.full_like(q, 0.7501)),
+    "foreach": lambda q: torch._foreach_copy_([q], [torch.full_like(q, 0.7501)]),
+    "data": lambda q: q.data.fill_(0.7501),
+    "out": lambda q: torch.add(torch.full_like(q, 0.7501), 0.0, out=q),
+}
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("write", WRITES)
+@torch.no_grad()
+def test_what_is_written_to_a_view_is_written_to_the_master(write: str, fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    with torch.enable_grad():
+        step(model, optimizer)
+    view = next(iter(amp.master_params(optimizer)))
+    if write == "out":
+        view = view.detach()
+    WRITES[write](view)
+    assert torch.equal(model.state_dict()["weight"], torch.full((4, 8), 0.7501))
+    optimizer.param_groups[0]["lr"] = 0.0
+    with torch.enable_grad():
+        step(model, optimizer)
+    assert torch.equal(model.weight, torch.full((4, 8), 0.7501, dtype=half))
+
+
+@in_both_halves
+@with_both_masters
+def test_an_average_is_loaded_through_the_master_model(fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    step(model, optimizer)
+    amp.master_model(model).load_state_dict({"weight": torch.full((4, 8), 0.3), "bias": torch.zeros(4)})
+    assert torch.equal(model.state_dict()["weight"], torch.full((4, 8), 0.3))
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_write_to_a_weight_is_seen_at_once(copied: bool, fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    step(model, optimizer)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    if copied:
+        model, optimizer = copy.deepcopy((model, optimizer))
+    tolerance = 2.0**-8 if fused and half is BF16 else 0.0  # a split master keeps the lower half it had
+    for value in (
+        next(iter(amp.master_params(optimizer))),
+        amp.master_model(model).weight,
+        model.state_dict()["weight"],
+    ):
+        torch.testing.assert_close(value.detach().float(), torch.full((4, 8), 0.5), rtol=tolerance, atol=0.0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(model, optimizer)
+    assert torch.equal(model.weight, torch.full((4, 8), 0.5, dtype=half))
+
+
+@in_both_halves
+@with_both_masters
+def test_the_state_of_an_optimizer_without_masters_leaves_them_alone(fused: bool, half: torch.dtype) -> None:
+    plain = nn.Linear(8, 4)
+    adam = torch.optim.AdamW(plain.parameters())
+    plain(X).sum().backward()
+    adam.step()
+    weights, state = copy.deepcopy(plain.state_dict()), copy.deepcopy(adam.state_dict())
+    model, optimizer = start(half, fused, torch.optim.AdamW)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert torch.equal(model.state_dict()["weight"], weights["weight"])
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(model, optimizer)
+    assert torch.equal(model.state_dict()["weight"], weights["weight"])
+    fresh, own = start(half, fused, torch.optim.AdamW)
+    before = fresh.state_dict()["weight"].clone()
+    own.load_state_dict(own.state_dict())
+    assert torch.equal(fresh.state_dict()["weight"], before)
+
+
+@in_both_halves
+@with_both_masters
+def test_a_parameter_that_comes_later_has_the_value_it_has(fused: bool, half: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
+    model, optimizer = start(half, fused, lambda _: torch.optim.SGD(model[1].parameters(), lr=0.1), model)
+    model.load_state_dict({k: torch.full_like(v, 0.5) for k, v in model.state_dict().items()})
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.0})
+    step(model, optimizer)
+    assert model[0].weight[0, 0].item() == model.state_dict()["0.weight"][0, 0].item() == 0.5
+
+
+def failing(model: Any, optimizer: Any) -> None:
+    with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        raise KeyError
+
+
+@in_both_halves
+@with_both_masters
+def test_an_exception_at_a_scale_of_one_restores_every_gradient(fused: bool, half: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model, optimizer = start(half, fused, model=model, loss_scale=1.0)
+    backward(model, optimizer)
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(KeyError):
+        failing(model, optimizer)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+
+
+@with_both_masters
+@pytest.mark.parametrize("make", [torch.optim.RMSprop, torch.optim.AdamW], ids=["RMSprop", "AdamW"])
+def test_state_can_be_moved_to_a_parameter_in_the_place_of_another(make: Any, fused: bool) -> None:
+    model, optimizer = start(BF16, fused, make, nn.Linear(8, 4, bias=False))
+    for _ in range(3):
+        step(model, optimizer)
+    old = model.weight
+    model.weight = new = nn.Parameter(old.detach().clone())
+    optimizer.state[new] = optimizer.state.pop(old)
+    optimizer.param_groups[0]["params"][0] = new
+    step(model, optimizer)
+    assert float(optimizer.state[new]["step"]) == 4.0
+    assert old not in optimizer.state
+    assert list(optimizer.state_dict()["state"]) == [0]
+
+
+@in_both_halves
+def test_fused_optimizers_that_share_a_parameter_share_its_master(half: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 4, bias=False)
+    before = model.weight.detach().clone()
+    both: Any = [optimizers.FusedSGD(model.parameters(), lr=1e-5) for _ in range(2)]
+    model, both = amp.initialize(model, both, opt_level="O2", dtype=half, loss_scale=128.0, verbosity=0)
+    for _ in range(50):
+        with amp.scale_loss(model(X).float().sum(), both) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in both:
+            optimizer.step()
+        for optimizer in both:
+            optimizer.zero_grad()
+    moved = model.state_dict()["weight"] - before
+    expected = -1e-3 * X.sum(0).expand(4, 8)
+    assert float((moved - expected).norm()) < 0.01 * float(expected.norm())
+
+
+def test_masters_outlive_the_first_of_two_optimizers() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 4)
+    before = model.weight.detach().clone()
+    first, second = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters(), lr=1e-4)
+    amp.initialize(model, [first, second], opt_level="O2", dtype=BF16, verbosity=0)
+    del first
+    gc.collect()
+    assert torch.equal(model.state_dict()["weight"], before)
+    assert torch.equal(next(iter(amp.master_params(second))), before)
+
+
+def frozen_first(model: Any) -> Any:
+    model[0].requires_grad_(False)
+    return model
+
+
+FORWARDS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "the first weight is frozen": lambda model: frozen_first(model)(X),
+    "a part is called": lambda model: model[1](model[0](X.to(model[0].weight.dtype))),
+    "compiled": lambda model: torch.compile(model, backend="eager")(X),
+}
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_torch_s_scaler_meets_fp32_gradients_in_the_first_batch(forward: str, fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused, model=nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    before = model.state_dict()["1.weight"].clone()
+    scaler.scale(FORWARDS[forward](model).float().sum()).backward()
+    assert {p.grad.dtype for p in model[1].parameters()} == {torch.float32}
+    scaler.step(optimizer)
+    assert not torch.equal(model.state_dict()["1.weight"], before)
+
+
+@in_both_halves
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("ours", [True, False])
+def test_sparse_gradients_under_a_scaler(ours: bool, unscale: bool, half: torch.dtype) -> None:
+    results = []
+    for fused in (True, False):
+        model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Flatten(), nn.Linear(32, 4))
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p)
+        model, optimizer = start(half, fused, model=model)
+        scaler: Any = amp.GradScaler(init_loss_scaling=64.0) if ours else torch.amp.GradScaler("cpu", init_scale=64.0)
+        for factor in (1.0, float("inf"), 1.0):
+            scaler.scale(model(torch.arange(16).view(4, 4) % 8).float().sum() * factor).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append(model.state_dict()["0.weight"])
+    torch.testing.assert_close(*results)
+
+
+@with_both_masters
+@in_both_halves
+def test_an_overflow_goes_with_the_gradients_it_was_found_in(half: torch.dtype, fused: bool) -> None:
+    model, optimizer = start(half, fused)
+    backward(model, optimizer, float("inf"))
+    model.zero_grad()
+    before = model.state_dict()["weight"].clone()
+    step(model, optimizer)
+    assert not torch.equal(model.state_dict()["weight"], before)
+    assert amp.steps_skipped(optimizer) == 0
+
+
+def test_an_optimizer_is_given_once() -> None:
+    model, optimizer = start()
+    with pytest.raises(UsageError, match="twice"):
+        amp.scale_loss(model(X).float().sum(), [optimizer, optimizer])
+
+
+@in_both_halves
+def test_a_master_rests_while_its_parameter_is_in_no_group(half: torch.dtype) -> None:
+    model, optimizer = start(half, fused=False)
+    step(model, optimizer)
+    weight, kept = model.weight, model.state_dict()["weight"].clone()
+    optimizer.param_groups[0]["params"] = [model.bias]
+    step(model, optimizer)
+    assert torch.equal(model.state_dict()["weight"], kept)
+    with torch.no_grad():
+        weight[0] = 0.5
+    kept[0] = 0.5
+    assert torch.equal(model.state_dict()["weight"], kept)
+    optimizer.add_param_group({"params": [weight], "lr": 0.0})
+    step(model, optimizer)
+    assert torch.equal(model.state_dict()["weight"], kept)
+
+
+@in_both_halves
+@with_both_masters
+def test_gradients_are_16_bit_again_when_the_optimizer_is_gone(fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    step(model, optimizer)
+    del optimizer
+    gc.collect()
+    other = torch.optim.AdamW(model.parameters())
+    model(X).float().square().mean().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {half}
+    other.step()

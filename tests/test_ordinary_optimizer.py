@@ -1,0 +1,585 @@
+"""An optimizer stays an ordinary one, and a parameter has one gradient: what the ecosystem around the engine relies on.
+
+With SGD at a rate of 1 the update is the gradient that was stepped with. ``truth`` is what the masters hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from halfstep import amp
+from halfstep.core.errors import UsageError
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LEVELS = ["O0", "O1", "O2", "O3"]
+in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
+with_both_masters = pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+TORCH = ["SGD", "Adam", "AdamW", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Rprop", "ASGD"]
+TORCH += ["Adafactor"]
+FUSED = ["SGD", "Adam", "AdamW", "Adagrad"]
+
+
+def net(batchnorm: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    middle = [nn.BatchNorm1d(16)] if batchnorm else []
+    return nn.Sequential(nn.Linear(8, 16), *middle, nn.ReLU(), nn.Linear(16, 4))
+
+
+def data(t: int) -> torch.Tensor:
+    return torch.randn(32, 8, generator=torch.Generator().manual_seed(t))
+
+
+def loss_of(model: Any, t: int = 0) -> torch.Tensor:
+    return (model(data(t)).float() - 1).square().mean()
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def torch_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    return lambda params: getattr(torch.optim, name)(params, lr=0.01, **options)
+
+
+def start(
+    half: torch.dtype = BF16,
+    fused: bool = True,
+    make: Callable[[Any], Any] = sgd,
+    model: Any = None,
+    level: str = "O2",
+    **options: Any,
+) -> tuple[Any, Any]:
+    model = net() if model is None else model
+    options = {"loss_scale": 128.0, "verbosity": 0} | options
+    return amp.initialize(model, make(model.parameters()), opt_level=level, dtype=half, fused=fused, **options)
+
+
+def backward(model: Any, optimizer: Any, t: int = 0, factor: float = 1.0) -> None:
+    with amp.scale_loss(loss_of(model, t) * factor, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def train(model: Any, optimizer: Any, steps: Iterable[int]) -> None:
+    for t in steps:
+        backward(model, optimizer, t)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def truth(model: Any) -> torch.Tensor:
+    """The weights in fp32, as ``state_dict`` tells them: those of the masters."""
+    saved = model.state_dict()
+    return torch.cat([saved[name].detach().float().flatten() for name, _ in model.named_parameters()])
+
+
+def gradient(half: torch.dtype, t: int = 0, batchnorm: bool = False, scale: float = 128.0) -> torch.Tensor:
+    """By hand: what a 16-bit model without an optimizer gets."""
+    model = amp.initialize(net(batchnorm), opt_level="O2", dtype=half, verbosity=0)
+    (loss_of(model, t) * scale).backward()
+    return torch.cat([p.grad.float().flatten() / scale for p in model.parameters()])
+
+
+def near(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.01) -> None:
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=tolerance * float(expected.abs().max()))
+
+
+# ---- rows 1 to 3: whatever is done to the gradient, through whichever door, is what the step takes
+
+
+def by_scale_loss(model: Any, optimizer: Any) -> Callable[[], Any]:
+    backward(model, optimizer)
+    return optimizer.step
+
+
+def by_plain_backward(model: Any, optimizer: Any) -> Callable[[], Any]:
+    loss_of(model).backward()
+    return optimizer.step
+
+
+def by_scaler(scaler: Any) -> Callable[[Any, Any], Callable[[], Any]]:
+    def go(model: Any, optimizer: Any) -> Callable[[], Any]:
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(optimizer)
+        return lambda: scaler.step(optimizer)
+
+    return go
+
+
+def replace(params: list[Any]) -> None:
+    for p in params:
+        p.grad = p.grad * 0.5
+
+
+PASSES: dict[str, Callable[[], Callable[[Any, Any], Callable[[], Any]]]] = {
+    "scale_loss": lambda: by_scale_loss,
+    "backward": lambda: by_plain_backward,
+    "GradScaler": lambda: by_scaler(amp.GradScaler(init_loss_scaling=64.0)),
+    "torch's GradScaler": lambda: by_scaler(torch.amp.GradScaler("cpu", init_scale=64.0)),
+}
+DOORS: dict[str, Callable[[Any, Any], Any]] = {
+    "model": lambda model, optimizer: model.parameters(),
+    "masters": lambda model, optimizer: amp.master_params(optimizer),
+    "groups": lambda model, optimizer: [p for group in optimizer.param_groups for p in group["params"]],
+}
+EDITS: dict[str, tuple[Callable[[list[Any]], Any], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "norm": (lambda params: clip_grad_norm_(params, 0.1), lambda g: g * (0.1 / g.norm())),
+    "value": (lambda params: clip_grad_value_(params, 0.02), lambda g: g.clamp(-0.02, 0.02)),
+    "in place": (lambda params: [p.grad.mul_(0.5) for p in params], lambda g: g * 0.5),
+    "replaced": (replace, lambda g: g * 0.5),
+}
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("door", [*DOORS, "masters listed before"])
+@pytest.mark.parametrize("how", PASSES)
+def test_the_step_takes_what_was_made_of_the_gradient(
+    how: str, door: str, edit: str, fused: bool, half: torch.dtype
+) -> None:
+    model, optimizer = start(half, fused)
+    before, expected, (change, changed) = truth(model), gradient(half), EDITS[edit]
+    params = list(amp.master_params(optimizer))
+    step = PASSES[how]()(model, optimizer)
+    if door in DOORS:
+        params = list(DOORS[door](model, optimizer))
+    answer = change(params)
+    if edit == "norm":
+        assert float(answer) == pytest.approx(float(expected.norm()), rel=0.01)
+    step()
+    near(before - truth(model), changed(expected))
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+def test_the_step_takes_the_gradient_once_also_when_clipped_at_a_scale_of_one(
+    scale: float, fused: bool, half: torch.dtype
+) -> None:
+    model, optimizer = start(half, fused, loss_scale=scale)
+    for _ in range(2):  # the second batch finds nothing of the first
+        before = truth(model)
+        backward(model, optimizer)
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float((before - truth(model)).norm()) == pytest.approx(0.1, rel=0.01)
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("enable", [True, False])
+def test_grad_scaler_clips_a_decorated_optimizer(enable: bool, fused: bool, half: torch.dtype) -> None:
+    model = net()
+    model, optimizer = amp.decorate(model, sgd(model.parameters()), level="O2", dtype=half, fused=fused)
+    before, scaler = truth(model), amp.GradScaler(enable=enable, init_loss_scaling=64.0)
+    with amp.auto_cast(level="O2", dtype=half):
+        loss = loss_of(model)
+    scaler.scale(loss).backward()
+    norm = scaler.clip_grad_norm_(optimizer, 0.1)
+    assert float(norm) == pytest.approx(float(gradient(half).norm()), rel=0.02)
+    scaler.step(optimizer)
+    assert float((before - truth(model)).norm()) == pytest.approx(0.1, rel=0.01)
+
+
+@pytest.mark.parametrize(("half", "fused"), [(FP16, True), (FP16, False), (BF16, False)])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_after_the_block_the_gradient_is_the_unscaled_one_in_fp32(half: torch.dtype, fused: bool, passes: int) -> None:
+    model, optimizer = start(half, fused)
+    for t in range(passes):
+        backward(model, optimizer, t)
+    expected = sum(gradient(half, t) for t in range(passes))
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert torch.equal(torch.cat([p.grad.flatten() for p in model.parameters()]), expected)
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("how", ["scale_loss", "backward"])
+def test_a_master_has_fp32_values_and_the_gradient_of_its_parameter(how: str, fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    masters = list(amp.master_params(optimizer))
+    assert all(isinstance(q, nn.Parameter) and q.dtype is torch.float32 for q in masters)
+    assert torch.equal(torch.cat([q.detach().flatten() for q in masters]), truth(model))
+    PASSES[how]()(model, optimizer)
+    for p, q in zip(model.parameters(), masters, strict=True):
+        assert q.grad.dtype is torch.float32
+        assert torch.equal(q.grad, p.grad.float())
+        q.grad = torch.ones_like(q)
+        assert torch.equal(p.grad.float(), torch.ones_like(q))
+    optimizer.zero_grad()
+    assert all(q.grad is None for q in masters)
+
+
+# ---- an ordinary optimizer
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", TORCH)
+def test_the_optimizer_is_an_ordinary_one(name: str, level: str, fused: bool, half: torch.dtype) -> None:
+    plain = torch_optimizer(name)(net().parameters())
+    for p in plain.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    plain.step()
+    model = net()
+    given = torch_optimizer(name)(model.parameters())
+    model, optimizer = start(half, fused, lambda _: given, model, level)
+    train(model, optimizer, range(2))
+    assert optimizer is given
+    assert isinstance(optimizer, getattr(torch.optim, name))
+    assert not {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"} & set(vars(optimizer))
+    params = list(model.parameters())
+    assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], params, strict=True))
+    assert {id(p) for p in optimizer.state} <= {id(p) for p in params}
+    ours, theirs = optimizer.state_dict(), plain.state_dict()
+    assert ours["state"].keys() == theirs["state"].keys()
+    kept = {"remainder", "master"}  # what a fused step adds: where the fp32 value of a weight is
+    assert [set(s) - kept for s in ours["state"].values()] == [set(s) for s in theirs["state"].values()]
+    assert ours["param_groups"][0].keys() == theirs["param_groups"][0].keys()
+    assert hasattr(optimizer, "_amp_stash")
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_only_fused_false_runs_the_step_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = "adam" if name == "AdamW" else name.lower()
+    module, calls = sys.modules[f"torch.optim.{function}"], []
+    original = getattr(module, function)
+    monkeypatch.setattr(module, function, lambda *args, **options: calls.append(name) or original(*args, **options))
+    train(*start(fused=True, make=torch_optimizer(name)), range(2))
+    assert calls == []
+    train(*start(fused=False, make=torch_optimizer(name)), range(2))
+    assert calls == [name] * 2
+
+
+def by_hand(name: str, half: torch.dtype, steps: int, scale: float = 128.0) -> torch.Tensor:
+    model = net()
+    masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer = torch_optimizer(name)(masters)
+    model = amp.initialize(model, opt_level="O2", dtype=half, verbosity=0)
+    for t in range(steps):
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), masters, strict=True):
+                p.copy_(q)
+        (loss_of(model, t) * scale).backward()
+        for p, q in zip(model.parameters(), masters, strict=True):
+            q.grad, p.grad = p.grad.float() / scale, None
+        optimizer.step()
+    return torch.cat([q.detach().flatten() for q in masters])
+
+
+@in_both_halves
+@pytest.mark.parametrize("name", TORCH)
+def test_plain_masters_are_bit_for_bit_those_kept_by_hand(name: str, half: torch.dtype) -> None:
+    model, optimizer = start(half, False, torch_optimizer(name))
+    train(model, optimizer, range(8))
+    assert torch.equal(truth(model), by_hand(name, half, 8))
+
+
+@in_both_halves
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_masters_are_those_kept_by_hand_but_for_the_last_bits(name: str, half: torch.dtype) -> None:
+    model, optimizer = start(half, True, torch_optimizer(name))
+    train(model, optimizer, range(8))
+    near(truth(model), by_hand(name, half, 8), 1e-6)
+
+
+@in_both_halves
+@with_both_masters
+def test_masters_start_from_the_fp32_weights(fused: bool, half: torch.dtype) -> None:
+    weights = truth(net())
+    model, optimizer = start(half, fused)
+    assert torch.equal(truth(model), weights)
+    assert torch.equal(torch.cat([q.detach().flatten() for q in amp.master_params(optimizer)]), weights)
+    assert not torch.equal(torch.cat([p.detach().float().flatten() for p in model.parameters()]), weights)
+
+
+# ---- row 8: calls by the class, and wrappers that make them
+
+
+class FabricOptimizer:
+    """As Lightning Fabric wraps: the same ``__dict__``, a class made of its own and the optimizer's."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.__dict__ = {k: v for k, v in vars(optimizer).items() if k not in ("state_dict", "step", "__del__")}
+        self.__class__ = type("Fabric" + type(optimizer).__name__, (type(self), type(optimizer)), {})
+        self.wrapped = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self.wrapped.step()
+
+
+CALLS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
+    "Optimizer.zero_grad": (lambda m, o: torch.optim.Optimizer.zero_grad(o), lambda o: o.step()),
+    "type(o).zero_grad": (lambda m, o: type(o).zero_grad(o), lambda o: o.step()),
+    "type(o).step": (lambda m, o: o.zero_grad(), lambda o: type(o).step(o)),
+    "to zeros": (lambda m, o: o.zero_grad(set_to_none=False), lambda o: o.step()),
+    "model.zero_grad": (lambda m, o: m.zero_grad(), lambda o: o.step()),
+    "p.grad = None": (lambda m, o: [setattr(p, "grad", None) for p in m.parameters()], lambda o: o.step()),
+    "Fabric": (lambda m, o: FabricOptimizer(o).zero_grad(), lambda o: FabricOptimizer(o).step()),
+}
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_by_the_class_and_through_wrappers(call: str, scaled: bool, fused: bool, half: torch.dtype) -> None:
+    results, (clear, step) = [], CALLS[call]
+    for way in ((lambda m, o: o.zero_grad(), lambda o: o.step()), (clear, step)):
+        model, optimizer = start(half, fused, torch_optimizer("SGD"))
+        for t in range(3):
+            backward(model, optimizer, t) if scaled else loss_of(model, t).backward()
+            way[1](optimizer)
+            way[0](model, optimizer)
+        results.append(truth(model))
+    assert not torch.equal(results[0], truth(net()))
+    assert torch.equal(*results)
+
+
+# ---- row 7: torch's own scaler
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("batchnorm", [True, False])
+@pytest.mark.parametrize("unscale", [True, False])
+def test_torch_s_grad_scaler_drives_it(unscale: bool, batchnorm: bool, fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused, model=net(batchnorm))
+    scaler, weights = torch.amp.GradScaler("cpu", init_scale=1024.0), [truth(model)]
+    for factor in (float("inf"), 1.0, float("nan")):
+        scaler.scale(loss_of(model) * factor).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        weights.append(truth(model))
+    assert scaler.get_scale() == 256.0
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[2], weights[3])
+    near(weights[1] - weights[2], gradient(half, batchnorm=batchnorm))
+
+
+# ---- rows 12 and 13: was the step skipped?
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scaler", [True, False])
+def test_the_optimizer_says_whether_its_latest_step_was_skipped(
+    scaler: bool, level: str, fused: bool, half: torch.dtype
+) -> None:
+    model, optimizer = start(half, fused, level=level)
+    grad_scaler, answers = amp.GradScaler(init_loss_scaling=64.0), []
+    for factor in (1.0, float("inf"), float("inf"), 1.0):
+        if scaler:
+            grad_scaler.scale(loss_of(model) * factor).backward()
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
+        else:
+            backward(model, optimizer, factor=factor)
+            optimizer.step()
+        optimizer.zero_grad()
+        assert (optimizer.step_was_skipped.dtype, optimizer.step_was_skipped.shape) == (torch.bool, ())
+        answers.append(bool(optimizer.step_was_skipped))
+    assert answers == [False, True, True, False]
+    assert int(amp.steps_skipped(optimizer)) == 2
+
+
+def skipped_says_accelerate(optimizer: Any, scaler: Any) -> bool:
+    """Accelerate puts a step of its own on the optimizer and looks whether the scaler has called it."""
+    called, original = [], optimizer.step
+    optimizer.step = lambda *args, **options: called.append(True) or original(*args, **options)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.step = original
+    return not called
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("ours", [True, False])
+def test_accelerate_learns_of_a_skip(ours: bool, fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    scaler = amp.GradScaler(init_loss_scaling=64.0) if ours else torch.amp.GradScaler("cpu", init_scale=64.0)
+    for factor, skipped in ((1.0, False), (float("inf"), True), (1.0, False)):
+        before = truth(model)
+        scaler.scale(loss_of(model) * factor).backward()
+        assert skipped_says_accelerate(optimizer, scaler) is skipped
+        assert torch.equal(before, truth(model)) is skipped
+        optimizer.zero_grad()
+
+
+def test_grad_scaler_has_what_others_read_of_torch_s() -> None:
+    names = ["_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval", "_init_growth_tracker"]
+    options = {"init_scale": 32.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
+    ours, theirs = amp.GradScaler(**options), torch.amp.GradScaler("cpu", **options)
+    assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names]
+    assert amp.GradScaler(device="cpu")._device == "cpu"
+
+
+# ---- parameters that come, go and are written to
+
+
+@in_both_halves
+@with_both_masters
+def test_a_16_bit_parameter_added_later_gets_a_master(fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    extra = nn.Parameter(torch.ones(3, dtype=half))
+    optimizer.add_param_group({"params": [extra], "lr": 0.5})
+    assert optimizer.param_groups[1]["params"][0] is extra
+    for t in range(4):
+        with amp.scale_loss(loss_of(model, t) + extra.float().sum() * 2.0**-11, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    *_, master = amp.master_params(optimizer)
+    assert torch.equal(master.detach(), torch.full((3,), 1 - 4 * 2.0**-12)), "each step is below half a bfloat16 ulp"
+
+
+@in_both_halves
+@with_both_masters
+def test_an_unfrozen_parameter_trains_from_its_fp32_weight(fused: bool, half: torch.dtype) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    model, optimizer = start(half, fused, model=model)
+    train(model, optimizer, [0])
+    assert torch.equal(model.state_dict()["0.weight"].float(), model[0].weight.float())
+    model[0].requires_grad_(True)
+    before = truth(model)
+    backward(model, optimizer, 1)
+    clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    assert float((before - truth(model)).norm()) == pytest.approx(1e-3, rel=0.02)
+    assert not torch.equal(before[:128], truth(model)[:128])
+
+
+@in_both_halves
+@with_both_masters
+def test_parameters_taken_out_of_a_group_rest(fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    train(model, optimizer, [0])
+    optimizer.param_groups[0]["params"] = list(model[2].parameters())
+    before, first = truth(model), 8 * 16 + 16
+    backward(model, optimizer, 1)
+    clip_grad_norm_(model[2].parameters(), 1e-3)
+    optimizer.step()
+    assert torch.equal(before[:first], truth(model)[:first])
+    assert float((before - truth(model)).norm()) == pytest.approx(1e-3, rel=0.02)
+
+
+@torch.no_grad()
+def clamp(model: Any) -> None:
+    for p in model.parameters():
+        p.clamp_(-0.0625, 0.0625)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "p.clamp_": clamp,
+    "p.data.clamp_": lambda model: [p.data.clamp_(-0.0625, 0.0625) for p in model.parameters()],
+    "p.data =": lambda model: [setattr(p, "data", p.data.clamp(-0.0625, 0.0625)) for p in model.parameters()],
+    "load_state_dict": lambda model: model.load_state_dict(
+        {name: value.clamp(-0.0625, 0.0625) for name, value in model.state_dict().items()}
+    ),
+}
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_to_the_weights_reaches_their_masters(write: str, fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    train(model, optimizer, range(2))
+    expected = truth(model).clamp(-0.0625, 0.0625)
+    WRITES[write](model)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, range(2))
+    if fused and half is torch.bfloat16:  # the lower half of a split master stays beside what is written to the upper
+        torch.testing.assert_close(truth(model), expected, rtol=2.0**-8, atol=0.0)
+    else:
+        assert torch.equal(truth(model), expected), "what was not clamped has kept all its bits"
+    assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), expected.to(half))
+
+
+# ---- rows 4, 5, 6 and 19: what cannot be right is an error that says what to do
+
+
+def step_inside(model: Any, optimizer: Any) -> None:
+    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        optimizer.step()
+
+
+def two_open_blocks(model: Any, optimizer: Any) -> None:
+    first, second = loss_of(model), loss_of(model, 1)
+    with amp.scale_loss(first, optimizer) as a, amp.scale_loss(second, optimizer) as b:
+        a.backward()
+        b.backward()
+
+
+def wrong_backward(model: Any, optimizer: Any) -> None:
+    loss = loss_of(model)
+    with amp.scale_loss(loss, optimizer):
+        loss.backward()
+
+
+MISUSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "step inside the block": (step_inside, "block"),
+    "two open blocks": (two_open_blocks, "block"),
+    "backward of the loss itself": (wrong_backward, "scaled_loss"),
+    "no optimizer": (lambda m, o: amp.scale_loss(loss_of(m), []), "optimizer"),
+    "no with": (lambda m, o: amp.scale_loss(loss_of(m), o).backward(), "with"),
+    "GradScaler.step without scale": (lambda m, o: (loss_of(m).backward(), amp.GradScaler().step(o)), "scale"),
+    "GradScaler.update without step": (lambda m, o: amp.GradScaler().update(), "step"),
+}
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_a_misuse_is_an_error_and_changes_nothing(misuse: str, level: str, fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused, level=level)
+    backward(model, optimizer)
+    weights, grads = truth(model), [p.grad.clone() for p in model.parameters()]
+    do, word = MISUSES[misuse]
+    with pytest.raises(UsageError, match=word):
+        do(model, optimizer)
+    assert torch.equal(truth(model), weights)
+    if misuse != "GradScaler.step without scale":  # that one did a backward pass of its own
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+    optimizer.zero_grad()
+    train(model, optimizer, [1])
+    near(weights - truth(model), gradient(half, 1), 0.05 if level in ("O1", "O2") else 0.1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_over_another_model_is_refused(level: str) -> None:
+    model = net()
+    with pytest.raises(UsageError, match="parameters"):
+        amp.initialize(model, sgd(net().parameters()), opt_level=level, verbosity=0)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "nothing has been changed"
+    amp.initialize(model, sgd(model.parameters()), opt_level=level, verbosity=0)
+
+
+@in_both_halves
+@with_both_masters
+def test_a_model_made_fp32_again_is_refused(fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    train(model, optimizer, [0])
+    model.float()
+    with pytest.raises(UsageError, match="float"):
+        train(model, optimizer, [1])
