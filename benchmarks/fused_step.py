@@ -87,6 +87,8 @@ def _contenders(shapes: list[tuple[int, ...]], device: torch.device) -> list[Con
     contenders = [
         Contender(BASELINE, _torch_step(shapes, device)),
         Contender("split", fused(master_weights="split")),
+        Contender("torch.AdamW at O2", _at_o2(shapes, device, fused=True)),
+        Contender("torch.AdamW at O2, fused=False", _at_o2(shapes, device, fused=False)),
         Contender("plain", fused(master_weights="plain")),
         Contender("plain, float16", fused(dtype=torch.float16, master_weights="plain")),
         Contender("split, bf16 exp_avg", fused(master_weights="split", state_dtype=torch.bfloat16)),
@@ -135,6 +137,26 @@ def _fused_step(
     def step() -> None:
         scaler.step(optimizer)
         scaler.update()
+
+    return step
+
+
+def _at_o2(shapes: list[tuple[int, ...]], device: torch.device, *, fused: bool) -> Callable[[], None]:
+    """What a script of torch's optimizer gets out of the box: bfloat16, a loss scale of 1.0, clipped by torch."""
+    model: Any = nn.ParameterList(nn.Parameter(torch.randn(shape, device=device)) for shape in shapes)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, fused=fused, verbosity=0)
+    params = list(model.parameters())
+    grads = [torch.randn_like(param) for param in params]
+    loss = torch.ones((), device=device, requires_grad=True)
+
+    def step() -> None:
+        with amp.scale_loss(loss, optimizer):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+        nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
