@@ -150,7 +150,7 @@ class AttachedOptimizer:
         if not self.ranks.alone:
             self._look(params)
             scale, carried = self.ranks.gradient_scale(scale), self.ranks.carried
-        if self.passes and self.ranks.alone and all(param.grad is None for param in params):
+        if self.passes and not self.ranks.reductions and all(param.grad is None for param in params):
             self.passes = [passed for passed in self.passes if passed.scaler is None]  # of gradients that are gone
         if self.delayed and (scale is not self.delayed_scale or self.ranks.syncing):
             self._unscale_delayed()
