@@ -299,3 +299,43 @@ def test_gradients_are_16_bit_again_when_the_optimizer_is_gone(fused: bool, half
     model(X).float().square().mean().backward()
     assert {p.grad.dtype for p in model.parameters()} == {half}
     other.step()
+
+
+def test_a_filter_that_raises_leaves_the_gradients() -> None:
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    before = model.weight.grad.clone()
+
+    def refuse(module: nn.Module, name: str) -> None:
+        raise KeyError(name)
+
+    with pytest.raises(KeyError):
+        amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, module_filter=refuse, verbosity=0)
+    assert model.weight.dtype is torch.float32
+    assert torch.equal(model.weight.grad, before)
+
+
+def test_weights_of_an_optimizer_that_amp_does_not_know_keep_16_bit_gradients() -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
+    model, _ = start(BF16, True, lambda _: torch.optim.SGD(model[1].parameters(), lr=0.1), model)
+    other = torch.optim.AdamW(model[0].parameters())
+    model(X).float().square().mean().backward()
+    assert {p.grad.dtype for p in model[0].parameters()} == {BF16}
+    other.step()
+
+
+def test_a_refused_block_is_closed_for_all_its_optimizers() -> None:
+    models: Any = [nn.Linear(8, 4), nn.Linear(8, 4)]
+    both: Any = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    models, both = amp.initialize(models, both, opt_level="O2", dtype=BF16, loss_scale=128.0, verbosity=0)
+    for model in models:  # as fully_shard does
+        model.weight, model.bias = (
+            nn.Parameter(model.weight.detach().clone()),
+            nn.Parameter(model.bias.detach().clone()),
+        )
+    loss = sum(model(X).float().sum() for model in models)
+    with pytest.raises(UsageError, match="fully_shard"), amp.scale_loss(loss, both) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in both:
+        optimizer.step()  # no block is open any more

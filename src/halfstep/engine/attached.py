@@ -122,7 +122,7 @@ class AttachedOptimizer:
 
     def params(self) -> list[torch.Tensor]:
         """The parameters in the optimizer's groups."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return self.keeper.listed()
 
     # ---- around a backward pass
 

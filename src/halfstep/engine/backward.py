@@ -128,8 +128,13 @@ class ScaledBackward:
         if found_inf is None:
             found_inf = torch.zeros((), device=self._loss.device)
         seen: set[int] | None = None if len(self._attached) == 1 else set()
-        for one in self._attached:
-            one.finish(scale, found_inf, seen, delay=self._delay)
+        try:
+            for one in self._attached:
+                one.finish(scale, found_inf, seen, delay=self._delay)
+        finally:
+            for one in self._attached:
+                if one.is_open:  # one before it was refused
+                    one.abandon()
         if scale is not None and self._check and not self._delay:
             conclude(self._attached, self._scaler, found_inf)
 

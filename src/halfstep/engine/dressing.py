@@ -6,14 +6,13 @@ optimizer.
 
 from __future__ import annotations
 
-import functools
-import types
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..optimizers._schedulers import count_steps, counts_steps
 from .casting.compiled import eager
 
 if TYPE_CHECKING:
@@ -119,11 +118,10 @@ def _wrapped(step: Callable[..., Any]) -> Callable[..., Any]:
 def dress(optimizer: Any, attached: AttachedOptimizer) -> None:
     """Give an optimizer our methods. Torch's step hooks run around them, once, and see the model's parameters."""
     base: Any = type(optimizer)
+    counts_only = counts_steps(optimizer)
     attached.stepping.replaced = on_instance = vars(optimizer).pop("step", None)
     hooked = getattr(base.step, "__code__", None) is _HOOKED.__code__
     plain = base.step.__wrapped__ if hooked else base.step
-    inner = getattr(on_instance, "__wrapped__", None)
-    counts_only = hasattr(on_instance, "_wrapped_by_lr_sched") and getattr(inner, "__func__", inner) is base.step
     if on_instance is None or counts_only:
         attached.stepping.own = plain.__get__(optimizer)
     else:
@@ -138,7 +136,7 @@ def undress(optimizer: Any, attached: AttachedOptimizer) -> None:
     if attached.stepping.replaced is not None:
         optimizer.step = attached.stepping.replaced
     elif any("initial_lr" in group for group in optimizer.param_groups):
-        optimizer.step = _counted(optimizer)  # for a scheduler that was made meanwhile
+        count_steps(optimizer)  # for a scheduler that was made meanwhile
     del optimizer._amp_stash
 
 
@@ -146,18 +144,6 @@ def counts_calls(optimizer: object) -> bool:
     """Whether there is a step on the instance that is not a scheduler's."""
     step = vars(optimizer).get("step")
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-
-
-def _counted(optimizer: Any) -> Callable[..., Any]:
-    """The optimizer's own step, that tells schedulers when it was called, as they have it."""
-
-    @functools.wraps(type(optimizer).step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._opt_called = True
-        return type(self).step(self, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return types.MethodType(step, optimizer)
 
 
 def base_of(optimizer: object) -> type:

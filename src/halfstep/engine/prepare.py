@@ -65,7 +65,7 @@ def prepare(
             module_filter=module_filter,
             save_dtype=save_dtype,
             keep_originals=policy.master_weights and bool(optimizers),
-            wide_grads=wide_grads or (policy.master_weights and bool(optimizers)),
+            wide_grads=wide_grads,
         )
     # A fused step keeps a parameter's master for itself, and those that share a parameter are to share its master.
     owners = Counter(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
@@ -96,7 +96,7 @@ def prepare_model(
         keep: see ``prepare``.
         module_filter: see ``prepare``.
         save_dtype: see ``prepare``.
-        keep_originals: return the fp32 weights.
+        keep_originals: return the fp32 weights, and leave the gradients that are there in fp32.
         wide_grads: let 16-bit parameters have fp32 gradients.
 
     Returns:
@@ -105,23 +105,26 @@ def prepare_model(
     originals: dict[int, torch.Tensor] = {}
     if policy.param_dtype is not None:
         before = {id(p): p.detach() for p in model.parameters() if keep_originals and p.requires_grad}
-        grads = [(p, p.grad) for p in model.parameters() if wide_grads and p.grad is not None]
+        stays_wide = wide_grads or keep_originals
+        grads = [(p, p.grad) for p in model.parameters() if stays_wide and p.grad is not None]
         for param, _ in grads:
             param.grad = None
-        modules.cast_module(
-            model,
-            policy.param_dtype,
-            keep=keep or (lambda module: policy.keep_batchnorm_fp32 and isinstance(module, modules.BatchNorm)),
-            module_filter=module_filter,
-        )
+        try:
+            modules.cast_module(
+                model,
+                policy.param_dtype,
+                keep=keep or (lambda module: policy.keep_batchnorm_fp32 and isinstance(module, modules.BatchNorm)),
+                module_filter=module_filter,
+            )
+        finally:  # a filter may raise
+            for param, grad in grads:
+                set_grads([param], [grad.to(torch.promote_types(param.dtype, torch.float32))])
         for param in model.parameters():
             weight = before.get(id(param))
             if weight is not None and is_half(param) and not is_half(weight):
                 originals[id(param)] = weight
             if wide_grads and HAS_GRAD_DTYPE and is_half(param):
                 param.grad_dtype = torch.float32
-        for param, grad in grads:
-            set_grads([param], [grad.to(torch.promote_types(param.dtype, torch.float32))])
     modules.attach(
         model,
         inputs=None if policy.op_lists is not None else policy.compute_dtype,

@@ -6,8 +6,6 @@ are torch's to the key. Only what a step does is ours.
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -20,6 +18,7 @@ from ..engine.masters.split import master_value
 from ..kernels.shards import is_sharded
 from ._base import FusedOptimizer, Hyper
 from ._options import MasterForm, Options
+from ._schedulers import count_steps, counts_steps
 from .adagrad import FusedAdagrad
 from .adam import FusedAdam
 from .sgd import FusedSGD
@@ -232,7 +231,7 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> HalfstepError | None:
         return ArgumentTypeError(f"fuse takes {names}, not {kind.__name__}{fused}.")
     if hasattr(optimizer, "_amp_stash"):
         return ArgumentValueError("fuse comes before amp.initialize or amp.decorate, not after.")
-    if "step" in vars(optimizer) and not _is_mark(optimizer):
+    if "step" in vars(optimizer) and not counts_steps(optimizer):
         return ArgumentValueError(f"fuse: the step of this {kind.__name__} has been replaced; fuse it before.")
     for group in optimizer.param_groups:
         if group.get("differentiable"):
@@ -252,29 +251,13 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> HalfstepError | None:
     return None
 
 
-def _is_mark(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the instance's ``step`` is its class's with the mark of torch's schedulers, to warn of a wrong order."""
-    step = vars(optimizer).get("step")
-    return hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step  # type: ignore[union-attr]
-
-
 def _become(optimizer: Any, cls: type[torch.optim.Optimizer]) -> None:
     """Change the class, with torch's hooks around its step, and a scheduler's mark on it if there was one."""
-    marked = _is_mark(optimizer)
+    marked = counts_steps(optimizer)
     optimizer.__class__ = cls
     optimizer._patch_step_function()  # the first of its class may be this one
-    if not marked:
-        return
-    weak = weakref.ref(optimizer)
-
-    @functools.wraps(cls.step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        marked: Any = weak()
-        marked._opt_called = True
-        return type(marked).step(marked, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step
+    if marked:
+        count_steps(optimizer)
 
 
 def _drop_spoilt_masters(optimizer: torch.optim.Optimizer) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from ...core.formats import HALF_DTYPES, halves, is_half
+from ...core.formats import halves, is_half
 from ...kernels.shards import is_sharded
+from ..checkpoints import soften
 from ..gradients import HAS_GRAD_DTYPE, Chooser, Gradients, widen
 from ..reduction import wrapped
 from .holders import hold, holder_of
@@ -20,32 +19,6 @@ from .plain import Masters
 from .view import MasterParameter, SplitMasterParameter
 
 __all__ = ["MasterKeeper"]
-
-_SOFTENED = "_halfstep_softened"
-
-
-def soften_checkpoints() -> None:
-    """Let ``torch.distributed.checkpoint`` make the state of an optimizer: it puts zeros of 16 bits into ``p.grad``."""
-    module: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    if module is None or hasattr(module, _SOFTENED) or not HAS_GRAD_DTYPE:
-        return
-    own = module._init_optim_state
-
-    @functools.wraps(own)
-    def init(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        attached = getattr(optimizer, "_amp_stash", None)
-        if attached is None:
-            return own(optimizer, *args, **kwargs)
-        params = attached.params()
-        for param in params:
-            if param.grad is None and param.dtype in HALF_DTYPES:
-                param.grad_dtype = None
-        result = own(optimizer, *args, **kwargs)
-        attached.gradients.expect(params)
-        return result
-
-    module._init_optim_state = init
-    setattr(module, _SOFTENED, True)
 
 
 def _give_back(held: list[weakref.ref[torch.Tensor]]) -> None:
@@ -115,18 +88,22 @@ class MasterKeeper:
         """The optimizer."""
         return self._optimizer()
 
+    def listed(self) -> list[torch.Tensor]:
+        """The parameters in the optimizer's groups."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def adopt(self) -> None:
         """Be asked for the masters of the optimizer's parameters from now on, new ones included."""
         if not self.any:
             return
         if self.plain is not None:
             self.plain.adopt(self.optimizer)
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        params = self.listed()
         half = halves(params)
         hold(half, self)
         self._held[:] = [weakref.ref(p) for p in half]
         self.gradients.expect(params)
-        soften_checkpoints()
+        soften()
 
     # ---- looking at masters
 
@@ -138,7 +115,7 @@ class MasterKeeper:
         """The parameters that are updated: masters as ``MasterParameter``, the others as they are."""
         if self.plain is not None:
             self.plain.adopt(self.optimizer)
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        params = self.listed()
         for gone in self._views.keys() - set(map(id, params)):
             del self._views[gone]
         for param in params:
@@ -192,7 +169,7 @@ class MasterKeeper:
         if self.plain is None:
             yield
             return
-        widen(halves(p for group in self.optimizer.param_groups for p in group["params"]))
+        widen(halves(self.listed()))
         self.plain.enter(self.optimizer)
         try:
             yield
