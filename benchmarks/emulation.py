@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import amp
+from halfstep.core.dtypes import dtype_name
 from halfstep.core.errors import PrecisionWarning
-from halfstep.core.formats import dtype_name
 from halfstep.core.hardware import has_units
 
 from .harness import Contender, Timing, add_common_arguments, interleave, pick_device, table, write_json

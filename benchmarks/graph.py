@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import optimizers, static
-from halfstep.core.formats import default_half, dtype_name, parse_dtype
+from halfstep.core.dtypes import default_half, dtype_name, parse_dtype
 
 from .harness import Contender, Timing, add_common_arguments, interleave, pick_device, table, write_json
 

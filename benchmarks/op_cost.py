@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import OpLists, amp
-from halfstep.core.formats import default_half
-from halfstep.engine.casting.ops import OpCasting
+from halfstep.casting.scopes import OpCasting
+from halfstep.core.dtypes import default_half
 
 from .harness import Contender, Timing, add_common_arguments, interleave, pick_device, table, write_json
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfstep import amp
-from halfstep.engine.casting import emulation, spec
+from halfstep.casting import emulation, spec
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():

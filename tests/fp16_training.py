@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from apex_recording import grid
 from halfstep import amp
-from halfstep.fp16_utils import (
+from halfstep.compat.fp16_utils import (
     DynamicLossScaler,
     FP16_Optimizer,
     LossScaler,

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex_recording import fill, grid
 from halfstep import amp, parallel
-from halfstep.fp16_utils import FP16_Optimizer
+from halfstep.compat.fp16_utils import FP16_Optimizer
 from halfstep.optimizers import FusedAdam
 from processes import Ranks, ranks
 

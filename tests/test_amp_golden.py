@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from apex_recording import assert_near, batch, branch, flat, golden, grid, net, numbers, optimizer
 from halfstep import amp
-from halfstep.core.formats import dtype_name
+from halfstep.core.dtypes import dtype_name
 
 FACTS = golden("apex_amp")
 

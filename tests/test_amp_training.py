@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from apex_recording import batch, golden, net
 from halfstep import amp
 from halfstep.core.errors import HalfstepError
-from halfstep.engine.masters.holders import master_of
+from halfstep.gradients.holders import master_of
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 HALVES = [torch.float16, torch.bfloat16]

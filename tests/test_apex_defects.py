@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import HalfstepError, amp
-from halfstep.apex.amp import initialize
+from halfstep.compat.apex.amp import initialize
+from halfstep.compat.fp16_utils import DynamicLossScaler, FP16_Optimizer, LossScaler
 from halfstep.core.errors import LossScaleCollapsed, UnsafeOpError
-from halfstep.fp16_utils import DynamicLossScaler, FP16_Optimizer, LossScaler
 
 HALF, BF16 = torch.float16, torch.bfloat16
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -385,7 +385,7 @@ def test_a_loss_scale_never_reaches_zero() -> None:
 
 def test_evaluation_does_not_grow() -> None:
     """Copies of weights piled up without gradients: #258, #439, #634."""
-    from halfstep.engine.casting.ops import _thread
+    from halfstep.casting.scopes import _thread
 
     model, _ = ready("O1")
     model.eval()

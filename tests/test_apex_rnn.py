@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from halfstep import amp
-from halfstep.apex import RNN
-from halfstep.apex.RNN.models import RNNCell, bidirectionalRNN, stackedRNN
+from halfstep.compat.apex import RNN
+from halfstep.compat.apex.RNN.models import RNNCell, bidirectionalRNN, stackedRNN
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 
 T, B, IN, H = 5, 3, 4, 6

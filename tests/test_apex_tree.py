@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import amp as ours
-from halfstep import apex as tree
+from halfstep.compat import apex as tree
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 
 NAMES = (
@@ -110,7 +110,7 @@ def test_flattening(installed: None) -> None:
 @pytest.mark.parametrize("c_last", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_syncbn_pieces_make_a_batchnorm(dtype: torch.dtype, c_last: bool, affine: bool) -> None:
-    from halfstep.apex import syncbn
+    from halfstep.compat.apex import syncbn
 
     batches = [torch.randn(n, 3, 4) * 2 + n for n in (2, 5)]  # of two ranks
     grads = [torch.randn_like(x) for x in batches]
@@ -289,7 +289,7 @@ def test_a_script_with_cuda_all_over_it_runs_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_cuda_is_given_back() -> None:
-    from halfstep.apex.on_cpu import cuda_on_cpu
+    from halfstep.compat.cuda_shim import cuda_on_cpu
 
     before = torch.cuda.is_available, torch.load, nn.Module.cuda, torch.cuda.Event
     with cuda_on_cpu():
@@ -305,7 +305,7 @@ def test_cuda_is_given_back() -> None:
 @pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["Layer", "RMS"])
 def test_normalization(kind: str, inputs: torch.dtype, weights: torch.dtype) -> None:
-    from halfstep.apex import normalization
+    from halfstep.compat.apex import normalization
 
     x = torch.linspace(-1, 1, 12).view(3, 4).to(inputs)
     shape, weight, bias = (4,), torch.linspace(1, 2, 4), torch.linspace(0, 1, 4)
@@ -328,7 +328,7 @@ def test_normalization(kind: str, inputs: torch.dtype, weights: torch.dtype) -> 
 
 
 def test_mlp() -> None:
-    from halfstep.apex.mlp import MLP
+    from halfstep.compat.apex.mlp import MLP
 
     module = MLP([4, 8, 2])
     x = torch.randn(3, 4)
@@ -340,7 +340,7 @@ def test_mlp() -> None:
 
 
 def test_fused_dense() -> None:
-    from halfstep.apex.fused_dense import FusedDense, FusedDenseGeluDense
+    from halfstep.compat.apex.fused_dense import FusedDense, FusedDenseGeluDense
 
     x, module = torch.randn(3, 4), FusedDenseGeluDense(4, 8, 2)
     expected = F.linear(F.gelu(F.linear(x, module.weight1, module.bias1)), module.weight2, module.bias2)

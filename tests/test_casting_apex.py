@@ -14,9 +14,9 @@ from torch import nn
 
 from apex_recording import golden, grid
 from fake_cuda import DEVICES, on, skip_unless_it_runs
-from halfstep.core.formats import dtype_name
+from halfstep.casting.scopes import OpCasting
+from halfstep.core.dtypes import dtype_name
 from halfstep.core.oplists import OpLists
-from halfstep.engine.casting.ops import OpCasting
 from op_calls import call_of
 
 FACTS = golden("apex_casts")

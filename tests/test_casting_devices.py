@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from fake_cuda import fake_cuda
 from halfstep import OpLists, amp
-from halfstep.engine.casting import sessions
-from halfstep.engine.casting.ops import OpCasting
+from halfstep.casting import sessions
+from halfstep.casting.scopes import OpCasting
 
 HALF, FP32 = torch.bfloat16, torch.float32
 PLACES = ("cpu", "cuda", "meta")

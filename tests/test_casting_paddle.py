@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from apex_recording import golden, grid
 from fake_cuda import DEVICES, on
 from halfstep import amp
-from halfstep.core.formats import dtype_name
+from halfstep.core.dtypes import dtype_name
 from op_calls import beside
 
 FACTS = golden("paddle_ops")

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import OpLists, amp
+from halfstep.casting.scopes import OpCasting, active
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
-from halfstep.engine.casting.ops import OpCasting, active
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -299,7 +299,7 @@ def test_two_iterations_in_one_scope() -> None:
 
 
 def test_no_copy_outlives_its_weight_or_scope() -> None:
-    from halfstep.engine.casting.ops import _thread
+    from halfstep.casting.scopes import _thread
 
     with scope():
         kept = [nn.Parameter(torch.ones(1, 4)) for _ in range(40)]

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from apex_recording import golden
 from halfstep import amp
-from halfstep.core.formats import dtype_name
-from halfstep.engine.attached import attached_to
+from halfstep.core.dtypes import dtype_name
+from halfstep.stepping.attached import attached_to
 
 DTYPES = golden("paddle_decorate")["decorate"]
 HALVES = [torch.float16, torch.bfloat16]

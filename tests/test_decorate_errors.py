@@ -11,7 +11,7 @@ from torch import nn
 from apex_recording import golden
 from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
-from halfstep.engine.attached import attached_to
+from halfstep.stepping.attached import attached_to
 
 ERRORS = golden("paddle_decorate")["errors"]
 FP32 = torch.float32

@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from halfstep import amp, fp16_utils, kernels, oplists, optimizers, scaling, static
+from halfstep import amp, kernels, oplists, optimizers, scaling, static
+from halfstep.compat import fp16_utils
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import Model, amp, static
+from halfstep.casting import emulation, spec
+from halfstep.casting.scopes import OpCasting
 from halfstep.core import hardware
 from halfstep.core.errors import ArgumentValueError
 from halfstep.core.oplists.tables import OP_CLASSES
-from halfstep.engine.casting import emulation, spec
-from halfstep.engine.casting.ops import OpCasting
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HALVES = [FP16, BF16]

@@ -19,13 +19,8 @@ from torch.nn import functional as F
 from apex_recording import assert_near, batch, fill, golden, grid, net, optimizer
 from fp16_training import DTYPES, DYNAMIC, OPTIMIZERS, STATIC, Layers, Overflow, by_hand, fp32, loss_of, values, wrapped
 from halfstep import HalfstepError, amp
-from halfstep.core.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    LossScaleCollapsed,
-    UsageError,
-)
-from halfstep.fp16_utils import DynamicLossScaler, FP16_Optimizer, network_to_half
+from halfstep.compat.fp16_utils import DynamicLossScaler, FP16_Optimizer, network_to_half
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, LossScaleCollapsed, UsageError
 
 FACTS = golden("apex_fp16_utils")
 

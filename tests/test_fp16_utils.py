@@ -12,8 +12,7 @@ from torch import nn
 import halfstep.fp16_utils as fp16_utils
 from apex_recording import assert_near, batch, golden, grid, net
 from benchmarks.__main__ import main
-from halfstep.core.errors import ArgumentValueError, LossScaleCollapsed, UsageError
-from halfstep.fp16_utils import (
+from halfstep.compat.fp16_utils import (
     BN_convert_float,
     DynamicLossScaler,
     FP16Model,
@@ -28,6 +27,7 @@ from halfstep.fp16_utils import (
     to_python_float,
     tofp16,
 )
+from halfstep.core.errors import ArgumentValueError, LossScaleCollapsed, UsageError
 
 FACTS = golden("apex_fp16_utils")
 

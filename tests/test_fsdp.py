@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from halfstep import amp, optimizers
+from halfstep.compat.fp16_utils import FP16_Optimizer
 from halfstep.core.errors import UsageError
-from halfstep.fp16_utils import FP16_Optimizer
 from processes import Ranks, ranks
 
 __all__ = ["ranks"]

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfstep import amp
-from halfstep.engine import gradients, prepare, reduction
-from halfstep.engine.masters import keeper
+from halfstep.distributed import ddp_hook as reduction
+from halfstep.gradients import ledger as gradients
+from halfstep.masters import keeper
+from halfstep.stepping import prepare
 
 HALVES = [torch.bfloat16, torch.float16]
 in_both_halves = pytest.mark.parametrize("half", HALVES, ids=["bf16", "fp16"])

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 import halfstep
 from apex_recording import batch, golden, net, optimizer
 from halfstep import amp
+from halfstep.core.dtypes import dtype_name
 from halfstep.core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
-from halfstep.core.formats import dtype_name
 from halfstep.core.policy import Policy
 from halfstep.scaling import DynamicLossScale, NoLossScale, StaticLossScale
 
@@ -325,7 +325,7 @@ def test_a_policy_without_16_bits_is_like_O0() -> None:
 
 
 def test_a_policy_under_the_name_of_apex(monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfstep.apex import amp as apex_amp
+    from halfstep.compat.apex import amp as apex_amp
 
     monkeypatch.setenv("HALFSTEP_OPT_LEVEL", "O1")
     model = apex_amp.initialize(net(), policy=Policy.from_level("O3", torch.bfloat16), verbosity=0)

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from halfstep import OpLists, amp, static
+from halfstep.casting import scopes as ops
+from halfstep.casting import torch_patches as guards
+from halfstep.casting.sessions import process_casting
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from halfstep.engine.casting import guards, ops
-from halfstep.engine.casting.sessions import process_casting
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALVES = [BF16, FP16]

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import optimizer_references as papers
-from halfstep import kernels, multi_tensor
+from halfstep import kernels
+from halfstep.compat import multi_tensor
+from halfstep.compat.multi_tensor import multi_tensor_applier
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from halfstep.kernels import cxx
-from halfstep.multi_tensor import multi_tensor_applier
+from halfstep.kernels.backends import compiler as cxx
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(3, 4), (), (0,), (5000,)]

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from halfstep import amp, optimizers
-from halfstep.apex.parallel.LARC import LARC as ApexLARC
+from halfstep.compat.apex.parallel.LARC import LARC as ApexLARC
 from halfstep.core.errors import UsageError
 from processes import Ranks, ranks
 from test_ordinary_optimizer import (

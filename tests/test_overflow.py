@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import amp, optimizers
-from halfstep.fp16_utils import FP16_Optimizer
+from halfstep.compat.fp16_utils import FP16_Optimizer
 
 BAD = [math.inf, -math.inf, math.nan]
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from apex_recording import assert_near, batch, flat, golden, grid, net
 from halfstep import HalfstepError, amp, parallel
-from halfstep.core.formats import dtype_name
+from halfstep.core.dtypes import dtype_name
 from halfstep.parallel import LARC
 
 FACTS = golden("apex_parallel")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.kernels import eager
-from halfstep.kernels.plan import Plan, PlanCache
+from halfstep.kernels.grouping import Plan, PlanCache
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = [FP16, BF16, FP32, FP64]

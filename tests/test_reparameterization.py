@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from halfstep import amp
-from halfstep.apex.reparameterization import (
+from halfstep.compat.apex.reparameterization import (
     Reparameterization,
     WeightNorm,
     apply_reparameterization,

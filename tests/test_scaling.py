@@ -17,6 +17,7 @@ from torch import nn
 
 from apex_recording import golden, grid
 from halfstep import amp
+from halfstep.compat.fp16_utils import FP16_Optimizer
 from halfstep.core.errors import ArgumentValueError, HalfstepError, LossScaleCollapsed, UsageError
 from halfstep.core.loss_scale import (
     DynamicLossScale,
@@ -27,9 +28,8 @@ from halfstep.core.loss_scale import (
     make_loss_scale,
 )
 from halfstep.core.policy import Policy
-from halfstep.engine.late import LateReader
-from halfstep.engine.scaling import LossScaler
-from halfstep.fp16_utils import FP16_Optimizer
+from halfstep.gradients.async_read import LateReader
+from halfstep.gradients.loss_scaler import LossScaler
 from scaling_reference import FLAGS, RULES, SMALLEST, reference
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from apex_recording import grid
-from halfstep.fp16_utils import (
+from halfstep.compat.fp16_utils import (
     FP16_Optimizer,
     master_params_to_model_params,
     model_grads_to_master_grads,

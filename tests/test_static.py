@@ -18,8 +18,8 @@ from benchmarks.graph import Block, SimpleNet
 from halfstep import HalfstepError, amp, optimizers, static
 from halfstep.core.hardware import has_units
 from halfstep.core.oplists import OpLists
-from halfstep.static.casting_pass import cast_graph
-from halfstep.static.cuts import fewest_casts
+from halfstep.graph.cast_pass import cast_graph
+from halfstep.graph.min_cut import fewest_casts
 
 BF16, HALF = torch.bfloat16, torch.float16
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from halfstep import optimizers
-from halfstep.kernels import backend, tuning
-from halfstep.kernels.tuning import CUTS, DEFAULT, Cut, fastest
+from halfstep.kernels import backend
+from halfstep.kernels.backends import autotune as tuning
+from halfstep.kernels.backends.autotune import CUTS, DEFAULT, Cut, fastest
 
 HAS_CUDA = torch.cuda.is_available()
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from halfstep import amp, optimizers
 from halfstep.kernels import backend
-from halfstep.kernels.batch import Batch
 from halfstep.kernels.expr import Pass
 from halfstep.kernels.storage import copied, dense, honoured, join, plain, round_half_away, split
+from halfstep.kernels.tensor_table import Batch
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 HALVES = [BF16, FP16]

@@ -1,9 +1,9 @@
 """Apex's ``amp`` and what belongs to it: opt levels, loss scaling around the backward pass, op casting."""
 
-from ..core.errors import PrecisionWarning, UnsafeOpError
-from ..core.hardware import is_bfloat16_supported, is_float16_supported
-from ..engine.casting.exempt import exempt
-from ..engine.casting.functions import (
+from ..casting.exempt import exempt
+from ..casting.scopes import disable_casts
+from ..casting.sessions import deactivate
+from ..casting.user_functions import (
     float_function,
     half_function,
     promote_function,
@@ -11,9 +11,9 @@ from ..engine.casting.functions import (
     register_half_function,
     register_promote_function,
 )
-from ..engine.casting.ops import disable_casts
-from ..engine.casting.sessions import deactivate
-from ..engine.masters.model import master_model
+from ..core.errors import PrecisionWarning, UnsafeOpError
+from ..core.hardware import is_bfloat16_supported, is_float16_supported
+from ..masters.model import master_model
 from .auto_cast import auto_cast, autocast
 from .decorate import decorate
 from .grad_scaler import GradScaler

@@ -9,12 +9,12 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from ..casting.emulation import Emulate, check_emulate
+from ..casting.scopes import OpCasting
+from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
-from ..core.formats import HALF_DTYPES, default_half, parse_dtype
 from ..core.hardware import accelerator, warn_if_slow
 from ..core.oplists import OpLists
-from ..engine.casting.emulation import Emulate, check_emulate
-from ..engine.casting.ops import OpCasting
 
 __all__ = ["auto_cast", "autocast"]
 

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from ..casting import modules
+from ..casting import scopes as ops
+from ..casting.emulation import Emulate, check_emulate
+from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.formats import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.hardware import warn_if_slow
 from ..core.policy import Policy
-from ..engine.casting import modules, ops
-from ..engine.casting.emulation import Emulate, check_emulate
-from ..engine.prepare import check, prepare
+from ..stepping.prepare import check, prepare
 
 __all__ = ["decorate"]
 

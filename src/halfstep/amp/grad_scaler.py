@@ -11,15 +11,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
+from ..casting.compiled import eager
+from ..core.dtypes import is_half
 from ..core.errors import ArgumentTypeError, UsageError
-from ..core.formats import is_half
 from ..core.loss_scale import DynamicLossScale
-from ..engine.attached import AttachedOptimizer, attached_to
-from ..engine.blame import first_bad_gradient
-from ..engine.casting.compiled import eager
-from ..engine.gradients import UnscaledOnce
-from ..engine.ranks import Pass
-from ..engine.unscaling import Unscaler
+from ..distributed.ddp_sync import Pass
+from ..gradients.ledger import UnscaledOnce
+from ..gradients.unscale import Unscaler
+from ..stepping.attached import AttachedOptimizer, attached_to
+from ..stepping.diagnosis import first_bad_gradient
 from .scaler_settings import ScalerSettings
 
 __all__ = ["GradScaler", "StepResult"]

@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ..casting import scopes as ops
+from ..casting import sessions
+from ..casting.emulation import Emulate, check_emulate
+from ..casting.modules import join_casting
+from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.formats import HALF_DTYPES, default_half, parse_dtype
 from ..core.hardware import accelerator, warn_if_slow
 from ..core.loss_scale import LossScale, LossScaleSpec, StaticLossScale, make_loss_scale
 from ..core.oplists import OpLists
-from ..engine.attached import AttachedOptimizer, attach, attached_to
-from ..engine.backward import ScaledBackward
-from ..engine.casting import ops, sessions
-from ..engine.casting.emulation import Emulate, check_emulate
-from ..engine.casting.modules import join_casting
-from ..engine.dressing import undress
-from ..engine.forwarding import ForwardingOptimizer
-from ..engine.scaling import LossScaler
+from ..gradients.loss_scaler import LossScaler
+from ..stepping.attached import AttachedOptimizer, attach, attached_to
+from ..stepping.backward import ScaledBackward
+from ..stepping.dynamic_class import undress
+from ..stepping.optimizer_wrapper import ForwardingOptimizer
 
 __all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "init"]
 

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..casting import modules, sessions
+from ..casting import scopes as ops
+from ..casting.emulation import Emulate, check_emulate
+from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, is_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.formats import HALF_DTYPES, default_half, dtype_name, is_half
 from ..core.hardware import warn_if_slow
 from ..core.loss_scale import LossScale, LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
-from ..engine.casting import modules, ops, sessions
-from ..engine.casting.emulation import Emulate, check_emulate
-from ..engine.prepare import check, prepare
-from ..engine.scaling import LossScaler
+from ..gradients.loss_scaler import LossScaler
 from ..optimizers.larc import LARC
+from ..stepping.prepare import check, prepare
 from .options import Options, resolve
 from .session import Session, _amp_state
 

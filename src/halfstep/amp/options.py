@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.formats import HALF_DTYPES, dtype_name, parse_dtype
 from ..core.loss_scale import LossScaleSpec, check_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import LEVELS, Policy, check_policy, parse_level

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from ..casting.compiled import eager
 from ..core.errors import ArgumentIndexError
-from ..engine.backward import ScaledBackward
-from ..engine.casting.compiled import eager
+from ..stepping.backward import ScaledBackward
 from .session import as_list, session_of
 
 __all__ = ["scale_loss"]

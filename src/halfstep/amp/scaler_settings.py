@@ -14,7 +14,7 @@ import torch
 from ..core.errors import ArgumentValueError
 from ..core.hardware import accelerator
 from ..core.loss_scale import DynamicLossScale, StaticLossScale
-from ..engine.scaling import LossScaler
+from ..gradients.loss_scaler import LossScaler
 
 __all__ = ["ScalerSettings"]
 

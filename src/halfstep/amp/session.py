@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from ..casting import scopes as ops
+from ..casting import sessions
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..engine.attached import AttachedOptimizer, attached_to
-from ..engine.casting import ops, sessions
-from ..engine.scaling import LossScaler
+from ..gradients.loss_scaler import LossScaler
+from ..stepping.attached import AttachedOptimizer, attached_to
 from .options import Options
 
 __all__ = ["AmpState", "Session", "load_state_dict", "master_params", "state_dict", "steps_skipped"]

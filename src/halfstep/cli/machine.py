@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from .._version import __version__
-from ..core.formats import HALF_DTYPES
+from ..core.dtypes import HALF_DTYPES
 from ..core.hardware import cpu_units
 
 __all__ = ["describe_machine"]

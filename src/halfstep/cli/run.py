@@ -30,8 +30,8 @@ def command(
     args: tuple[str, ...],
 ) -> None:
     """Run SCRIPT with ARGS; its `import apex` finds halfstep."""
-    from ..apex import install
-    from ..apex.on_cpu import cuda_on_cpu
+    from ..compat.cuda_shim import cuda_on_cpu
+    from ..compat.install import install
 
     if opt_level:
         os.environ["HALFSTEP_OPT_LEVEL"] = opt_level

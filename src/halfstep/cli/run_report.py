@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine.attached import AttachedOptimizer
-from ..engine.observers import observers
+from ..stepping.attached import AttachedOptimizer
+from ..stepping.observers import observers
 from .page import picture, render
 
 if TYPE_CHECKING:

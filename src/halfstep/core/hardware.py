@@ -12,8 +12,8 @@ import warnings
 
 import torch
 
+from .dtypes import dtype_name
 from .errors import ArgumentTypeError, ArgumentValueError, PrecisionWarning
-from .formats import dtype_name
 
 __all__ = [
     "accelerator",

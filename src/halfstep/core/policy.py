@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from .dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from .errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
-from .formats import HALF_DTYPES, dtype_name, parse_dtype
 from .loss_scale import LossScaleSpec, loss_scale_text, parse_loss_scale
 from .oplists import OpLists
 

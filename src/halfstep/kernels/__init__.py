@@ -4,7 +4,7 @@
 for the CPU; ``triton`` is for CUDA. ``backend`` or ``HALFSTEP_BACKEND`` chooses.
 """
 
-from .ops import axpby, copy, l2norm, scale, unscale_
-from .select import BACKENDS, backend, backend_for
+from .launch import BACKENDS, backend, backend_for
+from .multi_tensor import axpby, copy, l2norm, scale, unscale_
 
 __all__ = ["BACKENDS", "axpby", "backend", "backend_for", "copy", "l2norm", "scale", "unscale_"]

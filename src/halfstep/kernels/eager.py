@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from . import ops
-from .plan import Plan
-from .select import backend_for
+from . import multi_tensor as ops
+from .grouping import Plan
+from .launch import backend_for
 from .shards import Domain, complete_max, complete_sum
 
 _LARGE = 2**16  # elements of a tensor, on average

@@ -16,9 +16,9 @@ from torch import nn
 from ..amp.auto_cast import auto_cast
 from ..amp.decorate import decorate
 from ..amp.grad_scaler import GradScaler
+from ..core.dtypes import default_half, is_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import save_whole
-from ..core.formats import default_half, is_half, parse_dtype
 from .callbacks import Callback, Lines, ProgressBar, call
 from .configs import LIST_KEYS, SCALER_KEYS, read_configs
 from .data import as_list, as_loader, batch_size_of, inputs_and_labels, length_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.formats import dtype_name
+from ..core.dtypes import dtype_name
 
 __all__ = ["layers_of", "show"]
 

@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd.graph import increment_version
 
+from ..casting.weight_copies import WeightCopies
+from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError
-from ..core.formats import HALF_DTYPES, dtype_name
-from ..engine.casting.copies import WeightCopies
-from ..engine.masters.split import master_value
 from ..kernels.expr import Pass
 from ..kernels.shards import is_sharded
 from ..kernels.storage import honoured, split
+from ..masters.split import master_value
 from ._options import Options
 from ._rows import NUMBER, GroupRows, Rows, StateLayout
 

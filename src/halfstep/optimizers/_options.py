@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
+from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
-from ..core.formats import HALF_DTYPES, dtype_name, parse_dtype
 from ..kernels.storage import SPLIT, Storage, dense, plain, stochastic
 
 __all__ = ["MasterForm", "Options"]

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..casting.weight_copies import memory_of
 from ..core.errors import ArgumentTypeError, UsageError
-from ..engine.casting.copies import memory_of
-from ..engine.masters import split
-from ..kernels.batch import Batch, Scalars
 from ..kernels.expr import Pass
 from ..kernels.shards import Domain, complete_sum, domain_of, is_sharded, local, locals_of
 from ..kernels.storage import Storage, copied, dense
+from ..kernels.tensor_table import Batch, Scalars
+from ..masters import split
 from ._options import Options
 
 __all__ = ["NUMBER", "GroupRows", "Kept", "Rows", "SparseGradient", "StateLayout"]

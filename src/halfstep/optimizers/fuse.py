@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
-from ..core.formats import HALF_DTYPES
-from ..engine.masters.split import master_value
 from ..kernels.shards import is_sharded
+from ..masters.split import master_value
 from ._base import FusedOptimizer, Hyper
 from ._options import MasterForm, Options
 from ._schedulers import count_steps, counts_steps

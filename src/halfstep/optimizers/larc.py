@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..engine.casting.copies import memory_of, widen_gradients
-from ..kernels.batch import Batch
+from ..casting.weight_copies import memory_of, widen_gradients
 from ..kernels.expr import Pass
-from ..kernels.plan import Plan
+from ..kernels.grouping import Plan
 from ..kernels.shards import Domain, complete_sum, domain_of, locals_of
+from ..kernels.tensor_table import Batch
 from ._base import Hyper
 
 __all__ = ["LARC"]

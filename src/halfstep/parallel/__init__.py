@@ -2,10 +2,10 @@
 
 from torch.distributed import ReduceOp
 
+from ..compat.parallel import DistributedDataParallel, Reducer
+from ..distributed.checkpoint import save_checkpoint
+from ..distributed.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 from ..optimizers.larc import LARC
-from .checkpoint import save_checkpoint
-from .distributed import DistributedDataParallel, Reducer
-from .sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 
 __all__ = [
     "LARC",

@@ -10,13 +10,13 @@ import torch
 from torch.fx.traceback import annotate
 
 from ..amp.grad_scaler import GradScaler
+from ..casting.emulation import Emulate, check_emulate
+from ..core.dtypes import parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.formats import parse_dtype
 from ..core.oplists import OpLists
-from ..engine.attached import attach
-from ..engine.casting.emulation import Emulate, check_emulate
-from .casting_pass import GUARD, cast_graph
-from .program import Program, Value
+from ..graph.capture import Program, Value
+from ..graph.cast_pass import GUARD, cast_graph
+from ..stepping.attached import attach
 
 __all__ = ["CustomOpLists", "MixedPrecisionOptimizer", "decorate", "fp16_guard"]
 

@@ -54,7 +54,7 @@ def command(
     import torch
     from rich.console import Console
 
-    from halfstep.core.formats import default_half, parse_dtype
+    from halfstep.core.dtypes import default_half, parse_dtype
     from halfstep.core.hardware import slow_reason
 
     from .report import write_report

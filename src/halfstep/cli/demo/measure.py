@@ -7,7 +7,7 @@ import time
 import torch
 from torch import nn
 
-from ...engine.attached import attached_to
+from ...stepping.attached import attached_to
 
 __all__ = ["PeakMemory", "held_bytes", "now"]
 

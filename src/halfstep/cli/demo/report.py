@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep.core.formats import dtype_name
+from halfstep.core.dtypes import dtype_name
 from halfstep.core.policy import LEVELS
 
 from ..page import picture, render

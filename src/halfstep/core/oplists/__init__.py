@@ -1,6 +1,6 @@
 """Which ops run in which precision: the tables, the names people write for an op, and a choice of lists as a value."""
 
-from .lists import LIST_LEVELS, RULES, OpLists
+from .choice import LIST_LEVELS, RULES, OpLists
 from .names import resolve
 
 __all__ = ["LIST_LEVELS", "RULES", "OpLists", "resolve"]

@@ -1,5 +1,0 @@
-"""``apex.parallel.optimized_sync_batchnorm``."""
-
-from ...parallel import SyncBatchNorm
-
-__all__ = ["SyncBatchNorm"]

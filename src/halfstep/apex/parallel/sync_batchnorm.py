@@ -1,5 +1,0 @@
-"""``apex.parallel.sync_batchnorm``."""
-
-from ...parallel import SyncBatchNorm
-
-__all__ = ["SyncBatchNorm"]

@@ -1,0 +1,117 @@
+"""16-bit products on chips without 16-bit units: the fp32 kernel on the same numbers, its result rounded once.
+
+A matrix unit multiplies 16-bit numbers exactly, adds in fp32 and rounds the sum to 16 bits. The product of two 16-bit
+numbers is exact in fp32 as well, so the fp32 kernel gives the same, but for the order of the additions. What goes in is
+rounded to 16 bits and widened, what comes out is rounded; autograd rounds gradients in the same places, for the
+gradient of a cast is a cast. Measured: ``python -m benchmarks emulation``.
+
+Which ops: ``core.oplists.tables.OP_CLASSES``. Where: ``emulated_kinds``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..core.dtypes import HALF_DTYPES
+from ..core.errors import ArgumentValueError
+from ..core.hardware import has_units
+from ..core.oplists.tables import OP_CLASSES
+
+__all__ = ["KIND_OF", "Emulate", "EmulatedKinds", "check_emulate", "emulated_kinds", "narrow", "widen"]
+
+Emulate = bool | Literal["auto"]
+"""True emulates on every device, False on none, "auto" where the device has no units."""
+
+KIND_OF: dict[str, str] = {name: kind for kind, names in OP_CLASSES.items() for name in names}
+"""The class of each op that can be emulated, by its canonical name."""
+
+EmulatedKinds = frozenset[tuple[str, torch.dtype, str]]
+"""Device type, 16-bit dtype and op class of what is emulated."""
+
+
+def check_emulate(value: object) -> Emulate:
+    """``emulate=`` as a user gave it.
+
+    Raises:
+        ArgumentValueError: for anything but True, False and "auto".
+    """
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise ArgumentValueError(
+        f'emulate={value!r} must be "auto" (fp32 kernels with 16-bit rounding where the device has no 16-bit units), '
+        "True (everywhere) or False (nowhere)."
+    )
+
+
+def _all(device_type: str) -> EmulatedKinds:
+    return frozenset((device_type, dtype, kind) for dtype in HALF_DTYPES for kind in OP_CLASSES)
+
+
+@functools.cache
+def _lacking(device_type: str) -> EmulatedKinds:
+    device = torch.device(device_type)
+    return frozenset(kind for kind in _all(device_type) if not has_units(device, kind[1], kind[2]))
+
+
+def emulated_kinds(device_types: Iterable[str], dtype: torch.dtype | None, emulate: Emulate) -> EmulatedKinds:
+    """What is emulated on some devices, the current one of each type.
+
+    Args:
+        device_types: as of ``torch.device.type``.
+        dtype: torch.float16 or torch.bfloat16; None for both.
+        emulate: see there.
+    """
+    if emulate is False:
+        return frozenset()
+    kinds: EmulatedKinds = frozenset().union(*map(_all if emulate is True else _lacking, device_types))
+    return kinds if dtype is None else frozenset(kind for kind in kinds if kind[1] is dtype)
+
+
+# Inductor drops casts to 16 bits and back between ops that it fuses. In compiled graphs the casts are therefore ops of
+# our own that it does not look into; each is the derivative of the other. Elsewhere they are plain casts.
+
+
+@torch.library.custom_op("halfstep::narrow", mutates_args=())
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=True)  # an op of torch.library may not return its input
+
+
+@torch.library.custom_op("halfstep::widen", mutates_args=())
+def _widen(x: Tensor) -> Tensor:
+    return x.to(torch.float32, copy=True)
+
+
+_narrow.register_fake(lambda x, dtype: torch.empty_like(x, dtype=dtype))
+_widen.register_fake(lambda x: torch.empty_like(x, dtype=torch.float32))
+_narrow.register_vmap(lambda info, dims, x, dtype: (_narrow(x, dtype), dims[0]))
+_widen.register_vmap(lambda info, dims, x: (_widen(x), dims[0]))
+_narrow.register_autograd(lambda ctx, grad: (_widen(grad), None))
+_widen.register_autograd(
+    lambda ctx, grad: _narrow(grad, ctx.dtype),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "dtype", inputs[0].dtype),
+)
+
+
+def narrow(x: Tensor, dtype: torch.dtype, opaque: bool | None = None) -> Tensor:
+    """An fp32 tensor rounded to a 16-bit dtype, to nearest even; differentiable.
+
+    Args:
+        x: on any device.
+        dtype: torch.float16 or torch.bfloat16.
+        opaque: whether a compiler must not see through it; None means while ``torch.compile`` traces.
+    """
+    if torch.compiler.is_compiling() if opaque is None else opaque:
+        return _narrow(x, dtype)  # type: ignore[no-any-return]
+    return x.to(dtype)
+
+
+def widen(x: Tensor, opaque: bool | None = None) -> Tensor:
+    """A 16-bit tensor in fp32, exactly; its gradient is rounded to the dtype of ``x``. Arguments as of ``narrow``."""
+    if torch.compiler.is_compiling() if opaque is None else opaque:
+        return _widen(x)  # type: ignore[no-any-return]
+    return x.float()

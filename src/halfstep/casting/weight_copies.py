@@ -1,0 +1,289 @@
+"""16-bit copies of fp32 weights that a fused optimizer writes in the same pass as the weights: no forward casts them.
+
+A copy is used only while nothing but its optimizer can have written to the weight; in doubt the weight is cast anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..core import data_writes as writes
+from ..core.dtypes import is_half
+from ..gradients.ledger import set_grads
+
+__all__ = ["WeightCopies", "adding_in_fp32", "forget", "live", "memory_of", "offer", "widen_gradients"]
+
+_WORTH = 2**14  # elements: casting fewer costs no more than to lead autograd around the cast
+_LOSSES = 8  # a copy that goes stale so often unused is given up: someone else writes to this weight all the time
+
+_FP32 = torch.float32
+_use_count = torch._C._storage_Use_Count
+
+
+class _Copy:
+    """The copy of one weight.
+
+    Attributes:
+        weight: the parameter.
+        dtype: of the copy.
+        owner: the optimizer that writes it.
+        value: the copy; None while there is none.
+        version: of the weight when the copy was written.
+        memory: the weight without a gradient. It also keeps the weight's address from becoming another tensor's.
+        lost: how often it went stale since it was last of use.
+    """
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype, owner: torch.optim.Optimizer) -> None:
+        self.weight = weakref.ref(weight)
+        self.dtype = dtype
+        self.owner = weakref.ref(owner)
+        self.value: torch.Tensor | None = None
+        self.version = -1
+        self.memory = weight.detach()
+        self.lost = 0
+
+    def is_fresh(self, weight: torch.Tensor) -> bool:
+        """Whether the weight is what it was when the copy was written.
+
+        A second holder of the weight's memory (``param.data`` kept for later, a flat buffer, a numpy array) may write
+        to it without a new version. Ours are three: the weight, ``memory``, and the storage asked here.
+        """
+        return (
+            self.version == weight._version
+            and self.memory.data_ptr() == weight.data_ptr()
+            and _use_count(weight.untyped_storage()._cdata) <= 3
+        )
+
+    def drop(self) -> None:
+        """Forget the value: it is not the weight's any more."""
+        if self.value is not None:
+            self.value = None
+            self.lost += 1
+
+    def locate(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight's memory of now, as a tensor without a gradient."""
+        if self.memory.data_ptr() != weight.data_ptr():
+            self.memory = weight.detach()
+        return self.memory
+
+
+_copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
+
+
+class WeightCopies:
+    """The copies that one optimizer writes.
+
+    They are no state of it: they are in no checkpoint, deep copy or pickle. A parameter of two optimizers has its copy
+    from the first; a step of the other makes it stale.
+
+    Args:
+        owner: the optimizer.
+        dtype: of the copies.
+    """
+
+    def __init__(self, owner: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._owner = weakref.ref(owner)
+        self._mine: dict[int, _Copy] = {}
+        self._writing: list[tuple[torch.Tensor, _Copy]] = []
+        writes.watch(self)
+        _watch_steps()
+        weakref.finalize(self, _unwatch_steps).atexit = False
+
+    def touch(self, param: torch.Tensor) -> None:
+        """Somebody has got hold of ``param.data``."""
+        if id(param) in self._mine:
+            forget(param)
+
+    def watch(self, params: Iterable[torch.Tensor]) -> None:
+        """Let these parameters have copies, as soon as a forward pass asks for one."""
+        owner = self._owner()
+        for param in params:
+            if (
+                owner is not None
+                and type(param) is torch.nn.Parameter
+                and param.dtype is _FP32
+                and param.numel() >= _WORTH
+                and _copy_of(param) is None
+            ):
+                self._mine[id(param)] = _copies[id(param)] = _Copy(param, self.dtype, owner)
+
+    def having(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of some parameters that have a copy here, so that their gradients may come in 16 bits."""
+        mine = self._mine
+        return [p for p in params if id(p) in mine and mine[id(p)].value is not None and mine[id(p)].weight() is p]
+
+    def begin_step(self) -> None:
+        """Forget what a step before this one began to write and did not, because it failed."""
+        self._writing.clear()
+
+    def begin_write(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The copy that the coming step is to write with this parameter; None if it has none that is worth it.
+
+        A graph that holds the copy needs it as it is, so that one is not written to.
+        """
+        copy = self._mine.get(id(param))
+        if copy is None or copy.value is None or copy.weight() is not param:
+            return None
+        in_use = _use_count(copy.value.untyped_storage()._cdata) > 2  # more than ``value`` and the storage asked here
+        if in_use or not copy.is_fresh(param):
+            copy.drop()
+            return None
+        self._writing.append((param, copy))
+        return copy.value
+
+    def end_write(self) -> None:
+        """The step is done."""
+        for param, copy in self._writing:
+            copy.version = param._version
+        self._writing.clear()
+
+
+_brought: dict[int, torch.Tensor] = {}
+"""The 16-bit gradients that this backward pass has brought to weights, by the identity of the weight."""
+
+
+class _Lead(torch.autograd.Function):
+    """Hands on the copy of a weight, with the weight as what autograd follows it back to.
+
+    Autograd adds up what reaches a weight by several ways in one pass. It may do so in place, in the dtype of what came
+    first, but not in memory that has another holder: so a 16-bit gradient and an fp32 one make an fp32 sum. A second
+    16-bit one, from another forward pass, is widened here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The copy."""
+        ctx.weight = id(weight)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The gradient as it is; autograd brings it to the dtype that ``weight.grad_dtype`` asks for."""
+        copy = _copies.get(ctx.weight)
+        weight = None if copy is None else copy.weight()
+        if weight is None or getattr(weight, "grad_dtype", _FP32) is _FP32:
+            return grad, None  # autograd makes fp32 of it before it adds anything
+        if ctx.weight in _brought:
+            return grad.float(), None
+        _brought[ctx.weight] = grad.detach()
+        return grad, None
+
+
+def live(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The copy of a weight, leading autograd back to it; None if there is none that is up to date."""
+    copy = _copy_of(weight)
+    if copy is None or copy.value is None or copy.dtype is not dtype:
+        return None
+    if not copy.is_fresh(weight):
+        copy.drop()
+        return None
+    copy.lost = 0
+    if weight.requires_grad and torch.is_grad_enabled():
+        return _Lead.apply(weight, copy.value)  # type: ignore[no-any-return, no-untyped-call]
+    return copy.value
+
+
+def offer(weight: torch.Tensor, cast: torch.Tensor) -> None:
+    """A weight was cast: where its optimizer writes copies of this dtype, this is the one to write from now on."""
+    copy = _copy_of(weight)
+    if copy is not None and copy.dtype is cast.dtype and copy.lost < _LOSSES and not cast.is_inference():
+        copy.locate(weight)
+        copy.value, copy.version = cast.detach(), weight._version
+
+
+def forget(weight: torch.Tensor) -> None:
+    """Something may write to this weight in a way that shows in no version."""
+    copy = _copy_of(weight)
+    if copy is not None:
+        copy.drop()
+
+
+def memory_of(param: torch.Tensor) -> torch.Tensor:
+    """``param.detach()``, but the same tensor for all of us, which counts as one holder of its memory."""
+    copy = _copy_of(param)
+    return param.detach() if copy is None else copy.locate(param)
+
+
+def widen_gradients(params: Iterable[torch.Tensor] | None = None) -> None:
+    """Make fp32 gradients of the 16-bit ones of fp32 weights, before someone adds to them or needs the same dtype.
+
+    Args:
+        params: of these; None for all that have copies.
+    """
+    if params is None:
+        params = [weight for copy in _copies.values() if (weight := copy.weight()) is not None]
+    for param in params:
+        if param.dtype is _FP32 and param.grad is not None and is_half(param.grad):
+            set_grads([param], [param.grad.float()])
+
+
+def adding_in_fp32(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that adds 16-bit gradients of fp32 weights to nothing in 16 bits."""
+
+    @functools.wraps(backward)
+    def careful(*args: Any, **kwargs: Any) -> Any:
+        widen_gradients()
+        outer = dict(_brought)  # a checkpoint runs a backward pass inside of one
+        _brought.clear()
+        try:
+            return backward(*args, **kwargs)
+        finally:
+            _brought.clear()
+            _brought.update(outer)
+
+    return careful
+
+
+def _copy_of(weight: torch.Tensor) -> _Copy | None:
+    copy = _copies.get(id(weight))
+    return copy if copy is not None and copy.weight() is weight else None
+
+
+def _theirs(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer whose copies another one writes."""
+    return [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if (copy := _copy_of(param)) is not None and copy.owner() is not optimizer
+    ]
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    widen_gradients(_theirs(optimizer))
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for param in _theirs(optimizer):
+        forget(param)
+
+
+_watchers = 0
+_hooks: list[Any] = []
+
+
+def _watch_steps() -> None:
+    """Count one who has copies; with the first, steps of any optimizer are watched.
+
+    torch's own ``fused=True`` optimizers write without a new version (as of torch 2.13).
+    """
+    global _watchers
+    _watchers += 1
+    if _watchers == 1:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _unwatch_steps() -> None:
+    global _watchers
+    _watchers -= 1
+    if _watchers == 0:
+        while _hooks:
+            _hooks.pop().remove()

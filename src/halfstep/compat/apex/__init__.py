@@ -1,0 +1,23 @@
+"""Apex's module tree by its own names: ``halfstep.apex.install()`` makes ``import apex`` find it.
+
+float16 is the default on every device, as Apex's was. Not here: of ``contrib`` all but ``clip_grad``.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from ..install import install, uninstall
+
+__all__ = ["install", "uninstall"]
+
+_SUBMODULES = (
+    *("RNN", "amp", "contrib", "fp16_utils", "fused_dense", "mlp"),
+    *("multi_tensor_apply", "normalization", "optimizers", "parallel", "reparameterization"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    """``import apex`` brought the submodules with it; here each comes when asked for."""
+    if name in _SUBMODULES:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,45 @@
+"""``apex.fused_dense``, on ``torch.nn.Linear``: weights are initialized, which Apex left to chance."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ...core.errors import ArgumentValueError
+
+__all__ = ["FusedDense", "FusedDenseGeluDense"]
+
+
+class FusedDense(nn.Linear):
+    """``torch.nn.Linear``."""
+
+
+class FusedDenseGeluDense(nn.Module):
+    """Linear, GELU, linear.
+
+    Args:
+        in_features: width of the input.
+        intermediate_features: width between the layers.
+        out_features: width of the output.
+        bias: must be True.
+
+    Raises:
+        ArgumentValueError: without biases.
+    """
+
+    def __init__(self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        if not bias:
+            raise ArgumentValueError("FusedDenseGeluDense has biases; bias=False is not supported.")
+        self.in_features, self.intermediate_features, self.out_features = (
+            in_features,
+            intermediate_features,
+            out_features,
+        )
+        first, second = nn.Linear(in_features, intermediate_features), nn.Linear(intermediate_features, out_features)
+        self.weight1, self.bias1, self.weight2, self.bias2 = first.weight, first.bias, second.weight, second.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Run on a floating tensor of shape [..., in_features]."""
+        return F.linear(F.gelu(F.linear(input, self.weight1, self.bias1)), self.weight2, self.bias2)

@@ -1,0 +1,82 @@
+"""``apex.mlp``."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ...core.errors import ArgumentTypeError
+
+__all__ = ["MLP", "mlp_function"]
+
+_ACTIVATIONS = {"none": lambda x: x, "relu": torch.relu, "sigmoid": torch.sigmoid}
+
+
+def mlp_function(bias: bool, activation: str, *args: torch.Tensor) -> torch.Tensor:
+    """Linear layers with an activation after each, the last included.
+
+    Args:
+        bias: whether there are biases.
+        activation: "none", "relu" or "sigmoid".
+        *args: the input, of shape [N, in]; the weights; then the biases.
+
+    Raises:
+        ArgumentTypeError: for another activation.
+    """
+    if activation not in _ACTIVATIONS:
+        raise ArgumentTypeError(f"activation={activation!r} must be 'none', 'relu' or 'sigmoid'.")
+    x, *rest = args
+    weights, biases = (rest[: len(rest) // 2], rest[len(rest) // 2 :]) if bias else (rest, [None] * len(rest))
+    for weight, b in zip(weights, biases, strict=True):
+        x = _ACTIVATIONS[activation](F.linear(x, weight, b))
+    return x
+
+
+class MLP(nn.Module):
+    """Linear layers with an activation after each, the last included.
+
+    Args:
+        mlp_sizes: width of the input, then of each layer.
+        bias: whether layers have a bias.
+        activation: "none", "relu" or "sigmoid".
+
+    Raises:
+        ArgumentTypeError: for another activation.
+    """
+
+    def __init__(self, mlp_sizes: list[int], bias: bool = True, activation: str = "relu") -> None:
+        super().__init__()
+        if activation not in _ACTIVATIONS:
+            raise ArgumentTypeError(f"activation={activation!r} must be 'none', 'relu' or 'sigmoid'.")
+        self.mlp_sizes = list(mlp_sizes)
+        self.bias = bias
+        self.activation = activation
+        self.num_layers = len(mlp_sizes) - 1
+        for i, (inputs, outputs) in enumerate(pairwise(mlp_sizes)):
+            self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(outputs, inputs)))
+            if bias:
+                self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(outputs)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of variance 2 / (in + out), biases of variance 1 / out, as Apex had them."""
+        for i in range(self.num_layers):
+            weight = getattr(self, f"weight_{i}")
+            nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
+            if self.bias:
+                nn.init.normal_(getattr(self, f"bias_{i}"), 0.0, math.sqrt(1.0 / weight.shape[0]))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Run the layers on an input of shape [N, mlp_sizes[0]]."""
+        names = [f"weight_{i}" for i in range(self.num_layers)]
+        if self.bias:
+            names += [f"bias_{i}" for i in range(self.num_layers)]
+        return mlp_function(self.bias, self.activation, input, *(getattr(self, name) for name in names))
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        return f"MLP sizes: {self.mlp_sizes}, Bias={self.bias}, activation={self.activation}"

@@ -1,0 +1,5 @@
+"""``apex.parallel.LARC``, a module."""
+
+from ....optimizers import LARC
+
+__all__ = ["LARC"]

@@ -1,0 +1,179 @@
+"""The general case: a weight that is computed from parameters of other names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ....core.errors import ArgumentTypeError, ArgumentValueError
+
+__all__ = ["Reparameterization", "found_in", "on_named"]
+
+
+class Reparameterization:
+    """Computes one weight of one module. A subclass says how, in ``compute_weight`` and ``reparameterize``.
+
+    Args:
+        name: of the weight.
+        dim: for the subclass.
+        module: whose weight it is.
+        retain_forward: accepted; nothing is kept.
+
+    Attributes:
+        reparameterization_names: of the parameters that the weight is computed from, which the module has then.
+    """
+
+    def __init__(self, name: str, dim: int | None, module: nn.Module | None, retain_forward: bool = True) -> None:
+        self.name, self.dim, self.retain_forward = name, dim, retain_forward
+        self.module: Any = module
+        self.reparameterization_names: list[str] = []
+
+    def compute_weight(self, module: Any = None, name: str | None = None) -> torch.Tensor:
+        """The weight, from attributes of ``module`` with the names that ``reparameterize`` gave."""
+        raise NotImplementedError
+
+    def reparameterize(self, name: str, weight: torch.Tensor, dim: int | None) -> tuple[list[str], list[torch.Tensor]]:
+        """Names and values of the parameters to compute ``weight`` from."""
+        raise NotImplementedError
+
+    @staticmethod
+    def apply(
+        module: nn.Module,
+        name: str,
+        dim: int | None,
+        reparameterization: type[Reparameterization],
+        hook_child: bool = True,
+    ) -> Reparameterization:
+        """Compute the parameter ``name`` of ``module`` from now on."""
+        owner, own_name = Reparameterization.get_module_and_name(module, name)
+        made = reparameterization(own_name, dim, owner)
+        parametrize.register_parametrization(owner, own_name, _Computed(made))
+        for i, alias in enumerate(made.reparameterization_names):
+            setattr(type(owner), alias, property(_Original(own_name, i)))  # the class is of this module alone
+        owner._register_state_dict_hook(_SaveNames(own_name, made.reparameterization_names))
+        owner.register_load_state_dict_pre_hook(_LoadNames(own_name, made.reparameterization_names))
+        if isinstance(owner, nn.RNNBase):
+            owner.register_forward_pre_hook(_fresh_flat_weights)
+        return made
+
+    @staticmethod
+    def get_module_and_name(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+        """The submodule that a dotted name ends in, and the rest of the name."""
+        path, _, own_name = name.rpartition(".")
+        return module.get_submodule(path), own_name
+
+    def get_params(self, module: Any) -> list[torch.Tensor]:
+        """The parameters that the weight is computed from."""
+        return [getattr(module, name) for name in self.reparameterization_names]
+
+    def remove(self, module: nn.Module) -> None:
+        """Leave the weight's value in an ordinary parameter of its name."""
+        parametrize.remove_parametrizations(module, self.name, leave_parametrized=True)
+        tables: list[Any] = [module._state_dict_hooks, module._load_state_dict_pre_hooks]
+        for table in tables:
+            for key, hook in list(table.items()):
+                names = getattr(hook, "hook", hook)
+                if isinstance(names, _Names) and names.name == self.name:
+                    del table[key]
+        if isinstance(module, nn.RNNBase):
+            _fresh_flat_weights(module, ())
+
+
+class _Computed(nn.Module):
+    """What torch's parametrization calls."""
+
+    def __init__(self, how: Reparameterization) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, *params: torch.Tensor) -> torch.Tensor:
+        names = self.how.reparameterization_names
+        return self.how.compute_weight(SimpleNamespace(**dict(zip(names, params, strict=True))), self.how.name)
+
+    def right_inverse(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        names, params = self.how.reparameterize(self.how.name, weight, self.how.dim)
+        self.how.reparameterization_names = list(names)
+        return [param.detach().clone() for param in params]
+
+
+class _Original:
+    """Reads a parameter by the name it had in Apex."""
+
+    def __init__(self, name: str, index: int) -> None:
+        self.name, self.index = name, index
+
+    def __call__(self, module: Any) -> Any:
+        return getattr(module.parametrizations[self.name], f"original{self.index}")
+
+
+class _Names:
+    """The names of the parameters of one weight: Apex's in a ``state_dict``, torch's inside."""
+
+    def __init__(self, name: str, aliases: list[str]) -> None:
+        self.name, self.aliases = name, aliases
+
+    def pairs(self, prefix: str) -> Iterator[tuple[str, str]]:
+        for i, alias in enumerate(self.aliases):
+            yield f"{prefix}{alias}", f"{prefix}parametrizations.{self.name}.original{i}"
+
+
+class _SaveNames(_Names):
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for apex, inside in self.pairs(prefix):
+            if inside in state_dict:
+                state_dict[apex] = state_dict.pop(inside)
+
+
+class _LoadNames(_Names):
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for apex, inside in self.pairs(prefix):
+            if apex in state_dict:
+                state_dict[inside] = state_dict.pop(apex)
+
+
+def _fresh_flat_weights(module: Any, args: Any) -> None:
+    """Recurrent modules of torch keep a list of their weights; have it hold those of now."""
+    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def on_named(module: nn.Module, kind: type[Reparameterization] | None, name: str) -> list[tuple[nn.Module, str]]:
+    """The parameters that a name means: submodules and the parameters' names in them."""
+    if kind is None:
+        raise ArgumentTypeError("reparameterization must be a subclass of Reparameterization, such as WeightNorm.")
+    if name:
+        owner, own_name = Reparameterization.get_module_and_name(module, name)
+        if not isinstance(getattr(owner, own_name, None), nn.Parameter):
+            known = ", ".join(key for key, _ in module.named_parameters()) or "none"
+            raise ArgumentValueError(f"{name!r} is no parameter of this {type(module).__name__}; it has {known}.")
+        return [(owner, own_name)]
+    return [
+        (owner, own_name)
+        for owner in list(module.modules())
+        if not isinstance(owner, (nn.Embedding, nn.EmbeddingBag, parametrize.ParametrizationList))
+        for own_name, param in list(owner.named_parameters(recurse=False))
+        if param.dim() > 1
+    ]
+
+
+def found_in(module: nn.Module, kind: type[Reparameterization], name: str) -> list[Reparameterization]:
+    """What computes weights of a module.
+
+    Raises:
+        ArgumentValueError: if there is nothing of the kind.
+    """
+    found = []
+    for prefix, owner in module.named_modules():
+        for own_name, parts in getattr(owner, "parametrizations", {}).items():
+            how = getattr(parts[0], "how", None)
+            if isinstance(how, kind) and name in ("", f"{prefix}.{own_name}".lstrip(".")):
+                how.module = owner
+                found.append(how)
+    if not found:
+        where = f"{name!r}" if name else "no parameter"
+        raise ArgumentValueError(f"{kind.__name__}: {where} of this {type(module).__name__} is reparameterized.")
+    return found

@@ -1,0 +1,199 @@
+"""The two loss scalers of fp16_utils: Apex's names over the rules of ``core.loss_scale``.
+
+``FP16_Optimizer`` makes and drives them; they also serve loops written by hand with ``prep_param_lists``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ...core.errors import ArgumentValueError
+from ...core.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+from ...gradients.loss_scaler import LossScaler as EngineScaler
+
+__all__ = ["DynamicLossScaler", "LossScaler", "saved_entry"]
+
+
+class _CountingScaler(EngineScaler):
+    """The engine's scaler, which also knows how many passes there were and which of them overflowed last."""
+
+    def __init__(self, rule: LossScale) -> None:
+        super().__init__(rule, name="the fp16_utils loss scaler")
+        self.cur_iter = 0
+        self.last_overflow = torch.tensor(-1)
+
+    def update(self, found_inf: torch.Tensor, blame: Callable[[], str] | None = None) -> None:
+        """Take one step of the rule, as the engine does, and count it."""
+        super().update(found_inf, blame)
+        self.last_overflow = torch.where(found_inf != 0, self.cur_iter, self.last_overflow.to(found_inf.device))
+        self.cur_iter += 1
+
+
+class LossScaler:
+    """A loss scale that stays where it is, unless you set ``cur_scale``.
+
+    Args:
+        scale: a finite number above zero.
+
+    Raises:
+        ArgumentValueError: for another scale.
+    """
+
+    dynamic = False
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.engine = _CountingScaler(StaticLossScale(scale))
+
+    @property
+    def loss_scale(self) -> float:
+        """The present scale. Reads the device."""
+        return self.engine.loss_scale()
+
+    @property
+    def cur_scale(self) -> float:
+        """The present scale, under the name to set it by. Reads the device."""
+        return self.engine.loss_scale()
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self.engine.set_scale(value)
+
+    def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
+        """False: a static scale leaves overflows to whoever set it."""
+        return False
+
+    def update_scale(self, overflow: bool | torch.Tensor) -> None:
+        """Count one iteration.
+
+        Args:
+            overflow: whether its gradients overflowed; a 0-dim tensor is not read.
+        """
+        found_inf = overflow if isinstance(overflow, torch.Tensor) else torch.tensor(float(overflow))
+        self.engine.update(found_inf)
+
+    def scale_gradient(self, module: torch.nn.Module, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
+        """A backward hook for ``module.register_full_backward_hook``: the incoming gradients times the scale."""
+        return tuple(None if grad is None else grad * self.loss_scale for grad in grad_in)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """``(loss * loss_scale).backward()``, a 16-bit loss in fp32. The gradients stay scaled."""
+        wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        (wide * self.engine.scale(loss.device)).backward(retain_graph=retain_graph)
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Plain numbers."""
+        return {
+            **self.engine.state_dict(),
+            "cur_iter": self.engine.cur_iter,
+            "last_overflow_iter": self._last_overflow(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, float | int] | Any) -> None:
+        """Take over what ``state_dict`` returned, or a loss scaler that Apex pickled into a checkpoint.
+
+        Raises:
+            ArgumentValueError: for anything else; nothing is loaded then.
+        """
+        entry = saved_entry(state_dict)
+        self.engine.load_state_dict(entry)
+        self.engine.cur_iter = int(entry.get("cur_iter", 0))
+        self.engine.last_overflow = torch.tensor(int(entry.get("last_overflow_iter", -1)))
+
+    def _last_overflow(self) -> int:
+        return int(self.engine.last_overflow)
+
+
+class DynamicLossScaler(LossScaler):
+    """A loss scale that rides the edge: lower at each overflow, higher after ``scale_window`` iterations without one.
+
+    ::
+
+        overflow = scaler.has_overflow(model_params)
+        scaler.update_scale(overflow)
+        if not overflow:
+            ...
+
+    Args:
+        init_scale: where to start.
+        scale_factor: an overflow divides the scale by it, ``scale_window`` good iterations multiply it.
+        scale_window: iterations without overflow before the scale grows.
+        min_loss_scale: the floor; None means 1, or ``init_scale`` if that is lower.
+        max_loss_scale: the ceiling; None means the largest float32 number.
+
+    Raises:
+        ArgumentValueError: for a scale that is not above zero, a factor that is not above 1, a window below 1.
+
+    Source: seed 000; Micikevicius et al. 2018, section 3.2.
+    """
+
+    dynamic = True
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**32,
+        scale_factor: float = 2.0,
+        scale_window: int = 1000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = None,
+    ) -> None:
+        if isinstance(scale_factor, bool) or not isinstance(scale_factor, (int, float)) or not scale_factor > 1.0:
+            raise ArgumentValueError(f"scale_factor={scale_factor!r} must be a number above 1.")
+        rule = DynamicLossScale(
+            init_scale=init_scale,
+            growth_factor=scale_factor,
+            backoff_factor=1.0 / scale_factor,
+            growth_interval=scale_window,
+            min_scale=min_loss_scale or min(1.0, init_scale),
+            max_scale=max_loss_scale or None,
+        )
+        self.engine = _CountingScaler(rule)
+        self.scale_factor, self.scale_window = scale_factor, scale_window
+
+    @property
+    def cur_iter(self) -> int:
+        """How many iterations ``update_scale`` has seen."""
+        return self.engine.cur_iter
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """Which of them overflowed last, counted from 0; -1 if none did. Reads the device."""
+        return self._last_overflow()
+
+    def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether the gradient of a parameter holds inf or NaN. Reads the device once.
+
+        Args:
+            params: parameters of any dtypes and devices; those without a gradient are passed over.
+        """
+        grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
+        if not grads:
+            return False
+        flags = [torch.isfinite(grad).all().to(grads[0].device, non_blocking=True) for grad in grads]
+        return not bool(torch.stack(flags).all())
+
+
+def saved_entry(saved: Any) -> dict[str, Any]:
+    """The numbers of a saved scaler: ours, amp's, or an object that Apex pickled.
+
+    Raises:
+        ArgumentValueError: for anything else.
+    """
+    if isinstance(saved, Mapping):
+        entry = dict(saved)
+    else:
+        scale = getattr(saved, "_loss_scale", getattr(saved, "cur_scale", None))
+        entry = {"loss_scale": scale, "unskipped": getattr(saved, "_unskipped", 0)}
+        if hasattr(saved, "cur_iter") and hasattr(saved, "last_overflow_iter"):
+            entry |= {"cur_iter": saved.cur_iter, "last_overflow_iter": saved.last_overflow_iter}
+            entry["unskipped"] = (saved.cur_iter - saved.last_overflow_iter - 1) % getattr(saved, "scale_window", 1000)
+    scale = entry.get("loss_scale")
+    if not isinstance(scale, (int, float)) or not 0.0 < scale < math.inf or not isinstance(entry.get("unskipped"), int):
+        raise ArgumentValueError(
+            f"{saved!r} is no saved loss scaler: loss_scale must be a finite number above zero and unskipped a whole "
+            "number."
+        )
+    return entry

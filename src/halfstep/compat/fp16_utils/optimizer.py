@@ -1,0 +1,336 @@
+"""``FP16_Optimizer``: an optimizer that owns the backward pass, and with it masters and loss scale."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+
+from ...core.dtypes import dtype_name
+from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ...stepping.attached import attach
+from ...stepping.backward import ScaledBackward, conclude
+from ...stepping.optimizer_wrapper import ForwardingOptimizer
+from .loss_scaler import DynamicLossScaler, LossScaler, saved_entry
+
+__all__ = ["FP16_Optimizer"]
+
+logger = logging.getLogger("halfstep")
+
+_NAME = "FP16_Optimizer"
+_DYNAMIC_ARGS = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
+
+
+class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
+    """Wrap an optimizer: fp32 masters for its 16-bit parameters, and a static or dynamic loss scale.
+
+    ::
+
+        model = torch.nn.Linear(D_in, D_out).half()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True)
+        ...
+        optimizer.zero_grad()
+        optimizer.backward(loss)  # instead of loss.backward()
+        optimizer.step()
+
+    A step is skipped if a gradient since the last one was inf or NaN, at any scale, static ones and 1.0 included
+    (Apex never looked under a static scale, and the weights became NaN). It is an ``Optimizer``, so torch's
+    schedulers take it; ``param_groups`` and ``state`` are those of the wrapped one, over the parameters of the model
+    (Apex had masters in their place).
+
+    Args:
+        init_optimizer: any ``torch.optim.Optimizer``, with float16, bfloat16 and fp32 parameters mixed in any groups.
+            Work with the wrapper only from then on.
+        static_loss_scale: a finite number above zero.
+        dynamic_loss_scale: use a dynamic scale, whatever ``static_loss_scale`` says.
+        dynamic_loss_args: keyword arguments of ``DynamicLossScaler``.
+        verbose: log each parameter at level INFO of the logger "halfstep". Skipped steps are logged in any case.
+
+    Attributes:
+        optimizer: the wrapped optimizer.
+        loss_scaler: a ``LossScaler`` or ``DynamicLossScaler``.
+        dynamic_loss_scale: which of the two it is.
+
+    Raises:
+        ArgumentTypeError: for an ``init_optimizer`` that is no optimizer, or an unknown key in ``dynamic_loss_args``.
+        ArgumentValueError: for a scale or another value that is not allowed.
+        UsageError: for an optimizer that has masters or a loss scale already.
+
+    Source: seed 000.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        if isinstance(init_optimizer, FP16_Optimizer):
+            raise UsageError("This optimizer is an FP16_Optimizer already; wrap a plain one once.")
+        if not isinstance(init_optimizer, torch.optim.Optimizer):
+            raise ArgumentTypeError(f"init_optimizer must be a torch.optim.Optimizer, not {init_optimizer!r}.")
+        self.dynamic_loss_scale = bool(dynamic_loss_scale)
+        self.loss_scaler = (
+            _dynamic(dynamic_loss_args or {}) if dynamic_loss_scale else LossScaler(float(static_loss_scale))
+        )
+        if verbose:
+            _log_groups(init_optimizer)
+        self._attached = attach(init_optimizer, masters=True)
+        # What the passes since the last step found; a new one begins with the first pass after a step.
+        self._found_inf: torch.Tensor | None = None
+        self._stepped = False
+        self._unscaled = False  # the gradients there are
+        super().__init__(init_optimizer)
+
+    # ---- the training step, in its order
+
+    def zero_grad(self, set_grads_to_None: bool = False, *, set_to_none: bool | None = None) -> None:  # type: ignore[override]  # noqa: N803
+        """Clear the gradients of model and masters, and what passes since the last step found.
+
+        Args:
+            set_grads_to_None: set them to None instead of zero.
+            set_to_none: the same under torch's name.
+        """
+        self.optimizer.zero_grad(set_grads_to_None if set_to_none is None else set_to_none)
+        self._found_inf = None
+        self._unscaled = False
+
+    def backward(self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """The backward pass of ``loss``, scaled. Called again before ``step``, it adds to the gradients.
+
+        Afterwards the gradients are unscaled fp32 numbers, those of the model and those of the masters, which are the
+        same (Apex left the model's scaled).
+
+        Args:
+            loss: 0-dim floating tensor; a 16-bit one is converted to fp32 before it is scaled.
+            update_master_grads: False leaves all gradients scaled, to save work when several losses follow each
+                other; ``update_master_grads()`` (or the next ``step``) unscales them then.
+            retain_graph: as for ``Tensor.backward``.
+
+        Raises:
+            ArgumentTypeError: if the loss is no floating tensor.
+        """
+        found_inf = torch.zeros((), device=getattr(loss, "device", None))
+        with ScaledBackward(
+            loss,
+            [self._attached],
+            self.loss_scaler.engine,
+            name=_NAME,
+            found_inf=found_inf,
+            delay=not update_master_grads,
+        ) as scaled_loss:
+            scaled_loss.backward(retain_graph=retain_graph)
+        self._unscaled = True
+        if update_master_grads:
+            self._note(found_inf)
+
+    def update_master_grads(self) -> None:
+        """Unscale gradients that are still scaled, and move a dynamic scale.
+
+        Needed after ``backward(loss, update_master_grads=False)``, or after a backward pass of your own over
+        ``loss * optimizer.loss_scale`` that followed ``zero_grad``. Does nothing if there are none.
+        """
+        attached = self._attached
+        if attached.delayed:
+            scale = attached.delayed_scale
+        elif self._unscaled or all(param.grad is None for param in attached.params()):
+            return
+        else:
+            scale = self.loss_scaler.engine.scale(attached.device)
+        found_inf = torch.zeros((), device=attached.device)
+        attached.finish(scale, found_inf, None)
+        self._unscaled = True
+        conclude([attached], self.loss_scaler.engine, found_inf)
+        self._note(found_inf)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip the master gradients to a total norm.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: of the p-norm; ``float("inf")`` for the largest element.
+
+        Returns:
+            The norm before clipping, a 0-dim tensor; -1 if the gradients overflowed. Does not read the device.
+        """
+        self._settle()
+        return self._attached.clip(max_norm, norm_type)
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update the masters and round them into the model, or skip if a gradient was inf or NaN.
+
+        Args:
+            closure: for optimizers that evaluate the loss themselves. It calls ``zero_grad()`` and ``backward(loss)``
+                on this object and returns the loss. When its gradients overflow under a dynamic scale it is run again
+                at the lowered scale, 64 times at most.
+            **kwargs: handed to the wrapped optimizer.
+
+        Returns:
+            What the wrapped optimizer returns, None if the step was skipped.
+
+        Raises:
+            UsageError: if the closure overflows at every scale, or under a static scale after the optimizer has begun
+                to move the weights.
+        """
+        if closure is None:
+            self._settle()
+            result = self.optimizer.step(**kwargs)
+        else:
+            result = self.optimizer.step(lambda: self._evaluate(closure), **kwargs)
+        self._stepped = True
+        return result
+
+    # ---- what scripts look at
+
+    @property
+    def overflow(self) -> bool:
+        """Whether a pass since the last step overflowed; until the next pass, what held for that step.
+
+        Reads the device.
+        """
+        return self._found_inf is not None and bool(self._found_inf)
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale; set it to a finite number above zero. Reads the device."""
+        return self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._settle()
+        self.loss_scaler.cur_scale = float(value)
+
+    def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
+        """The gradients of the masters, in the shapes of the model's parameters.
+
+        Returns:
+            A list for each group with the fp32 gradient of each parameter, None where it has none; None altogether if
+            the gradients overflowed, for they mean nothing then. Reads the device.
+        """
+        self._settle()
+        if self.overflow:
+            logger.warning("The gradients overflowed, so inspect_master_grad_data returns None.")
+            return None
+        params = self._attached.keeper.params()
+        return [
+            [None if p.grad is None else p.grad.detach() for p in islice(params, len(group["params"]))]
+            for group in self.param_groups
+        ]
+
+    @property
+    def fp16_groups(self) -> list[list[torch.Tensor]]:
+        """The 16-bit parameters of the model that have masters, group by group."""
+        return [[p for p in group["params"] if self._attached.keeper.has(p)] for group in self.param_groups]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
+        """Their masters."""
+        return [[self._attached.keeper.view(p) for p in group] for group in self.fp16_groups]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
+        """The parameters that need no master."""
+        return [[p for p in group["params"] if not self._attached.keeper.has(p)] for group in self.param_groups]
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale, masters and the wrapped optimizer's state: numbers, lists, dicts and tensors only.
+
+        The keys are Apex's. ``torch.load(path, weights_only=True)`` reads it back.
+        """
+        return {
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": True,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[self._attached.keeper.master(p) for p in group] for group in self.fp16_groups],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, or what Apex's FP16_Optimizer had saved.
+
+        The masters are rounded into the model, so it does not matter whether the model is loaded before or not at
+        all. Whether the scale is static or dynamic, and its window and factor, stay as constructed; a saved scale of
+        the other kind is left aside and logged as a warning.
+
+        Args:
+            state_dict: the saved dict.
+
+        Raises:
+            ArgumentValueError: if it does not fit this optimizer. Nothing has been changed then.
+        """
+        missing = [k for k in ("loss_scaler", "optimizer_state_dict", "fp32_from_fp16") if k not in state_dict]
+        if missing:
+            raise ArgumentValueError(
+                f"This is no state_dict of an FP16_Optimizer: it has no {', '.join(missing)}. Its keys are "
+                f"{sorted(state_dict)}."
+            )
+        saved = state_dict["fp32_from_fp16"]
+        masters = self.fp32_from_fp16_groups
+        shapes = [[tuple(tensor.shape) for tensor in group] for group in saved]
+        expected = [[tuple(master.shape) for master in group] for group in masters]
+        if shapes != expected:
+            raise ArgumentValueError(
+                f"The saved masters have the shapes {shapes}, group by group, and this optimizer's {expected}; "
+                "construct it from the same model in the same dtypes."
+            )
+        entry = saved_entry(state_dict["loss_scaler"])
+        try:
+            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        except (KeyError, ValueError) as error:
+            raise ArgumentValueError(
+                f"optimizer_state_dict does not fit {type(self.optimizer).__name__}: {error}"
+            ) from error
+        if bool(state_dict.get("dynamic_loss_scale", self.dynamic_loss_scale)) == self.dynamic_loss_scale:
+            self.loss_scaler.load_state_dict(entry)
+        else:
+            kind = "dynamic" if self.dynamic_loss_scale else "static"
+            logger.warning(
+                "%s: the loss scale is %s here and was not when saved; it stays %g.", _NAME, kind, self.loss_scale
+            )
+        with torch.no_grad():
+            for group, saved_group in zip(self.fp16_groups, saved, strict=True):
+                for param, tensor in zip(group, saved_group, strict=True):
+                    param.copy_(self._attached.keeper.write_master(param, tensor))
+
+    # ---- inside
+
+    def _settle(self) -> None:
+        if self._attached.delayed:
+            self.update_master_grads()
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._found_inf = None
+        loss = closure()
+        self._settle()
+        return loss
+
+    def _note(self, found_inf: torch.Tensor) -> None:
+        before = None if self._stepped else self._found_inf
+        self._stepped = False
+        self._found_inf = found_inf if before is None else torch.maximum(before.to(found_inf.device), found_inf)
+
+
+def _dynamic(args: dict[str, Any]) -> DynamicLossScaler:
+    unknown = sorted(set(args) - set(_DYNAMIC_ARGS))
+    if unknown:
+        raise ArgumentTypeError(
+            f"dynamic_loss_args has {', '.join(map(repr, unknown))}, which DynamicLossScaler does not take; it takes "
+            f"{', '.join(_DYNAMIC_ARGS)}."
+        )
+    return DynamicLossScaler(**args)
+
+
+def _log_groups(optimizer: torch.optim.Optimizer) -> None:
+    for i, group in enumerate(optimizer.param_groups):
+        logger.info("%s: parameter group %d", _NAME, i)
+        for param in group["params"]:
+            logger.info("%s: %s %s on %s", _NAME, dtype_name(param.dtype), tuple(param.shape), param.device)

@@ -1,0 +1,102 @@
+"""``install``: ``import apex`` finds halfstep. One module under two names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from ..core.errors import UsageError
+
+__all__ = ["SecondNames", "install", "uninstall"]
+
+_EXTENSIONS = ("amp_C", "apex_C", "syncbn")
+_TOP = {"apex": "halfstep.compat.apex", **{name: f"halfstep.compat.apex.{name}" for name in _EXTENSIONS}}
+"""Top-level names of the original, and what stands for them."""
+
+
+class SecondNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules, and everything below them, under second names: the same modules, not copies.
+
+    Args:
+        names: the module that stands for each second name.
+    """
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self.names = names
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """A spec for a second name for which there is a module; None for any other."""
+        ours = self._ours(fullname)
+        own = None if ours is None else importlib.util.find_spec(ours)
+        if own is None:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=own.submodule_search_locations is not None)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Our module itself."""
+        ours = self._ours(spec.name)
+        assert ours is not None
+        module = importlib.import_module(ours)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run already; importing it under a second name must not change where it says it is from."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+    def _ours(self, fullname: str) -> str | None:
+        for name, ours in self.names.items():
+            if fullname == name or fullname.startswith(f"{name}."):
+                return ours + fullname[len(name) :]
+        return None
+
+
+_finder = SecondNames(_TOP)
+
+
+def install(force: bool = False) -> None:
+    """Let ``import apex``, any ``apex.X`` and Apex's extensions (``amp_C``...) find halfstep from now on.
+
+    An installed Apex that lacks ``amp``, as today's does, is kept and completed: what it has is its own.
+
+    Args:
+        force: take the place of an Apex that has ``amp``.
+
+    Raises:
+        UsageError: if an Apex with ``amp`` is installed or imported, unless ``force``.
+    """
+    if _finder in sys.meta_path:
+        return
+    real = _real_apex()
+    if real and not force:
+        if importlib.util.find_spec("apex.amp") is not None:
+            raise UsageError(
+                "An Apex that has amp is installed, and a script that imports it gets it. Uninstall it, or pass "
+                "force=True to have halfstep in its place."
+            )
+        sys.meta_path.append(_finder)  # last: only for what it lacks
+        return
+    for name in [name for name in sys.modules if name.partition(".")[0] in _TOP]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _finder)
+
+
+def uninstall() -> None:
+    """Undo ``install``; modules that were imported stay where they were bound."""
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _TOP and getattr(module, "__name__", "").startswith("halfstep."):
+            del sys.modules[name]
+
+
+def _real_apex() -> bool:
+    return importlib.util.find_spec("apex") is not None

@@ -1,0 +1,1 @@
+"""Rewriting Apex scripts for halfstep or for torch: the names, and the codemods."""

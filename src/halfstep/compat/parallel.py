@@ -1,0 +1,149 @@
+"""``DistributedDataParallel`` with Apex's arguments, which are torch's own in other words, and ``Reducer``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.errors import ArgumentValueError, UsageError
+from ..distributed.ddp_hook import Wire, has_work, reduction_of, set_wire
+from ..kernels.grouping import Plan
+
+__all__ = ["DistributedDataParallel", "Reducer"]
+
+_NO_MEANING = {
+    "allreduce_trigger_params": None,
+    "retain_allreduce_buffers": False,
+    "num_allreduce_streams": 1,
+    "allreduce_communicators": None,
+    "gradient_average_split_factor": None,
+    "prof": False,
+}
+"""Arguments that torch's reducer has no use for, and their defaults."""
+
+_told: set[str] = set()
+
+
+class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+    """torch's ``DistributedDataParallel`` with the arguments that Apex's had.
+
+    Parameters and buffers start as those of rank 0. After any mix of synced and unsynced backward passes every rank
+    steps with the mean over ranks of the sum over passes, if the optimizer is one of ``amp`` and the passes are in
+    ``scale_loss``. Elsewhere a window is right if its last pass alone is synced, as with torch's.
+
+    Args:
+        module: the model, after ``amp.initialize``.
+        message_size: how many elements a bucket holds at most.
+        delay_allreduce: reduce once the whole backward pass is over; parameters may then go unused.
+        shared_param: refused, as in Apex.
+        allreduce_trigger_params: no longer has a meaning; warns once in a process, as do the other arguments that only
+            Apex's own reducer knew.
+        retain_allreduce_buffers: likewise.
+        allreduce_always_fp32: send 16-bit gradients as fp32. Those behind fp32 masters are sent so anyway.
+        num_allreduce_streams: likewise without meaning.
+        allreduce_communicators: likewise.
+        gradient_average: False leaves the sum over ranks, divided by ``gradient_predivide_factor``.
+        gradient_predivide_factor: divide by this before the sum, so that 16-bit sums do not overflow, and by the rest
+            of the world size after it. 1.0 divides by the world size before, as torch does.
+        gradient_average_split_factor: likewise without meaning.
+        prof: likewise without meaning.
+
+    Raises:
+        ArgumentValueError: for ``shared_param``, or a factor or size that is not above zero.
+
+    Source: Apex, ``apex.parallel.DistributedDataParallel``.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: Any = None,
+        allreduce_trigger_params: Any = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        given = {
+            "allreduce_trigger_params": allreduce_trigger_params,
+            "retain_allreduce_buffers": retain_allreduce_buffers,
+            "num_allreduce_streams": num_allreduce_streams,
+            "allreduce_communicators": allreduce_communicators,
+            "gradient_average_split_factor": gradient_average_split_factor,
+            "prof": prof,
+        }
+        if shared_param is not None:
+            raise ArgumentValueError("shared_param is gone; shared parameters need no care. Leave it out.")
+        if not message_size > 0:
+            raise ArgumentValueError(f"message_size={message_size!r} must be above zero: elements in a bucket.")
+        if not gradient_predivide_factor > 0:
+            raise ArgumentValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} must be above zero.")
+        useless = [name for name, default in _NO_MEANING.items() if given[name] != default]
+        if useless and not _told.issuperset(useless):
+            _told.update(useless)
+            warnings.warn(
+                f"DistributedDataParallel: {', '.join(useless)} have no meaning for torch's reducer; leave them out.",
+                stacklevel=2,
+            )
+        bucket = 2.0**20 if delay_allreduce else message_size * 4 / 2**20  # MiB of fp32; one bucket for everything
+        super().__init__(module, bucket_cap_mb=bucket, find_unused_parameters=delay_allreduce)
+        predivide = None if gradient_predivide_factor == 1.0 and gradient_average else gradient_predivide_factor
+        set_wire(self, Wire(True if allreduce_always_fp32 else None, predivide, gradient_average))
+        if has_work(self):
+            reduction_of(self)  # from now on, also for an optimizer that amp knows nothing of
+
+    def disable_allreduce(self) -> None:
+        """From the next backward pass on, gradients stay on this rank."""
+        self.require_backward_grad_sync = False
+
+    def enable_allreduce(self) -> None:
+        """From the next backward pass on, gradients are averaged, together with what has been accumulated."""
+        self.require_backward_grad_sync = True
+
+
+class Reducer:
+    """Averages gradients over the ranks when told to, and starts a module from rank 0's parameters.
+
+    Args:
+        module_or_grads_list: a module, whose parameters are broadcast and whose gradients are reduced, or a list of
+            gradients to reduce.
+
+    Raises:
+        UsageError: without a process group.
+    """
+
+    def __init__(self, module_or_grads_list: torch.nn.Module | Iterable[torch.Tensor]) -> None:
+        if not dist.is_initialized():
+            raise UsageError("Reducer needs torch.distributed.init_process_group first.")
+        self.module: torch.nn.Module | None = None
+        self.grads: list[torch.Tensor] = []
+        if isinstance(module_or_grads_list, torch.nn.Module):
+            self.module = module_or_grads_list
+            with torch.no_grad():
+                for param in self.module.parameters():
+                    dist.broadcast(param, 0)
+        else:
+            self.grads = list(module_or_grads_list)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Replace each gradient by its mean over the ranks. Every rank must have the same gradients."""
+        grads = self.grads
+        if self.module is not None:
+            grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        for rows in Plan(grads).rows:
+            group = [grads[i] for i in rows]
+            flat = torch.cat([grad.flatten() for grad in group]).div_(dist.get_world_size())
+            dist.all_reduce(flat)
+            for grad, mean in zip(group, flat.split([g.numel() for g in group]), strict=True):
+                grad.copy_(mean.view_as(grad))

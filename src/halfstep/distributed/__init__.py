@@ -1,0 +1,1 @@
+"""What DistributedDataParallel sends, what ranks tell each other, SyncBatchNorm, and checkpoints of many ranks."""

@@ -1,0 +1,1 @@
+"""Gradients: where they lie, unscaling, and the loss scale in use."""

@@ -1,0 +1,347 @@
+"""The gradients of one optimizer's parameters: ``p.grad`` is the gradient, and this is what becomes of it.
+
+::
+
+           a backward pass             finish                  zero_grad
+    none ------------------> scaled ------------> ready ------------------> none
+                                                  |   ^
+                                            begin |   | finish adds what the pass brought to what was held;
+                                                  v   | restore, after an error, puts it back as it was
+                                                   held
+
+- **none**: ``p.grad`` is None.
+- **scaled**: what backward passes brought, multiplied by the loss scale. Inside of a ``scale_loss`` block, after one
+  with ``delay_unscale``, or until a ``GradScaler`` unscales.
+- **ready**: what the step will use. Of a 16-bit parameter with a master it is fp32, whoever looks at it and wherever it
+  is clipped. The one exception saves half of the memory: a fused step reads 16 bits as well, so what was never scaled
+  and has been added to nothing stays as it came.
+- **held**: set aside while a block is open, so that the pass in it brings only its own.
+
+In which dtype a gradient arrives is ``p.grad_dtype``: fp32 where it is to be fp32, so that plain backward passes add up
+in fp32 too; in a block whatever the pass computes, for it is unscaled afterwards; and the parameter's own dtype under
+DistributedDataParallel and FSDP2, whose buckets take nothing else. Before torch 2.13, which has ``Tensor.grad_dtype``,
+the gradient of a 16-bit parameter cannot be fp32: there ``p.grad`` is the rounded image of the fp32 one, which is kept
+beside it, and what edits the image (clipping over ``model.parameters()``) makes it the gradient, at the loss of those
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..core.dtypes import HALF_DTYPES, is_half
+from ..kernels import eager
+from ..kernels.grouping import PlanCache
+from .unscale import Unscaler, reciprocal, widened
+
+__all__ = ["HAS_GRAD_DTYPE", "Chooser", "Gradients", "UnscaledOnce", "get_grads", "set_grads", "widen"]
+
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+
+
+class _Image(NamedTuple):
+    """Before torch 2.13: an fp32 gradient and its rounded image in ``p.grad``, of which it is true at this version."""
+
+    wide: torch.Tensor
+    narrow: torch.Tensor
+    version: int
+
+
+_IMAGES: MutableMapping[torch.Tensor, _Image] = WeakIdKeyDictionary()
+
+
+def get_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of parameters."""
+    grads = [p.grad for p in params]
+    if not HAS_GRAD_DTYPE and _IMAGES:
+        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            image = _IMAGES.get(param)
+            if image is not None and grad is image.narrow and grad._version == image.version:
+                grads[i] = image.wide
+    return grads
+
+
+def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> None:
+    """Give parameters gradients, of another dtype than their own if need be."""
+    for param, grad in zip(params, grads, strict=True):
+        if HAS_GRAD_DTYPE:
+            if param.grad_dtype is not None and param.grad_dtype is not grad.dtype:
+                param.grad = None
+                param.grad_dtype = None
+            param.grad = grad
+        elif grad.dtype is param.dtype:
+            param.grad = grad
+        else:
+            param.grad = narrow = grad.to(param.dtype)
+            _IMAGES[param] = _Image(grad, narrow, narrow._version)
+
+
+@torch.no_grad()
+def widen(params: Sequence[torch.Tensor]) -> None:
+    """Make the 16-bit gradients among those of some parameters fp32."""
+    half = [p for p, g in zip(params, get_grads(params), strict=True) if g is not None and g.dtype in HALF_DTYPES]
+    set_grads(half, [p.grad.float() for p in half])  # type: ignore[union-attr]
+
+
+Chooser = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+"""Picks some parameters out of a list."""
+
+
+class Gradients:
+    """The gradients of one optimizer's parameters.
+
+    Args:
+        wide: picks the parameters whose gradients are to be fp32 although backward passes compute them in 16 bits; None
+            if there are none.
+        stays_narrow: whether those may stay in 16 bits where nothing is done to them, to be read so by a fused step.
+        wrapped: picks those that are in a DistributedDataParallel wrapper or sharded.
+
+    Attributes:
+        any_wide: whether there may be such parameters.
+        wide: picks them.
+        held: what is set aside, by the identity of the parameter.
+    """
+
+    def __init__(self, wide: Chooser | None, *, stays_narrow: bool, wrapped: Chooser) -> None:
+        self.any_wide = wide is not None
+        self.wide: Chooser = _none if wide is None else wide
+        self.held: dict[int, torch.Tensor] = {}
+        self._stays_narrow = stays_narrow
+        self._wrapped = wrapped
+        self._begun: list[torch.Tensor] = []  # had no gradient in their place when the block was opened
+        self._unscaler = Unscaler()
+        self._clipper = Unscaler()
+        self._plans = PlanCache()
+
+    # ---- around a backward pass
+
+    def begin(
+        self,
+        params: Sequence[torch.Tensor],
+        scale: torch.Tensor | None,
+        seen: set[int] | None = None,
+        carried: Chooser | None = None,
+        *,
+        delay: bool = False,
+    ) -> None:
+        """Set aside what gradients there are, so that a pass scaled by ``scale`` brings only its own.
+
+        Args:
+            params: those of the optimizer.
+            scale: by what the gradients of the pass are to be divided; with None, and where none are to become fp32,
+                they add up where they are.
+            seen: identities of parameters that another optimizer has set aside for this pass; extended.
+            carried: picks those whose gradients are to stay, scaled like those that come: ranks average them there.
+            delay: whether another pass will add to what this one brings.
+        """
+        if scale is None and not self.any_wide:
+            params = []
+        if seen is not None:
+            params = [p for p in params if id(p) not in seen]
+            seen.update(map(id, params))
+        there = [p for p in params if p.grad is not None]
+        if carried is not None:
+            wide = set(map(id, self.wide(there)))
+            staying = {id(p): p for p in carried([p for p in there if id(p) not in wide])}
+            for param in staying.values():
+                if scale is not None:
+                    param.grad.mul_(scale.to(param.device, non_blocking=True))  # type: ignore[union-attr]
+            there = [p for p in there if id(p) not in staying]
+        for param, grad in zip(there, get_grads(there), strict=True):
+            assert grad is not None
+            # A view of the parameter's dtype may be of a DistributedDataParallel bucket, which the pass overwrites.
+            self.held[id(param)] = grad.clone() if grad._is_view() and grad.dtype is param.dtype else grad
+            param.grad = None
+        self._begun = [p for p in params if p.grad is None] if carried is not None else list(params)
+        self.expect(self._begun, in_block=not delay)
+
+    def expect(self, params: Sequence[torch.Tensor], *, in_block: bool = False) -> None:
+        """Choose the dtype in which the next pass brings gradients to those parameters that have none."""
+        if not HAS_GRAD_DTYPE or not self.any_wide:
+            return
+        empty = [p for p in params if p.grad is None]
+        wide = self.wide(empty)
+        if own := set(map(id, self._wrapped(wide))):
+            wide = [p for p in wide if id(p) not in own]
+        dtype = None if in_block else torch.float32
+        for param in [p for p in wide if p.grad_dtype is not dtype]:
+            param.grad_dtype = dtype
+        if len(wide) < len(empty):
+            chosen = set(map(id, wide))
+            for param in [p for p in empty if p.grad_dtype is not p.dtype and id(p) not in chosen]:
+                param.grad_dtype = param.dtype
+
+    def arrived(self) -> bool:
+        """Whether the pass in the open block has brought a gradient to a parameter that had none in its place."""
+        return any(p.grad is not None for p in self._begun)
+
+    def restore(self) -> None:
+        """After ``begin``, when the pass failed: drop what it brought and put back what was held."""
+        for param in self._begun:
+            param.grad = None
+            if id(param) in self.held:
+                set_grads([param], [self.held[id(param)]])
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is held."""
+        self.held.clear()
+        self._begun = []
+
+    @torch.no_grad()
+    def finish(
+        self,
+        params: Sequence[torch.Tensor],
+        scale: torch.Tensor | None,
+        found_inf: torch.Tensor,
+        seen: set[int] | None = None,
+    ) -> None:
+        """Unscale what passes brought, and add what was held.
+
+        Args:
+            params: those of the optimizer.
+            scale: 0-dim float32 tensor, by which the gradients are multiplied; None if they are not.
+            found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. Not looked at without scale.
+            seen: identities of parameters that another optimizer has served in this pass; extended.
+        """
+        inv_scale = None if scale is None else reciprocal(scale)
+        if seen is not None:
+            params = [p for p in params if id(p) not in seen]
+            seen.update(map(id, params))
+        narrow: list[torch.Tensor] = []
+        if self.any_wide and (inv_scale is not None or self.held or not self._stays_narrow):
+            wide = self.wide([p for p in params if p.grad is not None])
+            narrow = [p for p in wide if p.grad.dtype in HALF_DTYPES]  # type: ignore[union-attr]
+        done = self._finish_narrow(narrow, inv_scale, found_inf) if narrow else set()
+        if inv_scale is not None:
+            rest = [p for p in params if id(p) not in done] if done else params
+            self._unscaler.unscale(self._unscaler.gather(rest), inv_scale, found_inf)
+        if self.held:
+            self._add_held(params)
+        self._begun = []
+
+    def _finish_narrow(
+        self, params: list[torch.Tensor], inv_scale: torch.Tensor | None, found_inf: torch.Tensor
+    ) -> set[int]:
+        """Make 16-bit gradients fp32 where they are multiplied or added to something; which are done, by identity."""
+        first: list[torch.Tensor] = []
+        again: list[torch.Tensor] = []
+        for param in params:
+            if param.grad.is_sparse:  # type: ignore[union-attr]
+                # Coalesced in fp32, where duplicates of an index cannot overflow.
+                set_grads([param], [param.grad.float().coalesce()])  # type: ignore[union-attr]
+            elif id(param) in self.held and not self.held[id(param)].is_sparse:
+                again.append(param)
+            elif inv_scale is not None or not self._stays_narrow:
+                first.append(param)
+        for slot, rows in (("first", first), ("again", again)):
+            if not rows:
+                continue
+            grads: list[torch.Tensor] = [param.grad for param in rows]  # type: ignore[misc]
+            if slot == "first":
+                targets = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+            else:
+                targets = [self.held.pop(id(param)).float() for param in rows]
+            plan = self._plans.get(slot, rows, grads, targets)
+            eager.unscale_into(plan, grads, targets, inv_scale, found_inf, accumulate=slot == "again")
+            set_grads(rows, targets)
+        return {id(param) for param in (*first, *again)}
+
+    def _add_held(self, params: Sequence[torch.Tensor]) -> None:
+        mine = [p for p in params if id(p) in self.held]
+        for param, grad in zip(mine, get_grads(mine), strict=True):
+            before = self.held.pop(id(param))
+            if grad is None:
+                set_grads([param], [before])
+            elif grad.is_sparse or before.is_sparse or grad.dtype is not before.dtype:
+                # torch adds no sparse tensors of 16 bits
+                total = widened(before) + widened(grad)
+                set_grads([param], [total if is_half(param) and self.wide([param]) else total.to(before.dtype)])
+            else:
+                grad.add_(before)
+
+    # ---- between passes and step
+
+    def unscale_or_check(self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor) -> bool:
+        """Unscale gradients where they are, or only look for inf and NaN where some have 16 bits and stay so.
+
+        Returns:
+            Whether it is left to the step, which unscales in fp32.
+        """
+        grads = self._unscaler.gather(params)
+        left = self._unscaler.any_half
+        self._unscaler.unscale(grads, torch.ones_like(scale) if left else reciprocal(scale), found_inf)
+        return left
+
+    def clip(self, params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip gradients that are unscaled to a total norm; see ``Unscaler.clip``."""
+        widen(self.wide(params))
+        return self._clipper.clip(params, max_norm, norm_type)
+
+    def unscale_and_clip(
+        self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor, max_norm: float
+    ) -> torch.Tensor:
+        """Unscale and clip to a 2-norm in one read, where no gradient is to change its dtype; the norm before."""
+        return self._unscaler.unscale_and_clip(self._unscaler.gather(params), reciprocal(scale), found_inf, max_norm)
+
+    def clear(self, params: Sequence[torch.Tensor]) -> None:
+        """After the gradients were set to None or zero."""
+        self.forget()
+        if not self.any_wide:
+            return
+        zeroed = self.wide([p for p in params if p.grad is not None])
+        # What a wrapper takes is the parameter's own dtype, of zeros too.
+        for param in self._wrapped([p for p in zeroed if p.grad.dtype is not p.dtype]):  # type: ignore[union-attr]
+            param.grad = None
+            if HAS_GRAD_DTYPE:
+                param.grad_dtype = param.dtype
+            param.grad = torch.zeros_like(param)
+        self.expect(params)
+
+
+def _none(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return []
+
+
+class UnscaledOnce:
+    """Which gradients of this iteration are unscaled already, for parameters in two optimizers of one scaler.
+
+    A gradient is unscaled if no loss was scaled since that was noted; or if it is the same tensor, at the same version,
+    as when it was noted.
+
+    Args:
+        precise: whether tensors and versions are noted; without them only the number of losses tells.
+
+    Attributes:
+        losses: how many losses were scaled in this iteration.
+    """
+
+    def __init__(self, precise: bool) -> None:
+        self.losses = 0
+        self._precise = precise
+        self._noted: list[tuple[int, Sequence[torch.Tensor], dict[int, tuple[torch.Tensor, int]]]] = []
+
+    def note(self, params: Sequence[torch.Tensor]) -> None:
+        """These gradients are unscaled now."""
+        grads = [(id(p), grad) for p in params if (grad := p.grad) is not None] if self._precise else []
+        marks = {key: (grad, grad._version) for key, grad in grads}
+        self._noted.append((self.losses, params, marks))
+
+    def among(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those whose gradients are unscaled already."""
+        mine = {id(p): p for p in params if p.grad is not None} if self._noted else {}
+        found: dict[int, torch.Tensor] = {}
+        for losses, noted, marks in self._noted:
+            for param in [p for p in noted if id(p) in mine]:
+                mark = marks.get(id(param))
+                if mark is None:
+                    same = not self._precise and losses == self.losses
+                else:
+                    same = param.grad is mark[0] and (losses == self.losses or mark[1] == mark[0]._version)
+                if same:
+                    found[id(param)] = param
+        return list(found.values())

@@ -1,0 +1,168 @@
+"""The loss scale in use: one state machine whose state lives on the device.
+
+``LossScaler`` is the mutable holder that the faces share. The rules that say how it moves are the values of
+``core.loss_scale``; it moves its state in place, so that a CUDA graph captured around it goes on moving it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.errors import LossScaleCollapsed
+from ..core.loss_scale import LossScale, LossScaleState, StaticLossScale, check_between
+from .async_read import LateReader, capturing
+
+__all__ = ["LossScaler"]
+
+logger = logging.getLogger("halfstep")
+
+
+class LossScaler:
+    """A loss scale in use: a rule and its present state, kept on the device of the losses.
+
+    Overflows are told of through ``logging``, at level INFO of the logger "halfstep", one update late: reading the
+    flag at once would make the host wait for the device.
+
+    Args:
+        rule: how the scale moves.
+        name: what messages call it.
+        verbose: whether to log overflows.
+    """
+
+    def __init__(self, rule: LossScale, *, name: str = "the loss scaler", verbose: bool = True) -> None:
+        self.rule = rule
+        self.name = name
+        self._verbose = verbose
+        self._late = LateReader(2)
+        self._present: torch.Tensor | None = None
+        self._state = self._start(rule.init_scale, 0, 0, torch.device("cpu"))
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale ever moves."""
+        return self.rule.dynamic
+
+    @property
+    def neutral(self) -> bool:
+        """Whether scaling by it does nothing at all: a static scale of 1."""
+        return not self.rule.dynamic and self.rule.init_scale == 1.0
+
+    def state(self, device: torch.device) -> LossScaleState:
+        """The state, moved to ``device`` if it was elsewhere; ``update`` changes these very tensors."""
+        if self._state.scale.device != device:
+            self._state = LossScaleState(*(t.to(device, non_blocking=True) for t in self._state))
+            self._present = None
+        return self._state
+
+    def scale(self, device: torch.device) -> torch.Tensor:
+        """The scale on ``device`` as a tensor that keeps its value: after an ``update`` it is another object."""
+        state = self.state(device)
+        # A graph must copy the scale anew at each replay.
+        if self._present is None or capturing(device):
+            self._present = state.scale.clone()
+        return self._present
+
+    def update(self, found_inf: torch.Tensor, blame: Callable[[], str] | None = None) -> None:
+        """Take one step of the rule.
+
+        Args:
+            found_inf: 0-dim float32 tensor, nonzero when a gradient was inf or NaN. It is read only while the scale
+                is about to collapse.
+            blame: says which gradient is not finite; asked only for the message of the error.
+
+        Raises:
+            LossScaleCollapsed: when the scale is at its floor and this is the last overflow in a row that
+                ``collapse_after`` of the rule allows.
+        """
+        state = self.state(found_inf.device)
+        self._pick_up()
+        limit = self.rule.collapse_after
+        if limit is not None and self._stuck >= limit - 1 and not capturing(found_inf.device):
+            self._check_collapse(found_inf, limit, blame)
+        self.rule.update_(state, found_inf)
+        self._present = None
+        self._late.post(found_inf, state.scale)
+
+    def loss_scale(self) -> float:
+        """The present scale as a number. Reads the device."""
+        self._pick_up(wait=True)
+        return float(self._state.scale)
+
+    def set_scale(self, scale: float) -> None:
+        """Set the present scale.
+
+        Raises:
+            ArgumentValueError: unless it is a finite number above zero.
+        """
+        self._pick_up(wait=True)
+        check_between("loss_scale", scale, above=0.0)
+        self._state = self._start(scale, int(self._state.good), int(self._state.bad), self._state.scale.device)
+
+    @property
+    def _loss_scale(self) -> float:
+        """Where scripts written for Apex read and set the scale."""
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, scale: float) -> None:
+        self.set_scale(scale)
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Plain numbers: ``loss_scale`` and ``unskipped`` as Apex wrote them, and ``bad`` when there are any."""
+        entry: dict[str, float | int] = {"loss_scale": self.loss_scale(), "unskipped": int(self._state.good)}
+        if bad := int(self._state.bad):
+            entry["bad"] = bad
+        return entry
+
+    def load_state_dict(self, entry: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` of this or of Apex's scaler returned.
+
+        Raises:
+            ArgumentValueError: unless the scale in it is a finite number above zero.
+        """
+        scale, good, bad = float(entry["loss_scale"]), int(entry["unskipped"]), int(entry.get("bad", 0))
+        check_between("loss_scale", scale, above=0.0)
+        self._pick_up(wait=True)
+        self._state = self._start(scale, good, bad, self._state.scale.device)
+
+    # ---- inside
+
+    def _start(self, scale: float, good: int, bad: int, device: torch.device) -> LossScaleState:
+        if not self.rule.dynamic and scale != self.rule.init_scale:
+            self.rule = StaticLossScale(scale)
+        self._present = None
+        self._known_scale = scale  # the scale after the latest update that the host has heard of
+        self._stuck = 0  # overflows in a row, up to that update, that began at or below the collapse scale
+        return LossScaleState(
+            torch.full((), scale, dtype=torch.float32, device=device),
+            torch.full((), good, dtype=torch.int32, device=device),
+            torch.full((), bad, dtype=torch.int32, device=device),
+        )
+
+    def _pick_up(self, *, wait: bool = False) -> None:
+        """Tell of the updates that the host has heard of by now."""
+        for found_inf, scale in self._late.poll(wait=wait):
+            at_floor = self._known_scale <= self.rule.collapse_scale
+            self._stuck = self._stuck + 1 if found_inf and at_floor else 0
+            if found_inf and self._verbose:
+                verb = "reducing" if scale < self._known_scale else "keeping"
+                logger.info("Gradient overflow. Skipping step, %s %s loss scale to %g", self.name, verb, scale)
+            self._known_scale = scale
+
+    def _check_collapse(self, found_inf: torch.Tensor, limit: int, blame: Callable[[], str] | None) -> None:
+        """The flag is read here: a scale this low is no steady state."""
+        if not found_inf.item():
+            return
+        bad = blame() if blame is not None else "no gradient was looked at"
+        raise LossScaleCollapsed(
+            f"Gradients have overflowed {limit} times in a row at a loss scale of {self.rule.collapse_scale:g} or less "
+            f"({self.name}, now at {self._known_scale:g}), so the scale is not what makes them inf or NaN. First "
+            f"gradient that is not finite: {bad}. "
+            "Look at the loss and the inputs of this batch, at a division, log or sqrt near zero in the forward pass, "
+            "and at the learning rate; a missing zero_grad makes gradients grow too. collapse_after=None of the loss "
+            "scale turns this check off."
+        )

@@ -1,0 +1,140 @@
+"""Gradients where they lie: unscale them in place, look for inf and NaN in the same pass, and clip them.
+
+They may have any floating or complex dtype, be sparse, of zero size, on several devices, or sharded. Which gradients
+those are, and which become fp32 before, is ``engine.gradients``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ..core.dtypes import is_half
+from ..kernels import eager
+from ..kernels.grouping import Plan, PlanCache
+
+__all__ = ["Unscaler", "dense_view", "reciprocal", "widened"]
+
+
+def reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """``1 / scale`` rounded once to float32, as a tensor on the same device."""
+    # Division on a GPU may be approximate in fp32; and MPS has no double.
+    return scale.double().reciprocal().float() if scale.is_cuda else scale.reciprocal()
+
+
+def widened(grad: torch.Tensor) -> torch.Tensor:
+    """In fp32, unless it is at least that wide."""
+    return grad.to(torch.promote_types(grad.dtype, torch.float32))
+
+
+def dense_view(grad: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient as a real dense tensor that shares its memory; a sparse one must be coalesced."""
+    values = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+class Unscaler:
+    """Unscales the gradients of one list of parameters again and again, with a plan that is kept between steps.
+
+    Attributes:
+        any_half: whether a gradient of the latest ``gather`` has 16 bits.
+    """
+
+    def __init__(self) -> None:
+        self.any_half = False
+        self._plans = PlanCache()
+        self._plan = Plan()
+        self._complex = False
+
+    def __call__(
+        self,
+        params: Iterable[torch.Tensor],
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        seen: set[int] | None = None,
+    ) -> None:
+        """``gather`` and ``unscale``."""
+        self.unscale(self.gather(params, seen), inv_scale, found_inf)
+
+    def gather(self, params: Iterable[torch.Tensor], seen: set[int] | None = None) -> list[torch.Tensor]:
+        """The gradients of parameters as real dense tensors that share their memory.
+
+        Args:
+            params: parameters of any kind; those without a gradient are passed over.
+            seen: identities of parameters to leave out; extended.
+        """
+        owners = list(params) if not seen else [p for p in params if id(p) not in seen]
+        grads = [grad for p in owners if (grad := p.grad) is not None]
+        if len(grads) < len(owners):
+            owners = [p for p in owners if p.grad is not None]
+        if seen is not None:
+            seen.update(map(id, owners))
+        if not owners:
+            return []
+        plan = self._plans.get("grads", owners, grads)
+        if plan is not self._plan:
+            self._plan, self._complex = plan, any(grad.is_complex() for grad in grads)
+            self.any_half = any(map(is_half, grads))
+        if [grad for grad in grads if grad.is_sparse]:
+            for i, param in enumerate(owners):
+                if grads[i].is_sparse and not grads[i].is_coalesced():
+                    # Duplicates of an index are added up in fp32, where they cannot overflow.
+                    param.grad = grads[i] = widened(grads[i]).coalesce().to(grads[i].dtype)
+            grads = [dense_view(grad) for grad in grads]
+        elif self._complex:
+            grads = [dense_view(grad) for grad in grads]
+        return grads
+
+    @torch.no_grad()
+    def clip(self, params: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale gradients down so that their total norm is at most ``max_norm``.
+
+        Args:
+            params: as for ``gather``.
+            max_norm: the largest norm allowed.
+            norm_type: of the p-norm; ``float("inf")`` for the largest element.
+
+        Returns:
+            The norm before, as a 0-dim tensor; 0 without gradients. Where it is inf or NaN all gradients become NaN.
+        """
+        grads = self.gather(params)
+        if not grads:
+            return torch.zeros(())
+        norm = eager.norm(self._plan, grads, norm_type)
+        eager.scale_(self._plan, grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def unscale_and_clip(
+        self, grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor, max_norm: float
+    ) -> torch.Tensor:
+        """``unscale`` and clip to a 2-norm; one read of the gradients gives the norm and the finite check together.
+
+        Args:
+            grads: what the latest ``gather`` returned.
+            inv_scale: 0-dim float32 tensor.
+            found_inf: 0-dim float32 tensor, set to 1.0 if the norm of the scaled gradients is not finite in fp32.
+            max_norm: the largest norm allowed.
+
+        Returns:
+            The norm of the unscaled gradients, as a 0-dim tensor on the device of ``found_inf``.
+        """
+        if not grads:
+            return torch.zeros_like(found_inf)
+        norm = eager.norm(self._plan, grads).to(found_inf.device) * inv_scale
+        found_inf.logical_or_(norm.isfinite().logical_not_())
+        eager.scale_(self._plan, grads, inv_scale * (max_norm / (norm + 1e-6)).clamp_(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def unscale(self, grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+        """Multiply gradients by ``inv_scale`` in place, in fp32 arithmetic.
+
+        Args:
+            grads: what the latest ``gather`` returned.
+            inv_scale: 0-dim float32 tensor on any device.
+            found_inf: 0-dim float32 tensor on any device, set to 1.0 if a gradient holds inf or NaN.
+        """
+        if grads:
+            eager.unscale_(self._plan, grads, inv_scale, found_inf)

@@ -1,0 +1,71 @@
+"""``Executor``: feeds a program, and trains it where something was told to minimize its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.errors import ArgumentTypeError, ArgumentValueError
+from .capture import Program, Value
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """Runs programs.
+
+    Args:
+        device: where feeds go; None means where the program's parameters are.
+        compiled: run programs through ``torch.compile``.
+    """
+
+    def __init__(self, device: torch.device | str | None = None, *, compiled: bool = False) -> None:
+        self.device = None if device is None else torch.device(device)
+        self.compiled = compiled
+
+    def run(
+        self,
+        program: Program,
+        feed: Mapping[str, Any],
+        fetch_list: Sequence[Value | str] = (),
+        *,
+        train: bool = True,
+    ) -> list[torch.Tensor]:
+        """Forward; and backward and a step, once an optimizer was told to ``minimize`` the program's loss.
+
+        Args:
+            program: captured before.
+            feed: a tensor, or what makes one, for each of ``program.feed_names``.
+            fetch_list: what to return: ``program.loss``, ``program.outputs``, or names of these or of nodes.
+            train: False only computes, in the precision of training. Dropout and BatchNorm are as they were captured.
+
+        Returns:
+            The values fetched, detached.
+
+        Raises:
+            ArgumentTypeError: for something else than a program.
+            ArgumentValueError: for a feed that is missing or unknown, or a name that is not computed.
+        """
+        if not isinstance(program, Program):
+            raise ArgumentTypeError(f"Executor.run takes a Program from static.capture, not {type(program).__name__}.")
+        missing = [name for name in program.feed_names if name not in feed]
+        unknown = [name for name in feed if name not in program.feed_names]
+        if missing or unknown:
+            raise ArgumentValueError(
+                f"feed has {', '.join(map(str, feed)) or 'nothing'}, and this program takes "
+                f"{', '.join(program.feed_names)}."
+            )
+        device = self.device or next((p.device for p in program.parameters()), torch.device("cpu"))
+        inputs = [torch.as_tensor(feed[name]).to(device) for name in program.feed_names]
+        extra, positions = program.positions(fetch_list)
+        module = program.module(extra, self.compiled)
+        if program.trainer is not None and train:
+            results = program.trainer.train(module, inputs)
+        else:
+            if program.trainer is not None:
+                program.trainer.prepare()
+            with torch.no_grad():
+                results = module(*inputs)
+        return [results[i].detach() for i in positions]

@@ -1,0 +1,301 @@
+"""The CPU backend: a pass printed as one C++ loop, built once by the system's compiler, over a table of pointers.
+
+One call covers every row of a batch: the cost of a small tensor is a few nanoseconds, not a dispatcher call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from ..expr import Pass, Program, trace
+from ..storage import Storage
+from ..tensor_table import Batch, Launch, Scalars, ScalarTable
+from . import compiler as cxx
+
+__all__ = ["CompiledLaunch"]
+
+_CHUNK = 32768  # elements: 128 KiB of fp32, so that a thread's piece stays in its L2 cache
+_SERIAL = 65536  # fewer elements than this are not worth waking threads for
+_RUN = 512  # elements whose squares are summed at once
+_C_TYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "uint16_t"}
+
+_PRELUDE = """
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+typedef %(acc)s acc;
+struct half { uint16_t bits; };
+static inline uint32_t bits_of(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
+static inline float of_bits(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
+static inline bool is_nan(uint32_t u) { return (u & 0x7fffffffu) > 0x7f800000u; }
+static inline acc wide(float x) { return x; }
+static inline acc wide(double x) { return x; }
+// float16 by its bits: compilers do not vectorize the conversions of their own _Float16.
+static inline acc wide(half x) {
+  const uint32_t u = (uint32_t)(x.bits & 0x7fffu) << 13, normal = u + 0x38000000u;
+  const uint32_t tiny = bits_of(of_bits(u + 0x38800000u) - of_bits(0x38800000u));
+  const uint32_t odd = (u + 0x70000000u) | (u > 0x0f800000u ? 0x00400000u : 0u);
+  const uint32_t magnitude = u >= 0x0f800000u ? odd : (u < 0x00800000u ? tiny : normal);
+  return of_bits(magnitude | (uint32_t)(x.bits & 0x8000u) << 16);
+}
+static inline acc wide(uint16_t x) { return of_bits((uint32_t)x << 16); }
+template <class T> static inline T narrow(acc x) { return (T)x; }
+template <> inline half narrow<half>(acc x) {
+  const uint32_t all = bits_of((float)x), u = all & 0x7fffffffu;
+  const uint32_t normal = (u - 0x38000000u + 0xfffu + ((u >> 13) & 1u)) >> 13;
+  const uint32_t tiny = bits_of(of_bits(u) + 0.5f) - 0x3f000000u;
+  const uint32_t odd = u > 0x7f800000u ? 0x7e00u | ((u >> 13) & 0x3ffu) : 0x7c00u;
+  const uint32_t magnitude = u >= 0x47800000u ? odd : (u < 0x38800000u ? tiny : normal);
+  return {(uint16_t)(magnitude | (all >> 16 & 0x8000u))};
+}
+template <> inline uint16_t narrow<uint16_t>(acc x) {
+  uint32_t u = bits_of((float)x);
+  uint32_t even = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return (uint16_t)(is_nan(u) ? (u >> 16) | 0x40u : even);
+}
+static inline float join(uint16_t weight, int16_t remainder) {
+  uint32_t magnitude = weight & 0x7fffu;
+  int32_t low = remainder;
+  bool foreign = (magnitude == 0 && low < 0) || (magnitude == 0x7f80u && low > 0);
+  low = magnitude > 0x7f80u ? (low & 0xffff) : (foreign ? 0 : low);
+  return of_bits(((uint32_t)weight << 16) + (uint32_t)low);
+}
+template <class T> static inline acc honoured(float master, T weight) {
+  const acc kept = wide(narrow<T>((acc)master)), found = wide(weight);
+  return (kept == found || (kept != kept && found != found)) ? (acc)master : found;
+}
+static inline uint16_t half_away(uint32_t u) {
+  return (uint16_t)(is_nan(u) ? (u >> 16) | 0x40u : (u >> 16) + ((u >> 15) & 1u));
+}
+static inline uint32_t mix(uint32_t h) {
+  h = (h ^ (h >> 16)) * 0x85ebca6bu;
+  h = (h ^ (h >> 13)) * 0xc2b2ae35u;
+  return h ^ (h >> 16);
+}
+static inline uint16_t stochastic(float x, uint32_t seed, uint32_t element) {
+  uint32_t u = bits_of(x), noisy = u + (mix(element * 0x9e3779b9u + seed) & 0xffffu);
+  bool finite = (u & 0x7f800000u) != 0x7f800000u;
+  uint32_t high = (noisy & 0x7f800000u) == 0x7f800000u ? ((u >> 16) & 0x8000u) | 0x7f7fu : noisy >> 16;
+  return (uint16_t)(finite ? high : (is_nan(u) ? (u >> 16) | 0x40u : u >> 16));
+}
+// fp32 sums vectorize twice as wide as double ones; where one overflows or loses digits, double is taken after all.
+// A sum in range also shows that every value is finite.
+static inline double sum_of_squares(const acc* x, int64_t n, int* wrong) {
+  acc fast = 0;
+  #pragma omp simd reduction(+:fast)
+  for (int64_t i = 0; i < n; ++i) fast += x[i] * x[i];
+  if (fast > (acc)1e-20 && fast < (acc)1e30) return (double)fast;
+  double exact = 0;
+  int bad = 0;
+  #pragma omp simd reduction(+:exact) reduction(|:bad)
+  for (int64_t i = 0; i < n; ++i) {
+    exact += (double)x[i] * (double)x[i];
+    bad |= !(std::fabs(x[i]) <= std::numeric_limits<acc>::max());
+  }
+  *wrong |= bad;
+  return exact;
+}
+static inline acc larger(acc a, acc b) { return (a > b || a != a) ? a : b; }
+static inline acc smaller(acc a, acc b) { return (a < b || a != a) ? a : b; }
+"""
+
+_ENTRY = """
+extern "C" void run(int64_t chunks, const int64_t* row, const int64_t* start, const int64_t* count, int64_t rows,
+                    void* const* table, const acc* scalars, const float* skip, float* found, double* partial,
+                    int threads) {
+  if (skip && *skip != 0.0f) return;
+  int bad = 0;
+  #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(|:bad)
+  for (int64_t c = 0; c < chunks; ++c) {
+    const int64_t r = row[c], begin = start[c], n = count[c];
+%(setup)s
+%(loops)s
+%(finish)s
+  }
+  if (found && bad) *found = 1.0f;
+}
+"""
+
+_OPERATIONS = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "div": "{} / {}",
+    "neg": "-{}",
+    "sqrt": "std::sqrt({})",
+    "abs": "std::fabs({})",
+    "maximum": "larger({}, {})",
+    "minimum": "smaller({}, {})",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a kernel is generated for besides its pass: where each column's pointers are and what they point to."""
+
+    columns: tuple[tuple[str, int, Storage], ...]
+    compute_dtype: torch.dtype
+
+
+class CompiledLaunch(Launch):
+    """One pass over one batch, as a call into a library.
+
+    Raises:
+        subprocess.SubprocessError: if the compiler refuses the source.
+    """
+
+    def __init__(self, pass_: Pass, batch: Batch) -> None:
+        program = trace(pass_)
+        self._table = table = batch.table(_CHUNK)
+        self._rows = len(batch)
+        self._elements = int(table.count.sum())
+        layout = layout_of(program, batch)
+        self._scalars = ScalarTable(
+            scalar_names(program, layout.columns), len(batch), batch.compute_dtype, batch.device
+        )
+        self._partial = torch.zeros(len(pass_.squares), table.chunks, dtype=torch.float64)
+        self._written = written_parts(program, batch)
+        self._run = _kernel(pass_, layout)
+
+    def __call__(
+        self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run it; see ``Launch``."""
+        table, partial = self._table, self._partial
+        sums = torch.zeros(partial.shape[0], self._rows, dtype=torch.float64)
+        if table.chunks == 0:
+            return sums
+        if skip is not None and partial.numel():
+            partial.zero_()  # a skipped pass writes nothing
+        table.stage_in()
+        self._run(
+            table.chunks,
+            table.row.data_ptr(),
+            table.start.data_ptr(),
+            table.count.data_ptr(),
+            self._rows,
+            table.pointers.data_ptr(),
+            self._scalars.fill(scalars).data_ptr(),
+            None if skip is None else skip.data_ptr(),
+            None if found is None else found.data_ptr(),
+            partial.data_ptr(),
+            torch.get_num_threads() if self._elements >= _SERIAL else 1,
+        )
+        table.stage_out(self._written)
+        return sums.index_add_(1, table.row, partial) if partial.numel() else sums
+
+
+def layout_of(program: Program, batch: Batch) -> Layout:
+    """Where a batch has the columns of a program."""
+    columns = tuple((name, batch.slots[name], batch.columns[name][0]) for name in program.columns)
+    return Layout(columns, batch.compute_dtype)
+
+
+def written_parts(program: Program, batch: Batch) -> list[int]:
+    """The slots of the table that a program writes to."""
+    return [batch.slots[name] + k for name in program.stores for k in range(len(batch.columns[name][0].dtypes))]
+
+
+def scalar_names(program: Program, columns: tuple[tuple[str, int, Storage], ...]) -> tuple[str, ...]:
+    """The lines of the scalar table: the pass's own, and a seed where a column is rounded stochastically."""
+    random = any(storage.kind == "stochastic" for _, _, storage in columns)
+    return (*program.scalars, *(("seed",) if random else ()))
+
+
+@functools.cache
+def _kernel(pass_: Pass, layout: Layout) -> ctypes._NamedFuncPointer:
+    library = cxx.build(pass_.name, source(pass_, layout))
+    run = library.run
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    run.argtypes = [integer, *[pointer] * 3, integer, *[pointer] * 5, ctypes.c_int]
+    run.restype = None
+    return run
+
+
+def source(pass_: Pass, layout: Layout) -> str:
+    """The C++ of a pass."""
+    program = trace(pass_)
+    names = scalar_names(program, layout.columns)
+    setup = [f"const acc s_{name} = scalars[{i} * rows + r];" for i, name in enumerate(names) if name != "seed"]
+    if "seed" in names:
+        setup.append(f"const uint32_t seed = bits_of((float)scalars[{names.index('seed')} * rows + r]);")
+    for name, slot, storage in layout.columns:
+        for part, dtype in enumerate(storage.dtypes):
+            kind = _C_TYPES.get(dtype, "int16_t")
+            setup.append(f"{kind}* const {name}{part} = ({kind}*)table[{slot + part} * rows + r] + begin;")
+    storages = {name: storage for name, _, storage in layout.columns}
+    body = [_line(i, node.op, node.args, storages) for i, node in enumerate(program.nodes)]
+    for name, index in program.stores.items():
+        body.extend(_stores(name, storages[name], f"v{index}"))
+    clauses, finish = "", []
+    if program.checks:
+        setup.append("int wrong = 0;")
+        finish.append("bad |= wrong;")
+    if unsummed := [i for i in program.checks if i not in program.squares]:
+        body.extend(f"wrong |= !(std::fabs(v{i}) <= std::numeric_limits<acc>::max());" for i in unsummed)
+        clauses = " reduction(|:wrong)"
+    loops = _loop("0", "n", clauses, body)
+    if program.squares:
+        setup.extend(f"double q{i} = 0.0;" for i in range(len(program.squares)))
+        finish.extend(f"partial[{i} * chunks + c] = q{i};" for i in range(len(program.squares)))
+        loops = _summing_loops(program, clauses, body)
+    parts = {"setup": _indent(setup, 4), "loops": _indent(loops, 4), "finish": _indent(finish, 4)}
+    acc = _C_TYPES[layout.compute_dtype]
+    return _PRELUDE % {"acc": acc} + _ENTRY % parts
+
+
+def _loop(begin: str, end: str, clauses: str, body: list[str]) -> list[str]:
+    return [
+        f"#pragma omp simd{clauses}",
+        f"for (int64_t i = {begin}; i < {end}; ++i) {{",
+        *(f"  {line}" for line in body if line),
+        "}",
+    ]
+
+
+def _summing_loops(program: Program, clauses: str, body: list[str]) -> list[str]:
+    """The values of short runs are kept in L1 and their squares summed there; the sums are added up in double."""
+    count = range(len(program.squares))
+    kept = [f"run{i}[i - from] = v{index};" for i, index in enumerate(program.squares)]
+    flags = ["&wrong" if index in program.checks else "&ignored" for index in program.squares]
+    return [
+        *(f"acc run{i}[{_RUN}];" for i in count),
+        "int ignored = 0;",
+        f"for (int64_t from = 0; from < n; from += {_RUN}) {{",
+        f"  const int64_t to = from + {_RUN} < n ? from + {_RUN} : n;",
+        *_indent(_loop("from", "to", clauses, [*body, *kept]), 2).splitlines(),
+        *(f"  q{i} += sum_of_squares(run{i}, to - from, {flags[i]});" for i in count),
+        "}",
+    ]
+
+
+def _line(i: int, op: str, args: tuple[int | float | str, ...], storages: dict[str, Storage]) -> str:
+    if op == "load":
+        name = str(args[0])
+        both = {"split": "join", "plain": "honoured"}.get(storages[name].kind)
+        return f"const acc v{i} = " + (f"{both}({name}0[i], {name}1[i]);" if both else f"wide({name}0[i]);")
+    if op == "scalar":
+        return f"const acc v{i} = s_{args[0]};"
+    if op == "const":
+        return f"const acc v{i} = (acc){float(args[0]).hex()};"
+    return f"const acc v{i} = {_OPERATIONS[op].format(*(f'v{a}' for a in args))};"
+
+
+def _stores(name: str, storage: Storage, value: str) -> list[str]:
+    if storage.kind == "split":
+        return [f"{name}0[i] = half_away(bits_of({value}));", f"{name}1[i] = (int16_t)bits_of({value});"]
+    if storage.kind == "stochastic":
+        return [f"{name}0[i] = stochastic({value}, seed, (uint32_t)(begin + i));"]
+    kinds = [_C_TYPES[dtype] for dtype in storage.dtypes]
+    if storage.kind == "plain":  # the weight is the master rounded, not a float64 value rounded once
+        return [f"{name}0[i] = (float){value};", f"{name}1[i] = narrow<{kinds[1]}>({name}0[i]);"]
+    return [f"{name}{part}[i] = narrow<{kind}>({value});" for part, kind in enumerate(kinds)]
+
+
+def _indent(lines: list[str], width: int) -> str:
+    return "\n".join(" " * width + line for line in lines)

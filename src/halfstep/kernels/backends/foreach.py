@@ -1,0 +1,171 @@
+"""A pass run on lists of tensors by ``torch._foreach``: the reference lowering, on any device and of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..expr import Pass, trace
+from ..storage import honoured, join, round_stochastic, split
+from ..tensor_table import Batch, Launch, Scalars
+
+__all__ = ["ForeachLaunch"]
+
+_Numbers = float | list[float] | list[torch.Tensor]
+
+
+class ForeachLaunch(Launch):
+    """One pass over one batch.
+
+    Arithmetic is rounded after every operation, as in the other backends. On a CPU ``skip`` is read, which costs
+    nothing there; elsewhere the old values are selected on the device.
+    """
+
+    def __init__(self, pass_: Pass, batch: Batch) -> None:
+        self._program = trace(pass_)
+        self._fn = pass_.fn
+        self._pass = pass_
+        self._batch = batch
+
+    def __call__(
+        self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run it; see ``Launch``."""
+        batch, program = self._batch, self._program
+        rows = len(batch)
+        sums = torch.zeros(len(self._pass.squares), rows, dtype=torch.float64, device=batch.device)
+        on_cpu = batch.device.type == "cpu"
+        if rows == 0 or (on_cpu and skip is not None and skip.item()):
+            return sums
+        loaded = {name: _load(batch, name) for name in program.loads}
+        # A column that is only written still is an argument of the function; nothing may be computed from it.
+        columns = [Lanes(loaded[name]) if name in loaded else None for name in program.columns]
+        numbers = {name: _PerRow(_numbers(scalars[name], batch)) for name in program.scalars}
+        outputs = self._fn(*columns, **numbers)
+        for i, name in enumerate(self._pass.squares):
+            sums[i] = _norms(outputs[name].tensors).square()
+        for name in self._pass.checks:
+            filled = [t for t in outputs[name].tensors if t.numel()]
+            if found is not None and filled:
+                largest = torch.stack(torch._foreach_norm(filled, torch.inf))
+                found.copy_(torch.maximum(found, (~largest.isfinite()).any().to(found)))
+        for name in program.stores:
+            values = outputs[name].tensors
+            if skip is not None and not on_cpu:
+                old = loaded[name] if name in loaded else _load(batch, name)
+                values = [torch.where(skip != 0, o, v) for o, v in zip(old, values, strict=True)]
+            _store(batch, name, values, scalars)
+        return sums
+
+
+class Lanes:
+    """A list of tensors that takes part in an expression as one value."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def _binary(self, op: Callable[..., Sequence[torch.Tensor]], other: Lanes | _PerRow | float) -> Lanes:
+        if isinstance(other, Lanes):
+            return Lanes(list(op(self.tensors, other.tensors)))
+        return Lanes(list(op(self.tensors, other.numbers if isinstance(other, _PerRow) else other)))
+
+    def __add__(self, other: Lanes | _PerRow | float) -> Lanes:
+        return self._binary(torch._foreach_add, other)
+
+    def __sub__(self, other: Lanes | _PerRow | float) -> Lanes:
+        return self._binary(torch._foreach_sub, other)
+
+    def __mul__(self, other: Lanes | _PerRow | float) -> Lanes:
+        return self._binary(torch._foreach_mul, other)
+
+    def __truediv__(self, other: Lanes | _PerRow | float) -> Lanes:
+        return self._binary(torch._foreach_div, other)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Lanes:
+        return Lanes(list(torch._foreach_neg(self.tensors)))
+
+    def sqrt(self) -> Lanes:
+        """The square roots."""
+        return Lanes(list(torch._foreach_sqrt(self.tensors)))
+
+    def abs(self) -> Lanes:
+        """The magnitudes."""
+        return Lanes(list(torch._foreach_abs(self.tensors)))
+
+    def maximum(self, other: Lanes) -> Lanes:
+        """The larger values; NaN where either is."""
+        return Lanes(list(torch._foreach_maximum(self.tensors, other.tensors)))
+
+    def minimum(self, other: Lanes) -> Lanes:
+        """The smaller values; NaN where either is."""
+        return Lanes(list(torch._foreach_minimum(self.tensors, other.tensors)))
+
+
+class _PerRow:
+    """A number for each row, on the right or the left of an operator with ``Lanes``."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, numbers: _Numbers) -> None:
+        self.numbers = numbers
+
+
+def _numbers(value: float | torch.Tensor, batch: Batch) -> _Numbers:
+    """Numbers rounded to the batch's compute dtype, in a form that ``_foreach`` takes; nothing is read from CUDA."""
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    value = value.to(batch.device, batch.compute_dtype, non_blocking=True)
+    if batch.device.type == "cpu":
+        return float(value) if value.dim() == 0 else value.tolist()
+    return list(value.expand(len(batch)).unbind())
+
+
+def _load(batch: Batch, name: str) -> list[torch.Tensor]:
+    storage, parts = batch.columns[name]
+    if storage.kind == "split":
+        return [join(weight, remainder) for weight, remainder in zip(*parts, strict=True)]
+    source = parts[0]
+    if storage.kind == "plain":
+        source = [honoured(master, weight) for master, weight in zip(*parts, strict=True)]
+    if storage.dtypes[0] == batch.compute_dtype:
+        return source
+    wide = [torch.empty_like(t, dtype=batch.compute_dtype) for t in source]
+    torch._foreach_copy_(wide, source)
+    return wide
+
+
+def _store(batch: Batch, name: str, values: list[torch.Tensor], scalars: Scalars) -> None:
+    storage, parts = batch.columns[name]
+    if storage.kind == "split":
+        for value, weight, remainder in zip(values, *parts, strict=True):
+            high, low = split(value)
+            weight.copy_(high)
+            remainder.copy_(low)
+    elif storage.kind == "stochastic":
+        seeds = scalars["seed"]
+        assert isinstance(seeds, torch.Tensor)
+        for value, weight, seed in zip(values, parts[0], seeds.to(batch.device).unbind(), strict=True):
+            # Elements are numbered as they lie in the weight's memory, or in C order if it has holes.
+            laid = torch.empty_like(weight, dtype=torch.float32).copy_(value)
+            weight.copy_(round_stochastic(laid, seed))
+    elif storage.kind == "plain":
+        masters, weights = parts
+        torch._foreach_copy_(masters, values)
+        torch._foreach_copy_(weights, masters)  # not of float64 values, which may round otherwise
+    else:
+        for targets in parts:
+            torch._foreach_copy_(targets, values)
+
+
+def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of each tensor, in float64: on a CPU float32 sums lose digits and overflow."""
+    dtype = torch.float64 if tensors[0].device.type == "cpu" else None
+    norms: list[Any] = list(torch._foreach_norm(tensors, 2, dtype=dtype))
+    return torch.stack(norms).double()

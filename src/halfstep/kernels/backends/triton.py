@@ -1,0 +1,345 @@
+"""The CUDA backend: a pass printed as a Triton kernel over a table of pointers, one launch for a batch of any size.
+
+Under ``TRITON_INTERPRET=1`` the same kernels run on a CPU, slowly: so their numerics are tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ..expr import Pass, trace
+from ..storage import Storage
+from ..tensor_table import Batch, Launch, Scalars, ScalarTable
+from . import autotune as tuning
+from . import compiler as cxx
+from .cpp import Layout, layout_of, scalar_names, written_parts
+
+__all__ = ["TritonLaunch"]
+
+_SCRATCH = 2**20  # elements of each of the four rows that a kernel is timed on
+_WORTHWHILE = 2**22  # a batch of fewer elements is not waited for
+_TYPES = {
+    torch.float32: "tl.float32",
+    torch.float64: "tl.float64",
+    torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16",
+    torch.int16: "tl.int16",
+}
+
+# bfloat16 is rounded by its bits: the interpreter's own cast truncates, and the bits are the other backends'.
+_PRELUDE = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def quiet(u):
+    return (u >> 16) | 0x40
+
+
+@triton.jit
+def is_nan(u):
+    return (u & 0x7FFFFFFF) > 0x7F800000
+
+
+@triton.jit
+def as_bf16(high):
+    return high.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def nearest(x):
+    u = bits_of(x.to(tl.float32))
+    return as_bf16(tl.where(is_nan(u), quiet(u), (u + 0x7FFF + ((u >> 16) & 1)) >> 16))
+
+
+@triton.jit
+def wide(x):
+    if x.dtype == tl.bfloat16:  # the interpreter's own cast drops subnormals
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def honoured(master, rounded, weight):
+    kept = wide(rounded)
+    found = wide(weight)
+    return tl.where((kept == found) | ((kept != kept) & (found != found)), master, found)
+
+
+@triton.jit
+def half_away(x):
+    u = bits_of(x)
+    return as_bf16(tl.where(is_nan(u), quiet(u), (u >> 16) + ((u >> 15) & 1)))
+
+
+@triton.jit
+def low_bits(x):
+    return (bits_of(x) & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def join(weight, remainder):
+    high = weight.to(tl.uint16, bitcast=True).to(tl.uint32)
+    low = remainder.to(tl.int32)
+    magnitude = high & 0x7FFF
+    foreign = ((magnitude == 0) & (low < 0)) | ((magnitude == 0x7F80) & (low > 0))
+    low = tl.where(magnitude > 0x7F80, low & 0xFFFF, tl.where(foreign, 0, low))
+    return ((high << 16) + low.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mix(h):
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def stochastic(x, seed, element):
+    u = bits_of(x)
+    noisy = u + (mix(element.to(tl.uint32) * 0x9E3779B9 + seed) & 0xFFFF)
+    finite = (u & 0x7F800000) != 0x7F800000
+    overflow = (noisy & 0x7F800000) == 0x7F800000
+    high = tl.where(overflow, ((u >> 16) & 0x8000) | 0x7F7F, noisy >> 16)
+    return as_bf16(tl.where(finite, high, tl.where(is_nan(u), quiet(u), u >> 16)))
+
+
+@triton.jit
+def row_sums(first, partial, sums, chunks, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    which = tl.program_id(1).to(tl.int64)
+    begin = tl.load(first + row)
+    end = tl.load(first + row + 1)
+    total = tl.zeros((BLOCK,), tl.float64)
+    at = begin
+    while at < end:  # a range of loaded numbers is beyond the interpreter
+        i = at + tl.arange(0, BLOCK)
+        total += tl.load(partial + which * chunks + i, mask=i < end, other=0.0)
+        at += BLOCK
+    tl.store(sums + which * tl.num_programs(0) + row, tl.sum(total))
+"""
+
+_ENTRY = """
+
+@triton.jit
+def kernel(row, start, count, table, scalars, skip, found, partial, rows, chunks,
+           ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    chunk = tl.program_id(0)
+    r = tl.load(row + chunk)
+    begin = tl.load(start + chunk)
+    i = tl.arange(0, BLOCK)
+    alive = i < tl.where(tl.load(skip) == 0.0, tl.load(count + chunk), 0)
+%s
+"""
+
+_OPERATIONS = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "neg": "-{}",
+    "abs": "tl.abs({})",
+    "maximum": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+}
+
+
+class TritonLaunch(Launch):
+    """One pass over one batch: one launch, and a second small one where squares are summed."""
+
+    def __init__(self, pass_: Pass, batch: Batch, cut: tuning.Cut | None = None) -> None:
+        program = trace(pass_)
+        layout = layout_of(program, batch)
+        self._module = _module(pass_, layout, _interpreted())
+        self._cut = cut or _cut(pass_, batch, layout)
+        self._table = table = batch.table(self._cut.elements)
+        self._rows = len(batch)
+        self._device = batch.device
+        names = scalar_names(program, layout.columns)
+        self._scalars = ScalarTable(names, len(batch), batch.compute_dtype, batch.device)
+        self._zero = torch.zeros((), device=batch.device)
+        self._partial = torch.zeros(len(pass_.squares), table.chunks, dtype=torch.float64, device=batch.device)
+        self._written = written_parts(program, batch)
+
+    def __call__(
+        self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run it; see ``Launch``."""
+        table, partial = self._table, self._partial
+        sums = torch.zeros(partial.shape[0], self._rows, dtype=torch.float64, device=partial.device)
+        if table.chunks == 0:
+            return sums
+        # Where nobody looks at the flag, the checks still need somewhere to write.
+        seen = found if found is not None else torch.empty_like(self._zero)
+        table.stage_in()
+        numbers = self._scalars.fill(scalars)
+        with _on(self._device):
+            self._module.kernel[(table.chunks,)](
+                table.row,
+                table.start,
+                table.count,
+                table.pointers,
+                numbers,
+                self._zero if skip is None else skip,
+                seen,
+                partial,
+                self._rows,
+                table.chunks,
+                ALIGNED=table.aligned,
+                BLOCK=self._cut.elements,
+                num_warps=self._cut.warps,
+            )
+            if partial.numel():
+                self._module.row_sums[(self._rows, partial.shape[0])](
+                    table.first, partial, sums, table.chunks, BLOCK=256
+                )
+        table.stage_out(self._written)
+        return sums
+
+
+def _on(device: torch.device) -> AbstractContextManager[None]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _cut(pass_: Pass, batch: Batch, layout: Layout) -> tuning.Cut:
+    """How to cut a batch. Kernels write in place, so they are timed on tensors of our own."""
+    first = next(iter(batch.columns.values()))[1][0]
+    if _interpreted() or sum(t.numel() for t in first) < _WORTHWHILE or torch.cuda.is_current_stream_capturing():
+        return tuning.DEFAULT
+    from triton import __version__ as version
+    from triton.runtime.errors import OutOfResources
+    from triton.testing import do_bench
+
+    def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+        return [torch.ones(_SCRATCH, dtype=dtype, device=batch.device) for _ in range(4)]
+
+    def measure(cut: tuning.Cut) -> float:
+        launch = TritonLaunch(pass_, scratch, cut)
+        try:
+            return float(do_bench(lambda: launch(scalars), return_mode="median"))
+        except OutOfResources:
+            return float("inf")
+
+    with _on(batch.device):
+        columns = {name: (storage, tuple(map(tensors, storage.dtypes))) for name, (storage, _) in batch.columns.items()}
+        scratch = Batch(columns, batch.compute_dtype)
+        scalars = dict.fromkeys(scalar_names(trace(pass_), layout.columns), 0.5)
+        gpu = torch.cuda.get_device_name(batch.device)
+        return tuning.fastest("\n".join((source(pass_, layout), gpu, version)), measure)
+
+
+@functools.cache
+def _module(pass_: Pass, layout: Layout, interpreted: bool) -> Any:
+    """The generated module, which Triton compiles or interprets for good when it is loaded.
+
+    It is written to the cache because Triton reads the source of its kernels from their file.
+    """
+    text = source(pass_, layout)
+    path = cxx.cache_directory() / f"{pass_.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.py"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as scratch:
+            scratch.write(text)
+        os.replace(scratch.name, path)
+    spec = importlib.util.spec_from_file_location(f"halfstep_kernels_{path.stem.replace('-', '_')}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def source(pass_: Pass, layout: Layout) -> str:
+    """The Triton source of a pass."""
+    program = trace(pass_)
+    names = scalar_names(program, layout.columns)
+    acc = _TYPES[layout.compute_dtype]
+    lines = []
+    storages = {name: storage for name, _, storage in layout.columns}
+    for name, slot, storage in layout.columns:
+        for part, dtype in enumerate(storage.dtypes):
+            pointer = f"{name}{part}"
+            address = f"tl.load(table + {slot + part} * rows + r)"
+            lines.append(f"{pointer} = {address}.to(tl.pointer_type({_TYPES[dtype]})) + begin")
+            lines.append(f"if ALIGNED:\n        {pointer} = tl.multiple_of({pointer}, 16)")
+    if "seed" in names:
+        lines.append(f"seed = bits_of(tl.load(scalars + {names.index('seed')} * rows + r))")
+    for i, node in enumerate(program.nodes):
+        lines.append(_line(i, node.op, node.args, storages, names, acc))
+    for name, index in program.stores.items():
+        lines.extend(_stores(name, storages[name], f"v{index}"))
+    for i, index in enumerate(program.squares):
+        lines.append(f"wide{i} = tl.where(alive, v{index}, 0.0).to(tl.float64)")
+        lines.append(f"tl.store(partial + {i} * chunks + chunk, tl.sum(wide{i} * wide{i}))")
+    for index in program.checks:
+        lines.append(f"odd{index} = (v{index} != v{index}) | (tl.abs(v{index}) == float('inf'))")
+        lines.append(f"bad{index} = tl.sum((alive & odd{index}).to(tl.int32))")
+        lines.append(f"tl.store(found, 1.0, mask=bad{index} > 0)")
+    return _PRELUDE + _ENTRY % "\n".join(f"    {line}" for line in lines if line)
+
+
+def _line(
+    i: int,
+    op: str,
+    args: tuple[int | float | str, ...],
+    storages: dict[str, Storage],
+    names: tuple[str, ...],
+    acc: str,
+) -> str:
+    if op == "load":
+        name = str(args[0])
+        first = f"tl.load({name}0 + i, mask=alive, other=0)"
+        second = f"tl.load({name}1 + i, mask=alive, other=0)"
+        if storages[name].kind == "split":
+            return f"v{i} = join({first}, {second})"
+        if storages[name].kind == "plain":
+            rounded = _rounded(f"m{i}", storages[name].dtypes[1])
+            return f"m{i} = {first}\n    v{i} = honoured(m{i}, {rounded}, {second}).to({acc})"
+        return f"v{i} = {first}.to({acc})"
+    if op == "scalar":
+        return f"v{i} = tl.load(scalars + {names.index(str(args[0]))} * rows + r)"
+    if op == "const":
+        return f"v{i} = tl.full((1,), {float(args[0])!r}, {acc})"
+    operands = [f"v{a}" for a in args]
+    # The plain forms are approximate in fp32; fp64 has only exact ones.
+    if op == "div":
+        return f"v{i} = {'tl.div_rn({}, {})' if acc == 'tl.float32' else '{} / {}'}".format(*operands)
+    if op == "sqrt":
+        return f"v{i} = {'tl.sqrt_rn({})' if acc == 'tl.float32' else 'tl.sqrt({})'}".format(*operands)
+    return f"v{i} = {_OPERATIONS[op].format(*operands)}"
+
+
+def _stores(name: str, storage: Storage, value: str) -> list[str]:
+    if storage.kind == "split":
+        forms = [f"half_away({value})", f"low_bits({value})"]
+    elif storage.kind == "stochastic":
+        forms = [f"stochastic({value}, seed, begin + i)"]
+    else:
+        if storage.kind == "plain":  # the weight is the master rounded, not a float64 value rounded once
+            value += ".to(tl.float32)"
+        forms = [_rounded(value, dtype) for dtype in storage.dtypes]
+    return [f"tl.store({name}{part} + i, {form}, mask=alive)" for part, form in enumerate(forms)]
+
+
+def _rounded(value: str, dtype: torch.dtype) -> str:
+    return f"nearest({value})" if dtype is torch.bfloat16 else f"{value}.to({_TYPES[dtype]})"

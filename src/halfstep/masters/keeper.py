@@ -1,0 +1,177 @@
+"""The masters of one optimizer, whoever keeps them: asked for by faces, checkpoints and averages."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from ..core.dtypes import halves, is_half
+from ..distributed.ddp_hook import wrapped
+from ..distributed.state_dict import soften
+from ..gradients.holders import hold, holder_of
+from ..gradients.ledger import HAS_GRAD_DTYPE, Chooser, Gradients, widen
+from ..kernels.shards import is_sharded
+from .plain import Masters
+from .view import MasterParameter, SplitMasterParameter
+
+__all__ = ["MasterKeeper"]
+
+
+def _give_back(held: list[weakref.ref[torch.Tensor]]) -> None:
+    """The masters are gone: let gradients of their parameters come in the parameters' own dtype again."""
+    for param in [param for ref in held if (param := ref()) is not None] if HAS_GRAD_DTYPE else ():
+        if param.grad is None and holder_of(param) is None:
+            param.grad_dtype = param.dtype
+
+
+class MasterKeeper:
+    """The fp32 masters of one optimizer's 16-bit parameters, or the 16-bit copies of its fp32 ones.
+
+    Args:
+        optimizer: this must not outlive it.
+        masters: whether there are masters. One of ``halfstep.optimizers`` keeps them itself, where torch has
+            ``Tensor.grad_dtype``; of any other they are kept here. "elsewhere" if an attached optimizer inside of it
+            has them.
+        copies: the dtype of copies that an optimizer may write, if it can.
+        originals: where masters start; see ``Masters``.
+        own: whether the optimizer may keep them itself.
+
+    Attributes:
+        plain: the masters that are kept here, or None.
+        any: whether there are masters.
+        alike: whether they are to be the same on every rank: this one has all of them.
+        gradients: the gradients of the parameters, in the dtypes that go with it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        masters: bool | Literal["elsewhere"],
+        copies: torch.dtype | None = None,
+        originals: dict[int, torch.Tensor] | None = None,
+        *,
+        own: bool = True,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.any = bool(masters)
+        self.alike = masters is True
+        self.plain: Masters | None = None
+        self._views: dict[int, MasterParameter] = {}
+        self._held: list[weakref.ref[torch.Tensor]] = []
+        weakref.finalize(self, _give_back, self._held).atexit = False
+        wide: Chooser | None = halves if masters else None
+        narrow = False
+        if masters is True and own and hasattr(optimizer, "keep_masters") and HAS_GRAD_DTYPE:
+            optimizer.keep_masters(originals)
+            narrow = True
+        elif masters is True:
+            self.plain = Masters(originals)
+        elif copies is not None and hasattr(optimizer, "keep_copies"):
+            kept = optimizer.keep_copies(copies)
+            if HAS_GRAD_DTYPE:
+                narrow = True
+
+                def wide(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                    found = kept.having(params)
+                    taken = set(map(id, wrapped(found)))
+                    return [p for p in found if id(p) not in taken]
+
+        self.gradients = Gradients(wide, stays_narrow=narrow, wrapped=wrapped)
+        self.adopt()
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer."""
+        return self._optimizer()
+
+    def listed(self) -> list[torch.Tensor]:
+        """The parameters in the optimizer's groups."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def adopt(self) -> None:
+        """Be asked for the masters of the optimizer's parameters from now on, new ones included."""
+        if not self.any:
+            return
+        if self.plain is not None:
+            self.plain.adopt(self.optimizer)
+        params = self.listed()
+        half = halves(params)
+        hold(half, self)
+        self._held[:] = [weakref.ref(p) for p in half]
+        self.gradients.expect(params)
+        soften()
+
+    # ---- looking at masters
+
+    def has(self, param: torch.Tensor) -> bool:
+        """Whether a parameter of the optimizer has a master."""
+        return self.any and is_half(param) and param.requires_grad
+
+    def params(self) -> Iterator[torch.Tensor]:
+        """The parameters that are updated: masters as ``MasterParameter``, the others as they are."""
+        if self.plain is not None:
+            self.plain.adopt(self.optimizer)
+        params = self.listed()
+        for gone in self._views.keys() - set(map(id, params)):
+            del self._views[gone]
+        for param in params:
+            yield self.view(param) if self.has(param) else param
+
+    def view(self, param: torch.Tensor) -> torch.Tensor:
+        """The master of a parameter that has one, as a parameter; the same one whenever asked.
+
+        A ``DTensor`` cannot be looked at through another class: there it is the master itself, with the gradient that
+        the parameter has now, or the parameter, if the optimizer keeps the master.
+        """
+        plain = None if self.plain is None else self.plain.of(param)
+        if is_sharded(param):
+            if plain is not None:
+                widen([param])
+                plain.grad = param.grad
+            return param if plain is None else plain
+        found = self._views.get(id(param))
+        if found is None or found.weight is not param:
+            if plain is not None:
+                found = MasterParameter.over(param, plain)
+            else:
+                found = SplitMasterParameter.of(param, self.optimizer.master_value, self.optimizer.write_master)
+            self._views[id(param)] = found
+        return found
+
+    def master(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The fp32 value of a parameter's master; None if it has none."""
+        if self.plain is None:
+            value = getattr(self.optimizer, "master_value", None)
+            return None if value is None else value(param)
+        master = self.plain.of(param)
+        return None if master is None else master.detach()
+
+    def write_master(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Set the master of a parameter; what to write to the parameter."""
+        if self.plain is not None:
+            return self.plain.write(param, value)
+        return self.optimizer.write_master(param, value)  # type: ignore[no-any-return]
+
+    def started(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters with the values of masters that are in no state of the optimizer."""
+        plain = [] if self.plain is None else self.plain.pairs()
+        return plain + getattr(self.optimizer, "unused_masters", list)()
+
+    # ---- around a step
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block plain masters stand in the places of their parameters."""
+        if self.plain is None:
+            yield
+            return
+        widen(halves(self.listed()))
+        self.plain.enter(self.optimizer)
+        try:
+            yield
+        finally:
+            self.plain.leave(self.optimizer)

@@ -1,0 +1,51 @@
+"""A model of masters: the same modules with fp32 weights, for averages and whatever else is to see all the digits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..casting.modules import strip
+from ..gradients.holders import holder_of
+
+__all__ = ["master_model"]
+
+
+def master_model(model: nn.Module) -> nn.Module:
+    """The model in fp32: a module of the same structure whose parameters are the masters of the model's.
+
+    ::
+
+        averaged = torch.optim.swa_utils.AveragedModel(amp.master_model(model), avg_fn=...)
+        ...
+        averaged.update_parameters(amp.master_model(model))
+
+    It computes in fp32, without the casts of the model's level. What it reads is what is there now: parameters with a
+    master read and write the master, and parameters and buffers that are not of 16 bits are the model's own. A deep
+    copy of it is an ordinary fp32 model that keeps its values, and whose ``state_dict()`` can be averaged into.
+
+    Args:
+        model: one that ``amp.initialize`` or ``amp.decorate`` returned, or any other; not changed.
+
+    Returns:
+        The module. 16-bit parameters without a master are fp32 copies in it.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        memo[id(tensor)] = _wide(tensor)
+    twin = copy.deepcopy(model, memo)
+    strip(twin)
+    return twin
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in (torch.float16, torch.bfloat16):
+        return tensor
+    view = getattr(holder_of(tensor), "view", None)
+    if view is not None:
+        return view(tensor)  # type: ignore[no-any-return]
+    wide = tensor.detach().float()
+    return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide

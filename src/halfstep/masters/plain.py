@@ -1,0 +1,229 @@
+"""Plain masters: an fp32 copy of each 16-bit parameter, in its place in the optimizer while that steps and only then.
+
+So any optimizer updates fp32 numbers with fp32 state, and everybody else meets an ordinary optimizer over the model's
+parameters. Their gradients are ``engine.gradients``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, MutableMapping
+from operator import is_
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..core import data_writes as writes
+from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
+from ..core.errors import UsageError
+from ..gradients.holders import holder_of
+from ..gradients.ledger import get_grads
+from ..kernels import eager
+from ..kernels.grouping import PlanCache
+from ..kernels.storage import honoured
+
+__all__ = ["Masters"]
+
+
+class Masters:
+    """The fp32 masters of one optimizer's 16-bit parameters.
+
+    Args:
+        originals: the fp32 weights that parameters were rounded from, by identity: where their masters start. Those of
+            other parameters start from the parameter.
+    """
+
+    def __init__(self, originals: dict[int, torch.Tensor] | None = None) -> None:
+        self._originals = originals or {}
+        self._of: dict[int, torch.nn.Parameter] = {}
+        self._resting: MutableMapping[torch.Tensor, torch.nn.Parameter] = WeakIdKeyDictionary()
+        self._params: list[torch.Tensor] = []
+        self._dtypes: list[torch.dtype] = []
+        self._masters: list[torch.nn.Parameter] = []
+        # Of each parameter and its master, by the identity of the parameter, when it was last the master rounded.
+        self._versions: dict[int, tuple[int, int]] = {}
+        self._touched: set[int] = set()  # were reached through ``.data``, where writes leave no version
+        # While masters are in place: the lists of the groups, and what was in them.
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._states = _States()
+        self._plans = PlanCache()
+        writes.watch(self)
+
+    def touch(self, param: torch.Tensor) -> None:
+        """Somebody has got hold of ``param.data``."""
+        if id(param) in self._of:
+            self._touched.add(id(param))
+
+    @torch.no_grad()
+    def of(self, param: torch.Tensor) -> torch.nn.Parameter | None:
+        """The master of a parameter as it is now, None if it has none."""
+        master = self._of.get(id(param))
+        if master is None:
+            master = self._resting.get(param) if self._resting else None
+            if master is not None:
+                master.copy_(honoured(master, param))
+        elif not self._lists:
+            before = self._versions[id(param)]
+            if param._version != before[0] or (id(param) in self._touched and master._version == before[1]):
+                master.copy_(honoured(master, param))
+                self._versions[id(param)] = param._version, master._version
+        return master
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give masters to the trainable 16-bit parameters that have none, and fp32 state to go with them.
+
+        Two optimizers that share a parameter share its master.
+        """
+        new = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) not in self._of and p.dtype in HALF_DTYPES and p.requires_grad
+        ]
+        for param in new:
+            other = getattr(holder_of(param), "plain", None) or self
+            master = other.of(param)
+            if master is None:
+                start = self._originals.get(id(param))
+                weight = param.detach()
+                fp32 = weight.float() if start is None else honoured(start.to(param.device, torch.float32), weight)
+                master = torch.nn.Parameter(fp32)
+            self._of[id(param)] = master
+            self._params.append(param)
+            self._masters.append(master)
+            self._dtypes.append(param.dtype)
+            self._versions[id(param)] = param._version, master._version
+            state = optimizer.state.get(param)
+            for name, value in (state or {}).items():
+                if isinstance(value, torch.Tensor) and is_half(value):
+                    state[name] = value.float()  # type: ignore[index]
+        self._originals = {}  # of parameters of others
+
+    def _forget(self, present: set[int]) -> None:
+        """Parameters were taken out of the optimizer: their masters rest as long as the parameters live."""
+        for param, master in zip(self._params, self._masters, strict=True):
+            if id(param) not in present:
+                self._resting[param] = master
+        kept = [i for i, param in enumerate(self._params) if id(param) in present]
+        self._params = [self._params[i] for i in kept]
+        self._masters = [self._masters[i] for i in kept]
+        self._dtypes = [self._dtypes[i] for i in kept]
+        self._of = {id(p): m for p, m in zip(self._params, self._masters, strict=True)}
+        self._versions = {id(p): self._versions[id(p)] for p in self._params}
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter and its master."""
+        self._honour_writes()
+        return list(zip(self._params, self._masters, strict=True))
+
+    # ---- around a step
+
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the masters, their gradients and the state in the places of the parameters'."""
+        self.adopt(optimizer)
+        self._honour_writes()
+        for master, grad in zip(self._masters, get_grads(self._params), strict=True):
+            master.grad = grad
+        self._lists = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+        of = self._of
+        present = {id(p) for _, params in self._lists for p in params}
+        if len(of) > len(present) or not of.keys() <= present:
+            self._forget(present)
+            of = self._of
+        for params, before in self._lists:
+            params[:] = [of.get(id(p), p) for p in before]  # in place: LBFGS keeps the list
+        self._states.swap_in(optimizer, of)
+
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """The parameters have their places again, with what their masters round to. Does nothing if they have."""
+        if not self._lists:
+            return
+        for params, before in self._lists:
+            params[:] = before
+        self._lists = []
+        self._states.swap_out(optimizer, zip(self._params, self._masters, strict=True))
+        for master in self._masters:
+            master.grad = None
+        self.round()
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Round every master into its parameter."""
+        if self._params:
+            masters: list[torch.Tensor] = list(self._masters)
+            plan = self._plans.get("round", masters, masters, self._params)
+            eager.copy(plan, masters, self._params)
+            pairs = zip(self._params, self._masters, strict=True)
+            self._versions = {id(p): (p._version, m._version) for p, m in pairs}
+        self._touched.clear()
+
+    @torch.no_grad()
+    def write(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Set a master; what it rounds to."""
+        master = self._of[id(param)]
+        master.copy_(value)
+        return master.to(param.dtype)
+
+    def _honour_writes(self) -> None:
+        """Where a parameter was written to since it was rounded, its master becomes what was written.
+
+        Where ``.data`` was merely looked at, and the master was written to, it is the master that counts.
+        """
+        if [p.dtype for p in self._params] != self._dtypes:
+            self._refuse_cast()
+        if self._touched or [p._version for p in self._params] != [v for v, _ in self._versions.values()]:
+            for param in self._params:
+                self.of(param)
+
+    def _refuse_cast(self) -> None:
+        i, param = next((i, p) for i, p in enumerate(self._params) if p.dtype is not self._dtypes[i])
+        raise UsageError(
+            f"A weight of shape {tuple(param.shape)} was {dtype_name(self._dtypes[i])} when its fp32 master was made "
+            f"and is {dtype_name(param.dtype)} now: model.float(), half() or to(dtype) was called after "
+            "amp.initialize or amp.decorate. Leave the dtypes to the level; model.state_dict() is fp32 as it is, and "
+            "amp.master_model(model) is the model in fp32."
+        )
+
+
+class _States:
+    """An optimizer's state under two sets of keys: by parameter for everybody, by master while it steps.
+
+    The entries are the same dicts. Both maps are kept from step to step and only compared, for hashing a tensor is a
+    Python call.
+    """
+
+    def __init__(self) -> None:
+        self._outer: Any = None
+        self._inner: Any = None
+        self._keys: list[Any] = []
+        self._entries: list[Any] = []
+
+    def swap_in(self, optimizer: torch.optim.Optimizer, of: dict[int, torch.nn.Parameter]) -> None:
+        """Let state be found by master."""
+        outer = optimizer.state
+        if outer is not self._outer or not (_same(outer.values(), self._entries) and _same(outer, self._keys)):
+            self._outer, self._keys, self._entries = outer, list(outer), list(outer.values())
+            self._inner = defaultdict(dict, {of.get(id(key), key): entry for key, entry in outer.items()})
+        optimizer.state = self._inner
+
+    def swap_out(
+        self, optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.nn.Parameter]]
+    ) -> None:
+        """Let it be found by parameter, with what the step changed."""
+        inner = optimizer.state
+        if inner is not self._inner or not _same(inner.values(), self._entries):
+            params = {id(master): param for param, master in pairs}
+            found = {params.get(id(key), key): entry for key, entry in inner.items()}
+            if inner is self._inner:
+                self._outer.clear()
+                self._outer.update(found)
+            else:  # load_state_dict
+                self._outer = defaultdict(dict, found)
+            self._inner, self._keys, self._entries = inner, list(self._outer), list(inner.values())
+        optimizer.state = self._outer
+
+
+def _same(now: Iterable[Any], before: list[Any]) -> bool:
+    now = list(now)
+    return len(now) == len(before) and all(map(is_, now, before))

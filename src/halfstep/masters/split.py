@@ -1,0 +1,58 @@
+"""Split masters: a bfloat16 weight and an int16 remainder that together are the 32 bits of its fp32 master.
+
+14 bytes a parameter with Adam instead of 16 to 20, and a weight that is written from outside (``load_state_dict``, an
+average, a new initialization) is honoured, where a separate copy would undo it. The remainder lives in
+``optimizer.state[p]["remainder"]``, so checkpoints carry it. The bit arithmetic is ``kernels.storage``'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..kernels.shards import local, rewrapped
+from ..kernels.storage import Storage, honoured, join, split_of
+
+__all__ = ["adapt", "master_value"]
+
+
+def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
+    """Make the masters of one parameter what ``storage`` asks for, losing nothing of those already there.
+
+    Args:
+        param: the parameter; its value changes only where one form is turned into the other: they round ties apart.
+        state: ``optimizer.state[param]``: ``remainder`` (int16, split), ``master`` (float32, plain) or neither.
+        storage: of the parameter's column.
+    """
+    remainder, master = state.get("remainder"), state.get("master")
+    if storage.kind == "split":
+        if remainder is None and master is not None:
+            weight = local(param.detach())
+            high, low = split_of(local(master.to(param.device)), weight)
+            weight.copy_(high)
+            state["remainder"] = rewrapped(low, param)
+        elif remainder is None:
+            state["remainder"] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.preserve_format)
+        elif remainder.device != param.device:
+            state["remainder"] = remainder.to(param.device)
+        state.pop("master", None)
+    elif storage.kind == "plain":
+        if master is None:
+            state["master"] = master = master_value(param, state)
+            local(param.detach()).copy_(local(master))
+        elif master.device != param.device:
+            state["master"] = master.to(param.device)
+        state.pop("remainder", None)
+    else:
+        state.pop("master", None)
+        state.pop("remainder", None)
+
+
+def master_value(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """A new float32 tensor: the master of a parameter in whichever form ``optimizer.state[param]`` holds it."""
+    if "master" in state:
+        return honoured(state["master"].to(param.device), param.detach())
+    if "remainder" in state and param.dtype is torch.bfloat16:
+        return rewrapped(join(local(param.detach()), local(state["remainder"])), param)
+    return param.detach().to(torch.float32, copy=True)

@@ -1,0 +1,71 @@
+"""What is wrong with the gradients of some optimizers, in words, for the message of an error. Slow, rarely called."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ..core.dtypes import dtype_name
+from ..core.errors import UsageError
+
+__all__ = ["first_bad_gradient", "refuse_strays"]
+
+
+def first_bad_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """The first parameter whose gradient holds inf or NaN, by its qualified name where one is known. Reads the device.
+
+    Args:
+        optimizers: whose parameters to look at, in their order; before them those of their models, where they are
+            attached, in the order of ``named_parameters``.
+
+    Returns:
+        For example ``layers.0.weight (4x3, float16: 2 inf, 0 NaN among 12 values)``.
+    """
+    seen: set[int] = set()
+    for name, param in _named(optimizers):
+        grad = param.grad
+        if grad is None or id(param) in seen:
+            continue
+        seen.add(id(param))
+        values = grad._values() if grad.is_sparse else grad
+        infs, nans = int(values.isinf().sum()), int(values.isnan().sum())
+        if infs or nans:
+            shape = "x".join(map(str, param.shape)) or "scalar"
+            return f"{name} ({shape}, {dtype_name(grad.dtype)}: {infs} inf, {nans} NaN among {values.numel()} values)"
+    return "none is left to look at; they were cleared or replaced before the loss scale was updated"
+
+
+def refuse_strays(params: Sequence[torch.Tensor], models: Iterable[weakref.ref[nn.Module]], name: str) -> None:
+    """No gradient has come to the parameters of an optimizer: are they the models' still?
+
+    Args:
+        params: those of the optimizer.
+        models: which it trains.
+        name: of its class.
+
+    Raises:
+        UsageError: if none of them is.
+    """
+    known = {id(param) for ref in models if (model := ref()) is not None for param in model.parameters()}
+    if known and params and known.isdisjoint(map(id, params)):
+        raise UsageError(
+            f"No gradient came to the parameters of this {name}, and none of them is in its model any more: something "
+            "has put others in their place after amp.initialize or amp.decorate, as fully_shard does. Shard the model "
+            "first, make the optimizer from its new parameters, and initialize then (O1, or MixedPrecisionPolicy of "
+            "fully_shard)."
+        )
+
+
+def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
+    for optimizer in optimizers:
+        for ref in getattr(getattr(optimizer, "_amp_stash", None), "models", ()):
+            if (model := ref()) is not None:
+                yield from model.named_parameters()
+    for optimizer in optimizers:
+        for g, group in enumerate(optimizer.param_groups):
+            names = group.get("param_names")
+            for i, param in enumerate(group["params"]):
+                yield names[i] if names else f"parameter {i} of group {g} of {type(optimizer).__name__}", param

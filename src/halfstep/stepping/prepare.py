@@ -1,0 +1,256 @@
+"""Models and optimizers brought to a policy: what ``initialize``, ``decorate`` and ``Model`` have in common.
+
+``prepare`` does both; each half can be called alone, for an optimizer that is made later than its model was cast.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..casting import modules
+from ..casting import scopes as ops
+from ..core.dtypes import is_half
+from ..core.errors import UsageError
+from ..core.policy import Policy
+from ..gradients.holders import holder_of
+from ..gradients.ledger import HAS_GRAD_DTYPE, set_grads
+from ..kernels.launch import backend_for
+from ..optimizers.fuse import can_fuse, fuse
+from .attached import AttachedOptimizer, attach, attached_to
+
+__all__ = ["bare", "check", "prepare", "prepare_model", "prepare_optimizer"]
+
+
+def prepare(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    policy: Policy,
+    *,
+    casting: ops.OpCasting | None = None,
+    keep: Callable[[nn.Module], bool] | None = None,
+    module_filter: modules.ModuleFilter | None = None,
+    save_dtype: torch.dtype | None = None,
+    wide_grads: bool = False,
+    fused: bool = True,
+    verbose: bool = True,
+) -> list[AttachedOptimizer]:
+    """Bring models, and the optimizers that train them, to a policy. Check both before: this does not fail half-way.
+
+    Args:
+        models: changed in place; see ``prepare_model``.
+        optimizers: changed in place; see ``prepare_optimizer``.
+        policy: what is held and computed in which dtype.
+        casting: what is done to ops while the models run.
+        keep: which modules keep their dtype; None keeps BatchNorm if the policy says so.
+        module_filter: see ``casting.modules.cast_module``.
+        save_dtype: dtype of floating entries in ``state_dict()`` of the models; None leaves them.
+        wide_grads: let 16-bit parameters have fp32 gradients also without masters.
+        fused: run torch's optimizers as fused ones where they can be.
+        verbose: whether to log skipped steps.
+    """
+    originals: dict[int, torch.Tensor] = {}
+    for model in models:
+        originals |= prepare_model(
+            model,
+            policy,
+            casting=casting,
+            keep=keep,
+            module_filter=module_filter,
+            save_dtype=save_dtype,
+            keep_originals=policy.master_weights and bool(optimizers),
+            wide_grads=wide_grads,
+        )
+    # A fused step keeps a parameter's master for itself, and those that share a parameter are to share its master.
+    owners = Counter(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
+    alone = max(owners.values(), default=1) == 1
+    return [
+        prepare_optimizer(one, policy, models, originals=originals, fused=fused and alone, own=alone, verbose=verbose)
+        for one in optimizers
+    ]
+
+
+def prepare_model(
+    model: nn.Module,
+    policy: Policy,
+    *,
+    casting: ops.OpCasting | None = None,
+    keep: Callable[[nn.Module], bool] | None = None,
+    module_filter: modules.ModuleFilter | None = None,
+    save_dtype: torch.dtype | None = None,
+    keep_originals: bool = False,
+    wide_grads: bool = False,
+) -> dict[int, torch.Tensor]:
+    """Cast a model and put its hooks on.
+
+    Args:
+        model: changed in place.
+        policy: what is held and computed in which dtype.
+        casting: see ``prepare``.
+        keep: see ``prepare``.
+        module_filter: see ``prepare``.
+        save_dtype: see ``prepare``.
+        keep_originals: return the fp32 weights, and leave the gradients that are there in fp32.
+        wide_grads: let 16-bit parameters have fp32 gradients.
+
+    Returns:
+        With ``keep_originals`` the weights that were cast to 16 bits, as they were, by the identity of the parameter.
+    """
+    originals: dict[int, torch.Tensor] = {}
+    if policy.param_dtype is not None:
+        before = {id(p): p.detach() for p in model.parameters() if keep_originals and p.requires_grad}
+        stays_wide = wide_grads or keep_originals
+        grads = [(p, p.grad) for p in model.parameters() if stays_wide and p.grad is not None]
+        for param, _ in grads:
+            param.grad = None
+        try:
+            modules.cast_module(
+                model,
+                policy.param_dtype,
+                keep=keep or (lambda module: policy.keep_batchnorm_fp32 and isinstance(module, modules.BatchNorm)),
+                module_filter=module_filter,
+            )
+        finally:  # a filter may raise
+            for param, grad in grads:
+                set_grads([param], [grad.to(torch.promote_types(param.dtype, torch.float32))])
+        for param in model.parameters():
+            weight = before.get(id(param))
+            if weight is not None and is_half(param) and not is_half(weight):
+                originals[id(param)] = weight
+            if wide_grads and HAS_GRAD_DTYPE and is_half(param):
+                param.grad_dtype = torch.float32
+    modules.attach(
+        model,
+        inputs=None if policy.op_lists is not None else policy.compute_dtype,
+        outputs=policy.output_dtype,
+        saved=save_dtype,
+        casting=None if modules.is_attached(model) else casting,
+    )
+    return originals
+
+
+def prepare_optimizer(
+    optimizer: Any,
+    policy: Policy,
+    models: Iterable[nn.Module] = (),
+    *,
+    originals: dict[int, torch.Tensor] | None = None,
+    fused: bool = True,
+    own: bool = True,
+    verbose: bool = True,
+) -> AttachedOptimizer:
+    """Attach to an optimizer, with masters or copies if the policy has them.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer``, or a ``LARC`` around one.
+        policy: that of its models.
+        models: those.
+        originals: what ``prepare_model`` returned: where masters start.
+        fused: run Adam, AdamW, SGD and Adagrad of torch as the fused optimizers of the same arithmetic, with masters,
+            where their settings allow it and there are kernels for the device.
+        own: whether an optimizer that can may keep its masters itself: not if it shares a parameter.
+        verbose: whether to log skipped steps.
+    """
+    given, optimizer = optimizer, bare(optimizer)
+    masters = policy.master_weights
+    sharded = _sharded_state(optimizer)
+    if sharded is not None:  # it steps with an optimizer of its own, over the parameters of this rank
+        inner = prepare_optimizer(sharded, policy, (), originals=originals, fused=fused, verbose=verbose)
+        inner.ranks.inside = True
+    elif masters and fused and _gains(optimizer):
+        fuse(optimizer)
+    attached = attach(
+        optimizer,
+        masters="elsewhere" if masters and sharded is not None else masters,
+        copies=policy.compute_dtype if policy.op_lists is not None else None,
+        originals=originals,
+        own=own,
+        verbose=verbose,
+    )
+    attached.models = tuple(map(weakref.ref, models))
+    if not masters and optimizer.state:
+        given.load_state_dict(given.state_dict())  # torch casts the state to the parameters' new dtype
+    return attached
+
+
+def bare(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside a ``LARC``."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if type(optimizer).__name__ == "LARC" and inner is not None else optimizer  # type: ignore[no-any-return]
+
+
+def check(
+    caller: str,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    dtype: torch.dtype | None,
+    *,
+    again: bool = False,
+) -> None:
+    """Refuse models and optimizers that ``prepare`` cannot bring to a policy.
+
+    Args:
+        caller: whose arguments they are, for messages.
+        models: the models.
+        optimizers: the optimizers.
+        dtype: what the weights are to be cast to; None if they are not.
+        again: whether models may have been prepared before.
+
+    Raises:
+        UsageError: for what is in a list twice, was prepared before, or cannot be prepared as it is.
+    """
+    if len(set(map(id, models))) < len(models) or len(set(map(id, optimizers))) < len(optimizers):
+        raise UsageError(f"A model or optimizer is in the list twice; {caller} takes each once.")
+    for model in models:
+        if isinstance(model, torch.jit.ScriptModule):
+            raise UsageError(f"{caller} cannot change a torch.jit.ScriptModule; give it the module before scripting.")
+        lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+        if lazy is not None:
+            raise UsageError(
+                f"The parameter {lazy} has no shape yet (a lazy module), so {caller} cannot cast it; run one batch "
+                "through the model before."
+            )
+        if not again and modules.is_attached(model):
+            raise UsageError("This model has been through amp.initialize or amp.decorate once, and once is all it can.")
+    modules.refuse_sharded(models, dtype)
+    known = {id(param) for model in models for param in model.parameters()}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if attached_to(optimizer) is not None:
+            raise UsageError(
+                f"This {kind} has been through amp.initialize or amp.decorate once, and once is all it can; make a new "
+                "optimizer to start over."
+            )
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if known and params and known.isdisjoint(map(id, params)):
+            raise UsageError(
+                f"None of the parameters of this {kind} is in the models given to {caller}, so it would train nothing "
+                "of theirs. Make the optimizer from the parameters of these very models, after they were moved or "
+                "changed, or give the models that it trains, too."
+            )
+
+
+def _gains(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has 16-bit parameters and a fused form with masters that is faster on their device."""
+    half = [p for group in optimizer.param_groups for p in group["params"] if is_half(p)]
+    devices = {p.device.type for p in half}
+    return (
+        bool(half)
+        and all(holder_of(p) is None for p in half)
+        and HAS_GRAD_DTYPE
+        and can_fuse(optimizer)
+        and all(backend_for(device) != "eager" for device in devices)
+    )
+
+
+def _sharded_state(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The optimizer in which a ``ZeroRedundancyOptimizer`` keeps its share of the state."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return optimizer.optim if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else None
