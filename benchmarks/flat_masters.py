@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from halfstep.compat.fp16_utils import master_params_to_model_params, model_grads_to_master_grads, prep_param_lists
 from halfstep.core.dtypes import default_half
+from halfstep.fp16_utils import master_params_to_model_params, model_grads_to_master_grads, prep_param_lists
 
 from .harness import Contender, Timing, add_common_arguments, interleave, pick_device, table, write_json
 

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The suite trains in both formats on any CPU; the speed warning is the business of test_hardware.py alone.
+    # The suite trains in both formats on any CPU; the speed warning is the business of core/test_hardware.py alone.
     config.addinivalue_line("filterwarnings", "ignore::halfstep.amp.PrecisionWarning")
 
 

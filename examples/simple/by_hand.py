@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from task import make_task, parse, report
 
-from halfstep.compat.fp16_utils import master_params_to_model_params, model_grads_to_master_grads, prep_param_lists
+from halfstep.fp16_utils import master_params_to_model_params, model_grads_to_master_grads, prep_param_lists
 
 SCALE = 128.0
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from task import make_task, parse, report
 
-from halfstep.compat.fp16_utils import FP16_Optimizer
+from halfstep.fp16_utils import FP16_Optimizer
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float]:

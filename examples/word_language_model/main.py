@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from halfstep.compat.fp16_utils import FP16_Optimizer
+from halfstep.fp16_utils import FP16_Optimizer
 
 WORDS = re.compile(r"\n *|[A-Za-z_]\w*|\d+|[^\w\s]")
 

@@ -1,0 +1,707 @@
+"""``amp.GradScaler``: the recorded Paddle, a reference in plain Python, torch's scaler, every call in every order."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from halfstep import amp
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, LossScaleCollapsed, UsageError
+from tests.support.apex_recording import golden
+from tests.support.scaling_reference import FLAGS, RULES, reference
+
+PADDLE = golden("paddle_grad_scaler")
+# What the recordings ran with where they name nothing: the defaults of Paddle 3.3, which its guide does not have.
+REAL_DEFAULTS = {"incr_every_n_steps": 2000, "decr_every_n_nan_or_inf": 1}
+FACTORS = {"F": 1.0, "I": math.inf, "N": math.nan}
+
+Optimizer = torch.optim.Optimizer
+
+
+def weight(value: float = 1.0, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.tensor([value], dtype=dtype))
+
+
+def sgd(*params: nn.Parameter) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.125)
+
+
+def backward(scaler: amp.GradScaler, param: nn.Parameter, letter: str = "F") -> None:
+    scaler.scale((param * FACTORS[letter]).sum()).backward()
+
+
+def result_of(entry: Any) -> Any:
+    return entry["result"] if isinstance(entry, dict) and "result" in entry else entry
+
+
+# ---- Paddle, recorded
+
+NOT_IMITATED = {
+    "no floor, to zero: init 2**-147": "the scale fell to 0 and stayed there; ours stays at the smallest normal number",
+    "no ceiling: init 2**126, incr every 1": "the scale rose to inf and every later step was skipped",
+}
+TRACES = [name for name in PADDLE["traces step()+update()"] if name not in NOT_IMITATED]
+
+
+def run(scaler: amp.GradScaler, param: nn.Parameter, optim: Optimizer, pattern: str, minimize: bool) -> list[Any]:
+    rows = []
+    for letter in pattern:
+        used, before = scaler.get_scale(), param.detach().clone()
+        loss = scaler.scale((param * FACTORS[letter]).sum())
+        loss.backward()
+        stepped = scaler.minimize(optim, loss) if minimize else scaler.step(optim)
+        assert bool(stepped) == bool(stepped.stepped) == (letter == "F")
+        if not minimize:
+            scaler.update()
+        optim.zero_grad()
+        assert stepped or torch.equal(param, before)
+        saved = scaler.state_dict()
+        rows.append([letter, used, not stepped, saved["scale"], saved["incr_count"], saved["decr_count"], param.item()])
+    return rows
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_trace_of_step_and_update(name: str) -> None:
+    case = PADDLE["traces step()+update()"][name]
+    scaler, param = amp.GradScaler(**REAL_DEFAULTS | case["parameters"]), weight()
+    rows = run(scaler, param, sgd(param), case["pattern"], minimize=False)
+    assert rows == result_of(case["rows"])
+
+
+@pytest.mark.parametrize("name", PADDLE["traces minimize()"])
+def test_trace_of_minimize(name: str) -> None:
+    case = PADDLE["traces step()+update()"][name]
+    scaler, param = amp.GradScaler(**REAL_DEFAULTS | case["parameters"]), weight()
+    rows = run(scaler, param, sgd(param), case["pattern"], minimize=True)
+    assert rows == result_of(PADDLE["traces minimize()"][name])
+
+
+@pytest.mark.parametrize("name", NOT_IMITATED)
+def test_scale_stays_usable_where_paddle_lost_it(name: str) -> None:
+    case = PADDLE["traces step()+update()"][name]
+    scaler, param = amp.GradScaler(**REAL_DEFAULTS | case["parameters"]), weight()
+    rows = run(scaler, param, sgd(param), case["pattern"], minimize=False)
+    assert all(0 < row[3] < math.inf for row in rows)
+    assert [row[6] for row in rows if row[0] == "F"] == [
+        1.0 - 0.125 * (i + 1) for i in range(case["pattern"].count("F"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("Momentum", lambda p: torch.optim.SGD([p], lr=0.125, momentum=0.9)),
+        ("Adam", lambda p: torch.optim.Adam([p], lr=0.125)),
+        ("Adam", lambda p: torch.optim.Adam([p], lr=0.125, fused=True)),
+        ("AdamW", lambda p: torch.optim.AdamW([p], lr=0.125, weight_decay=0.01)),
+        ("AdamW", lambda p: torch.optim.AdamW([p], lr=0.125, weight_decay=0.01, fused=True)),
+    ],
+)
+def test_skipping_with(name: str, make: Callable[[nn.Parameter], Optimizer]) -> None:
+    recorded = result_of(PADDLE[f"skipping with {name}"])
+    scaler, param = amp.GradScaler(init_loss_scaling=8.0, **REAL_DEFAULTS), weight()
+    rows = run(scaler, param, make(param), "".join(row[0] for row in recorded), minimize=False)
+    assert [row[:6] for row in rows] == [row[:6] for row in recorded]
+    assert [row[6] for row in rows] == pytest.approx(
+        [row[6] for row in recorded], rel=1e-5
+    )  # it adds epsilon elsewhere
+
+
+CALLS = [name.removeprefix("calls: ") for name in PADDLE if name.startswith("calls: ")]
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_order_of_calls(calls: str) -> None:
+    recorded = PADDLE[f"calls: {calls}"]
+    scaler, param = amp.GradScaler(init_loss_scaling=8.0, incr_every_n_steps=2), weight()
+    optim = sgd(param)
+    backward(scaler, param)
+    verbs: dict[str, Callable[[], Any]] = {
+        "unscale_": lambda: scaler.unscale_(optim),
+        "step": lambda: scaler.step(optim),
+        "update": scaler.update,
+        "clear": optim.zero_grad,
+        "backward": lambda: backward(scaler, param),
+    }
+
+    def go() -> None:
+        for verb in calls.split(", "):
+            verbs[verb]()
+
+    if "raises" in recorded:
+        with pytest.raises(UsageError) as error:
+            go()
+        assert isinstance(error.value, RuntimeError)
+        assert str(error.value) == recorded["message"]
+        return
+    if calls.startswith("update"):  # Paddle takes it for a finite step; torch refuses it, and so do we
+        with pytest.raises(UsageError, match=r"Call scaler\.step"):
+            go()
+        return
+    go()
+    assert (scaler.get_scale(), scaler.state_dict()["incr_count"], param.item(), param.grad.item()) == tuple(
+        recorded.values()
+    )
+
+
+TWO = [name for name in PADDLE if name.startswith("two optimizers")]
+RIGHT = {  # what one found_inf for all optimizers, overwritten by the last, made of it in Paddle
+    "I then F: step, step, update": {"scale after": 4.0},
+    "I then F: unscale_, unscale_, step, step, update": {"w1": 1.0, "scale after": 4.0},
+    "F then I: unscale_, unscale_, step, step, update": {"w1": 0.875},
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_found_inf_is_per_optimizer(name: str) -> None:
+    case = name.removeprefix("two optimizers, gradients ")
+    letters, _, calls = case.partition(": ")
+    recorded = result_of(PADDLE[name]) | RIGHT.get(case, {})
+    scaler = amp.GradScaler(init_loss_scaling=8.0, **REAL_DEFAULTS)
+    params = [weight(), weight()]
+    optims = [sgd(p) for p in params]
+    for param, letter in zip(params, letters.split(" then "), strict=True):
+        backward(scaler, param, letter)
+    if "unscale_" in calls:
+        for optim in optims:
+            scaler.unscale_(optim)
+    for optim in optims:
+        scaler.step(optim)
+    scaler.update()
+    assert {"w1": params[0].item(), "w2": params[1].item(), "scale after": scaler.get_scale()} == recorded
+
+
+@pytest.mark.parametrize("where", ["none", "fp32", "fp16"])
+def test_fp16_gradients(where: str) -> None:
+    recorded = result_of(PADDLE[f"one optimizer, fp32 and fp16 gradients, inf in {where}"])
+    scaler = amp.GradScaler(init_loss_scaling=8.0, **REAL_DEFAULTS)
+    params = {"fp32": weight(), "fp16": weight(dtype=torch.float16)}
+    optim = sgd(*params.values())
+    for name, param in params.items():
+        backward(scaler, param, "I" if name == where else "F")
+    scaler.unscale_(optim)
+    assert [math.isfinite(p.grad.item()) for p in params.values()] == [
+        g != "nan" for g in recorded["grads after unscale_"]
+    ]
+    stepped = scaler.step(optim)
+    scaler.update()
+    assert (not stepped, scaler.get_scale()) == (recorded["found"], recorded["scale"])
+    assert [p.item() for p in params.values()] == [recorded["w32"], recorded["w16"]]
+
+
+def test_step_with_no_gradients_counts_as_finite() -> None:
+    recorded = PADDLE["step with no gradients anywhere"]
+    scaler, param = amp.GradScaler(init_loss_scaling=8.0, incr_every_n_steps=1), weight()
+    optim = sgd(param)
+    with pytest.raises(UsageError, match="No loss has been scaled"):  # Paddle takes that, too
+        scaler.step(optim)
+    scaler.scale(torch.ones(()))
+    assert scaler.step(optim)
+    scaler.update()
+    assert {"scale": scaler.get_scale(), "w": param.item()} == recorded
+
+
+def test_accumulation() -> None:
+    """Seed 003, section 3.1: step and update once after several passes."""
+    recorded = next(value for name, value in PADDLE.items() if name.startswith("accumulate 3"))
+    scaler, param = amp.GradScaler(init_loss_scaling=8.0, incr_every_n_steps=2), weight()
+    optim, rows = sgd(param), []
+    for micro_step in range(1, 7):
+        backward(scaler, param)
+        if micro_step % 3 == 0:
+            scaled = param.grad.item()
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+            rows.append([micro_step, scaled, scaler.get_scale(), param.item()])
+    assert rows == recorded
+
+
+@pytest.mark.parametrize(
+    "scope", [{"enable": False, "dtype": "bfloat16"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, None]
+)
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_no_order_of_calls_disables_the_scaler(scope: dict[str, Any] | None, dynamic: bool) -> None:
+    """Paddle's looked at the latest auto_cast, and turned itself off for good unless that was in float16."""
+    scaler = amp.GradScaler(init_loss_scaling=8.0, use_dynamic_loss_scaling=dynamic)
+    if scope is not None:
+        with amp.auto_cast(**scope):
+            pass
+    assert scaler.scale(torch.tensor(3.0)).item() == 24.0
+    assert scaler.is_enable()
+    assert scaler.is_use_dynamic_loss_scaling() == dynamic
+
+
+@pytest.mark.parametrize("shape", [(), (2, 2)])
+def test_16_bit_losses_are_scaled_in_fp32(shape: tuple[int, ...]) -> None:
+    name = "scale of [2,2] float16 tensor" if shape else "scale of 0-d float16 loss"
+    scaled = amp.GradScaler().scale(torch.full(shape, 4.0, dtype=torch.float16))
+    assert str(scaled.dtype) == f"torch.{PADDLE[name][0]}"
+    assert torch.equal(scaled, torch.full(shape, 4.0 * 2.0**15))  # Paddle made a 0-dim loss 1-dim
+
+
+# ---- the reference
+
+
+@settings(max_examples=200, deadline=None)
+@given(rule=RULES, flags=FLAGS, fused=st.booleans(), early=st.booleans())
+def test_against_the_reference(rule: dict[str, Any], flags: list[bool], fused: bool, early: bool) -> None:
+    rule["sticky_backoff"] = False  # Megatron's; Paddle counts anew
+    scaler = amp.GradScaler(
+        True,
+        rule["init_scale"],
+        rule["growth_factor"],
+        rule["backoff_factor"],
+        rule["growth_interval"] or 0,
+        rule["backoff_interval"] or 0,
+        min_loss_scaling=rule["min_scale"],
+        max_loss_scaling=rule["max_scale"],
+        collapse_after=None,
+    )
+    param = nn.Parameter(torch.ones(2))
+    optim = torch.optim.AdamW([param], lr=1e-2, fused=True) if fused else torch.optim.SGD([param], lr=1e-2)
+    trace = []
+    for found in flags:
+        before = param.detach().clone()
+        scaler.scale(param.sum()).backward()
+        if found:
+            param.grad[1] = math.nan
+        if early:
+            scaler.unscale_(optim)
+        stepped = scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+        assert bool(stepped) != found
+        assert torch.equal(before, param) == found
+        saved = scaler.state_dict()
+        trace.append((saved["scale"], saved["incr_count"], saved["decr_count"]))
+    assert trace == reference(flags, rule)
+
+
+# ---- settings and state
+
+SETTINGS = {  # Paddle's setter, value -> what its getter, torch's getter and the state dict say
+    "init_loss_scaling": (16.0, "scale", None),
+    "incr_ratio": (3.0, "incr_ratio", "growth_factor"),
+    "decr_ratio": (0.25, "decr_ratio", "backoff_factor"),
+    "incr_every_n_steps": (7, "incr_every_n_steps", "growth_interval"),
+    "decr_every_n_nan_or_inf": (5, "decr_every_n_nan_or_inf", None),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setters_and_getters(name: str) -> None:
+    value, key, torch_name = SETTINGS[name]
+    scaler = amp.GradScaler()
+    assert getattr(scaler, f"get_{name}")() != value
+    getattr(scaler, f"set_{name}")(value)
+    assert getattr(scaler, f"get_{name}")() == scaler.state_dict()[key] == value
+    if torch_name is not None:
+        assert getattr(scaler, f"get_{torch_name}")() == scaler.state_dict()[torch_name] == value
+        other = amp.GradScaler(**{torch_name: value})
+        assert getattr(other, f"get_{name}")() == value
+        getattr(other, f"set_{torch_name}")(value + 0.5 if torch_name == "growth_factor" else value)
+    else:
+        assert getattr(amp.GradScaler(**{name: value}), f"get_{name}")() == value
+
+
+def test_setting_the_start_moves_the_present_scale() -> None:
+    scaler = amp.GradScaler()
+    scaler.set_init_loss_scaling(16)
+    assert scaler.get_scale() == PADDLE["set_init_loss_scaling(16) also moves the live scale"]
+
+
+def used_scaler(**arguments: Any) -> amp.GradScaler:
+    """One with no field at its default: 2 finite steps after an overflow that has lowered nothing yet."""
+    scaler = amp.GradScaler(True, 64.0, 3.0, 0.25, 7, 5, **arguments)
+    param = weight()
+    for letter in "FFI":
+        backward(scaler, param, letter)
+        optim = sgd(param)
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+    return scaler
+
+
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle", "torch.save"])
+def test_every_field_survives(way: str, tmp_path: Any) -> None:
+    scaler = used_scaler()
+    saved = scaler.state_dict()
+    fresh = amp.GradScaler().state_dict()
+    assert set(saved) == set(fresh)
+    unmoved = {name for name in saved if saved[name] == fresh[name]}
+    assert unmoved == {"incr_count", "_growth_tracker", "use_dynamic_loss_scaling"}  # next test
+    if way == "torch.save":
+        torch.save(saved, tmp_path / "scaler.pt")
+        saved = torch.load(tmp_path / "scaler.pt", weights_only=True)
+    other = {"deepcopy": copy.deepcopy, "pickle": lambda s: pickle.loads(pickle.dumps(s))}.get(
+        way, lambda s: amp.GradScaler()
+    )(scaler)
+    other.load_state_dict(saved)
+    assert other.state_dict() == saved == scaler.state_dict()
+    for _ in range(4):  # and goes on alike: one more row of overflows lowers both at the same step
+        for each in (scaler, other):
+            param = weight()
+            optim = sgd(param)
+            backward(each, param, "I")
+            each.step(optim)
+            each.update()
+        assert other.state_dict() == scaler.state_dict()
+    assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("field", ["incr_count", "use_dynamic_loss_scaling"])
+def test_the_other_fields_survive(field: str) -> None:
+    scaler, param = amp.GradScaler(use_dynamic_loss_scaling=field == "incr_count"), weight()
+    backward(scaler, param)
+    scaler.step(sgd(param))
+    scaler.update()
+    other = amp.GradScaler()
+    other.load_state_dict(scaler.state_dict())
+    assert other.state_dict() == scaler.state_dict()
+    assert other.state_dict()[field] != amp.GradScaler().state_dict()[field]
+
+
+def test_loading_what_paddle_saved() -> None:
+    types = PADDLE["state_dict types"]
+    saved = {
+        name: np.array([64.0], np.float32) if kind == "ndarray" else eval(text)
+        for name, (kind, text, _) in types.items()
+    }
+    scaler = amp.GradScaler()
+    scaler.load_state_dict(saved)
+    loaded = PADDLE["loaded"]
+    assert (scaler.get_init_loss_scaling(), scaler.get_incr_every_n_steps()) == (loaded["init"], loaded["incr_every"])
+    state = scaler.state_dict()
+    assert {name: state[name] for name in saved if name != "scale"} == {n: v for n, v in saved.items() if n != "scale"}
+    assert state["scale"] == 64.0
+
+
+def test_state_dicts_are_read_both_ways_with_torch() -> None:
+    ours = used_scaler()
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.get_scale() == ours.get_scale()
+    assert theirs.get_growth_factor() == ours.get_growth_factor()
+    assert theirs.get_backoff_factor() == ours.get_backoff_factor()
+    assert theirs.get_growth_interval() == ours.get_growth_interval()
+    theirs = torch.amp.GradScaler("cpu", init_scale=128.0, growth_factor=4.0, backoff_factor=0.125, growth_interval=9)
+    again = amp.GradScaler()
+    again.load_state_dict(theirs.state_dict())
+    assert {name: again.state_dict()[name] for name in theirs.state_dict()} == theirs.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "is empty"),
+        ({"scale": 2.0}, "no 'incr_ratio' and no 'growth_factor'"),
+        (used_scaler().state_dict() | {"scale": 0.0}, "init_scale"),
+        (used_scaler().state_dict() | {"scale": math.inf}, "init_scale"),
+        (used_scaler().state_dict() | {"incr_ratio": 0.5}, "growth_factor"),
+    ],
+)
+def test_bad_state_loads_nothing(state: dict[str, Any], message: str) -> None:
+    scaler = used_scaler()
+    before = scaler.state_dict()
+    with pytest.raises(ArgumentValueError, match=message):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before
+
+
+def test_copying_in_the_middle_of_a_step_is_refused() -> None:
+    scaler, param = amp.GradScaler(), weight()
+    backward(scaler, param)
+    scaler.unscale_(sgd(param))
+    with pytest.raises(UsageError, match=r"after update\(\)"):
+        pickle.dumps(scaler)
+
+
+# ---- a torch.amp.GradScaler
+
+
+def test_it_is_a_torch_scaler() -> None:
+    assert isinstance(amp.GradScaler(), torch.amp.GradScaler)
+    public = {name for name in vars(torch.amp.GradScaler) if not name.startswith("_")}
+    assert public <= set(dir(amp.GradScaler))
+
+
+PRIVATE = [
+    "_enabled",
+    "_init_scale",
+    "_scale",
+    "_growth_factor",
+    "_backoff_factor",
+    "_growth_interval",
+    "_init_growth_tracker",
+    "_growth_tracker",
+]
+
+
+def private(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """What trainers read of a scaler under torch's private names."""
+    found = {name: getattr(scaler, name) for name in PRIVATE}
+    tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
+    kinds = {name: (each.dtype, each.shape, each.device.type, each.item()) for name, each in tensors.items()}
+    states = [
+        (state["stage"], [(device.type, flag.item()) for device, flag in state["found_inf_per_device"].items()])
+        for state in scaler._per_optimizer_states.values()
+    ]
+    return {**found, **kinds, "states": states, "tracker": scaler._get_growth_tracker()}
+
+
+def same_scalers() -> tuple[torch.amp.GradScaler, amp.GradScaler]:
+    settings_ = {"init_scale": 2.0**10, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+    return torch.amp.GradScaler("cpu", **settings_), amp.GradScaler("cpu", **settings_, decr_every_n_nan_or_inf=1)
+
+
+def test_private_names_of_torch() -> None:
+    pair, seen = same_scalers(), []
+    for scaler in pair:
+        param = weight()
+        optim, rows = sgd(param), [private(scaler)]
+        for letter in "FIFFNF":
+            scaler.scale((param * FACTORS[letter]).sum()).backward()
+            rows.append(private(scaler))
+            scaler.unscale_(optim)
+            rows.append(private(scaler))
+            scaler.step(optim)
+            rows.append(private(scaler))
+            scaler.update()
+            optim.zero_grad()
+            rows.append(private(scaler))
+        saved = scaler.state_dict()
+        scaler.load_state_dict(pair[0].state_dict())
+        rows.append(private(scaler))
+        assert saved["_growth_tracker"] == scaler._init_growth_tracker == 1
+        seen.append(rows)
+    assert seen[0] == seen[1]
+
+
+def test_private_names_are_set_as_in_torch() -> None:
+    seen = []
+    for scaler in same_scalers():
+        scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval = 3.0, 0.125, 1
+        param = weight()
+        optim = sgd(param)
+        backward(scaler, param)
+        scaler.step(optim)
+        scaler.update()
+        seen.append((private(scaler), scaler.get_growth_factor(), scaler.get_backoff_factor()))
+    assert seen[0] == seen[1]
+    with pytest.raises(ArgumentValueError, match=r"growth_factor=1.0 must be .* above 1"):
+        scaler._growth_factor = 1.0
+
+
+def test_device_of_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfstep.amp.scaler_settings.accelerator", lambda: "cuda")
+    for scaler in (amp.GradScaler(), amp.GradScaler(enabled=False)):
+        assert scaler._device == "cuda"
+    scaler = amp.GradScaler()
+    scaler.scale(torch.ones(()))
+    assert scaler._device == torch.amp.GradScaler("cpu")._device == "cpu"
+    monkeypatch.setattr("halfstep.amp.scaler_settings.accelerator", lambda: None)
+    assert amp.GradScaler()._device == "cpu"
+
+
+def test_what_trainers_read() -> None:
+    """As Accelerate asks whether a step was skipped, and as FSDP's trainers look at flags and counts."""
+    scaler, param = amp.GradScaler(init_scale=8.0, decr_every_n_nan_or_inf=1), weight()
+    optim = sgd(param)
+    assert scaler._scale is None
+    assert scaler._growth_tracker is None
+    for letter, skipped in [("F", False), ("I", True)]:
+        backward(scaler, param, letter)
+        before = scaler.get_scale()
+        assert scaler._scale is not None
+        scaler.step(optim)
+        flags = scaler._per_optimizer_states[id(optim)]["found_inf_per_device"]
+        assert [flag.item() > 0 for flag in flags.values()] == [skipped]
+        assert [flag.item() > 0 for flag in scaler._found_inf_per_device(optim).values()] == [skipped]
+        scaler.update()
+        assert (scaler.get_scale() < before) == skipped
+        assert (scaler._scale.item(), scaler._growth_tracker.item()) == ((4.0, 0) if skipped else (8.0, 1))
+        optim.zero_grad()
+    copied = copy.deepcopy(scaler)
+    assert (copied._init_growth_tracker, copied._scale) == (0, None)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", torch.device("cpu")])
+def test_torch_passes_a_device_first(device: Any) -> None:
+    scaler = amp.GradScaler(device, init_scale=4.0, enabled=True)
+    assert scaler.is_enabled()
+    assert scaler.scale(torch.ones(())).item() == 4.0
+    assert scaler._scale.item() == 4.0
+    assert scaler._growth_tracker.item() == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(flags=FLAGS, interval=st.integers(1, 4))
+def test_same_scales_as_torch(flags: list[bool], interval: int) -> None:
+    arguments = {"init_scale": 2.0**10, "growth_interval": interval}
+    ours = amp.GradScaler(**arguments, decr_every_n_nan_or_inf=1, collapse_after=None)
+    theirs = torch.amp.GradScaler("cpu", **arguments)
+    for found in flags:
+        for scaler in (ours, theirs):
+            param = weight()
+            optim = sgd(param)
+            scaler.scale(param.sum()).backward()
+            param.grad.mul_(math.inf if found else 1.0)
+            scaler.step(optim)
+            scaler.update()
+        assert (ours.get_scale(), ours._get_growth_tracker()) == (theirs.get_scale(), theirs._get_growth_tracker())
+
+
+# ---- the rest of the interface
+
+
+def test_disabled() -> None:
+    scaler, param = amp.GradScaler(enable=False), weight()
+    optim, loss = sgd(param), (param * 1.0).sum()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(optim)
+    assert scaler.step(optim)
+    scaler.update()
+    assert (param.item(), scaler.get_scale(), scaler.state_dict(), scaler.is_enable()) == (0.875, 1.0, {}, False)
+    scaler.load_state_dict({"scale": 4.0})
+    assert not scaler.is_use_dynamic_loss_scaling()
+
+
+@pytest.mark.parametrize("outputs", [3.0, torch.tensor(3), "loss", None])
+def test_scale_refuses(outputs: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="scale needs"):
+        amp.GradScaler().scale(outputs)
+
+
+def test_scale_of_collections() -> None:
+    one = torch.ones(())
+    scaled = amp.GradScaler(init_loss_scaling=4.0).scale([one, (one.double(), one.half())])
+    assert isinstance(scaled, list)
+    assert isinstance(scaled[1], tuple)
+    assert [t.item() for t in (scaled[0], *scaled[1])] == [4.0, 4.0, 4.0]
+    assert scaled[1][0].dtype is torch.float64
+
+
+def test_scheduler_follows_the_step() -> None:
+    scaler, param = amp.GradScaler(init_loss_scaling=8.0), weight()
+    optim = sgd(param)
+    scheduler = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
+    for letter in "FIF":
+        backward(scaler, param, letter)
+        if scaler.step(optim):
+            scheduler.step()
+        scaler.update()
+        optim.zero_grad()
+    assert scheduler.get_last_lr() == [0.125 / 4]
+    assert scheduler.last_epoch == 2
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("overflows", [0, 2])
+@pytest.mark.parametrize("make", [sgd, lambda p: torch.optim.LBFGS([p], lr=0.125, max_iter=1)])
+def test_closure(make: Callable[[nn.Parameter], Optimizer], overflows: int, keyword: bool) -> None:
+    """It runs again at a lower scale, until it does not overflow."""
+    scaler, param, runs = amp.GradScaler(init_loss_scaling=8.0, decr_every_n_nan_or_inf=1), weight(), []
+    optim = make(param)
+
+    def closure() -> torch.Tensor:
+        optim.zero_grad()
+        runs.append(scaler.get_scale())
+        loss = (param * (math.inf if len(runs) <= overflows else 1.0)).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    result = scaler.step(optim, closure=closure) if keyword else scaler.step(optim, closure)
+    scaler.update()
+    assert result
+    assert result.returned.item() == 1.0
+    assert (param.item(), runs) == (0.875, [8.0 / 2**i for i in range(overflows + 1)])
+
+
+def test_closure_that_does_not_scale_is_refused() -> None:
+    scaler, param = amp.GradScaler(), weight()
+
+    def closure() -> torch.Tensor:
+        loss = param.sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(UsageError, match="did not scale its loss"):
+        scaler.step(sgd(param), closure)
+    assert param.item() == 1.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("own", [False, True], ids=["torch's clip", "our clip"])
+def test_clipping(fused: bool, own: bool) -> None:
+    scaler, param = amp.GradScaler(), nn.Parameter(torch.ones(2))
+    optim = torch.optim.SGD([param], lr=1.0, fused=fused)
+    scaler.scale((param * torch.tensor([3.0, 4.0])).sum()).backward()
+    if own:
+        norm = scaler.clip_grad_norm_(optim, 1.0)
+    else:
+        scaler.unscale_(optim)
+        norm = nn.utils.clip_grad_norm_([param], 1.0)
+    assert norm.item() == 5.0
+    assert scaler.step(optim)
+    assert torch.allclose(param, torch.tensor([0.4, 0.2]))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_clipping_an_overflow_skips(level: str) -> None:
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    if level == "O2":
+        model, optim = amp.decorate(model, optim, level="O2", dtype="bfloat16")
+    scaler = amp.GradScaler()
+    scaler.scale(model(torch.ones(1, 2, dtype=model.weight.dtype)).sum() * math.inf).backward()
+    assert not math.isfinite(scaler.clip_grad_norm_(optim, 1.0).item())
+    before = model.weight.detach().clone()
+    assert not scaler.step(optim)
+    assert torch.equal(before, model.weight)
+
+
+def test_new_scale() -> None:
+    scaler = amp.GradScaler()
+    scaler.update(32.0)
+    assert scaler.get_scale() == 32.0
+    scaler.update(torch.tensor(64.0))
+    assert scaler.get_scale() == 64.0
+    with pytest.raises(ArgumentValueError):
+        scaler.update(0.0)
+    assert scaler.get_scale() == 64.0
+
+
+def test_collapse_names_the_gradient() -> None:
+    param = weight()
+    scaler = amp.GradScaler(init_loss_scaling=1.0, min_loss_scaling=1.0, collapse_after=3)
+    optim = torch.optim.SGD([("head.bias", param)], lr=1.0)
+    for overflow in range(3):
+        backward(scaler, param, "N")
+        scaler.step(optim)
+        if overflow < 2:
+            scaler.update()
+    with pytest.raises(LossScaleCollapsed, match=r"head\.bias"):
+        scaler.update()
+
+
+def test_a_parameter_in_two_optimizers_is_unscaled_once() -> None:
+    scaler, param = amp.GradScaler(init_loss_scaling=8.0), weight()
+    first, second = sgd(param), sgd(param)
+    backward(scaler, param)
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert (param.grad.item(), param.item()) == (1.0, 0.75)

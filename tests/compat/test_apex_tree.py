@@ -1,0 +1,350 @@
+"""``import apex`` finds halfstep, and scripts written for Apex run unedited."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from halfstep import amp as ours
+from halfstep.compat import apex as tree
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+
+NAMES = (
+    "amp fp16_utils optimizers parallel parallel.LARC parallel.sync_batchnorm parallel.multiproc multi_tensor_apply"
+    " normalization mlp fused_dense contrib contrib.clip_grad RNN RNN.models reparameterization parallel.distributed"
+    " reparameterization.weight_norm reparameterization.reparameterization parallel.optimized_sync_batchnorm"
+)
+EXTENSIONS = ["amp_C", "apex_C", "syncbn"]
+MODULES = ["apex", *EXTENSIONS, *(f"apex.{name}" for name in NAMES.split(" "))]
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    tree.install()
+    yield
+    tree.uninstall()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_is_found_and_is_ours(installed: None, name: str) -> None:
+    module = importlib.import_module(name)
+    stands_for = "halfstep.apex" + (f".{name}" if name in EXTENSIONS else name.removeprefix("apex"))
+    assert module is importlib.import_module(stands_for)
+    assert module.__spec__ is not None
+    assert module.__spec__.name == module.__name__ == stands_for
+
+
+def test_private_names_that_scripts_reach_into(installed: None) -> None:
+    """What old scripts and tests took from inside Apex."""
+    from apex import amp, optimizers, parallel
+    from apex.amp import _amp_state
+    from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+    from apex.parallel.LARC import LARC
+    from apex.parallel.sync_batchnorm import SyncBatchNorm
+    from apex.RNN.models import RNNCell, bidirectionalRNN, stackedRNN
+
+    model: Any = nn.Linear(2, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
+    state = _amp_state
+    assert amp._amp_state is state
+    state.loss_scalers[0]._loss_scale = 2.0**7
+    assert state.loss_scalers[0].loss_scale() == state.loss_scalers[0]._loss_scale == 128.0
+    assert state.opt_properties.loss_scale == "dynamic"
+    with amp.scale_loss(torch.ones((), requires_grad=True), optimizer) as scaled:
+        assert scaled.item() == 128.0
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+    state.handle._deactivate()
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+    state.allow_incoming_model_not_fp32 = True
+    try:
+        amp.initialize(nn.Linear(2, 2).half(), opt_level="O3", verbosity=0)
+    finally:
+        state.allow_incoming_model_not_fp32 = False
+    handle = amp.init(verbose=False)
+    handle._deactivate()
+    assert parallel.LARC.LARC is LARC
+    assert SyncBatchNorm is parallel.SyncBatchNorm
+    net = stackedRNN(RNNCell(1, 2, 2, None), 2)
+    assert len(net.rnns) == 2
+    both = bidirectionalRNN(RNNCell(1, 2, 2, None))
+    assert (type(both.fwd), type(both.bckwrd)) == (stackedRNN, stackedRNN)
+    assert multi_tensor_applier.available
+    assert isinstance(multi_tensor_applier, MultiTensorApply)
+    optimizers.FusedSGD([nn.Parameter(torch.ones(2))], lr=0.1, materialize_master_grads=False)
+    lamb = optimizers.FusedMixedPrecisionLamb([nn.Parameter(torch.ones(2))])
+    lamb.reduced_precision_dtype = torch.bfloat16
+
+
+def test_flattening(installed: None) -> None:
+    import apex_C
+    from apex.parallel import distributed
+
+    tensors = [torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.zeros(0), torch.arange(4.0).view(2, 2).t()]
+    flat = apex_C.flatten(tensors)
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 0, 2, 1, 3]
+    for piece, tensor in zip(apex_C.unflatten(flat, tensors), tensors, strict=True):
+        assert torch.equal(piece, tensor)
+    found: list[torch.Tensor] = []
+    distributed.extract_tensors([tensors[0], (tensors[1], [tensors[2]]), "no tensor"], found)
+    assert list(map(id, found)) == list(map(id, tensors[:3]))
+    half, double = tensors[0].half(), tensors[0].double()
+    assert distributed.split_half_float_double([double, half]) == [[half], [double]]
+    assert list(distributed.split_by_type([half, tensors[0]])) == ["torch.HalfTensor", "torch.FloatTensor"]
+    doubled = torch.ones(3)
+    distributed.flat_dist_call([doubled, half], lambda flat, factor: flat.mul_(factor), (2.0,))
+    assert torch.equal(doubled, torch.full((3,), 2.0))
+    assert torch.equal(half, tensors[0].half() * 2)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("c_last", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_syncbn_pieces_make_a_batchnorm(dtype: torch.dtype, c_last: bool, affine: bool) -> None:
+    from halfstep.apex import syncbn
+
+    batches = [torch.randn(n, 3, 4) * 2 + n for n in (2, 5)]  # of two ranks
+    grads = [torch.randn_like(x) for x in batches]
+    weight, shift = (torch.rand(3) + 0.5, torch.randn(3)) if affine else (None, None)
+    whole = torch.cat(batches).to(dtype).double().requires_grad_()
+    w, b = (None if t is None else t.double().requires_grad_() for t in (weight, shift))
+    expected = F.batch_norm(whole, None, None, w, b, training=True)
+    expected.backward(torch.cat(grads).to(dtype).double())
+    suffix = "_c_last" if c_last else ""
+
+    def call(name: str, *args: Any) -> Any:
+        return getattr(syncbn, name + suffix)(*args)
+
+    def lay(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype).movedim(1, -1).contiguous() if c_last else x.to(dtype)
+
+    xs, dys = list(map(lay, batches)), list(map(lay, grads))
+    means, variances = zip(*(call("welford_mean_var", x) for x in xs), strict=True)
+    counts = torch.tensor([x.numel() // 3 for x in xs], dtype=torch.int32)
+    mean, var, inv_std = syncbn.welford_parallel(torch.stack(means), torch.stack(variances), counts, 1e-5)
+    close = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.float16 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(var.double(), whole.detach().var((0, 2), correction=0), **close)
+    extra = (None,) if c_last else ()
+    ys = [call("batchnorm_forward", x, *extra, mean, inv_std, weight, shift) for x in xs]
+    y = torch.cat([y.movedim(-1, 1) if c_last else y for y in ys])
+    assert y.dtype is dtype
+    torch.testing.assert_close(y.double(), expected.detach(), **close)
+    sums = [call("reduce_bn", dy, x, mean, inv_std, weight) for dy, x in zip(dys, xs, strict=True)]
+    dy_sum, dy_xmu_sum = (torch.stack([s[i] for s in sums]).sum(0) for i in (0, 1))
+    if affine:
+        assert w is not None
+        torch.testing.assert_close((sums[0][2] + sums[1][2]).double(), w.grad, **close)
+    grad = [
+        call("batchnorm_backward", dy, x, mean, inv_std, weight, dy_sum, dy_xmu_sum, counts)
+        for dy, x in zip(dys, xs, strict=True)
+    ]
+    found = torch.cat([g.movedim(-1, 1) if c_last else g for g in grad])
+    assert whole.grad is not None
+    torch.testing.assert_close(found.double(), whole.grad, **close)
+    if c_last:
+        z = torch.randn_like(xs[0])
+        fused = syncbn.batchnorm_forward_c_last(xs[0], z, mean, inv_std, weight, shift, True)
+        passed = syncbn.relu_bw_c_last(dys[0], xs[0], z, mean, inv_std, weight, shift)
+        assert torch.equal(passed != 0, (fused > 0) & (dys[0] != 0))
+
+
+def test_unknown_modules_are_not_found(installed: None) -> None:
+    with pytest.raises(ModuleNotFoundError, match="apex"):
+        importlib.import_module("apex.transformer")
+
+
+def test_install_twice_and_uninstall() -> None:
+    tree.install()
+    tree.install()
+    tree.uninstall()
+    tree.uninstall()
+    assert importlib.util.find_spec("apex") is None
+
+
+@pytest.mark.parametrize("has_amp", [True, False])
+def test_a_real_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_amp: bool) -> None:
+    package = tmp_path / "apex"
+    package.mkdir()
+    (package / "__init__.py").write_text("real = True\n")
+    (package / "optimizers.py").write_text("real = True\n")
+    if has_amp:
+        (package / "amp.py").write_text("real = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        if has_amp:
+            with pytest.raises(UsageError, match="force=True"):
+                tree.install()
+            tree.install(force=True)
+            assert not hasattr(importlib.import_module("apex.amp"), "real")
+        else:
+            tree.install()
+            assert importlib.import_module("apex.optimizers").real
+            assert importlib.import_module("apex.amp").initialize is not ours.initialize
+            assert importlib.import_module("apex.parallel").Reducer
+    finally:
+        tree.uninstall()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
+            del sys.modules[name]
+
+
+SCRIPT = """
+import argparse, torch
+import apex
+from apex import amp
+from apex.parallel import DistributedDataParallel as DDP
+from apex.optimizers import FusedAdam
+from apex.parallel.LARC import LARC
+from apex.amp import _amp_state
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--opt-level", default="O1")
+parser.add_argument("out")
+args = parser.parse_args()
+model = torch.nn.Linear(4, 2)
+optimizer = FusedAdam(model.parameters(), lr=1e-2)
+model, optimizer = apex.amp.initialize(model, optimizer, opt_level=args.opt_level)
+for step in range(3):
+    loss = model(torch.ones(3, 4)).float().pow(2).mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with open(args.out, "w") as file:
+    print(__name__, args.opt_level, model.weight.dtype, _amp_state.loss_scalers[0].loss_scale(), file=file)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "told"),
+    [
+        ([], "O2", "__main__ O2 torch.float16"),
+        (["--dtype", "bfloat16"], "O2", "__main__ O2 torch.bfloat16"),
+        (["--opt-level", "O0"], "O2", "__main__ O2 torch.float32"),
+        ([], "O1", "__main__ O1 torch.float32"),
+    ],
+)
+def test_run(tmp_path: Path, options: list[str], asked: str, told: str) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "out.txt"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "halfstep", "run", *options, str(script), "--opt-level", asked, str(out)]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert out.read_text().startswith(told)
+
+
+CUDA_SCRIPT = """
+import sys, torch
+from apex import amp
+from apex.fp16_utils import FP16_Optimizer
+
+torch.cuda.set_device(0)
+torch.cuda.manual_seed(0)
+device = torch.device("cuda", 0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+start.record()
+x = torch.randn(16, 4, device="cuda")
+y = torch.randint(2, (16,)).to(device, non_blocking=True)
+weight = torch.cuda.FloatTensor(2).fill_(1.0).to("cuda:0")
+losses = []
+for step in range(5):
+    loss = torch.nn.functional.cross_entropy(model(x.cuda(non_blocking=True)), y, weight.to(0))
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+end.record()
+torch.cuda.synchronize()
+assert start.elapsed_time(end) > 0 and losses[-1] < losses[0]
+torch.save(model.state_dict(), sys.argv[1])
+state = torch.load(sys.argv[1], map_location=lambda storage, loc: storage.cuda(0))
+state = torch.load(sys.argv[1], map_location="cuda")
+model.load_state_dict(state)
+assert torch.zeros(1, device=device).device.type == "cpu"
+torch.distributed.init_process_group("nccl", init_method="file://" + sys.argv[2], rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[0], output_device=0)
+model(x).sum().backward()
+"""
+
+
+def test_a_script_with_cuda_all_over_it_runs_on_the_cpu(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CUDA_SCRIPT)
+    command = [sys.executable, "-m", "halfstep", "run", "--device", "cpu", str(script)]
+    files = [str(tmp_path / "model.pt"), str(tmp_path / "meeting")]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("asks for CUDA runs on the CPU") == 1
+
+
+def test_cuda_is_given_back() -> None:
+    from halfstep.compat.cuda_shim import cuda_on_cpu
+
+    before = torch.cuda.is_available, torch.load, nn.Module.cuda, torch.cuda.Event
+    with cuda_on_cpu():
+        assert torch.ones(1).cuda().device.type == "cpu"
+        assert nn.Linear(1, 1).to("cuda").weight.device.type == "cpu"
+    assert before == (torch.cuda.is_available, torch.load, nn.Module.cuda, torch.cuda.Event)
+
+
+# ---- the rest of the tree
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["Layer", "RMS"])
+def test_normalization(kind: str, inputs: torch.dtype, weights: torch.dtype) -> None:
+    from halfstep.apex import normalization
+
+    x = torch.linspace(-1, 1, 12).view(3, 4).to(inputs)
+    shape, weight, bias = (4,), torch.linspace(1, 2, 4), torch.linspace(0, 1, 4)
+    exact = (
+        F.layer_norm(x.double(), shape, weight.double(), bias.double(), 1e-5)
+        if kind == "Layer"
+        else F.rms_norm(x.double(), shape, weight.double(), 1e-5)
+    )
+    for prefix, wanted in (("", inputs), ("Mixed", weights)):
+        module: Any = getattr(normalization, f"{prefix}Fused{kind}Norm")(4)
+        with torch.no_grad():
+            module.weight.copy_(weight)
+            if kind == "Layer":
+                module.bias.copy_(bias)
+        y = module.to(weights)(x)
+        assert y.dtype is wanted
+        torch.testing.assert_close(y.double(), exact, atol=0.02, rtol=0.02)
+    function = normalization.fused_layer_norm if kind == "Layer" else normalization.fused_rms_norm
+    assert function(x, shape).dtype is inputs
+
+
+def test_mlp() -> None:
+    from halfstep.apex.mlp import MLP
+
+    module = MLP([4, 8, 2])
+    x = torch.randn(3, 4)
+    hidden = torch.relu(F.linear(x, module.weight_0, module.bias_0))
+    assert torch.equal(module(x), torch.relu(F.linear(hidden, module.weight_1, module.bias_1)))
+    assert [name for name, _ in MLP([4, 2], bias=False).named_parameters()] == ["weight_0"]
+    with pytest.raises(ArgumentTypeError, match="'none', 'relu' or 'sigmoid'"):
+        MLP([4, 2], activation="gelu")
+
+
+def test_fused_dense() -> None:
+    from halfstep.apex.fused_dense import FusedDense, FusedDenseGeluDense
+
+    x, module = torch.randn(3, 4), FusedDenseGeluDense(4, 8, 2)
+    expected = F.linear(F.gelu(F.linear(x, module.weight1, module.bias1)), module.weight2, module.bias2)
+    assert torch.equal(module(x), expected)
+    assert isinstance(FusedDense(4, 2), nn.Linear)
+    with pytest.raises(ArgumentValueError, match="bias=False"):
+        FusedDenseGeluDense(4, 8, 2, bias=False)

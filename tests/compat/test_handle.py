@@ -1,0 +1,475 @@
+"""``amp.init()`` of 2018: what the handle casts, how it scales, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from halfstep import amp
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, LossScaleCollapsed, UsageError
+from tests.support.apex_recording import batch, fill, grid
+from tests.support.fp16_training import values
+
+HALF = torch.float16 if torch.cuda.is_available() else torch.bfloat16
+
+
+@pytest.fixture
+def init() -> Iterator[Callable[..., Any]]:
+    """``amp.init`` whose handles are deactivated after the test, the first one first."""
+    opened: list[Any] = []
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        opened.append(amp.init(*args, **kwargs))
+        return opened[-1]
+
+    yield make
+    for handle in opened:
+        handle._deactivate()
+
+
+def linear() -> nn.Linear:
+    model = nn.Linear(3, 2)
+    fill(model, weight=grid((2, 3), 51), bias=grid((2,), 52, 0.5))
+    return model
+
+
+def loss_on(model: nn.Module, k: int = 0) -> torch.Tensor:
+    return F.mse_loss(model(grid((8, 3), 53 + k)).float(), grid((8, 2), 54 + k))
+
+
+def computes_in(dtype: torch.dtype = torch.float32) -> torch.dtype:
+    return linear()(torch.ones(1, 3, dtype=dtype)).dtype
+
+
+# ---- casting
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, "fp16"])
+def test_init_casts_ops_and_leaves_weights(init: Callable[..., Any], dtype: Any) -> None:
+    model = linear()
+    handle = init(dtype=dtype)
+    assert handle.is_active()
+    out = model(torch.ones(1, 3))
+    assert out.dtype == {None: HALF, "fp16": torch.float16}.get(dtype, dtype)
+    assert F.log_softmax(out, -1).dtype == torch.float32
+    assert model.weight.dtype == torch.float32
+
+
+def test_disable_casts_nests_and_survives_exceptions(init: Callable[..., Any]) -> None:
+    handle = init()
+    with handle._disable_casts():
+        with handle._disable_casts():
+            assert not handle.is_active()
+        assert computes_in() == torch.float32
+        with pytest.raises(ZeroDivisionError), handle._disable_casts():
+            _ = 1 / 0
+        assert not handle.is_active()
+    assert handle.is_active()
+    assert computes_in() == HALF
+
+
+def test_properties(init: Callable[..., Any]) -> None:
+    plain, other = init(), init(enable_caching=False, verbose=True)
+    assert (plain.has_cache, plain.verbose) == (True, False)
+    assert (other.has_cache, other.verbose) == (False, True)
+    plain._clear_cache()
+    plain.remove_cache(torch.ones(1))
+
+
+def test_weights_written_between_forwards_are_seen(init: Callable[..., Any]) -> None:
+    handle = init()
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        with handle.scale_loss(loss_on(model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        expected = F.linear(torch.ones(1, 3).to(HALF), model.weight.to(HALF), model.bias.to(HALF))
+        assert torch.equal(model(torch.ones(1, 3)), expected)
+        handle._clear_cache()
+
+
+def test_other_threads_take_part(init: Callable[..., Any]) -> None:
+    def in_a_thread() -> torch.dtype:
+        found: list[torch.dtype] = []
+        thread = threading.Thread(target=lambda: found.append(computes_in()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    handle = init()
+    assert in_a_thread() == HALF
+    handle._deactivate()
+    assert in_a_thread() == torch.float32
+
+
+# ---- putting back
+
+
+def everything(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """Whatever a handle could have changed."""
+    hooks = torch.nn.modules.module
+    return (
+        [torch.is_autocast_enabled(d) for d in ("cpu", "cuda")],
+        [torch.get_autocast_dtype(d) for d in ("cpu", "cuda")],
+        torch.is_autocast_cache_enabled(),
+        torch._C._len_torch_function_stack(),
+        [getattr(F, name) for name in ("linear", "softmax", "binary_cross_entropy")],
+        [torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward, torch.Tensor.__matmul__, torch.matmul],
+        dict(hooks._global_forward_pre_hooks),
+        {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")},
+        computes_in(),
+    )
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_deactivating_in_any_order(order: tuple[int, ...]) -> None:
+    optimizer = torch.optim.SGD(linear().parameters(), lr=0.1)
+    before = everything(optimizer)
+    dtypes = [torch.float16, torch.bfloat16, torch.float16]
+    opened = [amp.init(dtype=dtype) for dtype in dtypes]
+    for handle in opened:
+        with handle.scale_loss(torch.ones(1, requires_grad=True).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    alive = [0, 1, 2]
+    for i in order:
+        assert computes_in() == dtypes[alive[-1]]
+        opened[i]._deactivate()
+        opened[i]._deactivate()
+        assert not opened[i].is_active()
+        alive.remove(i)
+    assert everything(optimizer) == before
+
+
+@pytest.mark.parametrize("handle_first", [True, False])
+def test_beside_initialize(handle_first: bool) -> None:
+    model, optimizer = linear(), torch.optim.SGD(linear().parameters(), lr=0.1)
+    before = everything(optimizer)
+    handle = amp.init(dtype=torch.float16) if handle_first else None
+    amp.initialize(model, opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    assert computes_in() == torch.bfloat16
+    if handle is None:
+        handle = amp.init(dtype=torch.float16)
+        assert computes_in() == torch.float16
+    handle._deactivate()
+    assert computes_in() == torch.bfloat16, "what amp.initialize had turned on stays on"
+    amp.deactivate()
+    assert everything(optimizer) == before
+
+
+def test_a_handle_that_was_overruled_does_not_come_back() -> None:
+    old = amp.init(dtype=torch.float16)
+    amp.deactivate()
+    assert computes_in() == torch.float32
+    new = amp.init(dtype=torch.bfloat16)
+    new._deactivate()
+    assert computes_in() == torch.float32
+    old._deactivate()
+    assert computes_in() == torch.float32
+
+
+def test_a_scheduler_that_wrapped_step_keeps_working(init: Callable[..., Any]) -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = init()
+    with handle.scale_loss(loss_on(model), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    handle._deactivate()
+    before = values(model.parameters())
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert not torch.equal(before, values(model.parameters()))
+
+
+def test_after_deactivation_nothing_is_scaled(init: Callable[..., Any]) -> None:
+    handle = init()
+    optimizer = torch.optim.SGD(linear().parameters(), lr=0.1)
+    wrapper = handle.wrap_optimizer(optimizer)
+    handle._deactivate()
+    loss = torch.ones(1, requires_grad=True).sum()
+    with handle.scale_loss(loss, optimizer) as same, wrapper.scale_loss(loss) as also:
+        assert same is loss
+        assert also is loss
+
+
+# ---- scaling
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0, 1.0])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_gradients_are_unscaled_and_add_up(init: Callable[..., Any], loss_scale: Any, wrap: bool) -> None:
+    handle = init(loss_scale=loss_scale)
+    model, reference = linear(), linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    face = handle.wrap_optimizer(optimizer, num_loss=3) if wrap else None
+    with handle._disable_casts():  # so that powers of two compare exactly
+        for k in range(3):
+            block = face.scale_loss(loss_on(model, k)) if face else handle.scale_loss(loss_on(model, k), optimizer)
+            with block as scaled_loss:
+                assert scaled_loss.item() == loss_on(model, k).item() * {"dynamic": 2.0**16}.get(loss_scale, loss_scale)
+                scaled_loss.backward()
+            loss_on(reference, k).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_training_follows_fp32(init: Callable[..., Any]) -> None:
+    def train(handle: Any) -> torch.Tensor:
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        with torch.no_grad():
+            for k, p in enumerate(model.parameters()):
+                p.copy_(grid(tuple(p.shape), 5 * k))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for t in range(10):
+            optimizer.zero_grad()
+            x, y, _ = batch(t)
+            loss = F.cross_entropy(model(x), y)
+            if handle is None:
+                loss.backward()
+            else:
+                with handle.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+        return values(model.parameters())
+
+    reference = train(None)
+    ours = train(init(dtype=torch.float16))
+    torch.testing.assert_close(ours, reference, rtol=0, atol=2e-3)
+
+
+def test_overflow_skips_one_step_and_lowers_the_scale(
+    init: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="halfstep")
+    handle = init(loss_scale="dynamic")
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scales = []
+    moved = []
+    for factor in (1.0, float("inf"), 1.0, float("nan"), 1.0):
+        optimizer.zero_grad()
+        with handle.scale_loss(loss_on(model) * factor, optimizer) as scaled_loss:
+            scales.append(handle._scaler.loss_scale())
+            scaled_loss.backward()
+        before = values(model.parameters())
+        optimizer.step()
+        moved.append(not torch.equal(before, values(model.parameters())))
+    assert moved == [True, False, True, False, True]
+    assert scales == [2.0**16, 2.0**16, 2.0**15, 2.0**15, 2.0**14]
+    assert caplog.text.count("overflow") == 2
+
+
+def test_a_failing_block_leaves_gradients_and_scale(init: Callable[..., Any]) -> None:
+    handle = init()
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_on(model).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+
+    def fail() -> None:
+        with handle.scale_loss(loss_on(model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            raise KeyError("batch")
+
+    with pytest.raises(KeyError, match="batch"):
+        fail()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+    assert handle._scaler.loss_scale() == 2.0**16
+
+
+def test_a_collapse_names_the_parameter(init: Callable[..., Any]) -> None:
+    handle = init()
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for _ in range(200):
+            optimizer.zero_grad()
+            with handle.scale_loss(loss_on(model) * float("nan"), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    with pytest.raises(LossScaleCollapsed, match="parameter 0 of group 0 of SGD"):
+        train()
+
+
+def test_several_optimizers_and_a_wrapper_in_scale_loss(init: Callable[..., Any]) -> None:
+    handle = init(loss_scale=8.0)
+    one, two = linear(), linear()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two)]
+    with handle.scale_loss(loss_on(one) + loss_on(two), optimizers) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(one.weight.grad, two.weight.grad)
+    wrapper = handle.wrap_optimizer(optimizers[0])
+    wrapper.zero_grad()
+    with handle.scale_loss(loss_on(one), wrapper) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(one.weight.grad, two.weight.grad)
+
+
+# ---- the wrapper
+
+
+def test_each_loss_has_a_scale_of_its_own(init: Callable[..., Any]) -> None:
+    handle = init()
+    model = linear()
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), num_loss=2)
+    seen: list[list[float]] = [[], []]
+    moved = []
+    for t in range(4):
+        optimizer.zero_grad()
+        for i in range(2):
+            loss = loss_on(model, i) * (float("inf") if (t, i) in ((1, 0), (2, 1), (2, 0)) else 1.0)
+            with optimizer.scale_loss(loss) as scaled_loss:
+                seen[i].append((scaled_loss / loss).item() if loss.isfinite() else 0.0)
+                scaled_loss.backward()
+        before = values(model.parameters())
+        optimizer.step()
+        moved.append(not torch.equal(before, values(model.parameters())))
+    assert moved == [True, False, False, True]
+    assert seen[0] == pytest.approx([2.0**16, 0.0, 0.0, 2.0**14])
+    assert seen[1] == pytest.approx([2.0**16, 2.0**16, 0.0, 2.0**15])
+
+
+def test_one_loss_too_many(init: Callable[..., Any]) -> None:
+    model = linear()
+    optimizer = init().wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), num_loss=2)
+
+    def loss_block() -> None:
+        with optimizer.scale_loss(loss_on(model)) as scaled_loss:
+            scaled_loss.backward()
+
+    for begin_anew in (optimizer.step, optimizer.zero_grad):
+        loss_block()
+        loss_block()
+        with pytest.raises(UsageError, match=r"loss number 3 .* num_loss=2"):
+            loss_block()
+        begin_anew()
+    loss_block()
+
+
+def test_everything_else_is_the_optimizers(init: Callable[..., Any]) -> None:
+    model = linear()
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    inner.note = "mine"
+    optimizer = init().wrap_optimizer(inner, num_loss=1)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    assert optimizer.note == "mine"
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    with optimizer.scale_loss(loss_on(model)) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    scheduler.step()
+    assert inner.param_groups[0]["lr"] == 0.05
+    assert optimizer.state_dict() == inner.state_dict()
+    optimizer.load_state_dict(copy.deepcopy(inner.state_dict()))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(inner.param_groups) == 2
+    optimizer.param_groups = inner.param_groups[:1]
+    assert len(inner.param_groups) == 1
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    assert isinstance(optimizer.step(lambda: loss_on(model).detach()), torch.Tensor)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = optimizer.nothing
+    with pytest.raises(UsageError, match="OptimWrapper cannot be pickled"):
+        pickle.dumps(optimizer)
+
+
+# ---- off, and refused
+
+
+def test_disabled_does_nothing() -> None:
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = everything(inner)
+    handle = amp.init(enabled=False)
+    assert (handle.is_active(), handle.has_cache, handle.verbose) == (False, False, False)
+    loss = loss_on(model)
+    with handle.scale_loss(loss, inner) as same:
+        assert same is loss
+    optimizer = handle.wrap_optimizer(inner, num_loss=2)
+    for _ in range(5):
+        with optimizer.scale_loss(loss) as same:
+            assert same is loss
+    loss.backward()
+    weights = values(model.parameters())
+    optimizer.step()
+    assert not torch.equal(weights, values(model.parameters()))
+    with handle._disable_casts():
+        pass
+    handle._clear_cache()
+    handle.remove_cache(model.weight)
+    handle._deactivate()
+    assert everything(inner) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss_scale": 0.0}, "loss_scale|init_scale"),
+        ({"loss_scale": float("nan")}, "loss_scale|init_scale"),
+        ({"loss_scale": "bla"}, "loss_scale='bla' must be .*DynamicLossScale"),
+        ({"dtype": torch.float32}, "16 bits"),
+        ({"dtype": "fp8"}, "fp8"),
+    ],
+)
+def test_init_refuses_and_changes_nothing(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentValueError, match=message):
+        amp.init(**arguments)
+    assert computes_in() == torch.float32
+
+
+def test_wrap_and_scale_refuse(init: Callable[..., Any]) -> None:
+    handle = init()
+    inner = torch.optim.SGD(linear().parameters(), lr=0.1)
+    for bad in (0, -1, True, 1.5, "2"):
+        with pytest.raises(ArgumentValueError, match="num_loss="):
+            handle.wrap_optimizer(inner, num_loss=bad)
+    for thing in (linear(), None, handle.wrap_optimizer(inner)):
+        with pytest.raises(ArgumentTypeError, match="Optimizer"):
+            handle.wrap_optimizer(thing)
+    with (
+        pytest.raises(ArgumentTypeError, match="second argument, not Linear"),
+        handle.scale_loss(torch.ones(()), linear()),
+    ):
+        pass
+    with pytest.raises(ArgumentTypeError, match="floating tensor"), handle.scale_loss(torch.tensor(3), inner):
+        pass
+
+
+def test_compiled_model_under_init(init: Callable[..., Any]) -> None:
+    init(dtype=torch.bfloat16)
+    model = linear()
+    fast = torch.compile(model, backend="aot_eager")
+    x = torch.ones(2, 3)
+    with pytest.warns(UserWarning, match="global hooks on modules"):  # one that joins a thread: twice is as well
+        y = fast(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, model(x))
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_banned(allow: bool, init: Callable[..., Any]) -> None:
+    init(allow_banned=allow, dtype=torch.bfloat16)
+    guess, target = torch.full((2,), 0.5, dtype=torch.bfloat16), torch.ones(2)
+    if allow:
+        assert nn.functional.binary_cross_entropy(guess, target).dtype == torch.float32
+    else:
+        with pytest.raises(amp.UnsafeOpError, match="binary_cross_entropy_with_logits"):
+            nn.functional.binary_cross_entropy(guess, target)

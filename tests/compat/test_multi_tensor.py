@@ -1,0 +1,245 @@
+"""The multi-tensor operations and Apex's names for them, against float64, on every backend that runs here."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep import kernels
+from halfstep.compat import multi_tensor
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.kernels.backends import compiler as cxx
+from halfstep.multi_tensor import multi_tensor_applier
+from tests.support import optimizer_references as papers
+
+F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+SHAPES = [(3, 4), (), (0,), (5000,)]
+
+
+@pytest.fixture(params=["eager", "compiled"], autouse=True)
+def on(request: pytest.FixtureRequest) -> Iterator[str]:
+    with kernels.backend(request.param):
+        yield request.param
+
+
+def some(dtype: torch.dtype = F32, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def mixed(seed: int = 0) -> list[torch.Tensor]:
+    return [t.to(d) for t, d in zip(some(seed=seed), (F32, BF16, FP16, BF16), strict=True)]
+
+
+def zeros(like: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.zeros_like(t, dtype=F32) for t in like]
+
+
+def flag(value: int = 0) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int32)
+
+
+def close(found: Any, expected: Any, ulps: float = 8) -> None:
+    for a, b in zip(found, expected, strict=True):
+        eps = torch.finfo(a.dtype).eps
+        torch.testing.assert_close(a.double(), b.double(), rtol=ulps * eps, atol=ulps * eps)
+
+
+# ---- kernels
+
+
+def test_scale_axpby_copy_and_norm_of_mixed_dtypes() -> None:
+    x, y = mixed(), mixed(1)
+    out = zeros(x)
+    kernels.scale(x, out, 0.5)
+    close(out, [t.double() * 0.5 for t in x])
+    kernels.axpby(2.0, x, torch.tensor(-3.0), y, out)
+    close(out, [2 * a.double() - 3 * b.double() for a, b in zip(x, y, strict=True)])
+    kernels.copy(x, out)
+    close(out, x, 0)
+    norm, each = kernels.l2norm(x, per_tensor=True)
+    exact = torch.stack([t.double().norm() for t in x])
+    assert each is not None
+    close(each, exact)
+    close([norm], [exact.norm()])
+    assert kernels.l2norm([])[0].item() == 0.0
+
+
+def test_norm_of_what_overflows_when_squared() -> None:
+    norm, _ = kernels.l2norm([torch.full((3,), 1e30), torch.full((4,), 1e-30)])
+    assert norm.item() == pytest.approx(math.sqrt(3) * 1e30, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_checks(bad: float) -> None:
+    for position in range(4):
+        tensors, found = mixed(), torch.zeros(())
+        if tensors[position].numel():
+            tensors[position].view(-1)[-1] = bad
+        kernels.unscale_(tensors, torch.tensor(0.5), found)
+        assert found.item() == float(tensors[position].numel() > 0)
+        found.zero_()
+        kernels.l2norm(tensors, found_inf=found)
+        assert found.item() == float(tensors[position].numel() > 0)
+
+
+# ---- which backend
+
+
+def test_choosing_a_backend(monkeypatch: pytest.MonkeyPatch, on: str) -> None:
+    assert kernels.backend_for("cpu") == on
+    with kernels.backend("auto"):
+        assert kernels.backend_for("cpu") == "compiled"
+        with kernels.backend("eager"):
+            assert kernels.backend_for("cpu") == "eager"
+        assert kernels.backend_for("cpu") == "compiled"
+    with pytest.raises(ArgumentValueError, match=r"'fast' is no backend; choose one of auto, eager, compiled, triton"):
+        kernels.backend("fast")
+    with kernels.backend("compiled"), pytest.raises(UsageError, match="runs on the CPU, not on cuda"):
+        kernels.backend_for("cuda")
+
+
+def test_without_a_compiler_eager_serves_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cxx, "_compiler", lambda: None)
+    cxx.available.cache_clear()
+    caplog.set_level(logging.INFO, logger="halfstep")
+    try:
+        with kernels.backend("auto"):
+            assert [kernels.backend_for("cpu") for _ in range(3)] == ["eager"] * 3
+    finally:
+        cxx.available.cache_clear()
+    assert len(caplog.records) == 1
+    assert "compiler" in caplog.text
+
+
+# ---- Apex's names
+
+
+def test_scale_and_norms_by_their_old_names() -> None:
+    x, noop = mixed(), flag()
+    out = zeros(x)
+    assert multi_tensor_applier(multi_tensor.multi_tensor_scale, noop, [x, out], 4.0) is None
+    close(out, [t.double() * 4 for t in x])
+    norm, each = multi_tensor_applier(multi_tensor.multi_tensor_l2norm, noop, [x], True)
+    assert (norm.shape, each.shape, norm.dtype) == ((1,), (4,), F32)
+    assert multi_tensor_applier(multi_tensor.multi_tensor_l2norm, noop, [x])[1].numel() == 0
+    scaled, _ = multi_tensor_applier(multi_tensor.multi_tensor_l2norm_scale, noop, [x, out], 0.25, True)
+    unscaled, _ = multi_tensor_applier(multi_tensor.multi_tensor_unscale_l2norm, noop, [x], torch.tensor([0.25]))
+    close([scaled, unscaled], [norm * 0.25] * 2)
+    assert noop.item() == 0
+    x[0][0, 0] = math.nan
+    multi_tensor_applier(multi_tensor.multi_tensor_scale, noop, [x, out], 4.0)
+    assert noop.item() == 1
+    norm, _ = multi_tensor_applier(multi_tensor.multi_tensor_l2norm_mp, noop, [x], False)
+    assert norm.item() == 0.0
+
+
+@pytest.mark.parametrize(("check", "found"), [(-1, 1), (0, 0), (1, 1)])
+def test_axpby_checks_what_it_is_told_to(check: int, found: int) -> None:
+    x, y, noop = some(), some(seed=1), flag()
+    y[0][0, 0] = math.inf
+    multi_tensor_applier(multi_tensor.multi_tensor_axpby, noop, [x, y, y], 1.0, 1.0, check)
+    assert noop.item() == found
+
+
+OPTIMIZERS: dict[str, tuple[Any, Any, int, tuple[Any, ...]]] = {  # -> function, paper's, state lists, arguments
+    "adamw": (multi_tensor.multi_tensor_adam, papers.adam, 2, (0.01, 0.9, 0.999, 1e-8, "t", 1, 1, 0.1)),
+    "sgd": (multi_tensor.multi_tensor_sgd, papers.sgd, 1, (0.1, 0.9, 0.0, 0.01, False, "first", False, 1.0)),
+    "adagrad": (multi_tensor.multi_tensor_adagrad, papers.adagrad, 1, (0.01, 1e-10, 0, 0.1)),
+    "lamb": (multi_tensor.multi_tensor_lamb, papers.lamb, 2, (0.01, 0.9, 0.999, 1e-6, "t", 1, 0.1, 1, 1, 0.0, 0.0)),
+    "novograd": (
+        multi_tensor.multi_tensor_novograd,
+        papers.novograd,
+        1,
+        ("norms", 0.01, 0.9, 0.999, 1e-8, "t", 1, 0.1, 1, 1, 2),
+    ),
+}
+HYPER = {"sgd": {"momentum": 0.9}}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_steps(name: str) -> None:
+    function, paper, states, arguments = OPTIMIZERS[name]
+    params, noop = some(seed=3), flag()
+    exact: list[torch.Tensor] = [p.double() for p in params]
+    kept, memory = [zeros(params) for _ in range(states)], [{} for _ in params]
+    norms = torch.stack([g.norm() for g in some(seed=10)])  # the first step's, as the optimizer has it
+    for step in range(1, 6):
+        grads = some(seed=9 + step)
+        given = {"t": step, "first": step == 1, "norms": norms}
+        numbers = [given.get(a, a) if isinstance(a, str) else a for a in arguments]
+        multi_tensor_applier(function, noop, [grads, params, *kept], *numbers)
+        exact = [
+            paper(p, g.double(), s, step, lr=0.01, weight_decay=0.1, **HYPER.get(name, {}))
+            for p, g, s in zip(exact, grads, memory, strict=True)
+        ]
+    close(params, exact, 64)
+    before = [t.clone() for t in [*params, *chain(*kept)]]
+    multi_tensor_applier(function, flag(1), [some(), params, *kept], *numbers)
+    assert all(torch.equal(a, b) for a, b in zip(before, [*params, *chain(*kept)], strict=True))
+
+
+@pytest.mark.parametrize(("decay", "nvlamb"), [(0.1, None), (0.0, None), (0.0, True)])
+def test_lamb_in_two_stages_is_lamb(decay: float, nvlamb: bool | None) -> None:
+    params, updates, noop = some(seed=3), zeros(some()), flag(1)  # neither stage obeys
+    kept = [zeros(params), zeros(params)]
+    exact: list[torch.Tensor] = [p.double() for p in params]
+    memory: list[dict[str, Any]] = [{} for _ in params]
+    for step in range(5):
+        grads = some(seed=9 + step)
+        lists = [grads, params, *kept, updates]
+        decays, norm = torch.full((4,), decay), torch.tensor([200.0])  # twice what is allowed
+        numbers = (decays, step, 0.9, 0.999, 1e-6, norm, 100.0)
+        multi_tensor_applier(multi_tensor.multi_tensor_lamb_stage1_cuda, noop, lists, *numbers)
+        norms = [multi_tensor.multi_tensor_l2norm(0, flag(), [tensors], True)[1] for tensors in (params, updates)]
+        arguments = (*norms, 0.01, decay, nvlamb)
+        multi_tensor_applier(multi_tensor.multi_tensor_lamb_stage2_cuda, noop, [params, updates], *arguments)
+        exact = [
+            papers.lamb(p, g.double() / 2, s, step + 1, lr=0.01, weight_decay=decay, use_nvlamb=bool(nvlamb))
+            for p, g, s in zip(exact, grads, memory, strict=True)
+        ]
+    close(params, exact, 64)
+
+
+def test_capturable_adam_leaves_unscaled_gradients_and_follows_its_masters() -> None:
+    params, grads = some(BF16), [g * 8 for g in some(BF16, 1)]
+    masters, moments = [p.float() for p in params], [zeros(params), zeros(params)]
+    arguments = (torch.tensor(0.01), 0.9, 0.999, 1e-8, torch.tensor([1]), 1, 1, 0.1)
+    same, plain = [m.clone() for m in masters], [zeros(params), zeros(params)]
+    multi_tensor_applier(multi_tensor.multi_tensor_adam, flag(), [some(BF16, 1), same, *plain], *arguments)
+    lists = [grads, params, *moments, masters]
+    multi_tensor_applier(
+        multi_tensor.multi_tensor_adam_capturable_master, flag(), lists, *arguments, torch.tensor(0.125)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(grads, some(BF16, 1), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(masters, same, strict=True))
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(params, masters, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "scales"),
+    [("FF", [8, 16]), ("II", [8, 4]), ("IFII", [8, 8, 8, 4]), ("III", [8, 4, 2]), ("FIFF", [8, 8, 8, 16])],
+)
+def test_hysteresis(pattern: str, scales: list[float]) -> None:
+    scale, growth, left = torch.tensor([8.0]), torch.tensor([0]), torch.tensor([2])
+    found = []
+    for letter in pattern:
+        overflow = torch.tensor([float(letter == "I")])
+        multi_tensor.update_scale_hysteresis(scale, growth, left, overflow, 2.0, 0.5, 2, 2)
+        found.append(scale.item())
+    assert found == scales
+
+
+def test_wrong_lists() -> None:
+    with pytest.raises(ArgumentTypeError, match="takes 2 lists of tensors, not 1"):
+        multi_tensor_applier(multi_tensor.multi_tensor_scale, flag(), [some()], 1.0)
+    with pytest.raises(ArgumentValueError, match="different lengths: 4, 3"):
+        multi_tensor_applier(multi_tensor.multi_tensor_scale, flag(), [some(), some()[:3]], 1.0)

@@ -1,0 +1,433 @@
+"""After any mix of synced and unsynced micro-steps every rank holds the mean over ranks of the sum over micro-steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep import amp, parallel
+from halfstep.fp16_utils import FP16_Optimizer
+from halfstep.optimizers import FusedAdam
+from tests.support.apex_recording import fill, grid
+from tests.support.processes import Ranks, ranks
+
+__all__ = ["ranks"]
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# s: synced; u: no_sync(); f: require_backward_grad_sync = False; d: no_sync and delay_unscale; x: synced and delayed
+PATTERNS = ["s", "us", "fs", "uuus", "uds", "dds", "ss", "sus", "suus", "xs", "xus", "su", "uu", "dd", "udu"]
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "small buckets": {"bucket_cap_mb": 1e-5},
+}
+APEX_WRAPPERS: dict[str, dict[str, Any]] = {
+    "sum": {"gradient_average": False},
+    "sum over 4": {"gradient_average": False, "gradient_predivide_factor": 4.0},
+    "mean in two": {"gradient_predivide_factor": 2.0},
+    "sum, small buckets": {"gradient_average": False, "message_size": 3},
+}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-4),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, fused=True),
+    "ours": lambda p: FusedAdam(p, lr=0.01, eps=1e-4),
+}
+
+
+def net() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    fill(model[0], weight=grid((8, 3), 1), bias=grid((8,), 2))
+    fill(model[2], weight=grid((2, 8), 3), bias=grid((2,), 4))
+    return model
+
+
+def data(rank: int, step: int, micro: int) -> torch.Tensor:
+    return grid((4, 3), 1 + rank + 3 * micro + 11 * step, 2.0)
+
+
+def micro_step(
+    model: Any, optim: Any, how: str, x: torch.Tensor, poison: bool = False, used: Sequence[str] = ()
+) -> None:
+    model.require_backward_grad_sync = how != "f"
+    with model.no_sync() if how in "ud" else nullcontext():
+        loss = model(x, *used).float().square().mean()
+        if poison:
+            loss = loss * float("inf")
+        with amp.scale_loss(loss, optim, delay_unscale=how in "dx") as scaled_loss:
+            scaled_loss.backward()
+    model.require_backward_grad_sync = True
+
+
+def train(
+    rank: int,
+    level: str,
+    half: str,
+    pattern: str,
+    wrapper: str,
+    optimizer: str = "sgd",
+    steps: int = 3,
+    poison: tuple[int, int, int] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """``poison``: the loss of this rank, step and micro-step is infinite."""
+    model = net()
+    if rank:  # the wrapper gives everybody the weights of rank 0
+        for p in model.parameters():
+            p.data.mul_(3)
+    model, optim = amp.initialize(
+        model,
+        OPTIMIZERS[optimizer](model.parameters()),
+        opt_level=level,
+        dtype=HALVES[half],
+        verbosity=0,
+        **{"loss_scale": 128.0, **options},
+    )
+    if wrapper in WRAPPERS:
+        model = DistributedDataParallel(model, **WRAPPERS[wrapper])
+    else:
+        model = parallel.DistributedDataParallel(model, **APEX_WRAPPERS[wrapper])
+    scales, grads = [], []
+    for step in range(steps):
+        for micro, how in enumerate(pattern):
+            micro_step(model, optim, how, data(rank, step, micro), poison == (rank, step, micro))
+        scales.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+        grads.append([p.grad.clone() for p in amp.master_params(optim) if p.grad is not None])
+        optim.step()
+        optim.zero_grad()
+    scales.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+    result = {
+        "masters": [p.detach().clone() for p in amp.master_params(optim)],
+        "params": [p.detach().clone() for p in model.parameters()],
+        "grads": grads,
+        "scales": scales,
+        "skipped": amp.steps_skipped(optim),
+    }
+    amp.deactivate()
+    return result
+
+
+def reference(
+    world: int,
+    pattern: str,
+    optimizer: str = "sgd",
+    steps: int = 3,
+    skip: int | None = None,
+    divide: float | None = None,
+) -> list[Any]:
+    """One process, fp64, the losses of all ranks and micro-steps in one backward pass."""
+    model = net().double()
+    optim = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(steps):
+        losses = [
+            model(data(rank, step, micro).double()).square().mean()
+            for rank in range(world)
+            for micro in range(len(pattern))
+        ]
+        (sum(losses) / (divide or world)).backward()  # type: ignore[union-attr]
+        if step != skip:
+            optim.step()
+        optim.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def assert_same(results: list[dict[str, Any]]) -> None:
+    for other in results[1:]:
+        for key in ("masters", "params"):
+            for a, b in zip(results[0][key], other[key], strict=True):
+                assert torch.equal(a, b), key
+        assert results[0]["scales"] == other["scales"]
+        assert results[0]["skipped"] == other["skipped"]
+
+
+def assert_near(results: list[dict[str, Any]], expected: list[torch.Tensor], level: str, half: str) -> None:
+    # The rounding of 16-bit arithmetic moves the weights by this much in three steps; O3 also rounds the weights.
+    close = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": 1e-2}[level] * (4 if half == "bf16" and level != "O0" else 1)
+    for a, b in zip(results[0]["masters"], expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=close)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("half", HALVES)
+def test_every_pattern(ranks: Ranks, level: str, pattern: str, half: str) -> None:
+    results = ranks.run(train, level, half, pattern, "plain")
+    assert_same(results)
+    assert_near(results, reference(2, pattern), level, half)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("pattern", ["s", "uus", "su", "xus"])
+@pytest.mark.parametrize("wrapper", [w for w in WRAPPERS if w != "plain"])
+def test_every_wrapper(ranks: Ranks, level: str, pattern: str, wrapper: str) -> None:
+    if wrapper == "static" and pattern == "uus":
+        pattern = "sus"  # torch 2.13: a static graph whose first backward pass is not synced is an internal error
+    results = ranks.run(train, level, "bf16", pattern, wrapper)
+    assert_same(results)
+    assert_near(results, reference(2, pattern), level, "bf16")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("wrapper", APEX_WRAPPERS)
+def test_what_is_not_a_mean(ranks: Ranks, level: str, pattern: str, wrapper: str) -> None:
+    options = APEX_WRAPPERS[wrapper]
+    divide = 2.0 if options.get("gradient_average", True) else options.get("gradient_predivide_factor", 1.0)
+    results = ranks.run(train, level, "fp16", pattern, wrapper)
+    assert_same(results)
+    assert_near(results, reference(2, pattern, divide=divide), level, "fp16")
+
+
+class Branches(nn.Module):
+    """A pass uses one branch or both, and each rank its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+        for i, layer in enumerate((self.trunk, self.a, self.b)):
+            fill(
+                layer, weight=grid(tuple(layer.weight.shape), 2 * i + 1), bias=grid(tuple(layer.bias.shape), 2 * i + 2)
+            )
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        h = torch.tanh(self.trunk(x))
+        out: torch.Tensor = sum((self.a if name == "a" else self.b)(h) for name in used)  # type: ignore[assignment]
+        return out
+
+
+# For each window its passes: how, and what the two ranks use. Each window uses every branch somewhere.
+BRANCHES = {
+    "gone before the synced pass": [
+        [("u", "ab", "b"), ("s", "a", "a")],
+        [("u", "b", "b"), ("u", "a", "b"), ("s", "a", "a")],
+    ],
+    "another one on each rank": [[("s", "a", "b")], [("u", "b", "a"), ("s", "a", "b")]],
+    "unsynced at the end": [[("s", "b", "b"), ("u", "a", "ab")], [("s", "a", "b")]],
+    "delayed": [[("s", "a", "ab"), ("d", "a", "b")], [("d", "b", "a"), ("x", "a", "a")]],
+}
+
+
+def train_branches(rank: int, level: str, case: str, optimizer: str, loss_scale: float) -> dict[str, Any]:
+    model = Branches()
+    optim = OPTIMIZERS[optimizer](model.parameters())
+    model, optim = amp.initialize(
+        model, optim, opt_level=level, dtype=torch.float16, loss_scale=loss_scale, verbosity=0
+    )
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    for step, window in enumerate(BRANCHES[case] * 2):
+        for micro, (how, *used) in enumerate(window):
+            micro_step(ddp, optim, how, data(rank, step, micro), used=used[rank : rank + 1])
+        optim.clip_master_grads(0.5)
+        optim.step()
+        optim.zero_grad()
+    result = {
+        "masters": [p.detach().clone() for p in amp.master_params(optim)],
+        "params": [p.detach().clone() for p in model.parameters()],
+        "scales": [],
+        "skipped": amp.steps_skipped(optim),
+    }
+    amp.deactivate()
+    return result
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("case", BRANCHES)
+@pytest.mark.parametrize("optimizer", ["sgd", "ours"])
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+def test_branches_that_not_every_pass_uses(
+    ranks: Ranks, level: str, case: str, optimizer: str, loss_scale: float
+) -> None:
+    results = ranks.run(train_branches, level, case, optimizer, loss_scale)
+    assert_same(results)
+    model = Branches().double()
+    optim = OPTIMIZERS[optimizer](model.parameters())
+    for step, window in enumerate(BRANCHES[case] * 2):
+        for micro, (_, *used) in enumerate(window):
+            for rank in range(2):
+                (model(data(rank, step, micro).double(), used[rank]).square().mean() / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optim.step()
+        optim.zero_grad()
+    assert results[0]["skipped"] == 0
+    assert_near(results, [p.detach() for p in model.parameters()], level, "fp16")
+
+
+def train_plainly(rank: int, scaled: bool) -> list[torch.Tensor]:
+    """Without scale_loss: torch's loop, or GradScaler's; the last of three passes is synced."""
+    model: Any = parallel.DistributedDataParallel(net(), gradient_average=False)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = amp.GradScaler(init_scale=128.0, enabled=scaled)
+    for step in range(3):
+        for micro in range(3):
+            with model.no_sync() if micro < 2 else nullcontext():
+                scaler.scale(model(data(rank, step, micro)).square().mean()).backward()
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_sum_without_scale_loss(ranks: Ranks, scaled: bool) -> None:
+    for found in ranks.run(train_plainly, scaled):
+        for a, b in zip(found, reference(2, "uus", divide=1.0), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5)
+
+
+def count_reductions(rank: int, level: str, pattern: str, loss_scale: float) -> int:
+    """All-reduces in two windows, after one that lets the wrapper order its buckets."""
+    model = net()
+    optim = OPTIMIZERS["sgd"](model.parameters())
+    model, optim = amp.initialize(
+        model, optim, opt_level=level, dtype=torch.bfloat16, loss_scale=loss_scale, verbosity=0
+    )
+    ddp = DistributedDataParallel(model)
+
+    def window(step: int) -> None:
+        for micro, how in enumerate(pattern):
+            micro_step(ddp, optim, how, data(rank, step, micro))
+        optim.step()
+        optim.zero_grad()
+
+    window(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        window(1)
+        window(2)
+    amp.deactivate()
+    return sum(event.count for event in profile.key_averages() if event.key == "c10d::allreduce_")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("pattern", ["s", "us", "uuus", "uu"])
+@pytest.mark.parametrize(("loss_scale", "flags"), [(1.0, 0), (128.0, 1)])
+def test_a_window_costs_one_reduction_and_one_of_a_number(
+    ranks: Ranks, level: str, pattern: str, loss_scale: float, flags: int
+) -> None:
+    assert ranks.run(count_reductions, level, pattern, loss_scale) == [2 * (1 + flags)] * 2
+
+
+def dies(rank: int) -> None:
+    if rank == 0:
+        raise KeyError("a broken file")
+    dist.barrier()  # which nobody else reaches
+
+
+def test_a_rank_that_fails_ends_the_others_and_says_why() -> None:
+    group = Ranks(2)
+    try:
+        with pytest.raises(AssertionError, match=r"rank 0:[\s\S]*KeyError: 'a broken file'|rank 1"):
+            group.run(dies)
+        assert not group._processes, "nothing is left running"
+    finally:
+        group.kill()
+
+
+def fail(rank: int, level: str, wrapper: str, optimizer: str) -> None:
+    """A backward pass that fails between two that do not."""
+    model = net()
+    optim = OPTIMIZERS[optimizer](model.parameters())
+    model, optim = amp.initialize(model, optim, opt_level=level, dtype=torch.float16, loss_scale=128.0, verbosity=0)
+    ddp = parallel.DistributedDataParallel(model, **APEX_WRAPPERS[wrapper])
+    micro_step(ddp, optim, "s", data(rank, 0, 0))
+    micro_step(ddp, optim, "u", data(rank, 0, 1))
+
+    def grads() -> list[torch.Tensor]:
+        return [p.grad.clone() for p in amp.master_params(optim)]
+
+    def interrupted() -> None:
+        with ddp.no_sync():
+            loss = ddp(data(rank, 0, 2)).float().square().mean()
+            with amp.scale_loss(loss, optim) as scaled_loss:
+                scaled_loss.backward()
+                raise KeyboardInterrupt
+
+    before = grads()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    after = grads()
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    micro_step(ddp, optim, "s", data(rank, 0, 3))
+    assert amp.steps_skipped(optim) == 0
+    amp.deactivate()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("wrapper", ["sum", "mean in two"])
+@pytest.mark.parametrize("optimizer", ["sgd", "ours"])
+def test_a_pass_that_fails_unsynced_leaves_what_was_there(
+    ranks: Ranks, level: str, wrapper: str, optimizer: str
+) -> None:
+    ranks.run(fail, level, wrapper, optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("pattern", ["s", "us", "su", "dds"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("poisoned", [0, 1])
+def test_overflow_on_one_rank_skips_on_all(
+    ranks: Ranks, level: str, pattern: str, optimizer: str, poisoned: int
+) -> None:
+    results = ranks.run(train, level, "fp16", pattern, "plain", optimizer, 3, (poisoned, 1, 0))
+    assert_same(results)
+    assert [r["skipped"] for r in results] == [1, 1]
+    if (level, optimizer) != ("O3", "adam"):  # O3 keeps Adam's second moments in fp16, where they are zeros
+        assert_near(results, reference(2, pattern, optimizer, skip=1), level, "fp16")
+
+
+def train_dynamic(rank: int, level: str, pattern: str, poison: tuple[int, int, int]) -> dict[str, Any]:
+    return train(rank, level, "fp16", pattern, "plain", "sgd", 4, poison, loss_scale="dynamic")
+
+
+@pytest.mark.parametrize("level", LEVELS[:3])
+@pytest.mark.parametrize("pattern", ["s", "us", "uus", "su"])
+@pytest.mark.parametrize("micro", [0, -1])
+def test_all_ranks_keep_the_same_loss_scale(ranks: Ranks, level: str, pattern: str, micro: int) -> None:
+    results = ranks.run(train_dynamic, level, pattern, (1, 1, micro % len(pattern)))
+    assert_same(results)
+    assert results[0]["skipped"] == 1
+    assert results[0]["scales"][-1] == 2.0**15, "one overflow in a window lowers the scale once"
+
+
+def train_fp16_optimizer(rank: int, pattern: str, poison: tuple[int, int, int] | None) -> dict[str, Any]:
+    model: Any = DistributedDataParallel(net().to(torch.float16))
+    optim = FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), static_loss_scale=128.0, verbose=False
+    )
+    for step in range(3):
+        for micro, how in enumerate(pattern):
+            with model.no_sync() if how == "u" else nullcontext():
+                loss = model(data(rank, step, micro).half()).float().square().mean()
+                optim.backward(loss * (float("inf") if poison == (rank, step, micro) else 1.0))
+        optim.step()
+        optim.zero_grad()
+    masters = [p.detach().clone() for group in optim.fp32_from_fp16_groups for p in group]
+    params = [p.detach().clone() for p in model.parameters()]
+    return {"masters": masters, "params": params, "scales": [optim.loss_scale], "skipped": 0}
+
+
+@pytest.mark.parametrize("poison", [None, (1, 1, 0)])
+@pytest.mark.parametrize("pattern", ["s", "us", "uus", "su", "uu"])
+def test_fp16_optimizer(ranks: Ranks, pattern: str, poison: tuple[int, int, int] | None) -> None:
+    results = ranks.run(train_fp16_optimizer, pattern, poison)
+    assert_same(results)
+    assert_near(results, reference(2, pattern, skip=None if poison is None else 1), "O2", "fp16")
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("pattern", ["us", "su", "uuus"])
+@pytest.mark.parametrize("poison", [None, (2, 1, 0)])
+def test_four_ranks(ranks: Ranks, level: str, pattern: str, poison: tuple[int, int, int] | None) -> None:
+    results = ranks.run(train, level, "fp16", pattern, "plain", "sgd", 3, poison)
+    assert_same(results)
+    assert_near(results, reference(4, pattern, skip=None if poison is None else 1), level, "fp16")

@@ -1,0 +1,83 @@
+"""The scenario of the accumulation article: Linear(1, 1) on two ranks, inputs 1 and 2, with its numbers where right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep import amp
+from tests.support.processes import Ranks, ranks
+
+__all__ = ["ranks"]
+
+Row = tuple[list[float], list[float | None], list[float]]
+
+
+def run(rank: int, method: str, window: int, steps: int, scale: float) -> list[Row]:
+    """(weights, master gradients, model gradients) after each micro-step, before the optimizer's step."""
+    model: Any = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(torch.tensor(0.1121).half())  # masters start from there in Apex
+        model.bias.fill_(torch.tensor(0.5968).half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O2", dtype=torch.float16, loss_scale=scale, verbosity=0
+    )
+    model = DistributedDataParallel(model, find_unused_parameters=True)
+    model.zero_grad()
+    optimizer.zero_grad()
+    x, rows = torch.tensor([[1.0 + rank]]), []
+    for i in range(steps):
+        last = (i + 1) % window == 0
+        model.require_backward_grad_sync = last and method != "by hand"
+        loss = model(x).mean()
+        with amp.scale_loss(loss, optimizer, delay_unscale=method != "plain" and not last) as scaled_loss:
+            scaled_loss.backward()
+            if last and method == "by hand":
+                for p in model.parameters():
+                    dist.all_reduce(p.grad)
+                    p.grad.div_(2)
+        masters = list(amp.master_params(optimizer))
+        rows.append(
+            (
+                [p.item() for p in model.parameters()],
+                [None if p.grad is None else p.grad.item() for p in masters],
+                [p.grad.item() for p in model.parameters()],
+            )
+        )
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    rows.append(([p.item() for p in model.parameters()], [], []))
+    return rows
+
+
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("method", ["delayed", "by hand", "plain"])
+def test_windows_of_three(ranks: Ranks, method: str, scale: float) -> None:
+    """Method 1 delays the unscaling, method 2 reduces by hand; here neither is needed."""
+    first, second = ranks.run(run, method, 3, 6, scale)
+    assert [row[0] for row in first] == [row[0] for row in second]
+    for row in (first[2], second[2], first[5], second[5]):
+        assert row[1] == [4.5, 3.0]
+    assert first[3][0] == pytest.approx([-0.3379, 0.2966], abs=1e-4)
+    if method == "delayed":
+        assert [row[1] for row in first[:2]] == [row[2] for row in first[:2]], "one gradient"
+        assert [row[2] for row in first[:2]] == [[scale, scale], [2 * scale, 2 * scale]]
+        assert [row[2] for row in second[:2]] == [[2 * scale, scale], [4 * scale, 2 * scale]]
+        assert first[2][2] == second[2][2] == [4.5, 3.0]
+
+
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+def test_what_went_wrong(ranks: Ranks, scale: float) -> None:
+    """Apex had 2.5 on one rank and 3.5 on the other, and from then on two different models."""
+    first, second = ranks.run(run, "plain", 2, 4, scale)
+    assert [row[0] for row in first] == [row[0] for row in second]
+    for rows in (first, second):
+        assert [rows[1][1], rows[3][1]] == [[3.0, 2.0]] * 2
+    assert first[2][0] == pytest.approx([0.1121 - 0.3, 0.5968 - 0.2], abs=2e-4)

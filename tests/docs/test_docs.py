@@ -1,0 +1,39 @@
+"""Every Python example in README and docs runs as it stands, top to bottom in one namespace a page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from halfstep import amp, kernels, oplists, optimizers, scaling, static
+from halfstep.compat import fp16_utils
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if FENCED.search(page.read_text())], ids=lambda page: page.stem
+)
+def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    namespace: dict[str, object] = {}
+    for block in FENCED.finditer(text):
+        lines_before = text.count("\n", 0, block.start(1))
+        code = compile("\n" * lines_before + block[1], str(page), "exec")  # so that a traceback names the page's line
+        exec(code, namespace)
+
+
+@pytest.mark.parametrize(
+    "face", [amp, fp16_utils, kernels, oplists, optimizers, scaling, static], ids=lambda face: face.__name__
+)
+def test_every_public_name_is_on_its_api_page(face: ModuleType) -> None:
+    page = (ROOT / "docs/api" / f"{face.__name__.rpartition('.')[2]}.md").read_text()
+    shown = set(re.findall(r"^::: (?:\w+\.)*(\w+)$", page, re.M))
+    if face.__name__.rpartition(".")[2] not in shown:  # else the page shows the whole module
+        assert set(face.__all__) <= shown

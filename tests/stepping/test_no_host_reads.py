@@ -1,0 +1,119 @@
+"""A training step on CUDA asks the device for no value: on a fake CUDA tensor, which has none, it would raise.
+
+Gradients are written by hand, since a fake device has no backward pass. What waits for a real device is
+``test_steps_on_cuda``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import amp, kernels, optimizers, scaling
+from halfstep.gradients import async_read as late
+from tests.support.fake_cuda import READS_THE_HOST, fake_cuda
+
+# Fused optimizers compare addresses of weights on the host, which no device has to tell.
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fake CUDA device, and the reference backend: the others hand pointers to kernels."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    # What is read late, without a wait, is copied through pinned memory, and there is nothing to pin.
+    monkeypatch.setattr(late.LateReader, "post", lambda *_: None)
+    with fake_cuda() as name, torch.device(name), kernels.backend("eager"):
+        yield
+
+
+FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "FusedAdam": lambda p: optimizers.FusedAdam(p, weight_decay=0.1),
+    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9),
+    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, max_grad_norm=1.0),
+    "FusedMixedPrecisionLamb": lambda p: optimizers.FusedMixedPrecisionLamb(p),
+    "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p),
+    "FusedAdagrad": lambda p: optimizers.FusedAdagrad(p),
+    "torch.AdamW(fused)": lambda p: torch.optim.AdamW(p, fused=True),
+}
+"""Optimizers that leave a step out on the device; torch's fused SGD and Adagrad do not run on fakes (as of 2.13)."""
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 2), nn.LayerNorm(2))
+
+
+def backward(model: nn.Module) -> None:
+    """What a backward pass would bring."""
+    for param in model.parameters():
+        grad = torch.ones_like(param)
+        param.grad = grad if param.grad is None else param.grad + grad
+
+
+def loss() -> torch.Tensor:
+    return torch.ones(())
+
+
+def steps_of_scale_loss(level: str, scale: Any, make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> None:
+    model = network()
+    model, optimizer = amp.initialize(
+        model, make(model.parameters()), opt_level=level, loss_scale=scale, verbosity=0, **options
+    )
+    for _ in range(2):
+        for _ in range(2):  # the second is added to what the first brought
+            with amp.scale_loss(loss(), optimizer):
+                backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("level", "scale"), [("O0", "dynamic"), ("O1", "dynamic"), ("O2", "dynamic"), ("O2", 128.0)])
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_scale_loss(optimizer: str, level: str, scale: Any) -> None:
+    steps_of_scale_loss(level, scale, FUSED[optimizer])
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_larc(clip: bool) -> None:
+    params = list(network().parameters())
+    optimizer = optimizers.LARC(optimizers.FusedSGD(params, lr=0.1), clip=clip)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+@pytest.mark.parametrize("rule", [scaling.DynamicLossScale(), scaling.StaticLossScale(8.0)], ids=["dynamic", "static"])
+def test_a_loss_scale_moves(rule: Any, found: float) -> None:
+    state = scaling.LossScaleState(torch.ones(()), *torch.zeros(2, dtype=torch.int32).unbind())
+    after = rule.update(state, torch.full((), found))
+    assert {t.device.type for t in after} == {"cuda"}
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_grad_scaler(optimizer: str, clip: bool) -> None:
+    model = network()
+    optim, scaler = FUSED[optimizer](model.parameters()), amp.GradScaler()
+    for _ in range(2):
+        scaler.scale(loss())
+        backward(model)
+        if clip:
+            scaler.clip_grad_norm_(optim, 1.0)
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 128.0])
+def test_an_optimizer_that_cannot_skip_on_the_device_reads_one_flag(scale: Any) -> None:
+    """So it is documented: the step of any other optimizer is called or not, and the host must know which."""
+    with pytest.raises(READS_THE_HOST):
+        steps_of_scale_loss("O1", scale, lambda p: torch.optim.SGD(p, lr=0.1))
+    amp.deactivate()
+    steps_of_scale_loss("O1", 1.0, lambda p: torch.optim.SGD(p, lr=0.1))

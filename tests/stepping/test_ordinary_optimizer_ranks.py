@@ -1,0 +1,415 @@
+"""An ordinary optimizer in the hands of others: ranks, shards, schedulers, checkpoints, copies, averages, compilers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import logging
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from halfstep.apex.parallel.LARC import LARC as ApexLARC
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from halfstep import amp, optimizers
+from halfstep.core.errors import UsageError
+from tests.stepping.test_ordinary_optimizer import (
+    LEVELS,
+    backward,
+    data,
+    gradient,
+    in_both_halves,
+    loss_of,
+    near,
+    net,
+    sgd,
+    start,
+    torch_optimizer,
+    train,
+    truth,
+    with_both_masters,
+)
+from tests.support.processes import Ranks, ranks
+
+__all__ = ["ranks"]
+
+
+# ---- rows 9 to 11: ranks and shards
+
+
+def trained_on_ranks(rank: int, zero: bool, half: torch.dtype, fused: bool) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def make(params: Any) -> Any:
+        if zero:
+            return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01, eps=1e-4)
+        return torch.optim.AdamW(params, lr=0.01, eps=1e-4)
+
+    model, optimizer = start(half, fused, make)
+    parallel = DistributedDataParallel(model)
+    for t in range(4):
+        backward(parallel, optimizer, 2 * t + rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": torch.cat([p.detach().flatten() for p in model.parameters()]), "start": truth(net())}
+
+
+@in_both_halves
+@with_both_masters
+def test_zero_redundancy_trains_as_the_unsharded(ranks: Ranks, fused: bool, half: torch.dtype) -> None:
+    first, second = ranks.run(trained_on_ranks, True, half, fused)
+    expected, _ = ranks.run(trained_on_ranks, False, half, fused)
+    assert not torch.equal(expected["weights"], expected["start"].to(half))
+    assert torch.equal(first["weights"], second["weights"])
+    assert torch.equal(first["weights"], expected["weights"])
+
+
+def sharded_after_initialize(rank: int, half: torch.dtype, fused: bool) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, optimizer = start(half, fused, lambda params: torch.optim.SGD(params, lr=0.05))
+    losses = []
+    try:
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        for _ in range(6):
+            loss = loss_of(model)
+            losses.append(float(loss.detach()))
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except UsageError as error:
+        return len(losses), str(error)
+    return losses
+
+
+@in_both_halves
+@with_both_masters
+def test_sharding_after_initialize_trains_or_is_refused_at_once(ranks: Ranks, fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused, lambda params: torch.optim.SGD(params, lr=0.05))
+    expected = []
+    for _ in range(6):
+        expected.append(float(loss_of(model).detach()))
+        train(model, optimizer, [0])
+    for answer in ranks.run(sharded_after_initialize, half, fused):
+        if isinstance(answer, tuple):
+            batches, message = answer
+            assert batches <= 1
+            assert "fully_shard" in message
+        else:
+            assert answer == pytest.approx(expected, rel=0.01)
+
+
+def shards(half: bool) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = net().bfloat16() if half else net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def sharded_pair(kind: str) -> tuple[Any, Any]:
+    if kind == "AdamW at O0":
+        model = shards(half=False)
+        return start(make=torch_optimizer("AdamW"), model=model, level="O0")
+    model = shards(half=True)
+    return model, optimizers.FusedAdam(model.parameters(), lr=0.01, master_weights=kind.removesuffix(" masters"))
+
+
+def sharded_steps(model: Any, optimizer: Any, steps: range) -> None:
+    for t in steps:
+        (model(data(10 * t + dist.get_rank()).to(model[0].weight.dtype)).float() - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved_whole(rank: int, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Trained on, and trained on from what was saved: the weights of each, whole."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own
+    model, optimizer = sharded_pair(kind)
+    sharded_steps(model, optimizer, range(3))
+    options = StateDictOptions(full_state_dict=True)
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    assert weights["0.weight"].shape == (16, 8)
+    again, again_optimizer = sharded_pair(kind)
+    set_state_dict(again, again_optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+    sharded_steps(model, optimizer, range(3, 6))
+    sharded_steps(again, again_optimizer, range(3, 6))
+    amp.deactivate()
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    return [(a.full_tensor().detach(), b.full_tensor().detach()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("kind", ["AdamW at O0", "plain masters", "split masters"])
+def test_shards_are_saved_whole_and_loaded_bit_for_bit(ranks: Ranks, kind: str) -> None:
+    for answer in ranks.run(saved_whole, kind):
+        for straight, resumed in answer:
+            assert torch.equal(straight, resumed)
+
+
+# ---- schedulers and hooks
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_scheduler_follows_the_steps_that_were_taken(when: str, fused: bool, half: torch.dtype) -> None:
+    """A scheduler puts a ``step`` on the instance that calls the function of the class it found; no warning."""
+    model = net()
+    optimizer = sgd(model.parameters())
+    if when == "before":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    start(half, fused, lambda _: optimizer, model)
+    if when == "after":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    near(truth(model), truth(net()), 0.0)
+    for factor in (float("inf"), 1.0, float("inf"), 1.0):
+        backward(model, optimizer, factor=factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not optimizer.step_was_skipped:
+            scheduler.step()
+        if factor == 1.0 and scheduler.last_epoch == 1:
+            near(truth(net()) - truth(model), gradient(half))
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_step_hooks_run_once_and_see_the_parameters_of_the_model(when: str, fused: bool, half: torch.dtype) -> None:
+    model = net()
+    optimizer, seen = sgd(model.parameters()), []
+
+    def pre(o: Any, args: Any, options: Any) -> None:
+        seen.append(("pre", o.param_groups[0]["params"][0] is model[0].weight))
+        clip_grad_norm_(o.param_groups[0]["params"], 0.1)
+
+    def post(o: Any, args: Any, options: Any) -> None:
+        seen.append(("post", o.param_groups[0]["params"][0] is model[0].weight))
+
+    def register() -> None:
+        optimizer.register_step_pre_hook(pre)
+        optimizer.register_step_post_hook(post)
+
+    if when == "before":
+        register()
+    start(half, fused, lambda _: optimizer, model)
+    if when == "after":
+        register()
+    backward(model, optimizer)
+    optimizer.step()
+    assert seen == [("pre", True), ("post", True)]
+    assert float((truth(model) - truth(net())).norm()) == pytest.approx(0.1, rel=0.01)
+
+
+# ---- row 14: averages
+
+
+@in_both_halves
+@with_both_masters
+def test_the_master_model_is_the_masters_as_a_model(fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused, model=net(batchnorm=True))
+    master_model = amp.master_model(model)
+    for steps in (0, 2):
+        train(model, optimizer, range(steps))
+        assert {p.dtype for p in master_model.parameters()} == {torch.float32}
+        assert master_model.state_dict().keys() == model.state_dict().keys()
+        for name, value in model.state_dict().items():
+            assert torch.equal(master_model.state_dict()[name], value), name
+        assert torch.equal(truth(amp.master_model(model)), truth(model))
+    near(loss_of(master_model.eval()).detach(), loss_of(model.eval()).detach(), 0.02)
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("how", ["timm", "AveragedModel"])
+def test_an_average_is_one_of_the_masters_in_fp32(how: str, fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused, torch_optimizer("AdamW"))
+    expected, ema = truth(model), copy.deepcopy(amp.master_model(model))
+    averaged = AveragedModel(amp.master_model(model), multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    averaged.update_parameters(amp.master_model(model))  # the first call copies
+    for t in range(10):
+        train(model, optimizer, [t])
+        expected = expected.lerp(truth(model), 1 - 0.999)
+        for e, v in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
+            e.lerp_(v, 1 - 0.999)
+        averaged.update_parameters(amp.master_model(model))
+    found = truth(ema if how == "timm" else averaged.module)
+    near(found - truth(net()), expected - truth(net()), 1e-3)
+
+
+@in_both_halves
+@with_both_masters
+def test_the_state_of_a_copy_is_live(fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    train(model, optimizer, range(2))
+    before, twin = truth(model), copy.deepcopy(model)
+    for value in twin.state_dict().values():
+        value.zero_()
+    assert not any(p.any() for p in twin.parameters())
+    assert torch.equal(truth(model), before)
+
+
+# ---- copies and row 15: any order of load and initialize
+
+
+def copied(pair: Any) -> Any:
+    return copy.deepcopy(pair)
+
+
+def pickled(pair: Any) -> Any:
+    return pickle.loads(pickle.dumps(pair))
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@pytest.mark.parametrize("way", [copied, pickled])
+def test_a_copy_of_model_and_optimizer_trains(
+    way: Callable[[Any], Any], name: str, fused: bool, half: torch.dtype
+) -> None:
+    pair = start(half, fused, torch_optimizer(name))
+    train(*pair, range(2))
+    twins = way(pair)
+    train(*pair, range(2, 4))
+    assert not torch.equal(truth(twins[0]), truth(pair[0]))
+    for t in range(2, 4):  # a copy that has lost its session would still train like this
+        loss_of(twins[0], t).backward()
+        twins[1].step()
+        twins[1].zero_grad()
+    near(truth(twins[0]) - truth(net()), truth(pair[0]) - truth(net()), 0.02)
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam"])
+@pytest.mark.parametrize("order", list(itertools.permutations(["model", "optimizer", "initialize"])), ids="-".join)
+def test_resume_is_bit_for_bit_in_every_order(
+    order: tuple[str, ...], name: str, fused: bool, half: torch.dtype
+) -> None:
+    model, optimizer = start(half, fused, torch_optimizer(name))
+    train(model, optimizer, range(4))
+    file, saved_at = io.BytesIO(), truth(model)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, range(4, 8))
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    again = net()
+    again_optimizer = torch_optimizer(name)(again.parameters())
+    with torch.no_grad():
+        again[0].weight.add_(1.0)
+    for what in order:
+        if what == "model":
+            again.load_state_dict(saved["model"])
+        elif what == "optimizer":
+            again_optimizer.load_state_dict(saved["optimizer"])
+        else:
+            start(half, fused, lambda _: again_optimizer, again)
+    assert torch.equal(truth(again), saved_at)
+    train(again, again_optimizer, range(4, 8))
+    assert torch.equal(truth(again), truth(model))
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
+def test_torch_s_checkpoint_functions_save_and_load(name: str, fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused, torch_optimizer(name))
+    train(model, optimizer, range(3))
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer))
+    assert {"0.weight", "2.bias"} <= state["state"].keys()
+    again, again_optimizer = start(half, fused, torch_optimizer(name))
+    set_state_dict(again, again_optimizer, model_state_dict=weights, optim_state_dict=state)
+    assert torch.equal(truth(again), truth(model))
+    for pair in ((model, optimizer), (again, again_optimizer)):
+        train(*pair, range(3, 6))
+    assert torch.equal(truth(again), truth(model))
+
+
+# ---- rows 16 and 17: what initialize takes
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("wrapper", [optimizers.LARC, ApexLARC], ids=["ours", "Apex's"])
+def test_larc_is_taken_at_every_level(wrapper: Any, level: str, fused: bool, half: torch.dtype) -> None:
+    def larc(params: Any) -> Any:
+        return wrapper(torch.optim.SGD(params, lr=0.5, momentum=0.9))
+
+    plain = net()
+    reference = larc(plain.parameters())
+    for t in range(5):
+        loss_of(plain, t).backward()
+        reference.step()
+        reference.zero_grad()
+    model, optimizer = start(half, fused, larc, level=level)
+    assert type(optimizer) is wrapper
+    train(model, optimizer, range(5))
+    near(truth(model) - truth(net()), truth(plain) - truth(net()), 1e-4 if level == "O0" else 0.2)
+
+
+@in_both_halves
+@with_both_masters
+def test_a_model_that_comes_in_16_bits_is_taken(
+    fused: bool, half: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs = []
+    for model in (net(), net().to(half)):
+        caplog.clear()
+        weights = truth(model)
+        with caplog.at_level(logging.INFO, logger="halfstep"):
+            model, optimizer = start(half, fused, model=model, verbosity=1)
+        logs.append({record.getMessage() for record in caplog.records if record.name.startswith("halfstep")})
+        assert torch.equal(truth(model), weights)
+        backward(model, optimizer)
+        clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        assert float((truth(model) - weights).norm()) == pytest.approx(1e-3, rel=0.02)
+    (said,) = logs[1] - logs[0]
+    assert str(half).removeprefix("torch.") in said
+
+
+# ---- row 18: a whole step compiled
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor imports it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_a_compiled_step_is_the_eager_one(backend: str, level: str, fused: bool, half: torch.dtype) -> None:
+    results = []
+    for compiled in (False, True):
+        model, optimizer = start(half, fused, lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4), level=level)
+
+        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            with amp.scale_loss((model(x).float() - 1).square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        torch._dynamo.reset()
+        run = torch.compile(step, backend=backend) if compiled else step
+        for t in range(6):
+            run(data(t))
+        amp.deactivate()
+        results.append(truth(model))
+    near(results[1] - truth(net()), results[0] - truth(net()), 1e-4)
