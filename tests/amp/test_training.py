@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from halfstep import amp
 from halfstep.core.errors import HalfstepError
-from halfstep.gradients.holders import master_of
+from halfstep.gradients.master_registry import master_of
 from tests.support.apex_recording import batch, golden, net
 
 LEVELS = ["O0", "O1", "O2", "O3"]

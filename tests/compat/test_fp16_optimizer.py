@@ -259,7 +259,7 @@ def test_delayed_unscaling_waits_for_whoever_asks_first() -> None:
         optim = make(other := linear(), static_loss_scale=64.0)
         optim.backward(loss_on(other), update_master_grads=False)
         optim.backward(loss_on(other, 1), update_master_grads=False)
-        assert optim._attached.delayed
+        assert optim._attached.passes.delayed
         getattr(optim, ask)()
         if ask != "step":
             optim.step()

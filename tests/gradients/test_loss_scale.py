@@ -27,7 +27,7 @@ from halfstep.core.loss_scale import (
 )
 from halfstep.core.policy import Policy
 from halfstep.fp16_utils import FP16_Optimizer
-from halfstep.gradients.async_read import LateReader
+from halfstep.gradients.async_reader import AsyncReader
 from halfstep.gradients.loss_scaler import LossScaler
 from tests.support.apex_recording import golden, grid
 from tests.support.scaling_reference import FLAGS, RULES, SMALLEST, reference
@@ -410,7 +410,7 @@ def test_silent(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_late_reader_hands_out_rows_in_order() -> None:
-    reader = LateReader(2)
+    reader = AsyncReader(2)
     source = torch.zeros(())
     for i in range(5):
         source.fill_(i)  # what was posted is a copy

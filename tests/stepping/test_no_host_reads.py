@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from halfstep import amp, kernels, optimizers, scaling
-from halfstep.gradients import async_read as late
+from halfstep.gradients import async_reader as late
 from tests.support.fake_cuda import READS_THE_HOST, fake_cuda
 
 # Fused optimizers compare addresses of weights on the host, which no device has to tell.
@@ -27,7 +27,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     # What is read late, without a wait, is copied through pinned memory, and there is nothing to pin.
-    monkeypatch.setattr(late.LateReader, "post", lambda *_: None)
+    monkeypatch.setattr(late.AsyncReader, "post", lambda *_: None)
     with fake_cuda() as name, torch.device(name), kernels.backend("eager"):
         yield
 

@@ -15,7 +15,7 @@ from ..casting.compiled import eager
 from ..core.dtypes import is_half
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.loss_scale import DynamicLossScale
-from ..distributed.ddp_sync import Pass
+from ..distributed.ddp_sync import BackwardRecord
 from ..gradients.ledger import UnscaledOnce
 from ..gradients.unscale import Unscaler
 from ..stepping.attached import AttachedOptimizer, attached_to
@@ -214,12 +214,12 @@ class GradScaler(ScalerSettings):
         attached = self._attached_to(optimizer)
         if not self._enabled or attached_to(optimizer) is not None:
             self.unscale_(optimizer)
-            return attached.gradients.clip(attached.params(), max_norm, 2.0)
+            return attached.passes.gradients.clip(attached.params(), max_norm, 2.0)
         state = self._state_before_unscaling(optimizer)
         with self._unscaling(optimizer, state) as (scale, found_inf, done):
             params = [p for p in attached.params() if id(p) not in done]
-            attached.passes.append(Pass(found_inf, None, dynamic=self._scaler.dynamic))
-            return attached.gradients.unscale_and_clip(params, scale, found_inf, max_norm)
+            attached.passes.records.append(BackwardRecord(found_inf, None, dynamic=self._scaler.dynamic))
+            return attached.passes.gradients.unscale_and_clip(params, scale, found_inf, max_norm)
 
     @eager
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:  # type: ignore[override]

@@ -203,8 +203,8 @@ class AmpHandle(NoOpHandle):
             return nullcontext(loss)
         if not given:
             raise ArgumentTypeError("scale_loss needs the optimizer as second argument, not an empty list.")
-        attached = [found for item in given if (found := self.attach(item)) is not None]
-        return ScaledBackward(loss, attached, self._scaler, name="scale_loss")
+        passes = [found.passes for item in given if (found := self.attach(item)) is not None]
+        return ScaledBackward(loss, passes, self._scaler, name="scale_loss")
 
     def new_scaler(self, name: str) -> LossScaler:
         """A fresh loss scale of this handle's kind."""
@@ -289,7 +289,7 @@ class OptimWrapper(ForwardingOptimizer):
             )
         scaler = self._scalers[self._next]
         self._next += 1
-        return ScaledBackward(loss, [attached], scaler, name="scale_loss")
+        return ScaledBackward(loss, [attached.passes], scaler, name="scale_loss")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One step of the optimizer, skipped if a loss overflowed; the next loss is the first again."""

@@ -66,7 +66,7 @@ def scale_loss(
         )
     return ScaledBackward(
         loss,
-        attached,
+        [one.passes for one in attached],
         scalers[loss_id],
         name="amp.scale_loss",
         delay=delay_unscale,

@@ -156,7 +156,7 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """
     attached = attached_to(optimizer)
     if attached is not None:
-        yield from attached.keeper.params()
+        yield from attached.keeper.master_params()
         return
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from ..core.dtypes import dtype_name, parse_dtype
 from ..core.errors import UsageError
-from ..gradients.holders import master_of, write_master
+from ..gradients.master_registry import master_of, write_master
 from ..kernels.shards import is_sharded
 from . import scopes as ops
 from . import sessions

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..stepping.attached import AttachedOptimizer
-from ..stepping.observers import observers
+from ..stepping.attached import AttachedOptimizer, observers
 from .page import picture, render
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ def _draw_scales(axes: Axes, steps: Steps, color: str) -> None:
 
 
 def _scales(attached: AttachedOptimizer) -> list[float]:
-    scalers = [passed.scaler for passed in attached.passes if passed.scaler is not None]
+    scalers = [record.scaler for record in attached.passes.records if record.scaler is not None]
     if attached.session is not None:
         scalers = getattr(attached.session, "loss_scalers", scalers)
     return [scaler.loss_scale() for scaler in dict.fromkeys(scalers)] or [1.0]

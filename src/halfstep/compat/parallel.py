@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import ArgumentValueError, UsageError
-from ..distributed.ddp_hook import Wire, has_work, reduction_of, set_wire
+from ..distributed.ddp_hook import AllReduceOptions, changes_gradients, reduction_of, set_options
 from ..kernels.grouping import Plan
 
 __all__ = ["DistributedDataParallel", "Reducer"]
@@ -98,8 +98,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         bucket = 2.0**20 if delay_allreduce else message_size * 4 / 2**20  # MiB of fp32; one bucket for everything
         super().__init__(module, bucket_cap_mb=bucket, find_unused_parameters=delay_allreduce)
         predivide = None if gradient_predivide_factor == 1.0 and gradient_average else gradient_predivide_factor
-        set_wire(self, Wire(True if allreduce_always_fp32 else None, predivide, gradient_average))
-        if has_work(self):
+        set_options(self, AllReduceOptions(True if allreduce_always_fp32 else None, predivide, gradient_average))
+        if changes_gradients(self):
             reduction_of(self)  # from now on, also for an optimizer that amp knows nothing of
 
     def disable_allreduce(self) -> None:

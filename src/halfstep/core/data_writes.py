@@ -1,7 +1,7 @@
-"""Writes that leave no trace: what is written to ``param.data`` gives the parameter no new version.
+"""Notice when ``param.data`` is used: what is written through it gives the parameter no new version.
 
-Who relies on versions to know that a weight is what it was (16-bit copies, masters) asks to be told.
-``Parameter.data`` is ours only while somebody does.
+16-bit copies and masters use versions to see whether a weight was written to, so they watch ``Parameter.data`` too.
+That attribute of torch is replaced only while something watches.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["Watcher", "watch"]
 
 
 class Watcher(Protocol):
-    """Who is told."""
+    """Is told when ``param.data`` is used."""
 
     def touch(self, param: torch.Tensor) -> None:
-        """``param.data`` was read or set: whoever did may write to it."""
+        """``param.data`` was read or set, so it may be written to."""
 
 
 _data: Any = torch.Tensor.data

@@ -1,8 +1,8 @@
-"""One DistributedDataParallel wrapper: what its buckets carry, so that ranks average whole accumulation windows.
+"""The communication hook of a DistributedDataParallel wrapper, so that ranks average whole accumulation windows.
 
-torch's reducer all-reduces what lies in the ``.grad`` of the model, in the dtype of the model. What earlier micro-steps
-brought is held elsewhere meanwhile, in fp32 (``engine.gradients``), so a communication hook adds it to the bucket. What
-happens when the last micro-step of a window was not reduced is for ``engine.ranks``.
+torch's reducer all-reduces what lies in ``p.grad``, in the dtype of the model. Inside of our blocks the gradients of
+earlier micro-steps are set aside, in fp32 (``gradients.ledger``), so the hook adds them to the bucket. If the last
+micro-step of a window was not reduced, ``ddp_sync`` does it before the step.
 """
 
 # No postponed annotations here: torch compares those of a communication hook with its own classes.
@@ -20,16 +20,25 @@ from ..core.dtypes import is_half
 from ..gradients.ledger import HAS_GRAD_DTYPE, set_grads
 from ..kernels.shards import is_sharded
 
-__all__ = ["Reduction", "Wire", "has_work", "known_wrappers", "reduction_of", "set_wire", "wrapped", "wrappers_seen"]
+__all__ = [
+    "AllReduceOptions",
+    "Reduction",
+    "changes_gradients",
+    "known_wrappers",
+    "reduction_of",
+    "set_options",
+    "wrapped",
+    "wrappers_seen",
+]
 
 
 @dataclass(frozen=True)
-class Wire:
-    """In which form gradients travel between the ranks.
+class AllReduceOptions:
+    """How the gradients of a wrapper are sent between the ranks.
 
     Attributes:
-        widen: send 16-bit gradients as fp32: True always; None where parameters have masters, so that the sum over
-            micro-steps is never rounded to 16 bits; False never.
+        widen: whether to send 16-bit gradients as fp32. True: always. None: only for parameters with masters, so that
+            the sum over micro-steps is never rounded to 16 bits. False: never.
         predivide: divide by this before the sum, and by the rest of the world size after it. None divides by the
             world size before, as torch does: no overflow, at the price of small 16-bit numbers.
         average: False leaves the sum, divided by ``predivide`` alone: see ``Reduction.factor``.
@@ -41,17 +50,17 @@ class Wire:
 
 
 _seen = 0
-_WRAPPERS: MutableMapping[Any, Wire] = WeakIdKeyDictionary()
+_WRAPPERS: MutableMapping[Any, AllReduceOptions] = WeakIdKeyDictionary()
 _REDUCTIONS: MutableMapping[Any, "Reduction"] = WeakIdKeyDictionary()
 _WRAPPED: set[int] = set()  # identities of living parameters
 _ORDINARY = {torch.Tensor, torch.nn.Parameter}
 
 
-def _notice(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
     """Called by torch whenever a module gets a submodule, so also when DistributedDataParallel takes its model."""
     global _seen
     if isinstance(module, DistributedDataParallel) and module not in _WRAPPERS:
-        _WRAPPERS[module] = Wire()
+        _WRAPPERS[module] = AllReduceOptions()
         _seen += 1
         for param in () if submodule is None else submodule.parameters():
             if id(param) not in _WRAPPED:
@@ -61,16 +70,16 @@ def _notice(module: torch.nn.Module, name: str, submodule: torch.nn.Module | Non
                 param.grad_dtype = param.dtype
 
 
-torch.nn.modules.module.register_module_module_registration_hook(_notice)
+torch.nn.modules.module.register_module_module_registration_hook(_register_wrapper)
 
 
 def wrappers_seen() -> int:
-    """How many wrappers there have been: when it has not moved, there is nothing new to look at."""
+    """How many wrappers this process has made; while it stays the same there is none to discover."""
     return _seen
 
 
 def wrapped(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of some parameters that are in a wrapper or sharded: these take gradients in their own dtype only."""
+    """Those of some parameters that are in a wrapper or sharded. Their gradients must have the parameter's dtype."""
     found: list[torch.Tensor] = []
     if not set(map(type, params)) <= _ORDINARY:
         found = [p for p in params if is_sharded(p)]
@@ -82,22 +91,24 @@ def known_wrappers() -> list[DistributedDataParallel]:
     return list(_WRAPPERS)
 
 
-def set_wire(wrapper: DistributedDataParallel, wire: Wire) -> None:
+def set_options(wrapper: DistributedDataParallel, options: AllReduceOptions) -> None:
     """Choose how the gradients of a wrapper travel; call it before the first backward pass, alike on every rank."""
-    _WRAPPERS[wrapper] = wire
+    _WRAPPERS[wrapper] = options
 
 
-def has_work(wrapper: DistributedDataParallel) -> bool:
-    """Whether its gradients become others by being reduced: on one rank a mean is the gradient that is there."""
+def changes_gradients(wrapper: DistributedDataParallel) -> bool:
+    """Whether the all-reduce changes any gradient. A mean over one rank does not."""
     group = getattr(wrapper, "process_group", None)
-    return group is not None and (dist.get_world_size(group) > 1 or not _WRAPPERS.get(wrapper, Wire()).average)
+    return group is not None and (
+        dist.get_world_size(group) > 1 or not _WRAPPERS.get(wrapper, AllReduceOptions()).average
+    )
 
 
 def reduction_of(wrapper: DistributedDataParallel) -> "Reduction":
     """The reduction of a wrapper, made when first asked for."""
     found = _REDUCTIONS.get(wrapper)
     if found is None:
-        found = _REDUCTIONS[wrapper] = Reduction(wrapper, _WRAPPERS.get(wrapper, Wire()))
+        found = _REDUCTIONS[wrapper] = Reduction(wrapper, _WRAPPERS.get(wrapper, AllReduceOptions()))
     return found
 
 
@@ -107,38 +118,39 @@ class Reduction:
     Attributes:
         group: the process group.
         world: its size.
-        hooked: whether our communication hook is in place. Where a user has registered another, that one stays, and
-            where nothing is to be added to what torch does there is none: it divides while it fills its buckets.
+        hooked: whether our communication hook is registered. It is not where a user has registered one, nor where
+            torch's own all-reduce does what is needed.
         device: where its parameters are.
-        factor: what a mean over ranks is to be multiplied by before a step; 1.0 where a mean is what is wanted.
-        watched: whether the present backward pass is in a block of ours. Then means are exchanged.
+        factor: what a mean over ranks is to be multiplied by before a step; 1.0 if the mean is wanted.
+        watched: whether the present backward pass is in one of our blocks. Then means are sent.
         scale: by what the gradients of the present backward pass are to be divided; None if by nothing.
         held: for each optimizer in that block, the gradients that are set aside, by the identity of the parameter.
+        allreduces: how many backward passes our hook has seen the ranks average.
     """
 
-    def __init__(self, wrapper: DistributedDataParallel, wire: Wire) -> None:
+    def __init__(self, wrapper: DistributedDataParallel, options: AllReduceOptions) -> None:
         self._wrapper = weakref.ref(wrapper)
         self.group: dist.ProcessGroup = wrapper.process_group
         self.world = dist.get_world_size(self.group)
         self.device: torch.device = next(wrapper.module.parameters()).device
-        self.factor = 1.0 if wire.average else self.world / (wire.predivide or 1.0)
+        self.factor = 1.0 if options.average else self.world / (options.predivide or 1.0)
         self.watched = False
         self.scale: torch.Tensor | None = None
         self.held: list[dict[int, torch.Tensor]] = []
-        self._wire = wire
+        self._options = options
         self._wide: set[int] = set()  # identities of parameters whose gradients are to be fp32
         ignored = set(wrapper.parameters_to_ignore)
         self._params = {id(p) for name, p in wrapper.module.named_parameters() if name not in ignored}
-        # Where parameters can go without a gradient, torch leaves theirs as they are, even if ranks differ.
+        # If parameters may go unused, torch leaves the gradients of unused ones alone, even if ranks differ.
         self._partial = bool(wrapper.find_unused_parameters or wrapper.static_graph)
         self._unused = bool(wrapper.find_unused_parameters and not wrapper.static_graph)
-        self._kept: dict[int, torch.Tensor] = {}
-        self._own_talks = 0
+        self._unsynced_params: dict[int, torch.Tensor] = {}
+        self.allreduces = 0
         self._arriving = False
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters and their fp32 gradients in this pass
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.hooked = False
-        if self._partial or wire != Wire():
+        if self._partial or options != AllReduceOptions():
             self.hook()
 
     def widen(self, params: Iterable[torch.Tensor]) -> None:
@@ -163,21 +175,17 @@ class Reduction:
         """Whether the wrapper still exists."""
         return self._wrapper() is not None
 
-    @property
-    def talks(self) -> int:
-        """How many backward passes the ranks have averaged, as far as our hook has seen them."""
-        return self._own_talks
-
-    def release(self) -> bool:
-        """The backward pass is over; whether something is still held that it could have averaged."""
+    def end_backward(self) -> bool:
+        """The backward pass is over; whether gradients are still set aside that it could have averaged."""
         unsent = any(key in self._params for held in self.held for key in held)
         self.watched, self.scale, self.held = False, None, []
         return unsent
 
     @property
-    def syncs(self) -> bool:
-        """Whether the latest forward pass asked for a reduction: all there is to know before it comes, or under
-        somebody else's hook.
+    def will_sync(self) -> bool:
+        """Whether the latest forward pass asked for an all-reduce.
+
+        Before the first bucket arrives, and under a user's hook, this is the only sign that there will be one.
         """
         wrapper = self._wrapper()
         return wrapper is not None and bool(wrapper.require_forward_param_sync)
@@ -188,22 +196,22 @@ class Reduction:
 
     # ---- around a backward pass that the ranks do not average
 
-    def kept(self, params: Iterable[torch.Tensor]) -> None:
-        """A backward pass brought these parameters gradients, which stayed on this rank."""
+    def remember_unsynced(self, params: Iterable[torch.Tensor]) -> None:
+        """A backward pass brought gradients to these parameters, and they were not averaged."""
         if self._unused:
-            self._kept.update((id(param), param) for param in params)
+            self._unsynced_params.update((id(param), param) for param in params)
 
-    def fill_in(self) -> None:
-        """Before a pass: zeros where the reducer expects gradients that have been taken elsewhere.
+    def fill_missing_gradients(self) -> None:
+        """Before a pass: give zeros to parameters whose gradients were set aside, where torch's reducer needs some.
 
-        With ``find_unused_parameters`` it remembers which parameters were used since ranks last spoke, and calls it an
-        internal error if one of them has no gradient and the present pass does not use it (torch 2.13).
+        With ``find_unused_parameters`` the reducer remembers which parameters were used since the last all-reduce. It
+        raises an internal error if one of them has no gradient and the present pass does not use it (torch 2.13).
         """
-        if self.syncs:
-            for param in self._kept.values():
+        if self.will_sync:
+            for param in self._unsynced_params.values():
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
-            self._kept.clear()
+            self._unsynced_params.clear()
 
     # ---- during a backward pass
 
@@ -213,7 +221,7 @@ class Reduction:
         self._begin_arrival()
         buffer, params = bucket.buffer(), bucket.parameters()
         wide = any(id(p) in self._wide for p in params)
-        widen = is_half(buffer) and (wide if self._wire.widen is None else self._wire.widen)
+        widen = is_half(buffer) and (wide if self._options.widen is None else self._options.widen)
         sent = buffer.float() if widen else buffer
         if sent.is_sparse:
             sent = self._add_sparse(sent, params[0])
@@ -221,8 +229,8 @@ class Reduction:
                 self._sums.append((params[0], sent))
         elif wide or self._partial:
             self._add(bucket, buffer, sent)
-        average = self._wire.average or self.watched
-        before = self._wire.predivide or (self.world if average else 1.0)
+        average = self._options.average or self.watched
+        before = self._options.predivide or (self.world if average else 1.0)
         after = self.world / before if average else 1.0
         if before != 1.0:
             sent.div_(before)
@@ -264,38 +272,38 @@ class Reduction:
             torch._foreach_add_(slots, local)
 
     def _add_sparse(self, sent: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """The same for a bucket that holds the gradient of one sparse parameter."""
+        """``_add`` for a bucket that holds the gradient of one sparse parameter."""
         held = self._take(param)
         if held is not None:
             sent = sent + (held if self.scale is None else held * self.scale).to(sent.dtype)
         return sent.coalesce()
 
     def _take(self, param: torch.Tensor) -> torch.Tensor | None:
-        """What is held of a parameter whose gradient is to be fp32."""
+        """What is set aside of a parameter whose gradient is to be fp32."""
         found = [held.pop(id(param)) for held in self.held if id(param) in self._wide and id(param) in held]
         return found[0] if found else None
 
     def _begin_arrival(self) -> None:
-        """At the first bucket of a pass: ask to be called back when the reducer has put the gradients in place."""
+        """At the first bucket of a pass: call ``_arrived`` when the reducer has put the gradients in place."""
         if self._arriving:
             return
         self._arriving = True
-        self._own_talks += 1
-        self._kept.clear()
+        self.allreduces += 1
+        self._unsynced_params.clear()
         engine = torch.autograd.Variable._execution_engine
-        # The reducer queues its own last act after its last bucket; a callback queued by a callback runs after that.
+        # The reducer queues a last callback of its own. One that is queued by a callback runs after it.
         engine.queue_callback(lambda: engine.queue_callback(self._arrived))
 
     @torch.no_grad()
     def _arrived(self) -> None:
         self._arriving = False
         for param, total in self._sums if self.watched else ():
-            # Where no rank has ever used the parameter it has no gradient, rather than one of zeros.
+            # A parameter that no rank has ever used has no gradient, rather than one of zeros.
             if param.grad is not None or total.any():
                 set_grads([param], [total])
         for param, view in self._views:
             if param.grad is None:
-                if view.any():  # nobody used it in this pass, but somebody did before
+                if view.any():  # unused in this pass, but some rank used it in an earlier one
                     param.grad = view.clone()
             elif param.grad.data_ptr() != view.data_ptr():
                 param.grad.copy_(view)
@@ -304,7 +312,7 @@ class Reduction:
 
 
 def _communicate(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """The communication hook; weak, because the reducer owns it and the wrapper owns the reducer."""
+    """The communication hook. Its state is weak: the wrapper owns the reducer, which owns the hook."""
     reduction: Reduction | None = state()
     if reduction is None:
         raise AssertionError("the wrapper is gone and its reducer still works")

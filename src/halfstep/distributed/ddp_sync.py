@@ -1,8 +1,8 @@
-"""What an attached optimizer knows about other processes: every rank steps with the same gradients, or no rank does.
+"""What an optimizer does so that all ranks step with the same gradients, or none of them steps.
 
-``engine.reduction`` averages gradients during backward passes. Here is what is left: to find the wrappers that the
-optimizer's parameters belong to, to give every rank the same masters, to average in ``step`` what the last micro-step
-left unaveraged, and to agree on overflows.
+``ddp_hook`` averages gradients during backward passes. This module does the rest: it finds the
+DistributedDataParallel wrappers of the optimizer's parameters, gives every rank the same masters, averages before a
+step the gradients that no backward pass has averaged, and shares overflows.
 """
 
 from __future__ import annotations
@@ -16,70 +16,70 @@ import torch.distributed as dist
 
 from ..core.dtypes import is_half
 from ..core.errors import UsageError
-from ..gradients.holders import master_of, write_master
 from ..gradients.ledger import get_grads, set_grads
 from ..gradients.loss_scaler import LossScaler
-from .ddp_hook import Reduction, has_work, known_wrappers, reduction_of, wrappers_seen
+from ..gradients.master_registry import master_of, write_master
+from .ddp_hook import Reduction, changes_gradients, known_wrappers, reduction_of, wrappers_seen
 
-__all__ = ["Pass", "Ranks", "agree", "any_overflow"]
+__all__ = ["BackwardRecord", "RankSync", "any_overflow", "share_overflow"]
 
 _BUCKET = 2**24  # elements in a flat bucket: 64 MiB of fp32
 
 
 @dataclass(eq=False)
-class Pass:
-    """One scaled backward pass since the last step.
+class BackwardRecord:
+    """Whether one scaled backward pass since the last step overflowed.
 
     Attributes:
-        found_inf: 0-dim float32 tensor, 1.0 if it overflowed; after ``agree``, if it did on any rank.
-        scaler: the loss scale that has yet to hear of it, or None.
-        agreed: whether all ranks know.
-        dynamic: whether its loss scale would go down.
+        found_inf: 0-dim float32 tensor, 1.0 if it overflowed on this rank; after ``share_overflow``, on any rank.
+        scaler: the loss scale to update with it; None if there is none or it was updated already.
+        shared: whether all ranks have shared on ``found_inf``.
+        dynamic: whether an overflow lowers the loss scale.
     """
 
     found_inf: torch.Tensor
     scaler: LossScaler | None
-    agreed: bool = False
+    shared: bool = False
     dynamic: bool = False
 
 
-class Ranks:
-    """The wrappers around the parameters of one optimizer.
+class RankSync:
+    """The DistributedDataParallel wrappers around the parameters of one optimizer.
 
     Attributes:
-        inside: whether it is inside of another attached optimizer, which looks after other ranks.
+        inside: whether the optimizer is inside of another attached one, which does all of this.
         reductions: those of the wrappers that have been found.
     """
 
     def __init__(self) -> None:
         self.inside = False
         self.reductions: list[Reduction] = []
-        self._behind: set[Reduction] = set()
+        self._unsynced: set[Reduction] = set()
         self._key: tuple[int, ...] = (0,)
         self._watched: dict[Reduction, tuple[int, dict[torch.Tensor, int]]] = {}
-        self._carried = False
+        self._averaged_next = False
         self._scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to look for: this process has never had a wrapper."""
+        """Whether there is nothing to do: this process never had a wrapper, or an outer optimizer does it."""
         return self.inside or wrappers_seen() == 0
 
     @property
-    def behind(self) -> bool:
-        """Whether gradients have come that other ranks do not have."""
-        return bool(self._behind)
+    def has_unsynced(self) -> bool:
+        """Whether there are gradients that were not averaged over the ranks."""
+        return bool(self._unsynced)
 
-    def forget(self) -> None:
-        """The gradients are gone."""
-        self._behind.clear()
+    def clear(self) -> None:
+        """The gradients were cleared."""
+        self._unsynced.clear()
 
     def gradient_scale(self, scale: torch.Tensor | None) -> torch.Tensor | None:
         """What the gradients of a pass are to be divided by, where its loss is multiplied by ``scale``.
 
-        Ranks exchange means, whatever the wrapper is to leave: a mean of what is a mean already is the same again, so
-        any mix of synced and unsynced passes comes out right. What is not to be a mean differs by a factor, which is
-        treated as a part of the loss scale: gradients have it outside of a pass and lose it for the next one.
+        Within our blocks ranks always send means, because averaging an average changes nothing: so any mix of synced
+        and unsynced passes is right. If the wrapper is to leave something else (``gradient_average=False``), the
+        factor between that and the mean is treated as a part of the loss scale.
 
         Raises:
             UsageError: if wrappers of one optimizer's parameters disagree on it.
@@ -100,23 +100,23 @@ class Ranks:
         return divided
 
     @property
-    def syncing(self) -> bool:
-        """Whether ranks will average the pass that comes."""
-        return any(reduction.syncs for reduction in self.reductions)
+    def will_sync(self) -> bool:
+        """Whether the ranks will average the next backward pass."""
+        return any(reduction.will_sync for reduction in self.reductions)
 
-    def carried(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of some parameters whose gradients are to stay in place, for the pass that comes averages them."""
-        syncing = [reduction for reduction in self.reductions if reduction.syncs]
+    def averaged_next(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of some parameters whose gradients the next backward pass averages, so that they must stay in place."""
+        syncing = [reduction for reduction in self.reductions if reduction.will_sync]
         found = [p for p in params if any(reduction.holds(p) for reduction in syncing)]
-        self._carried = self._carried or bool(found)
+        self._averaged_next = self._averaged_next or bool(found)
         return found
 
     # ---- before and after a backward pass
 
-    def look(
+    def discover_wrappers(
         self, params: Sequence[torch.Tensor], wide: Sequence[torch.Tensor], mastered: Sequence[torch.Tensor]
     ) -> None:
-        """Find the wrappers made since the last call. A collective operation where there are new ones with masters.
+        """Find the wrappers made since the last call. A collective operation if there are new ones with masters.
 
         Args:
             params: those of the optimizer.
@@ -128,16 +128,18 @@ class Ranks:
             return
         self._key = key
         for wrapper in known_wrappers():
-            if not has_work(wrapper):
+            if not changes_gradients(wrapper):
                 continue
             reduction = reduction_of(wrapper)
             if reduction not in self.reductions and any(reduction.holds(p) for p in params):
                 self.reductions.append(reduction)
-                # The wrapper gave every rank the weights of rank 0; their masters may still be of this rank's own.
+                # The wrapper gave every rank the weights of rank 0, but each rank still has its own masters.
                 _share_masters([p for p in mastered if reduction.holds(p)], reduction.group)
             reduction.widen(wide)
 
-    def watch(self, scale: torch.Tensor | None, params: Sequence[torch.Tensor], held: dict[int, torch.Tensor]) -> None:
+    def begin_backward(
+        self, scale: torch.Tensor | None, params: Sequence[torch.Tensor], held: dict[int, torch.Tensor]
+    ) -> None:
         """A backward pass scaled by ``scale`` begins.
 
         Args:
@@ -147,8 +149,8 @@ class Ranks:
         """
         self.reductions = [reduction for reduction in self.reductions if reduction.alive]
         for reduction in self.reductions:
-            if not reduction.hooked and reduction.syncs:
-                # Under somebody else's communication hook it travels in the gradients themselves, in their dtype.
+            if not reduction.hooked and reduction.will_sync:
+                # Under a user's communication hook our gradients can only travel in ``p.grad``, in its dtype.
                 for param in params:
                     if id(param) in held and reduction.holds(param):
                         before = held.pop(id(param))
@@ -156,98 +158,100 @@ class Ranks:
             reduction.watched = True
             reduction.scale = scale
             reduction.held.append(held)
-            reduction.fill_in()
-            self._watched[reduction] = (reduction.talks, _versions(reduction, params))
+            reduction.fill_missing_gradients()
+            self._watched[reduction] = (reduction.allreduces, _versions(reduction, params))
 
-    def close(self, params: Sequence[torch.Tensor]) -> None:
-        """The backward pass is over: find out whether the ranks averaged what it brought."""
-        for reduction, (talks, before) in self._watched.items():
-            unsent = reduction.release()
-            if reduction.talks > talks or (not reduction.hooked and reduction.syncs):
-                # Ranks may have averaged a pass that did not look like it when it began.
-                if reduction.syncs or not unsent:
-                    self._behind.discard(reduction)
+    def end_backward(self, params: Sequence[torch.Tensor]) -> None:
+        """The backward pass is over: find out whether the ranks averaged its gradients."""
+        for reduction, (count, before) in self._watched.items():
+            unsent = reduction.end_backward()
+            if reduction.allreduces > count or (not reduction.hooked and reduction.will_sync):
+                # A pass that began unsynced can be averaged all the same. Gradients set aside were not sent then.
+                if reduction.will_sync or not unsent:
+                    self._unsynced.discard(reduction)
             elif (after := _versions(reduction, params)) != before:
-                self._behind.add(reduction)
-                reduction.kept([param for param, version in after.items() if before.get(param) != version])
+                self._unsynced.add(reduction)
+                reduction.remember_unsynced([param for param, version in after.items() if before.get(param) != version])
         self._watched.clear()
-        self._carried = False
+        self._averaged_next = False
 
-    def abandon(self, params: Sequence[torch.Tensor]) -> bool:
-        """The backward pass failed; whether what was accumulated before it went with it, in a bucket or on the way."""
-        lost = self._carried or any(reduction.talks > talks for reduction, (talks, _) in self._watched.items())
-        for reduction, (talks, before) in self._watched.items():
-            reduction.release()
-            if reduction.talks == talks:
+    def abandon_backward(self, params: Sequence[torch.Tensor]) -> bool:
+        """The backward pass failed; whether gradients accumulated before it are lost, for they were in a bucket."""
+        lost = self._averaged_next or any(
+            reduction.allreduces > count for reduction, (count, _) in self._watched.items()
+        )
+        for reduction, (count, before) in self._watched.items():
+            reduction.end_backward()
+            if reduction.allreduces == count:
                 after = _versions(reduction, params)
-                reduction.kept([param for param, version in after.items() if before.get(param) != version])
+                reduction.remember_unsynced([param for param, version in after.items() if before.get(param) != version])
         self._watched.clear()
-        self._carried = False
+        self._averaged_next = False
         return lost
 
     # ---- before a step
 
     @torch.no_grad()
-    def catch_up(self, params: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
-        """Average the gradients that no backward pass averaged, in flat buckets. A collective operation.
+    def average_unsynced(self, params: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
+        """Average the gradients that no backward pass has averaged, in flat buckets. A collective operation.
 
-        Those of ``wide`` parameters are fp32 afterwards, whether or not a rank had 16-bit ones before.
+        Gradients of ``wide`` parameters are fp32 afterwards, on every rank.
         """
         fp32 = set(map(id, wide))
         done: set[int] = set()
-        for reduction in [reduction for reduction in self.reductions if reduction in self._behind]:
+        for reduction in [reduction for reduction in self.reductions if reduction in self._unsynced]:
             owners = [p for p in params if reduction.holds(p) and id(p) not in done and p.requires_grad]
             done.update(map(id, owners))
             for bucket in _flat_buckets(owners):
                 _average(bucket, reduction, fp32)
-        self._behind.clear()
+        self._unsynced.clear()
 
 
-def any_overflow(passes: Sequence[Pass]) -> torch.Tensor:
-    """Whether any of them overflowed: a 0-dim float32 tensor."""
-    if len(passes) == 1:
-        return passes[0].found_inf
-    device = passes[0].found_inf.device
-    return torch.stack([p.found_inf.to(device) for p in passes]).amax()
+def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
+    """Whether any pass overflowed: a 0-dim float32 tensor."""
+    if len(records) == 1:
+        return records[0].found_inf
+    device = records[0].found_inf.device
+    return torch.stack([p.found_inf.to(device) for p in records]).amax()
 
 
-def agree(passes: Iterable[Pass], ranks: Iterable[Ranks]) -> dict[LossScaler, torch.Tensor]:
-    """Let every rank know whether any of them overflowed: one all-reduce of one number a loss scale.
+def share_overflow(records: Iterable[BackwardRecord], ranks: Iterable[RankSync]) -> dict[LossScaler, torch.Tensor]:
+    """Share overflows between the ranks: one all-reduce, of one number for each loss scale.
 
     Args:
-        passes: those of a window; where they are not agreed on yet, their ``found_inf`` is changed in place.
+        records: those of an accumulation window. ``found_inf`` of records that were not shared yet changes in place.
         ranks: whose process groups take part; without any nothing is sent.
 
     Returns:
-        For each loss scale that has yet to hear of it, whether one of its passes overflowed on any rank. It hears of
-        one overflow in a window.
+        For each loss scale with new records, whether one of its passes overflowed on any rank. Only the first
+        overflow of a window counts.
     """
-    rows: dict[LossScaler | None, list[Pass]] = {}
+    new: dict[LossScaler | None, list[BackwardRecord]] = {}
     before: dict[LossScaler | None, list[torch.Tensor]] = {}
-    for passed in passes:
-        if passed.agreed:
-            before.setdefault(passed.scaler, []).append(passed.found_inf)
+    for record in records:
+        if record.shared:
+            before.setdefault(record.scaler, []).append(record.found_inf)
         else:
-            rows.setdefault(passed.scaler, []).append(passed)
-    told = {scaler: row[-1].found_inf for scaler, row in rows.items() if scaler is not None}
-    if rows and (groups := _groups(ranks)):
-        device = next(iter(rows.values()))[0].found_inf.device
-        verdicts = torch.stack([torch.stack([p.found_inf.to(device) for p in row]).amax() for row in rows.values()])
+            new.setdefault(record.scaler, []).append(record)
+    told = {scaler: row[-1].found_inf for scaler, row in new.items() if scaler is not None}
+    if new and (groups := _groups(ranks)):
+        device = next(iter(new.values()))[0].found_inf.device
+        verdicts = torch.stack([torch.stack([p.found_inf.to(device) for p in row]).amax() for row in new.values()])
         for group in groups:
             dist.all_reduce(verdicts, op=dist.ReduceOp.MAX, group=group)
-        for verdict, (scaler, row) in zip(verdicts.unbind(), rows.items(), strict=True):
-            for passed in row:
-                passed.found_inf.copy_(verdict)
+        for verdict, (scaler, row) in zip(verdicts.unbind(), new.items(), strict=True):
+            for record in row:
+                record.found_inf.copy_(verdict)
             if scaler in told and scaler in before:
-                # Gradients that ranks average stay together, and so does an overflow among them.
+                # An overflow stays in averaged gradients, so a later pass of the window sees the same one again.
                 told[scaler] = verdict * (torch.stack(before[scaler]).amax() == 0)
-    for row in rows.values():
-        for passed in row:
-            passed.agreed = True
+    for row in new.values():
+        for record in row:
+            record.shared = True
     return told
 
 
-def _groups(ranks: Iterable[Ranks]) -> list[dist.ProcessGroup]:
+def _groups(ranks: Iterable[RankSync]) -> list[dist.ProcessGroup]:
     groups: list[dist.ProcessGroup] = []
     for one in ranks:
         for reduction in one.reductions:
@@ -257,7 +261,7 @@ def _groups(ranks: Iterable[Ranks]) -> list[dist.ProcessGroup]:
 
 
 def _versions(reduction: Reduction, params: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
-    """Of each gradient of a wrapper, a number that changes when a backward pass adds to it."""
+    """The version of each gradient of a wrapper, which changes when a backward pass adds to it."""
     return {p: p.grad._version for p in params if p.grad is not None and reduction.holds(p)}
 
 
@@ -272,12 +276,12 @@ def _share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup) -> 
         for param, values in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             rounded = write_master(param, values.view_as(param))
             assert rounded is not None
-            if not torch.equal(rounded, param):  # a forward pass may have saved the parameter as it is
+            if not torch.equal(rounded, param):  # writing would make a saved forward pass fail in backward
                 param.copy_(rounded)
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Lists of one device and dtype, of at most ``_BUCKET`` elements where there is more than one tensor."""
+    """Tensors grouped by device and dtype, in lists of at most ``_BUCKET`` elements or of one tensor."""
     chunks: dict[Any, list[list[torch.Tensor]]] = {}
     for tensor in tensors:
         lists = chunks.setdefault((tensor.device, tensor.dtype), [[]])
@@ -294,7 +298,7 @@ def _flat_buckets(owners: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _average(owners: list[torch.Tensor], reduction: Reduction, fp32: set[int]) -> None:
-    """Replace each gradient by its mean over the ranks; none counts as zero, unless no rank has one."""
+    """Replace each gradient by its mean over the ranks. A rank without a gradient counts as zero."""
     grads = get_grads(owners)
     first = grads[0]
     if first is not None and first.is_sparse:

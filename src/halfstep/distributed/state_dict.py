@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint`` and gradients that are fp32 on 16-bit parameters."""
+"""Let ``torch.distributed.checkpoint`` make the state of optimizers whose 16-bit parameters have fp32 gradients."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from ..core.dtypes import HALF_DTYPES
 from ..gradients.ledger import HAS_GRAD_DTYPE
 
-__all__ = ["soften"]
+__all__ = ["patch_state_init"]
 
-_SOFTENED = "_halfstep_softened"
+_PATCHED = "_halfstep_patched"
 
 
-def soften() -> None:
-    """Let it make the state of an attached optimizer, for which it puts zeros of the parameter's dtype into ``p.grad``.
+def patch_state_init() -> None:
+    """Wrap the one function of it that puts zeros of the parameter's dtype into ``p.grad`` (torch 2.13).
 
-    Does nothing before ``torch.distributed.checkpoint.state_dict`` is imported.
+    Does nothing if ``torch.distributed.checkpoint.state_dict`` has not been imported.
     """
     module: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    if module is None or hasattr(module, _SOFTENED) or not HAS_GRAD_DTYPE:
+    if module is None or hasattr(module, _PATCHED) or not HAS_GRAD_DTYPE:
         return
     own = module._init_optim_state
 
@@ -34,8 +34,8 @@ def soften() -> None:
             if param.grad is None and param.dtype in HALF_DTYPES:
                 param.grad_dtype = None
         result = own(optimizer, *args, **kwargs)
-        attached.gradients.expect(params)
+        attached.passes.gradients.expect(params)
         return result
 
     module._init_optim_state = init
-    setattr(module, _SOFTENED, True)
+    setattr(module, _PATCHED, True)

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer's parameters: ``p.grad`` is the gradient, and this is what becomes of it.
+"""The gradients of one optimizer's parameters: which states ``p.grad`` goes through, and what moves it on.
 
 ::
 
@@ -10,19 +10,21 @@
                                                    held
 
 - **none**: ``p.grad`` is None.
-- **scaled**: what backward passes brought, multiplied by the loss scale. Inside of a ``scale_loss`` block, after one
-  with ``delay_unscale``, or until a ``GradScaler`` unscales.
-- **ready**: what the step will use. Of a 16-bit parameter with a master it is fp32, whoever looks at it and wherever it
-  is clipped. The one exception saves half of the memory: a fused step reads 16 bits as well, so what was never scaled
-  and has been added to nothing stays as it came.
-- **held**: set aside while a block is open, so that the pass in it brings only its own.
+- **scaled**: brought by backward passes and multiplied by the loss scale. So it is inside of a ``scale_loss`` block,
+  after one with ``delay_unscale``, and until a ``GradScaler`` unscales.
+- **ready**: what the step will use. The gradient of a 16-bit parameter with a master is fp32 then. There is one
+  exception, which saves half of the memory: a fused step reads 16-bit gradients too, so a gradient that was neither
+  scaled nor added to another stays in 16 bits.
+- **held**: set aside while a block is open, so that the pass in the block brings only its own gradient.
 
-In which dtype a gradient arrives is ``p.grad_dtype``: fp32 where it is to be fp32, so that plain backward passes add up
-in fp32 too; in a block whatever the pass computes, for it is unscaled afterwards; and the parameter's own dtype under
-DistributedDataParallel and FSDP2, whose buckets take nothing else. Before torch 2.13, which has ``Tensor.grad_dtype``,
-the gradient of a 16-bit parameter cannot be fp32: there ``p.grad`` is the rounded image of the fp32 one, which is kept
-beside it, and what edits the image (clipping over ``model.parameters()``) makes it the gradient, at the loss of those
-bits.
+The dtype in which autograd delivers a gradient is ``p.grad_dtype``. Outside of blocks it is fp32 for a parameter with a
+master, so that plain backward passes add up in fp32. In a block it is whatever the pass computes, because the gradient
+is unscaled afterwards. Under DistributedDataParallel and FSDP2 it is the parameter's own dtype, because their buckets
+take nothing else.
+
+Before torch 2.13 there is no ``Tensor.grad_dtype``, and the gradient of a 16-bit parameter cannot be fp32. There the
+fp32 gradient is kept beside ``p.grad``, which is its rounded image. If a user changes the image, for example by
+clipping over ``model.parameters()``, the image becomes the gradient, and the other bits are lost.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 class _Image(NamedTuple):
-    """Before torch 2.13: an fp32 gradient and its rounded image in ``p.grad``, of which it is true at this version."""
+    """Before torch 2.13: an fp32 gradient, its rounded image in ``p.grad``, and the version of the image then."""
 
     wide: torch.Tensor
     narrow: torch.Tensor
@@ -66,7 +68,7 @@ def get_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
 
 
 def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> None:
-    """Give parameters gradients, of another dtype than their own if need be."""
+    """Give parameters gradients, which may have another dtype than the parameters."""
     for param, grad in zip(params, grads, strict=True):
         if HAS_GRAD_DTYPE:
             if param.grad_dtype is not None and param.grad_dtype is not grad.dtype:
@@ -82,7 +84,7 @@ def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> 
 
 @torch.no_grad()
 def widen(params: Sequence[torch.Tensor]) -> None:
-    """Make the 16-bit gradients among those of some parameters fp32."""
+    """Make 16-bit gradients of these parameters fp32."""
     half = [p for p, g in zip(params, get_grads(params), strict=True) if g is not None and g.dtype in HALF_DTYPES]
     set_grads(half, [p.grad.float() for p in half])  # type: ignore[union-attr]
 
@@ -97,13 +99,13 @@ class Gradients:
     Args:
         wide: picks the parameters whose gradients are to be fp32 although backward passes compute them in 16 bits; None
             if there are none.
-        stays_narrow: whether those may stay in 16 bits where nothing is done to them, to be read so by a fused step.
-        wrapped: picks those that are in a DistributedDataParallel wrapper or sharded.
+        stays_narrow: whether such a gradient may stay in 16 bits until the step if it is neither scaled nor added to.
+        wrapped: picks the parameters that are in a DistributedDataParallel wrapper or sharded.
 
     Attributes:
-        any_wide: whether there may be such parameters.
-        wide: picks them.
-        held: what is set aside, by the identity of the parameter.
+        any_wide: whether ``wide`` may pick any.
+        wide: as given.
+        held: the gradients that are set aside, by the identity of the parameter.
     """
 
     def __init__(self, wide: Chooser | None, *, stays_narrow: bool, wrapped: Chooser) -> None:
@@ -124,19 +126,19 @@ class Gradients:
         params: Sequence[torch.Tensor],
         scale: torch.Tensor | None,
         seen: set[int] | None = None,
-        carried: Chooser | None = None,
+        stays: Chooser | None = None,
         *,
         delay: bool = False,
     ) -> None:
-        """Set aside what gradients there are, so that a pass scaled by ``scale`` brings only its own.
+        """Set aside the present gradients, so that a pass scaled by ``scale`` brings only its own.
 
         Args:
             params: those of the optimizer.
-            scale: by what the gradients of the pass are to be divided; with None, and where none are to become fp32,
-                they add up where they are.
+            scale: by what the gradients of the pass are to be divided. With None nothing is set aside, unless
+                gradients are to become fp32.
             seen: identities of parameters that another optimizer has set aside for this pass; extended.
-            carried: picks those whose gradients are to stay, scaled like those that come: ranks average them there.
-            delay: whether another pass will add to what this one brings.
+            stays: picks those whose gradients stay in place, multiplied by ``scale``, because ranks average them there.
+            delay: whether another pass will add to the gradients of this one.
         """
         if scale is None and not self.any_wide:
             params = []
@@ -144,23 +146,23 @@ class Gradients:
             params = [p for p in params if id(p) not in seen]
             seen.update(map(id, params))
         there = [p for p in params if p.grad is not None]
-        if carried is not None:
+        if stays is not None:
             wide = set(map(id, self.wide(there)))
-            staying = {id(p): p for p in carried([p for p in there if id(p) not in wide])}
+            staying = {id(p): p for p in stays([p for p in there if id(p) not in wide])}
             for param in staying.values():
                 if scale is not None:
                     param.grad.mul_(scale.to(param.device, non_blocking=True))  # type: ignore[union-attr]
             there = [p for p in there if id(p) not in staying]
         for param, grad in zip(there, get_grads(there), strict=True):
             assert grad is not None
-            # A view of the parameter's dtype may be of a DistributedDataParallel bucket, which the pass overwrites.
+            # A view may lie in a bucket of DistributedDataParallel, which the pass overwrites.
             self.held[id(param)] = grad.clone() if grad._is_view() and grad.dtype is param.dtype else grad
             param.grad = None
-        self._begun = [p for p in params if p.grad is None] if carried is not None else list(params)
+        self._begun = [p for p in params if p.grad is None] if stays is not None else list(params)
         self.expect(self._begun, in_block=not delay)
 
     def expect(self, params: Sequence[torch.Tensor], *, in_block: bool = False) -> None:
-        """Choose the dtype in which the next pass brings gradients to those parameters that have none."""
+        """Choose the dtype in which the next pass delivers gradients to the parameters that have none."""
         if not HAS_GRAD_DTYPE or not self.any_wide:
             return
         empty = [p for p in params if p.grad is None]
@@ -176,11 +178,11 @@ class Gradients:
                 param.grad_dtype = param.dtype
 
     def arrived(self) -> bool:
-        """Whether the pass in the open block has brought a gradient to a parameter that had none in its place."""
+        """Whether the pass in the open block has brought any gradient to a parameter that had none."""
         return any(p.grad is not None for p in self._begun)
 
     def restore(self) -> None:
-        """After ``begin``, when the pass failed: drop what it brought and put back what was held."""
+        """After ``begin``, when the pass failed: drop its gradients and put back those that were set aside."""
         for param in self._begun:
             param.grad = None
             if id(param) in self.held:
@@ -200,7 +202,7 @@ class Gradients:
         found_inf: torch.Tensor,
         seen: set[int] | None = None,
     ) -> None:
-        """Unscale what passes brought, and add what was held.
+        """Unscale the new gradients, and add those that were set aside.
 
         Args:
             params: those of the optimizer.
@@ -227,7 +229,7 @@ class Gradients:
     def _finish_narrow(
         self, params: list[torch.Tensor], inv_scale: torch.Tensor | None, found_inf: torch.Tensor
     ) -> set[int]:
-        """Make 16-bit gradients fp32 where they are multiplied or added to something; which are done, by identity."""
+        """Unscale 16-bit gradients into fp32 and add what was set aside. Returns whose are done, by identity."""
         first: list[torch.Tensor] = []
         again: list[torch.Tensor] = []
         for param in params:
@@ -267,10 +269,10 @@ class Gradients:
     # ---- between passes and step
 
     def unscale_or_check(self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor) -> bool:
-        """Unscale gradients where they are, or only look for inf and NaN where some have 16 bits and stay so.
+        """Unscale gradients in place. If any has 16 bits, only look for inf and NaN.
 
         Returns:
-            Whether it is left to the step, which unscales in fp32.
+            Whether unscaling is left to the step, which does it in fp32.
         """
         grads = self._unscaler.gather(params)
         left = self._unscaler.any_half
@@ -278,23 +280,23 @@ class Gradients:
         return left
 
     def clip(self, params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip gradients that are unscaled to a total norm; see ``Unscaler.clip``."""
+        """Clip unscaled gradients to a total norm; see ``Unscaler.clip``."""
         widen(self.wide(params))
         return self._clipper.clip(params, max_norm, norm_type)
 
     def unscale_and_clip(
         self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor, max_norm: float
     ) -> torch.Tensor:
-        """Unscale and clip to a 2-norm in one read, where no gradient is to change its dtype; the norm before."""
+        """Unscale and clip to a 2-norm, with one read of the gradients. Returns the norm before clipping."""
         return self._unscaler.unscale_and_clip(self._unscaler.gather(params), reciprocal(scale), found_inf, max_norm)
 
     def clear(self, params: Sequence[torch.Tensor]) -> None:
-        """After the gradients were set to None or zero."""
+        """Called after the gradients were set to None or zero."""
         self.forget()
         if not self.any_wide:
             return
         zeroed = self.wide([p for p in params if p.grad is not None])
-        # What a wrapper takes is the parameter's own dtype, of zeros too.
+        # A wrapper takes only gradients of the parameter's dtype, also if they are zeros.
         for param in self._wrapped([p for p in zeroed if p.grad.dtype is not p.dtype]):  # type: ignore[union-attr]
             param.grad = None
             if HAS_GRAD_DTYPE:
@@ -310,11 +312,11 @@ def _none(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 class UnscaledOnce:
     """Which gradients of this iteration are unscaled already, for parameters in two optimizers of one scaler.
 
-    A gradient is unscaled if no loss was scaled since that was noted; or if it is the same tensor, at the same version,
-    as when it was noted.
+    A gradient counts as unscaled if no loss was scaled since it was noted, or if it is the same tensor at the same
+    version as when it was noted.
 
     Args:
-        precise: whether tensors and versions are noted; without them only the number of losses tells.
+        precise: whether tensors and versions are noted. Without them only the number of losses is compared.
 
     Attributes:
         losses: how many losses were scaled in this iteration.
@@ -332,7 +334,7 @@ class UnscaledOnce:
         self._noted.append((self.losses, params, marks))
 
     def among(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those whose gradients are unscaled already."""
+        """Those parameters whose gradients are unscaled already."""
         mine = {id(p): p for p in params if p.grad is not None} if self._noted else {}
         found: dict[int, torch.Tensor] = {}
         for losses, noted, marks in self._noted:

@@ -14,7 +14,7 @@ import torch
 
 from ..core.errors import LossScaleCollapsed
 from ..core.loss_scale import LossScale, LossScaleState, StaticLossScale, check_between
-from .async_read import LateReader, capturing
+from .async_reader import AsyncReader, capturing
 
 __all__ = ["LossScaler"]
 
@@ -37,7 +37,7 @@ class LossScaler:
         self.rule = rule
         self.name = name
         self._verbose = verbose
-        self._late = LateReader(2)
+        self._late = AsyncReader(2)
         self._present: torch.Tensor | None = None
         self._state = self._start(rule.init_scale, 0, 0, torch.device("cpu"))
 

@@ -1,7 +1,7 @@
-"""Gradients where they lie: unscale them in place, look for inf and NaN in the same pass, and clip them.
+"""Unscale gradients in place, find inf and NaN in the same pass, and clip them.
 
-They may have any floating or complex dtype, be sparse, of zero size, on several devices, or sharded. Which gradients
-those are, and which become fp32 before, is ``engine.gradients``.
+They may have any floating or complex dtype, be sparse, of zero size, on several devices, or sharded. ``ledger`` decides
+which gradients those are, and which become fp32 before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def reciprocal(scale: torch.Tensor) -> torch.Tensor:
 
 
 def widened(grad: torch.Tensor) -> torch.Tensor:
-    """In fp32, unless it is at least that wide."""
+    """The gradient in fp32, or as it is if its dtype is as wide or wider."""
     return grad.to(torch.promote_types(grad.dtype, torch.float32))
 
 
@@ -35,7 +35,7 @@ def dense_view(grad: torch.Tensor) -> torch.Tensor:
 
 
 class Unscaler:
-    """Unscales the gradients of one list of parameters again and again, with a plan that is kept between steps.
+    """Unscales the gradients of one list of parameters at every step, with a grouping that is kept between steps.
 
     Attributes:
         any_half: whether a gradient of the latest ``gather`` has 16 bits.

@@ -18,7 +18,7 @@ from torch.fx.traceback import preserve_node_meta
 from ..casting import scopes as ops
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import save_whole
-from ..gradients.holders import master_of
+from ..gradients.master_registry import master_of
 from .cast_pass import Casting
 
 __all__ = ["Program", "Trainer", "Value", "capture", "load"]

@@ -1,4 +1,4 @@
-"""The masters of one optimizer, whoever keeps them: asked for by faces, checkpoints and averages."""
+"""The masters of one optimizer, wherever they are: beside it, or in the state of a fused optimizer."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 from ..core.dtypes import halves, is_half
 from ..distributed.ddp_hook import wrapped
-from ..distributed.state_dict import soften
-from ..gradients.holders import hold, holder_of
+from ..distributed.state_dict import patch_state_init
 from ..gradients.ledger import HAS_GRAD_DTYPE, Chooser, Gradients, widen
+from ..gradients.master_registry import keeper_of, register
 from ..kernels.shards import is_sharded
-from .plain import Masters
+from .plain import PlainMasters
 from .view import MasterParameter, SplitMasterParameter
 
 __all__ = ["MasterKeeper"]
 
 
 def _give_back(held: list[weakref.ref[torch.Tensor]]) -> None:
-    """The masters are gone: let gradients of their parameters come in the parameters' own dtype again."""
+    """The masters are gone: let gradients of their parameters arrive in the parameters' own dtype again."""
     for param in [param for ref in held if (param := ref()) is not None] if HAS_GRAD_DTYPE else ():
-        if param.grad is None and holder_of(param) is None:
+        if param.grad is None and keeper_of(param) is None:
             param.grad_dtype = param.dtype
 
 
@@ -33,18 +33,18 @@ class MasterKeeper:
 
     Args:
         optimizer: this must not outlive it.
-        masters: whether there are masters. One of ``halfstep.optimizers`` keeps them itself, where torch has
-            ``Tensor.grad_dtype``; of any other they are kept here. "elsewhere" if an attached optimizer inside of it
+        masters: whether there are masters. A fused optimizer of halfstep keeps them in its state, if torch has
+            ``Tensor.grad_dtype``; those of any other are kept here. "elsewhere" if an attached optimizer inside of it
             has them.
-        copies: the dtype of copies that an optimizer may write, if it can.
-        originals: where masters start; see ``Masters``.
-        own: whether the optimizer may keep them itself.
+        copies: the dtype of the 16-bit copies that a fused optimizer is to write beside fp32 weights; None for none.
+        originals: where masters start; see ``PlainMasters``.
+        own: whether the optimizer may keep masters in its state.
 
     Attributes:
         plain: the masters that are kept here, or None.
         any: whether there are masters.
-        alike: whether they are to be the same on every rank: this one has all of them.
-        gradients: the gradients of the parameters, in the dtypes that go with it.
+        alike: whether this keeper has all masters, which are then to be the same on every rank.
+        gradients: the gradients of the parameters.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MasterKeeper:
         self._optimizer = weakref.ref(optimizer)
         self.any = bool(masters)
         self.alike = masters is True
-        self.plain: Masters | None = None
+        self.plain: PlainMasters | None = None
         self._views: dict[int, MasterParameter] = {}
         self._held: list[weakref.ref[torch.Tensor]] = []
         weakref.finalize(self, _give_back, self._held).atexit = False
@@ -69,7 +69,7 @@ class MasterKeeper:
             optimizer.keep_masters(originals)
             narrow = True
         elif masters is True:
-            self.plain = Masters(originals)
+            self.plain = PlainMasters(originals)
         elif copies is not None and hasattr(optimizer, "keep_copies"):
             kept = optimizer.keep_copies(copies)
             if HAS_GRAD_DTYPE:
@@ -88,44 +88,44 @@ class MasterKeeper:
         """The optimizer."""
         return self._optimizer()
 
-    def listed(self) -> list[torch.Tensor]:
+    def params(self) -> list[torch.Tensor]:
         """The parameters in the optimizer's groups."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def adopt(self) -> None:
-        """Be asked for the masters of the optimizer's parameters from now on, new ones included."""
+        """Take care of all parameters that the optimizer has now, new ones included."""
         if not self.any:
             return
         if self.plain is not None:
             self.plain.adopt(self.optimizer)
-        params = self.listed()
+        params = self.params()
         half = halves(params)
-        hold(half, self)
+        register(half, self)
         self._held[:] = [weakref.ref(p) for p in half]
         self.gradients.expect(params)
-        soften()
+        patch_state_init()
 
-    # ---- looking at masters
+    # ---- masters
 
     def has(self, param: torch.Tensor) -> bool:
         """Whether a parameter of the optimizer has a master."""
         return self.any and is_half(param) and param.requires_grad
 
-    def params(self) -> Iterator[torch.Tensor]:
-        """The parameters that are updated: masters as ``MasterParameter``, the others as they are."""
+    def master_params(self) -> Iterator[torch.Tensor]:
+        """What the step updates: the master of a parameter that has one, as a ``MasterParameter``, or the parameter."""
         if self.plain is not None:
             self.plain.adopt(self.optimizer)
-        params = self.listed()
+        params = self.params()
         for gone in self._views.keys() - set(map(id, params)):
             del self._views[gone]
         for param in params:
             yield self.view(param) if self.has(param) else param
 
     def view(self, param: torch.Tensor) -> torch.Tensor:
-        """The master of a parameter that has one, as a parameter; the same one whenever asked.
+        """The master of a parameter that has one, as a parameter; the same object at every call.
 
-        A ``DTensor`` cannot be looked at through another class: there it is the master itself, with the gradient that
-        the parameter has now, or the parameter, if the optimizer keeps the master.
+        There is no view of a ``DTensor``. There it is the master itself, with the gradient that the parameter has now,
+        or the parameter, if the optimizer keeps the master.
         """
         plain = None if self.plain is None else self.plain.of(param)
         if is_sharded(param):
@@ -151,13 +151,13 @@ class MasterKeeper:
         return None if master is None else master.detach()
 
     def write_master(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Set the master of a parameter; what to write to the parameter."""
+        """Set the master of a parameter. Returns what to write to the parameter."""
         if self.plain is not None:
             return self.plain.write(param, value)
         return self.optimizer.write_master(param, value)  # type: ignore[no-any-return]
 
     def started(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters with the values of masters that are in no state of the optimizer."""
+        """Parameters and the values of their masters, of all masters that are not in the optimizer's state."""
         plain = [] if self.plain is None else self.plain.pairs()
         return plain + getattr(self.optimizer, "unused_masters", list)()
 
@@ -165,13 +165,23 @@ class MasterKeeper:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the block plain masters stand in the places of their parameters."""
+        """Within the block plain masters take the places of their parameters in the optimizer."""
         if self.plain is None:
             yield
             return
-        widen(halves(self.listed()))
+        widen(halves(self.params()))
         self.plain.enter(self.optimizer)
         try:
             yield
         finally:
             self.plain.leave(self.optimizer)
+
+    @contextmanager
+    def out_of_place(self) -> Iterator[None]:
+        """Within the block, inside of one of ``in_place``, the parameters have their places again."""
+        if self.plain is not None:
+            self.plain.leave(self.optimizer)
+        yield
+        if self.plain is not None:
+            widen(halves(self.params()))
+            self.plain.enter(self.optimizer)

@@ -1,4 +1,4 @@
-"""A model of masters: the same modules with fp32 weights, for averages and whatever else is to see all the digits."""
+"""A model whose weights are the fp32 masters, for averages and exports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..casting.modules import strip
-from ..gradients.holders import holder_of
+from ..gradients.master_registry import keeper_of
 
 __all__ = ["master_model"]
 
@@ -23,9 +23,9 @@ def master_model(model: nn.Module) -> nn.Module:
         ...
         averaged.update_parameters(amp.master_model(model))
 
-    It computes in fp32, without the casts of the model's level. What it reads is what is there now: parameters with a
-    master read and write the master, and parameters and buffers that are not of 16 bits are the model's own. A deep
-    copy of it is an ordinary fp32 model that keeps its values, and whose ``state_dict()`` can be averaged into.
+    It computes in fp32, without the casts of the model's level. It shares its values with the model: a parameter with a
+    master reads and writes the master, and parameters and buffers that are not of 16 bits are the model's own. A deep
+    copy of it is an ordinary fp32 model with values of its own.
 
     Args:
         model: one that ``amp.initialize`` or ``amp.decorate`` returned, or any other; not changed.
@@ -44,7 +44,7 @@ def master_model(model: nn.Module) -> nn.Module:
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in (torch.float16, torch.bfloat16):
         return tensor
-    view = getattr(holder_of(tensor), "view", None)
+    view = getattr(keeper_of(tensor), "view", None)
     if view is not None:
         return view(tensor)  # type: ignore[no-any-return]
     wide = tensor.detach().float()

@@ -1,7 +1,7 @@
-"""Plain masters: an fp32 copy of each 16-bit parameter, in its place in the optimizer while that steps and only then.
+"""Plain masters: an fp32 copy of each 16-bit parameter, which takes its place in the optimizer during a step only.
 
-So any optimizer updates fp32 numbers with fp32 state, and everybody else meets an ordinary optimizer over the model's
-parameters. Their gradients are ``engine.gradients``.
+So any optimizer updates fp32 numbers with fp32 state, and at all other times it is an ordinary optimizer over the
+model's parameters.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..core import data_writes as writes
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.errors import UsageError
-from ..gradients.holders import holder_of
 from ..gradients.ledger import get_grads
+from ..gradients.master_registry import keeper_of
 from ..kernels import eager
 from ..kernels.grouping import PlanCache
 from ..kernels.storage import honoured
 
-__all__ = ["Masters"]
+__all__ = ["PlainMasters"]
 
 
-class Masters:
+class PlainMasters:
     """The fp32 masters of one optimizer's 16-bit parameters.
 
     Args:
-        originals: the fp32 weights that parameters were rounded from, by identity: where their masters start. Those of
-            other parameters start from the parameter.
+        originals: the fp32 weights that parameters were rounded from, by the identity of the parameter. Masters start
+            from these, or else from the parameter.
     """
 
     def __init__(self, originals: dict[int, torch.Tensor] | None = None) -> None:
@@ -41,9 +41,9 @@ class Masters:
         self._params: list[torch.Tensor] = []
         self._dtypes: list[torch.dtype] = []
         self._masters: list[torch.nn.Parameter] = []
-        # Of each parameter and its master, by the identity of the parameter, when it was last the master rounded.
+        # Versions of each parameter and its master when the parameter was last rounded from it, by identity.
         self._versions: dict[int, tuple[int, int]] = {}
-        self._touched: set[int] = set()  # were reached through ``.data``, where writes leave no version
+        self._touched: set[int] = set()  # parameters whose ``.data`` was used: writes to it change no version
         # While masters are in place: the lists of the groups, and what was in them.
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._states = _States()
@@ -51,13 +51,13 @@ class Masters:
         writes.watch(self)
 
     def touch(self, param: torch.Tensor) -> None:
-        """Somebody has got hold of ``param.data``."""
+        """``param.data`` was read or set, so it may be written to."""
         if id(param) in self._of:
             self._touched.add(id(param))
 
     @torch.no_grad()
     def of(self, param: torch.Tensor) -> torch.nn.Parameter | None:
-        """The master of a parameter as it is now, None if it has none."""
+        """The master of a parameter, up to date with what was written to the parameter; None if it has none."""
         master = self._of.get(id(param))
         if master is None:
             master = self._resting.get(param) if self._resting else None
@@ -82,7 +82,7 @@ class Masters:
             if id(p) not in self._of and p.dtype in HALF_DTYPES and p.requires_grad
         ]
         for param in new:
-            other = getattr(holder_of(param), "plain", None) or self
+            other = getattr(keeper_of(param), "plain", None) or self
             master = other.of(param)
             if master is None:
                 start = self._originals.get(id(param))
@@ -98,10 +98,10 @@ class Masters:
             for name, value in (state or {}).items():
                 if isinstance(value, torch.Tensor) and is_half(value):
                     state[name] = value.float()  # type: ignore[index]
-        self._originals = {}  # of parameters of others
+        self._originals = {}  # the rest belongs to other optimizers
 
     def _forget(self, present: set[int]) -> None:
-        """Parameters were taken out of the optimizer: their masters rest as long as the parameters live."""
+        """Parameters were taken out of the optimizer. Keep their masters in case they come back."""
         for param, master in zip(self._params, self._masters, strict=True):
             if id(param) not in present:
                 self._resting[param] = master
@@ -120,7 +120,7 @@ class Masters:
     # ---- around a step
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the masters, their gradients and the state in the places of the parameters'."""
+        """Let the optimizer see masters in place of parameters, with their gradients and their state."""
         self.adopt(optimizer)
         self._honour_writes()
         for master, grad in zip(self._masters, get_grads(self._params), strict=True):
@@ -136,7 +136,7 @@ class Masters:
         self._states.swap_in(optimizer, of)
 
     def leave(self, optimizer: torch.optim.Optimizer) -> None:
-        """The parameters have their places again, with what their masters round to. Does nothing if they have."""
+        """Undo ``enter``, and round every master into its parameter. Does nothing if that is done."""
         if not self._lists:
             return
         for params, before in self._lists:
@@ -160,15 +160,15 @@ class Masters:
 
     @torch.no_grad()
     def write(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Set a master; what it rounds to."""
+        """Set the master of a parameter. Returns what it rounds to."""
         master = self._of[id(param)]
         master.copy_(value)
         return master.to(param.dtype)
 
     def _honour_writes(self) -> None:
-        """Where a parameter was written to since it was rounded, its master becomes what was written.
+        """Copy what was written to parameters since the last rounding into their masters.
 
-        Where ``.data`` was merely looked at, and the master was written to, it is the master that counts.
+        If ``.data`` was used and the master was written to as well, the master counts.
         """
         if [p.dtype for p in self._params] != self._dtypes:
             self._refuse_cast()
@@ -187,10 +187,10 @@ class Masters:
 
 
 class _States:
-    """An optimizer's state under two sets of keys: by parameter for everybody, by master while it steps.
+    """An optimizer's state under two sets of keys: by parameter, and by master during a step.
 
-    The entries are the same dicts. Both maps are kept from step to step and only compared, for hashing a tensor is a
-    Python call.
+    The entries are the same dicts. Both maps are kept from step to step, because building one hashes every tensor,
+    which is a Python call each.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class _States:
         self._entries: list[Any] = []
 
     def swap_in(self, optimizer: torch.optim.Optimizer, of: dict[int, torch.nn.Parameter]) -> None:
-        """Let state be found by master."""
+        """Key the state by master."""
         outer = optimizer.state
         if outer is not self._outer or not (_same(outer.values(), self._entries) and _same(outer, self._keys)):
             self._outer, self._keys, self._entries = outer, list(outer), list(outer.values())
@@ -210,7 +210,7 @@ class _States:
     def swap_out(
         self, optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.nn.Parameter]]
     ) -> None:
-        """Let it be found by parameter, with what the step changed."""
+        """Key the state by parameter, with what the step changed."""
         inner = optimizer.state
         if inner is not self._inner or not _same(inner.values(), self._entries):
             params = {id(master): param for param, master in pairs}

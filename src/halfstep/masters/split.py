@@ -1,8 +1,8 @@
 """Split masters: a bfloat16 weight and an int16 remainder that together are the 32 bits of its fp32 master.
 
-14 bytes a parameter with Adam instead of 16 to 20, and a weight that is written from outside (``load_state_dict``, an
-average, a new initialization) is honoured, where a separate copy would undo it. The remainder lives in
-``optimizer.state[p]["remainder"]``, so checkpoints carry it. The bit arithmetic is ``kernels.storage``'s.
+They need 14 bytes a parameter with Adam, instead of 16 to 20. What is written to the weight from outside
+(``load_state_dict``, an average, a new initialization) stays, because the weight is the upper half of the master. The
+remainder is ``optimizer.state[p]["remainder"]``, so checkpoints hold it. ``kernels.storage`` has the bit arithmetic.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["adapt", "master_value"]
 
 
 def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
-    """Make the masters of one parameter what ``storage`` asks for, losing nothing of those already there.
+    """Give a parameter the form of master that ``storage`` asks for, keeping the value of the one it has.
 
     Args:
-        param: the parameter; its value changes only where one form is turned into the other: they round ties apart.
+        param: the parameter. Its value can change when one form becomes the other, which rounds ties differently.
         state: ``optimizer.state[param]``: ``remainder`` (int16, split), ``master`` (float32, plain) or neither.
         storage: of the parameter's column.
     """

@@ -1,6 +1,6 @@
 """What ``amp.master_params`` yields: the fp32 master of a weight as a parameter to read, write and clip.
 
-Its gradient is the gradient of the weight, so that clipping through either reaches both, whenever the view was made.
+Its gradient is the gradient of the weight, so clipping one clips the other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ __all__ = ["MasterParameter", "SplitMasterParameter"]
 class MasterParameter(torch.nn.Parameter):
     """The master of one weight, float32, in the shape and on the device of the weight.
 
-    A plain master's own memory, which the next step rounds into the weight; of a master that a fused optimizer keeps
-    the numbers are put together when an operation asks for them, and what it writes to them is written to both.
+    Of a plain master it shares the memory, and the next step rounds that into the weight. A master that a fused
+    optimizer keeps in parts is put together when an operation reads it, and an operation that writes to it changes the
+    parts and the weight.
 
     Attributes:
         weight: the weight in the model.

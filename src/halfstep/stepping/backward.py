@@ -1,8 +1,13 @@
-"""One scaled backward pass, whoever asks for it: the order of calls between a loss scale and attached optimizers."""
+"""Scaled backward passes: those of one optimizer since its last step, and the block in which a face runs one.
+
+``BackwardPasses`` is what one optimizer needs before and after each pass. ``ScaledBackward`` is the block behind
+``scale_loss`` and its like: it calls the passes of all its optimizers in order and then moves the loss scale.
+"""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -11,31 +16,199 @@ import torch
 
 from ..casting import scopes as ops
 from ..casting.compiled import eager
-from ..core.dtypes import is_half
+from ..core.dtypes import halves, is_half
 from ..core.errors import ArgumentTypeError, UsageError
-from ..distributed.ddp_sync import Pass
+from ..distributed.ddp_sync import BackwardRecord, RankSync, any_overflow, share_overflow
+from ..gradients.ledger import Gradients
 from ..gradients.loss_scaler import LossScaler
-from .attached import AttachedOptimizer, settle
+from ..masters.keeper import MasterKeeper
+from .diagnosis import first_bad_gradient, refuse_strays
 
-__all__ = ["ScaledBackward", "conclude"]
+__all__ = ["BackwardPasses", "ScaledBackward", "record_pass", "sync_overflow"]
 
 
-class _NotEntered(UsageError, AttributeError):  # noqa: N818 - what it says
+class BackwardPasses:
+    """The scaled backward passes that one optimizer has had since its last step.
+
+    Args:
+        keeper: its masters, which know the optimizer.
+
+    Attributes:
+        keeper: as given.
+        ranks: what it knows about other processes.
+        records: one for each pass; the next step asks them whether gradients overflowed.
+        models: weak references to the models that it trains, for whoever attached it to fill.
+        got_gradients: whether any parameter had a gradient after the latest pass.
+        is_open: whether a block is open.
+        delayed: whether gradients of delayed passes are there, still scaled.
+        delayed_scale: the scale that those have; None for none.
+    """
+
+    def __init__(self, keeper: MasterKeeper) -> None:
+        self.keeper = keeper
+        self.ranks = RankSync()
+        self.records: list[BackwardRecord] = []
+        self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
+        self.got_gradients = False
+        self.is_open = False
+        self.delayed = False
+        self.delayed_scale: torch.Tensor | None = None
+
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients of the parameters."""
+        return self.keeper.gradients
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter lives: flags and scales are kept there."""
+        return next((param.device for param in self.keeper.params()), torch.device("cpu"))
+
+    @property
+    def optimizer_name(self) -> str:
+        """The class of the optimizer, for messages."""
+        return type(self.keeper.optimizer).__name__
+
+    def begin(self, scale: torch.Tensor | None, seen: set[int] | None, *, delay: bool = False) -> None:
+        """Set aside the present gradients, so that a backward pass scaled by ``scale`` brings only its own.
+
+        Gradients of delayed passes at the same scale stay in place, and the pass adds to them.
+
+        Args:
+            scale: the 0-dim tensor that the loss is multiplied by; None if it is not scaled.
+            seen: identities of parameters that another optimizer has set aside for this pass; extended. None if there
+                is no other optimizer.
+            delay: whether the gradients of this pass stay scaled until a later one.
+
+        Raises:
+            UsageError: if a block is open already.
+        """
+        if self.is_open:
+            raise UsageError(
+                f"A scale_loss block of this {self.optimizer_name} is open already, and two backward passes "
+                "at two scales would mix. Close the first block before the second; gradients add up across blocks."
+            )
+        params = self.keeper.params()
+        stays_in_place = None
+        if not self.ranks.alone:
+            self._discover_wrappers(params)
+            scale, stays_in_place = self.ranks.gradient_scale(scale), self.ranks.averaged_next
+        if self.records and not self.ranks.reductions and all(param.grad is None for param in params):
+            self.records = [record for record in self.records if record.scaler is None]  # of gradients that are gone
+        if self.delayed and (scale is not self.delayed_scale or self.ranks.will_sync):
+            self.unscale_delayed()
+        if not self.delayed:
+            self.gradients.begin(params, scale, seen, stays_in_place, delay=delay)
+        if not self.ranks.alone:
+            self.ranks.begin_backward(scale, params, self.gradients.held)
+        self.is_open = True
+
+    def abandon(self) -> None:
+        """After ``begin``, when the backward pass failed: drop what it brought and put back what was set aside.
+
+        If gradients went to other ranks, or were added to those of delayed passes, there is no way back: the next step
+        is skipped.
+        """
+        self.is_open = False
+        lost = self.ranks.abandon_backward(self.keeper.params()) or self.delayed
+        self.delayed = False
+        self.gradients.restore()
+        if lost:
+            self.records.append(BackwardRecord(torch.ones((), device=self.device), None))
+
+    def finish(
+        self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int] | None, *, delay: bool = False
+    ) -> None:
+        """After ``begin`` and the backward pass: unscale what it brought and add what was set aside.
+
+        Args:
+            scale: as given to ``begin``.
+            found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN.
+            seen: identities of parameters that another optimizer has finished in this pass; extended.
+            delay: leave the gradients scaled for now. The next pass without ``delay``, or ``step``, unscales them all.
+        """
+        self.is_open = False
+        params = self.keeper.params()
+        self.got_gradients = any(param.grad is not None for param in params)
+        if self.ranks.reductions:
+            self.ranks.end_backward(params)
+        if not self.got_gradients:
+            refuse_strays(params, self.models, self.optimizer_name)
+        scale = self.ranks.gradient_scale(scale)
+        self.delayed, self.delayed_scale = delay, scale
+        if not delay:
+            self.gradients.finish(params, scale, found_inf, seen)
+
+    def unscale_delayed(self) -> None:
+        """Unscale the gradients of delayed passes, if there are any. An overflow in them counts for the next step."""
+        if not self.delayed:
+            return
+        self.delayed = False
+        found_inf = torch.zeros((), device=self.device)
+        self.gradients.finish(self.keeper.params(), self.delayed_scale, found_inf)
+        if self.delayed_scale is not None:
+            self.records.append(BackwardRecord(found_inf, None))
+
+    def sync(self) -> None:
+        """Average gradients and overflows since the last step with the ranks that have not got them yet."""
+        if self.ranks.alone:
+            return
+        params = self.keeper.params()
+        self._discover_wrappers(params)
+        if self.ranks.reductions:
+            if self.ranks.has_unsynced:
+                self.ranks.average_unsynced(params, halves(params) if self.keeper.any else [])
+            sync_overflow([self])
+
+    def take_records(self) -> list[BackwardRecord]:
+        """The records since the last call, which the ranks agree on; there are none afterwards."""
+        self.sync()
+        records, self.records = self.records, []
+        return records
+
+    def clear(self) -> None:
+        """The gradients were cleared: forget what is known about them."""
+        self.gradients.clear(self.keeper.params())
+        self.delayed = False
+        self.records.clear()
+        self.ranks.clear()
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients that the next step uses to a total norm, taken over all of them as one vector.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: of the p-norm; ``float("inf")`` for the largest element.
+
+        Returns:
+            The norm before, a 0-dim tensor; -1 if a scaled backward pass overflowed, since there is nothing to clip
+            then. No device is read.
+        """
+        self.unscale_delayed()
+        self.sync()
+        norm = self.gradients.clip(self.keeper.params(), max_norm, norm_type)
+        return torch.where(any_overflow(self.records) != 0, -1.0, norm) if self.records else norm
+
+    def _discover_wrappers(self, params: Sequence[torch.Tensor]) -> None:
+        half = halves(params) if self.keeper.any else []
+        self.ranks.discover_wrappers(params, half, half if self.keeper.alike else [])
+
+
+class _NotEntered(UsageError, AttributeError):  # noqa: N818 - an AttributeError too, so that hasattr() works
     """A block was used as if it were the loss."""
 
 
 class ScaledBackward:
-    """A block: scale a loss; when it is left, unscale the gradients that its backward pass brought, and move the scale.
-
-    Its value is the scaled loss.
+    """A block that gives the scaled loss. On leaving it, the new gradients are unscaled and the loss scale is updated.
 
     Args:
         loss: a floating tensor on any device; a 16-bit one is scaled in fp32.
-        attached: the optimizers whose parameters get gradients.
+        passes: those of the optimizers whose parameters get gradients.
         scaler: the loss scale.
         name: who asks, for the message of an error.
         found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. With None a static scale of
-            1.0 neither scales nor looks.
+            1.0 neither scales nor looks for inf and NaN.
         delay: leave the gradients scaled and the scale where it is.
         check: False moves no scale and skips no step for this pass.
 
@@ -49,7 +222,7 @@ class ScaledBackward:
     def __init__(
         self,
         loss: torch.Tensor,
-        attached: Sequence[AttachedOptimizer],
+        passes: Sequence[BackwardPasses],
         scaler: LossScaler,
         *,
         name: str,
@@ -61,15 +234,15 @@ class ScaledBackward:
             kind = loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ArgumentTypeError(f"{name} needs a floating tensor as loss, not {kind}.")
         self._loss = loss
-        self._attached = attached
+        self._passes = passes
         self._scaler = scaler
         self._name = name
         self._found_inf = found_inf
         self._delay = delay
         self._check = check
         self._scale: torch.Tensor | None = None
-        self._watched: list[Any] = []  # hooks on the loss and the scaled loss
-        self._passed: set[str] = set()  # which of them a backward pass has gone through
+        self._hooks: list[Any] = []  # on the loss and the scaled loss
+        self._reached: set[str] = set()  # which of the two a backward pass has gone through
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _NotEntered(
@@ -80,18 +253,17 @@ class ScaledBackward:
     @eager
     def __enter__(self) -> torch.Tensor:
         loss = self._loss
-        self._scale = scale = (
-            None if self._found_inf is None and self._scaler.neutral else self._scaler.scale(loss.device)
-        )
-        seen: set[int] | None = None if len(self._attached) == 1 else set()  # alone nobody else has the same parameters
-        begun: list[AttachedOptimizer] = []
+        scales = self._found_inf is not None or not self._scaler.neutral
+        self._scale = scale = self._scaler.scale(loss.device) if scales else None
+        seen: set[int] | None = set() if len(self._passes) > 1 else None
+        begun: list[BackwardPasses] = []
         try:
-            for one in self._attached:
-                one.begin(scale, seen, delay=self._delay)
-                begun.append(one)
+            for passes in self._passes:
+                passes.begin(scale, seen, delay=self._delay)
+                begun.append(passes)
         except BaseException:
-            for one in begun:
-                one.abandon()
+            for passes in begun:
+                passes.abandon()
             raise
         wide = loss.float() if is_half(loss) else loss
         if scale is None:
@@ -99,24 +271,24 @@ class ScaledBackward:
         scaled = wide * scale
         if scaled.requires_grad:
             for name, tensor in (("loss", loss), ("scaled_loss", scaled)):
-                self._watched.append(tensor.register_hook(functools.partial(self._note, name)))
+                self._hooks.append(tensor.register_hook(functools.partial(self._reach, name)))
         return scaled
 
-    def _note(self, name: str, _: torch.Tensor) -> None:
-        self._passed.add(name)
+    def _reach(self, name: str, _: torch.Tensor) -> None:
+        self._reached.add(name)
 
     @eager
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ops.clear_cache()
-        astray = self._passed == {"loss"} and any(one.gradients.arrived() for one in self._attached)
-        while self._watched:
-            self._watched.pop().remove()
-        if kind is not None or astray:
-            for one in self._attached:
-                one.abandon()
-            if astray and kind is None:
+        unscaled_loss = self._reached == {"loss"} and any(passes.gradients.arrived() for passes in self._passes)
+        while self._hooks:
+            self._hooks.pop().remove()
+        if kind is not None or unscaled_loss:
+            for passes in self._passes:
+                passes.abandon()
+            if unscaled_loss and kind is None:
                 raise UsageError(
                     f"backward() was called on the loss given to {self._name}, and not on the scaled loss, so that its "
                     "gradients would be divided by a scale that they do not have. Call it on what the block gives: "
@@ -124,31 +296,36 @@ class ScaledBackward:
                     "what they were before the block."
                 )
             return
-        scale, found_inf = self._scale, self._found_inf
-        if found_inf is None:
-            found_inf = torch.zeros((), device=self._loss.device)
-        seen: set[int] | None = None if len(self._attached) == 1 else set()
+        found_inf = torch.zeros((), device=self._loss.device) if self._found_inf is None else self._found_inf
+        seen: set[int] | None = set() if len(self._passes) > 1 else None
         try:
-            for one in self._attached:
-                one.finish(scale, found_inf, seen, delay=self._delay)
+            for passes in self._passes:
+                passes.finish(self._scale, found_inf, seen, delay=self._delay)
         finally:
-            for one in self._attached:
-                if one.is_open:  # one before it was refused
-                    one.abandon()
-        if scale is not None and self._check and not self._delay:
-            conclude(self._attached, self._scaler, found_inf)
+            for passes in self._passes:
+                if passes.is_open:  # finish of an earlier one raised
+                    passes.abandon()
+        if self._scale is not None and self._check and not self._delay:
+            record_pass(self._passes, self._scaler, found_inf)
 
 
-def conclude(attached: Sequence[AttachedOptimizer], scaler: LossScaler, found_inf: torch.Tensor) -> None:
-    """Let the next step of each optimizer and the loss scale know what a pass found.
+def record_pass(optimizers: Sequence[BackwardPasses], scaler: LossScaler, found_inf: torch.Tensor) -> None:
+    """Note for the next step of each optimizer, and for the loss scale, whether a pass overflowed.
 
-    While other ranks do not have these gradients, nobody is told: the next pass that they average, or ``step``, does.
-    Nor does a pass count that has brought no gradients: under FSDP2 without synchronization they come later.
+    The loss scale hears of it at once, unless other ranks do not have these gradients yet: then it hears when they are
+    averaged. A pass without gradients does not count: under FSDP2 without synchronization they come later.
     """
-    if not any(one.brought for one in attached):
+    if not any(passes.got_gradients for passes in optimizers):
         return
-    passed = Pass(found_inf, scaler, dynamic=scaler.dynamic)
-    for one in attached:
-        one.passes.append(passed)
-    if not any(one.ranks.behind for one in attached):
-        settle(attached)
+    record = BackwardRecord(found_inf, scaler, dynamic=scaler.dynamic)
+    for passes in optimizers:
+        passes.records.append(record)
+    if not any(passes.ranks.has_unsynced for passes in optimizers):
+        sync_overflow(optimizers)
+
+
+def sync_overflow(optimizers: Sequence[BackwardPasses]) -> None:
+    """Let all ranks agree on which of the latest passes overflowed, and update the loss scales."""
+    records = {id(record): record for passes in optimizers for record in passes.records}
+    for scaler, found_inf in share_overflow(records.values(), [passes.ranks for passes in optimizers]).items():
+        scaler.update(found_inf, lambda: first_bad_gradient([passes.keeper.optimizer for passes in optimizers]))

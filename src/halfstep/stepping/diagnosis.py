@@ -1,4 +1,4 @@
-"""What is wrong with the gradients of some optimizers, in words, for the message of an error. Slow, rarely called."""
+"""Find out what is wrong with gradients, for the message of an error. Slow, and called only then."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def first_bad_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> str:
 
 
 def refuse_strays(params: Sequence[torch.Tensor], models: Iterable[weakref.ref[nn.Module]], name: str) -> None:
-    """No gradient has come to the parameters of an optimizer: are they the models' still?
+    """Refuse an optimizer without gradients whose parameters are not those of its models (any more).
 
     Args:
         params: those of the optimizer.
@@ -47,7 +47,7 @@ def refuse_strays(params: Sequence[torch.Tensor], models: Iterable[weakref.ref[n
         name: of its class.
 
     Raises:
-        UsageError: if none of them is.
+        UsageError: if none of the parameters is in the models.
     """
     known = {id(param) for ref in models if (model := ref()) is not None for param in model.parameters()}
     if known and params and known.isdisjoint(map(id, params)):
@@ -61,7 +61,8 @@ def refuse_strays(params: Sequence[torch.Tensor], models: Iterable[weakref.ref[n
 
 def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
     for optimizer in optimizers:
-        for ref in getattr(getattr(optimizer, "_amp_stash", None), "models", ()):
+        attached = getattr(optimizer, "_amp_stash", None)
+        for ref in () if attached is None else attached.passes.models:
             if (model := ref()) is not None:
                 yield from model.named_parameters()
     for optimizer in optimizers:

@@ -1,22 +1,18 @@
-"""A class of its own for an attached optimizer: below the one it has, so that class lookup finds our methods.
+"""The class of an attached optimizer: a subclass of the class it had, made on the fly, with our methods.
 
-Whoever calls ``type(optimizer).zero_grad(optimizer)``, asks ``isinstance``, or copies and pickles it meets an
-optimizer.
+So ``isinstance``, ``type(optimizer).zero_grad(optimizer)``, copies and pickles work as for any optimizer.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..casting.compiled import eager
 from ..optimizers._schedulers import count_steps, counts_steps
-
-if TYPE_CHECKING:
-    from .attached import AttachedOptimizer
 
 __all__ = ["base_of", "dress", "undress"]
 
@@ -25,9 +21,9 @@ _HOOKED: Any = _hooking(torch.optim.Optimizer.step)
 
 
 class _Attached:
-    """What the class made on the fly has in front of the optimizer's own."""
+    """The methods that go before those of the optimizer's own class."""
 
-    _amp_stash: AttachedOptimizer
+    _amp_stash: Any  # the AttachedOptimizer, which is made from what is here
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -39,10 +35,10 @@ class _Attached:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and what was found in them."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        self._amp_stash.cleared()
+        self._amp_stash.passes.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The optimizer's own; 16-bit parameters get masters where the others have them."""
+        """The optimizer's own; 16-bit parameters get masters if the others have them."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._amp_stash.keeper.adopt()
 
@@ -52,20 +48,22 @@ class _Attached:
             super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients that the next step uses; see ``AttachedOptimizer.clip``."""
-        return self._amp_stash.clip(max_norm, norm_type)
+        """Clip the gradients that the next step uses; see ``BackwardPasses.clip``."""
+        norm: torch.Tensor = self._amp_stash.passes.clip(max_norm, norm_type)
+        return norm
 
     @property
     def step_was_skipped(self) -> torch.Tensor:
         """Whether the latest step was skipped, as a 0-dim bool tensor; only looking at its value reads the device."""
-        return self._amp_stash.stepping.was_skipped
+        skipped: torch.Tensor = self._amp_stash.stepping.was_skipped
+        return skipped
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Torch's contract for scalers: whether the step skips itself, on the device.
 
-        Where somebody has put a step of his own on the instance, to see whether it is called (Accelerate), the scaler
-        is to decide and to leave the call out.
+        If a user put a ``step`` on the instance to see whether it is called, as Accelerate does, the answer is no:
+        then the scaler reads the flag and leaves the call out.
         """
         return not counts_calls(self) and bool(
             vars(self).get("_step_supports_amp_scaling", getattr(super(), "_step_supports_amp_scaling", False))
@@ -76,20 +74,7 @@ class _Attached:
         vars(self)["_step_supports_amp_scaling"] = value
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        attached = self._amp_stash
-        kept = attached.keeper.any, attached.keeper.started(), attached.verbose, attached.session
-        return _rebuild, (base_of(self), self.__getstate__(), *kept)  # type: ignore[attr-defined]
-
-
-def _rebuild(base: Any, state: Any, masters: bool, started: Any, verbose: bool, session: Any) -> Any:
-    """A copy of an attached optimizer."""
-    from .attached import attach
-
-    optimizer: Any = base.__new__(base)
-    optimizer.__setstate__(state)
-    originals = {id(param): master.detach() for param, master in started}
-    attach(optimizer, masters=masters, originals=originals, verbose=verbose).session = session
-    return optimizer
+        return self._amp_stash.reduced(base_of(self), self.__getstate__())  # type: ignore[attr-defined]
 
 
 _CLASSES: weakref.WeakKeyDictionary[type, dict[bool, type]] = weakref.WeakKeyDictionary()
@@ -115,8 +100,8 @@ def _wrapped(step: Callable[..., Any]) -> Callable[..., Any]:
     return unhooked
 
 
-def dress(optimizer: Any, attached: AttachedOptimizer) -> None:
-    """Give an optimizer our methods. Torch's step hooks run around them, once, and see the model's parameters."""
+def dress(optimizer: Any, attached: Any) -> None:
+    """Give an optimizer the class with our methods. Torch's step hooks run around ``step``, once."""
     base: Any = type(optimizer)
     counts_only = counts_steps(optimizer)
     attached.stepping.replaced = on_instance = vars(optimizer).pop("step", None)
@@ -125,18 +110,18 @@ def dress(optimizer: Any, attached: AttachedOptimizer) -> None:
     if on_instance is None or counts_only:
         attached.stepping.own = plain.__get__(optimizer)
     else:
-        attached.stepping.own, hooked = on_instance, False  # it runs the hooks itself
+        attached.stepping.own, hooked = on_instance, False  # which runs the hooks itself
     optimizer.__class__ = _class_below(base, hooked)
     optimizer._amp_stash = attached
 
 
-def undress(optimizer: Any, attached: AttachedOptimizer) -> None:
-    """Give it its own class back."""
+def undress(optimizer: Any, attached: Any) -> None:
+    """Give an optimizer its own class back."""
     optimizer.__class__ = base_of(optimizer)
     if attached.stepping.replaced is not None:
         optimizer.step = attached.stepping.replaced
     elif any("initial_lr" in group for group in optimizer.param_groups):
-        count_steps(optimizer)  # for a scheduler that was made meanwhile
+        count_steps(optimizer)  # for a scheduler made while it was attached
     del optimizer._amp_stash
 
 

@@ -1,6 +1,6 @@
-"""Models and optimizers brought to a policy: what ``initialize``, ``decorate`` and ``Model`` have in common.
+"""Bring models and optimizers to a policy: what ``initialize``, ``decorate`` and ``Model`` have in common.
 
-``prepare`` does both; each half can be called alone, for an optimizer that is made later than its model was cast.
+``prepare`` does both. ``prepare_optimizer`` can be called later than ``prepare_model``, for an optimizer made later.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..casting import scopes as ops
 from ..core.dtypes import is_half
 from ..core.errors import UsageError
 from ..core.policy import Policy
-from ..gradients.holders import holder_of
 from ..gradients.ledger import HAS_GRAD_DTYPE, set_grads
+from ..gradients.master_registry import keeper_of
 from ..kernels.launch import backend_for
 from ..optimizers.fuse import can_fuse, fuse
 from .attached import AttachedOptimizer, attach, attached_to
@@ -68,7 +68,7 @@ def prepare(
             keep_originals=policy.master_weights and bool(optimizers),
             wide_grads=wide_grads,
         )
-    # A fused step keeps a parameter's master for itself, and those that share a parameter are to share its master.
+    # A fused step keeps masters in its own state, but optimizers that share a parameter must share its master.
     owners = Counter(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
     alone = max(owners.values(), default=1) == 1
     return [
@@ -161,9 +161,9 @@ def prepare_optimizer(
     given, optimizer = optimizer, bare(optimizer)
     masters = policy.master_weights
     sharded = _sharded_state(optimizer)
-    if sharded is not None:  # it steps with an optimizer of its own, over the parameters of this rank
+    if sharded is not None:  # an optimizer over the parameters of this rank, which does the step
         inner = prepare_optimizer(sharded, policy, (), originals=originals, fused=fused, verbose=verbose)
-        inner.ranks.inside = True
+        inner.passes.ranks.inside = True
     elif masters and fused and _gains(optimizer):
         fuse(optimizer)
     attached = attach(
@@ -174,7 +174,7 @@ def prepare_optimizer(
         own=own,
         verbose=verbose,
     )
-    attached.models = tuple(map(weakref.ref, models))
+    attached.passes.models = tuple(map(weakref.ref, models))
     if not masters and optimizer.state:
         given.load_state_dict(given.state_dict())  # torch casts the state to the parameters' new dtype
     return attached
@@ -243,7 +243,7 @@ def _gains(optimizer: torch.optim.Optimizer) -> bool:
     devices = {p.device.type for p in half}
     return (
         bool(half)
-        and all(holder_of(p) is None for p in half)
+        and all(keeper_of(p) is None for p in half)
         and HAS_GRAD_DTYPE
         and can_fuse(optimizer)
         and all(backend_for(device) != "eager" for device in devices)

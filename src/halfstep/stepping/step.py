@@ -1,4 +1,4 @@
-"""The step of one optimizer: taken, skipped by us, or skipped by itself on the device; and what is known of it then."""
+"""The step of one optimizer: it is taken, skipped on the host, or skips itself on the device. Skips are counted."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Stepping:
 
     Attributes:
         own: the step that is taken, where that is not what ``optimizer.step`` says.
-        replaced: what was on the instance in the place of its class's step before it was attached.
-        grad_scale: by what a step that takes flags is to divide its gradients; None if by nothing.
+        replaced: a ``step`` that was on the instance before it was attached; None if there was none.
+        grad_scale: by what a step that takes flags divides its gradients; None if they are unscaled.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -30,7 +30,7 @@ class Stepping:
         self.own: Callable[..., Any] | None = None
         self.replaced: Callable[..., Any] | None = None
         self.grad_scale: torch.Tensor | None = None
-        # The older contract hands the scaler itself to ``step``; such an optimizer does not look at flags.
+        # In torch's older contract ``step`` gets the scaler itself; such an optimizer reads no flags.
         self._wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
         self._skipped = 0
         self._skipped_on_device: torch.Tensor | None = None
@@ -56,12 +56,12 @@ class Stepping:
     def take(
         self, closure: Callable[[], Any] | None, args: Any, kwargs: Any, found_inf: torch.Tensor | None = None
     ) -> Any:
-        """Take the step, with masters where they belong.
+        """Take the step.
 
         Args:
             closure: for the step, or None.
-            args: likewise.
-            kwargs: likewise.
+            args: further arguments of the step.
+            kwargs: further keyword arguments of the step.
             found_inf: 0-dim float32 tensor, for a step that takes flags: if it is not 0, nothing changes.
 
         Returns:
@@ -81,7 +81,7 @@ class Stepping:
 
     @contextmanager
     def flags_taken(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """``grad_scale`` and ``found_inf`` of somebody else's scaler, which are off the optimizer meanwhile."""
+        """Within the block, ``grad_scale`` and ``found_inf`` of another scaler are off the optimizer; yields both."""
         here = vars(self._optimizer())
         given: dict[str, Any] = {name: here.pop(name) for name in ("grad_scale", "found_inf") if name in here}
         try:
@@ -94,7 +94,7 @@ class Stepping:
         given, (scale, self.grad_scale) = getattr(optimizer, "grad_scale", None), (self.grad_scale, None)
         if found_inf is None:
             yield
-            found_inf = getattr(optimizer, "found_inf", None)  # somebody else's scaler
+            found_inf = getattr(optimizer, "found_inf", None)  # set by another scaler
             if found_inf is None:
                 return
         else:

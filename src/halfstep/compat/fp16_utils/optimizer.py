@@ -12,7 +12,7 @@ import torch
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...stepping.attached import attach
-from ...stepping.backward import ScaledBackward, conclude
+from ...stepping.backward import ScaledBackward, record_pass
 from ...stepping.optimizer_wrapper import ForwardingOptimizer
 from .loss_scaler import DynamicLossScaler, LossScaler, saved_entry
 
@@ -119,7 +119,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         found_inf = torch.zeros((), device=getattr(loss, "device", None))
         with ScaledBackward(
             loss,
-            [self._attached],
+            [self._attached.passes],
             self.loss_scaler.engine,
             name=_NAME,
             found_inf=found_inf,
@@ -137,16 +137,17 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         ``loss * optimizer.loss_scale`` that followed ``zero_grad``. Does nothing if there are none.
         """
         attached = self._attached
-        if attached.delayed:
-            scale = attached.delayed_scale
+        passes = attached.passes
+        if passes.delayed:
+            scale = passes.delayed_scale
         elif self._unscaled or all(param.grad is None for param in attached.params()):
             return
         else:
             scale = self.loss_scaler.engine.scale(attached.device)
         found_inf = torch.zeros((), device=attached.device)
-        attached.finish(scale, found_inf, None)
+        passes.finish(scale, found_inf, None)
         self._unscaled = True
-        conclude([attached], self.loss_scaler.engine, found_inf)
+        record_pass([passes], self.loss_scaler.engine, found_inf)
         self._note(found_inf)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -160,7 +161,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             The norm before clipping, a 0-dim tensor; -1 if the gradients overflowed. Does not read the device.
         """
         self._settle()
-        return self._attached.clip(max_norm, norm_type)
+        return self._attached.passes.clip(max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the masters and round them into the model, or skip if a gradient was inf or NaN.
@@ -217,7 +218,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         if self.overflow:
             logger.warning("The gradients overflowed, so inspect_master_grad_data returns None.")
             return None
-        params = self._attached.keeper.params()
+        params = self._attached.keeper.master_params()
         return [
             [None if p.grad is None else p.grad.detach() for p in islice(params, len(group["params"]))]
             for group in self.param_groups
@@ -304,7 +305,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
     # ---- inside
 
     def _settle(self) -> None:
-        if self._attached.delayed:
+        if self._attached.passes.delayed:
             self.update_master_grads()
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:

@@ -1,7 +1,7 @@
-"""Numbers that live on a device, read on the host without waiting for the device.
+"""Read numbers of a device on the host without waiting for the device.
 
-The loss scale posts what a message needs when a step is queued and picks it up on a later step, when the device has
-long passed it. What to do with the numbers is decided in ``engine.scaling`` and ``engine.stepping``.
+The loss scaler posts the numbers for its messages when a step is queued. It reads them at a later step, when the device
+has computed them long since.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 
 import torch
 
-__all__ = ["LateReader", "capturing"]
+__all__ = ["AsyncReader", "capturing"]
 
 
 def capturing(device: torch.device) -> bool:
@@ -20,7 +20,7 @@ def capturing(device: torch.device) -> bool:
 
 
 class _Slot:
-    """Host memory for one row of numbers, and the mark in the device's queue after which they are there."""
+    """Host memory for one row of numbers, and an event of the device that says when they are there."""
 
     __slots__ = ("device", "numbers", "passed", "targets")
 
@@ -34,7 +34,7 @@ class _Slot:
         self.passed = None if device.type == "cpu" else torch.Event(device)
 
 
-class LateReader:
+class AsyncReader:
     """A queue of rows of 0-dim tensors.
 
     ``post`` copies a row into host memory in the order of the device's work, without waiting; ``poll`` hands out the
@@ -50,9 +50,9 @@ class LateReader:
         self._queue: deque[_Slot] = deque()
         self._free: list[_Slot] = []
 
-    def __reduce__(self) -> tuple[type[LateReader], tuple[int]]:
-        """Copies and pickles start empty: what is on its way belongs to this process and this owner."""
-        return LateReader, (self._width,)
+    def __reduce__(self) -> tuple[type[AsyncReader], tuple[int]]:
+        """Copies and pickles start empty: the rows on their way belong to this reader."""
+        return AsyncReader, (self._width,)
 
     def post(self, *row: torch.Tensor) -> None:
         """Queue a row of ``width`` 0-dim float32 tensors, all on one device."""
