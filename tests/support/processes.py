@@ -109,6 +109,14 @@ class Ranks:
             self._processes.append(process)
             self._connections.append(ours)
 
+    def close(self) -> None:
+        """Let them end by themselves, so that coverage.py writes what it measured in them; kill what stays."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(10)
+        self.kill()
+
     def kill(self) -> None:
         """End them; nothing is left running."""
         for process in self._processes:
@@ -126,4 +134,4 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Two processes for the whole test run; ``indirect`` parametrization gives another number."""
     group = Ranks(request.param)
     yield group
-    group.kill()
+    group.close()
