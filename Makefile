@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .NOTPARALLEL:
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test coverage lint docs bench clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/halfstep demo
@@ -16,6 +16,14 @@ demo: $(VENV)/.installed-demo
 # --timeout stands here and not in pyproject.toml, so that the tests also run where pytest-timeout is missing.
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --timeout=300
+
+# Each test takes longer when it is measured.
+coverage: $(VENV)/.installed-coverage
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --timeout=600
+	$(BIN)/coverage combine
+	$(BIN)/coverage html
+	$(BIN)/coverage report
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
@@ -29,7 +37,7 @@ bench: $(VENV)/.installed-demo
 	$(BIN)/python -m benchmarks simplenet --device cpu --json simplenet.json
 
 clean:
-	rm -rf $(VENV) site build dist halfstep-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist halfstep-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis htmlcov .coverage .coverage.*
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "halfstep needs Python 3.10 or newer; try make PYTHON=python3.12")'
