@@ -4,6 +4,8 @@
 
 PYTHON ?= python3
 PIP_FLAGS ?=
+# constraints-lowest.txt has the lowest torch. Begin with `make clean` when you change it.
+CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -44,6 +46,6 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # One stamp for each extra of pyproject.toml, so that nothing is installed twice.
-$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[$*]'
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[$*]'
 	touch $@

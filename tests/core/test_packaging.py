@@ -118,8 +118,13 @@ def test_wheel(tmp_path: Path) -> None:
     assert sources <= set(names)
 
 
-def test_constraints_pin_a_torch_that_the_package_accepts() -> None:
-    pinned = re.search(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.M)
-    assert pinned
-    lowest = next(r for r in metadata.requires("halfstep") or [] if r.startswith("torch>="))
-    assert [int(n) for n in pinned[1].split(".")] >= [int(n) for n in lowest.removeprefix("torch>=").split(".")]
+def pinned_torch(constraints: str) -> list[int]:
+    (version,) = re.findall(r"^torch==([\d.]+)$", (ROOT / constraints).read_text(), re.M)
+    return [int(n) for n in version.split(".")]
+
+
+def test_constraints_pin_the_lowest_torch_that_the_package_accepts_and_a_newer_one() -> None:
+    required = next(r for r in metadata.requires("halfstep") or [] if r.startswith("torch>="))
+    lowest = [int(n) for n in required.removeprefix("torch>=").split(".")]
+    assert pinned_torch("constraints-lowest.txt")[: len(lowest)] == lowest
+    assert pinned_torch("constraints.txt") > lowest
