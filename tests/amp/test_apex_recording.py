@@ -241,8 +241,8 @@ def test_accumulation(key: str) -> None:
         assert_near(flat(master), final[name], 1e-2 if right or level == "O3" else 1e-3, name)
 
 
-@pytest.mark.parametrize("key", FACTS["accumulation"]["seed004"])
-def test_seed_004_in_one_process(key: str) -> None:
+@pytest.mark.parametrize("key", FACTS["accumulation"]["accumulation_article"])
+def test_the_accumulation_article_in_one_process(key: str) -> None:
     value, scale, how, window = (part.split("=")[-1] for part in key.split("/"))
     model = nn.Linear(1, 1)
     with torch.no_grad():  # rounded, for Apex's masters start from there
@@ -260,7 +260,7 @@ def test_seed_004_in_one_process(key: str) -> None:
     model.zero_grad()
     optim.zero_grad()
     x = torch.tensor([[float(value)]])
-    for i, row in enumerate(FACTS["accumulation"]["seed004"][key]):
+    for i, row in enumerate(FACTS["accumulation"]["accumulation_article"][key]):
         loss = model(x).mean()
         last = (i + 1) % int(window) == 0
         with amp.scale_loss(loss, optim, delay_unscale=how == "delay" and not last) as scaled_loss:

@@ -1,4 +1,10 @@
-"""The dynamic-graph examples of the Paddle guide (2.1, 2.2, 3.1), and the three steps of the Apex article."""
+"""The dynamic-graph examples of Paddle's guide (2.1, 2.2, 3.1), and the three steps of NVIDIA's article on the same net.
+
+The guide is "Automatic Mixed Precision Training (AMP)",
+https://www.paddlepaddle.org.cn/documentation/docs/en/guides/performance_improving/amp_en.html; ``graph/test_static.py``
+has its section 3.2. The article is "NVIDIA Apex: Tools for Easy Mixed-Precision Training in PyTorch" of 2018, on
+NVIDIA's developer blog.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +135,7 @@ def test_gradient_accumulation(loader: DataLoader[tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_three_steps_of_seed_002(
+def test_three_steps_of_nvidias_article(
     loader: DataLoader[tuple[torch.Tensor, torch.Tensor]], fp32_loss: float, dtype: torch.dtype
 ) -> None:
     model, optimizer, criterion = net()

@@ -1,4 +1,7 @@
-"""Each example of NVIDIA's fp16_utils page, as it stands there, with ``.cuda()`` gone and the dots filled in."""
+"""Each example of a page of Apex's documentation, as it stands there, with ``.cuda()`` gone and the dots filled in.
+
+The page is "apex.fp16_utils", https://nvidia.github.io/apex/fp16_utils.html.
+"""
 
 from __future__ import annotations
 

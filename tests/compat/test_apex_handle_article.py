@@ -1,4 +1,7 @@
-"""Each example of the 2018 article on Apex: ``amp.init()`` and its handle, with the dots filled in."""
+"""Each example of an article on Apex of June 2018: ``amp.init()`` and its handle, with the dots filled in.
+
+The article is "混合精度训练之APEX(上)", https://kuaibao.qq.com/s/20180624G0UZD400.
+"""
 
 from __future__ import annotations
 

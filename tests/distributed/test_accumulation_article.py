@@ -1,4 +1,8 @@
-"""The scenario of the accumulation article: Linear(1, 1) on two ranks, inputs 1 and 2, with its numbers where right."""
+"""Gradient accumulation on two ranks at O2, as an article on Apex did it, with the article's numbers where right.
+
+The article shows that Apex got wrong gradients with reduction off, and two ways around that. Its model is
+``Linear(1, 1)``, and the inputs of the two ranks are 1 and 2.
+"""
 
 from __future__ import annotations
 

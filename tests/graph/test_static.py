@@ -1,4 +1,4 @@
-"""Graph mode: what is captured, where casts go, that training equals eager's, and the examples of the guide (3.2)."""
+"""Graph mode: what is captured, where casts go, that training equals eager's, and the guide's examples."""
 
 from __future__ import annotations
 
@@ -566,7 +566,7 @@ def test_the_pass_as_a_backend_of_torch_compile(inductor: bool) -> None:
         assert compiled(torch.randn(9, 8)).shape == (9, 4)
 
 
-# ---- section 3.2 of the guide
+# ---- section 3.2 of Paddle's guide, see amp/test_paddle_amp_guide.py
 
 
 class GuideNet(nn.Module):
@@ -595,7 +595,7 @@ GUIDE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["fp32", *GUIDE])
-def test_the_guides_examples(name: str) -> None:
+def test_the_examples_of_paddles_guide(name: str) -> None:
     torch.manual_seed(100)
     input_size = output_size = 32
     data = torch.rand(4, 8, input_size)
