@@ -403,18 +403,20 @@ def test_state_dicts_are_read_both_ways_with_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("kept", "changed", "message"),
     [
-        ({}, "is empty"),
-        ({"scale": 2.0}, "no 'incr_ratio' and no 'growth_factor'"),
-        (used_scaler().state_dict() | {"scale": 0.0}, "init_scale"),
-        (used_scaler().state_dict() | {"scale": math.inf}, "init_scale"),
-        (used_scaler().state_dict() | {"incr_ratio": 0.5}, "growth_factor"),
+        (False, {}, "is empty"),
+        (False, {"scale": 2.0}, "no 'incr_ratio' and no 'growth_factor'"),
+        (True, {"scale": 0.0}, "init_scale"),
+        (True, {"scale": math.inf}, "init_scale"),
+        (True, {"incr_ratio": 0.5}, "growth_factor"),
     ],
+    ids=["empty", "only a scale", "scale 0", "scale inf", "growth below 1"],
 )
-def test_bad_state_loads_nothing(state: dict[str, Any], message: str) -> None:
+def test_bad_state_loads_nothing(kept: bool, changed: dict[str, Any], message: str) -> None:
     scaler = used_scaler()
     before = scaler.state_dict()
+    state = before | changed if kept else changed
     with pytest.raises(ArgumentValueError, match=message):
         scaler.load_state_dict(state)
     assert scaler.state_dict() == before

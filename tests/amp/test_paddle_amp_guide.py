@@ -1,8 +1,8 @@
-"""The dynamic-graph examples of Paddle's guide (2.1, 2.2, 3.1), and the three steps of NVIDIA's article on the same net.
+"""The dynamic-graph examples of Paddle's guide (2.1, 2.2, 3.1), and an article's three steps on the same net.
 
 The guide is "Automatic Mixed Precision Training (AMP)",
 https://www.paddlepaddle.org.cn/documentation/docs/en/guides/performance_improving/amp_en.html; ``graph/test_static.py``
-has its section 3.2. The article is "NVIDIA Apex: Tools for Easy Mixed-Precision Training in PyTorch" of 2018, on
+has its section 3.2. The article, of 2018, is "NVIDIA Apex: Tools for Easy Mixed-Precision Training in PyTorch" on
 NVIDIA's developer blog.
 """
 
@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import halfstep
 from halfstep import amp
+from tests.support.digits import accuracy, digits
 
 SIZE, BATCH, BATCHES, EPOCHS = 32, 8, 6, 2
 
@@ -156,8 +155,8 @@ def test_three_steps_of_nvidias_article(
 class Digits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __init__(self, mode: str, transform: Any) -> None:
         assert mode == "train"
-        data = load_digits()
-        self.images, self.labels = torch.tensor(data.images).float() * 255 / 16, torch.tensor(data.target)
+        images, self.labels = digits()
+        self.images = images * 255 / 16
         self.transform = transform
 
     def __getitem__(self, idx: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,7 +179,7 @@ def test_high_level_api(capsys: pytest.CaptureFixture[str]) -> None:
     model.prepare(
         optim,
         torch.nn.CrossEntropyLoss(),
-        torchmetrics.Accuracy(task="multiclass", num_classes=10),
+        accuracy(),
         amp_configs=amp_configs,
     )
     data = Digits(mode="train", transform=lambda image: (image - 127.5) / 127.5)

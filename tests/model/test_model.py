@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -19,17 +17,18 @@ from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError
 from halfstep.model import Callback
 from halfstep.model.configs import read_configs
+from tests.support import digits as sklearn_digits
 
 RECORDED = json.loads((Path(__file__).parents[1] / "golden/paddle_hapi.json").read_text())
 
 
-def accuracy() -> torchmetrics.Metric:
-    return torchmetrics.Accuracy(task="multiclass", num_classes=10, average="micro")
+def accuracy() -> Any:
+    return sklearn_digits.accuracy(average="micro")
 
 
 def digits() -> TensorDataset:
-    data = load_digits()
-    return TensorDataset(torch.tensor(data.images, dtype=torch.float32) / 8 - 1, torch.tensor(data.target))
+    images, labels = sklearn_digits.digits()
+    return TensorDataset(images / 8 - 1, labels)
 
 
 def network() -> nn.Module:
@@ -183,6 +182,8 @@ def test_a_window_is_one_batch_of_all_its_samples() -> None:
 
 
 def test_metrics_and_their_names() -> None:
+    import torchmetrics  # takes seconds, see support/digits.py
+
     batches = [(torch.randn(4, 8, 8), torch.randint(10, (4,)))]
     model, loss = halfstep.Model(network()), nn.CrossEntropyLoss()
     model.prepare(None, loss, [accuracy(), accuracy()])
