@@ -179,4 +179,6 @@ def test_demo_leaves_amp_usable(demo_output: tuple[str, str]) -> None:
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
     with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
+    before = model.weight.detach().clone()
     optimizer.step()
+    assert torch.equal(model.weight, before - 0.1)

@@ -233,22 +233,27 @@ def test_silent_where_there_is_nothing_to_say(
     pretend_cpu: PretendCPU, units: str, half: torch.dtype | None, face: str, level: str, emulate: Any
 ) -> None:
     pretend_cpu(*UNITS[units])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         start(half, face, level, emulate=emulate)
+    assert not said
 
 
 def test_of_other_devices_nothing_is_said() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        start(FP16, device="meta")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = start(FP16, device="meta")
+    assert not said
+    assert model.weight.dtype is FP16
 
 
 def test_disabled_is_silent(pretend_cpu: PretendCPU) -> None:
     pretend_cpu()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        amp.initialize(nn.Linear(2, 2), enabled=False, dtype=FP16)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = amp.initialize(nn.Linear(2, 2), enabled=False, dtype=FP16)
+    assert not said
+    assert model.weight.dtype is torch.float32
 
 
 @pytest.mark.parametrize("face", ["initialize", "decorate"])

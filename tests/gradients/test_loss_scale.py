@@ -458,6 +458,7 @@ def test_a_finite_step_saves_from_collapse() -> None:
     for _ in range(10):
         for found in (True, True, False):
             scaler.update(flag(found))
+        assert scaler.loss_scale() == 1.0
 
 
 def test_collapse_names_the_parameter(caplog: pytest.LogCaptureFixture) -> None:

@@ -55,6 +55,11 @@ def backward(model: nn.Module) -> None:
         param.grad = grad if param.grad is None else param.grad + grad
 
 
+def assert_has_stepped(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """A fake weight has no value to compare; but the state of every weight is made by a step."""
+    assert set(optimizer.state) == set(model.parameters())
+
+
 def loss() -> torch.Tensor:
     return torch.ones(())
 
@@ -70,6 +75,7 @@ def steps_of_scale_loss(level: str, scale: Any, make: Callable[[Any], torch.opti
                 backward(model)
         optimizer.step()
         optimizer.zero_grad()
+    assert_has_stepped(optimizer, model)
 
 
 @pytest.mark.parametrize(("level", "scale"), [("O0", "dynamic"), ("O1", "dynamic"), ("O2", "dynamic"), ("O2", 128.0)])
@@ -80,11 +86,11 @@ def test_scale_loss(optimizer: str, level: str, scale: Any) -> None:
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_larc(clip: bool) -> None:
-    params = list(network().parameters())
-    optimizer = optimizers.LARC(optimizers.FusedSGD(params, lr=0.1), clip=clip)
-    for param in params:
-        param.grad = torch.ones_like(param)
+    model = network()
+    optimizer = optimizers.LARC(optimizers.FusedSGD(model.parameters(), lr=0.1, momentum=0.9), clip=clip)
+    backward(model)
     optimizer.step()
+    assert_has_stepped(optimizer, model)
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0])
@@ -108,12 +114,13 @@ def test_grad_scaler(optimizer: str, clip: bool) -> None:
         scaler.step(optim)
         scaler.update()
         optim.zero_grad()
+    assert_has_stepped(optim, model)
 
 
 @pytest.mark.parametrize("scale", ["dynamic", 128.0])
 def test_an_optimizer_that_cannot_skip_on_the_device_reads_one_flag(scale: Any) -> None:
     """So it is documented: the step of any other optimizer is called or not, and the host must know which."""
     with pytest.raises(READS_THE_HOST):
-        steps_of_scale_loss("O1", scale, lambda p: torch.optim.SGD(p, lr=0.1))
+        steps_of_scale_loss("O1", scale, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     amp.deactivate()
-    steps_of_scale_loss("O1", 1.0, lambda p: torch.optim.SGD(p, lr=0.1))
+    steps_of_scale_loss("O1", 1.0, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
