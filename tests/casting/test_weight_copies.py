@@ -16,10 +16,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import amp, kernels, optimizers
+from halfstep import amp, kernels, multi_tensor, optimizers
 from halfstep.casting import scopes as ops
 from halfstep.casting import weight_copies as copies
-from halfstep.compat import multi_tensor
 from halfstep.masters import keeper
 from tests.support.processes import Ranks, ranks
 

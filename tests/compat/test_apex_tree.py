@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import amp as ours
-from halfstep.compat import apex as tree
+from halfstep import apex as tree
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 
 NAMES = (

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep import kernels
-from halfstep.compat import multi_tensor
+from halfstep import kernels, multi_tensor
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.kernels.backends import compiler as cxx
 from halfstep.multi_tensor import multi_tensor_applier
