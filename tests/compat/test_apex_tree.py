@@ -38,10 +38,11 @@ def installed() -> Iterator[None]:
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_is_found_and_is_ours(installed: None, name: str) -> None:
     module = importlib.import_module(name)
-    stands_for = "halfstep.apex" + (f".{name}" if name in EXTENSIONS else name.removeprefix("apex"))
-    assert module is importlib.import_module(stands_for)
+    stands_for = "apex" + (f".{name}" if name in EXTENSIONS else name.removeprefix("apex"))
+    assert module is importlib.import_module(f"halfstep.{stands_for}")
+    assert module is importlib.import_module(f"halfstep.compat.{stands_for}")
     assert module.__spec__ is not None
-    assert module.__spec__.name == module.__name__ == stands_for
+    assert module.__spec__.name == module.__name__ == f"halfstep.compat.{stands_for}"
 
 
 def test_private_names_that_scripts_reach_into(installed: None) -> None:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from .errors import ArgumentValueError, UsageError
+from .torch_compat import update_scale_
 
 __all__ = [
     "DynamicLossScale",
@@ -181,12 +182,12 @@ class DynamicLossScale(LossScale):
         growth, backoff = self.growth_factor, self.backoff_factor
         every, hysteresis = self.growth_interval or 0, self.backoff_interval or 0  # the kernel never counts to 0
         if hysteresis == 1:
-            torch._amp_update_scale_(scale, good, found_inf, growth, backoff, every)
+            update_scale_(scale, good, found_inf, growth, backoff, every)
         else:
-            torch._amp_update_scale_(scale, good, found_inf, growth, 1.0, every)
+            update_scale_(scale, good, found_inf, growth, 1.0, every)
             # The same kernel counts overflows when it is told that they are the good steps.
             finite = torch.logical_not(found_inf, out=torch.empty_like(found_inf))
-            torch._amp_update_scale_(scale, bad, finite, backoff, 1.0, hysteresis)
+            update_scale_(scale, bad, finite, backoff, 1.0, hysteresis)
             if self.sticky_backoff and hysteresis:
                 bad.add_((bad == 0).logical_and_(found_inf), alpha=hysteresis - 1)
         scale.clamp_(self.floor, self.ceiling)

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.dtypes import is_half
-from ..gradients.ledger import HAS_GRAD_DTYPE, set_grads
+from ..core.torch_compat import HAS_GRAD_DTYPE, has_comm_hook, queue_after_backward
+from ..gradients.ledger import set_grads
 from ..kernels.shards import is_sharded
 
 __all__ = [
@@ -164,8 +165,7 @@ class Reduction:
     def hook(self) -> None:
         """Register the communication hook, which adds to buckets what is held."""
         wrapper = self._wrapper()
-        # A built-in hook leaves no other trace than in the log.
-        if wrapper is None or wrapper._comm_hooks or wrapper._get_ddp_logging_data().get("comm_hook"):
+        if wrapper is None or has_comm_hook(wrapper):
             return
         wrapper.register_comm_hook(weakref.ref(self), _communicate)
         self.hooked = True
@@ -290,9 +290,8 @@ class Reduction:
         self._arriving = True
         self.allreduces += 1
         self._unsynced_params.clear()
-        engine = torch.autograd.Variable._execution_engine
         # The reducer queues a last callback of its own. One that is queued by a callback runs after it.
-        engine.queue_callback(lambda: engine.queue_callback(self._arrived))
+        queue_after_backward(lambda: queue_after_backward(self._arrived))
 
     @torch.no_grad()
     def _arrived(self) -> None:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from ..core.dtypes import HALF_DTYPES
-from ..gradients.ledger import HAS_GRAD_DTYPE
+from ..core.torch_compat import HAS_GRAD_DTYPE
 
 __all__ = ["patch_state_init"]
 

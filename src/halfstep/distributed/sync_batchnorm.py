@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.torch_compat import BatchNorm, InstanceNorm, SyncBatchNormFunction
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
 
@@ -32,7 +31,7 @@ class _Sum(torch.autograd.Function):
         return total, None
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """BatchNorm whose statistics are those of the batches of all ranks together, on any device.
 
     Statistics are computed in fp32 in two passes (mean, then squared distances from it), each rank's values weighted
@@ -110,7 +109,7 @@ class SyncBatchNorm(_BatchNorm):
         group = dist.group.WORLD if self.process_group is None else self.process_group
         mean, var = (self.running_mean, self.running_var) if self.training else (None, None)
         share = self._share() if mean is not None else 0.0
-        y: torch.Tensor = TorchSyncBatchNorm.apply(
+        y: torch.Tensor = SyncBatchNormFunction.apply(
             x, self.weight, self.bias, mean, var, self.eps, share, group, self._world()
         )
         return y
@@ -180,9 +179,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 
 def _converted(module: nn.Module, process_group: Any, channel_last: bool) -> nn.Module:
     """A ``SyncBatchNorm`` in the place of a BatchNorm; any other module itself."""
-    if isinstance(module, _BatchNorm) and not isinstance(
-        module, (SyncBatchNorm, nn.modules.instancenorm._InstanceNorm)
-    ):
+    if isinstance(module, BatchNorm) and not isinstance(module, (SyncBatchNorm, InstanceNorm)):
         track = module.track_running_stats
         made = SyncBatchNorm(
             module.num_features, module.eps, module.momentum, module.affine, track, process_group, channel_last

@@ -36,13 +36,12 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.dtypes import HALF_DTYPES, is_half
+from ..core.torch_compat import HAS_GRAD_DTYPE, is_view
 from ..kernels import eager
 from ..kernels.grouping import PlanCache
 from .unscale import Unscaler, reciprocal, widened
 
-__all__ = ["HAS_GRAD_DTYPE", "Chooser", "Gradients", "UnscaledOnce", "get_grads", "set_grads", "widen"]
-
-HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+__all__ = ["Chooser", "Gradients", "UnscaledOnce", "get_grads", "set_grads", "widen"]
 
 
 class _Image(NamedTuple):
@@ -156,7 +155,7 @@ class Gradients:
         for param, grad in zip(there, get_grads(there), strict=True):
             assert grad is not None
             # A view may lie in a bucket of DistributedDataParallel, which the pass overwrites.
-            self.held[id(param)] = grad.clone() if grad._is_view() and grad.dtype is param.dtype else grad
+            self.held[id(param)] = grad.clone() if is_view(grad) and grad.dtype is param.dtype else grad
             param.grad = None
         self._begun = [p for p in params if p.grad is None] if stays is not None else list(params)
         self.expect(self._begun, in_block=not delay)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from ..core.dtypes import is_half
+from ..core.torch_compat import values_of
 from ..kernels import eager
 from ..kernels.grouping import Plan, PlanCache
 
@@ -30,7 +31,7 @@ def widened(grad: torch.Tensor) -> torch.Tensor:
 
 def dense_view(grad: torch.Tensor) -> torch.Tensor:
     """The numbers of a gradient as a real dense tensor that shares its memory; a sparse one must be coalesced."""
-    values = grad._values() if grad.is_sparse else grad
+    values = values_of(grad) if grad.is_sparse else grad
     return torch.view_as_real(values) if values.is_complex() else values
 
 

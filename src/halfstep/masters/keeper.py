@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 
 from ..core.dtypes import halves, is_half
+from ..core.torch_compat import HAS_GRAD_DTYPE
 from ..distributed.ddp_hook import wrapped
 from ..distributed.state_dict import patch_state_init
-from ..gradients.ledger import HAS_GRAD_DTYPE, Chooser, Gradients, widen
+from ..gradients.ledger import Chooser, Gradients, widen
 from ..gradients.master_registry import keeper_of, register
 from ..kernels.shards import is_sharded
 from .plain import PlainMasters

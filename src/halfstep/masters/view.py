@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..core.dtypes import is_half
+from ..core.torch_compat import subclass_over, subclass_without_memory
 from ..gradients.ledger import get_grads, set_grads
 
 __all__ = ["MasterParameter", "SplitMasterParameter"]
@@ -33,7 +34,7 @@ class MasterParameter(torch.nn.Parameter):
     @staticmethod
     def over(weight: torch.Tensor, master: torch.Tensor) -> MasterParameter:
         """The view of a master that lies in memory of its own."""
-        view = torch.Tensor._make_subclass(MasterParameter, master.detach(), True)
+        view = subclass_over(MasterParameter, master.detach(), True)
         view.weight = weight
         return view
 
@@ -79,7 +80,7 @@ class SplitMasterParameter(MasterParameter):
         requires_grad: bool = True,
     ) -> SplitMasterParameter:
         """The view of a master that ``read`` puts together, and of which ``write`` returns what the weight becomes."""
-        view: Any = torch.Tensor._make_wrapper_subclass(
+        view: Any = subclass_without_memory(
             SplitMasterParameter,
             weight.shape,
             strides=weight.stride(),

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..core.dtypes import dtype_name
 from ..core.errors import UsageError
+from ..core.torch_compat import values_of
 
 __all__ = ["first_bad_gradient", "refuse_strays"]
 
@@ -30,7 +31,7 @@ def first_bad_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> str:
         if grad is None or id(param) in seen:
             continue
         seen.add(id(param))
-        values = grad._values() if grad.is_sparse else grad
+        values = values_of(grad) if grad.is_sparse else grad
         infs, nans = int(values.isinf().sum()), int(values.isnan().sum())
         if infs or nans:
             shape = "x".join(map(str, param.shape)) or "scalar"

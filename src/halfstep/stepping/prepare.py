@@ -20,7 +20,8 @@ from ..casting import scopes as ops
 from ..core.dtypes import is_half
 from ..core.errors import UsageError
 from ..core.policy import Policy
-from ..gradients.ledger import HAS_GRAD_DTYPE, set_grads
+from ..core.torch_compat import HAS_GRAD_DTYPE
+from ..gradients.ledger import set_grads
 from ..gradients.master_registry import keeper_of
 from ..kernels.launch import backend_for
 from ..optimizers.fuse import can_fuse, fuse

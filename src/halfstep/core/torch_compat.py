@@ -1,0 +1,109 @@
+"""The private names of torch that halfstep uses, in one place and under public names.
+
+A private name may change in any release. So a new torch is checked here first; all of these are in torch 2.13. Not
+here are ``Tensor._version``, which torch's notes on autograd document, and ``torch._foreach_*``, which the kernels are
+made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _dispatch_get_all_op_names as all_op_names
+from torch._C import _get_function_stack_at as function_mode_at
+from torch._C import _get_tracing_state as jit_tracing_state
+from torch._C import _jit_get_schemas_for_operator as schemas_of_op
+from torch._C import _len_torch_dispatch_stack as dispatch_mode_count
+from torch._C import _len_torch_function_stack as function_mode_count
+from torch._C import _storage_Use_Count as storage_owners
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._C._functorch import peek_interpreter_stack as functorch_level
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import _refresh_per_optimizer_state as new_optimizer_state
+from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
+
+__all__ = [
+    "HAS_GRAD_DTYPE",
+    "NAMESPACES",
+    "BatchNorm",
+    "FrameAction",
+    "FrameExecStrategy",
+    "InstanceNorm",
+    "OpOverload",
+    "OpOverloadPacket",
+    "OptState",
+    "SyncBatchNormFunction",
+    "all_op_names",
+    "dispatch_mode_count",
+    "enter_autocast",
+    "exit_autocast",
+    "function_mode_at",
+    "function_mode_count",
+    "functorch_level",
+    "has_comm_hook",
+    "is_view",
+    "jit_tracing_state",
+    "new_optimizer_state",
+    "pop_function_mode",
+    "push_function_mode",
+    "queue_after_backward",
+    "schemas_of_op",
+    "set_code_exec_strategy",
+    "storage_owners",
+    "subclass_over",
+    "subclass_without_memory",
+    "unflatten_dense_tensors",
+    "update_scale_",
+    "values_of",
+]
+
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+"""Since torch 2.13 the gradient of a parameter may have another dtype than the parameter."""
+
+NAMESPACES: dict[str, Any] = {
+    "functions": torch._C._VariableFunctions,
+    "nn": torch._C._nn,
+    **{name: getattr(torch._C, f"_{name}") for name in ("linalg", "fft", "special")},
+}
+"""Where torch's C functions are, which its public Python functions call."""
+
+update_scale_: Callable[..., torch.Tensor] = torch._amp_update_scale_
+"""``update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)``, in place."""
+
+subclass_over: Callable[..., Any] = torch.Tensor._make_subclass
+"""``subclass_over(cls, tensor, requires_grad)``: a tensor of another class with the same memory."""
+
+subclass_without_memory: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+"""``subclass_without_memory(cls, shape, ...)``: a tensor whose operations go to ``__torch_dispatch__`` of its class."""
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another."""
+    return tensor._is_view()
+
+
+def values_of(sparse: torch.Tensor) -> torch.Tensor:
+    """The values of a sparse tensor, in its own memory, coalesced or not."""
+    return sparse._values()
+
+
+def has_comm_hook(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether a user has registered a communication hook. Torch's built-in hooks are known to its log only."""
+    return bool(wrapper._comm_hooks or wrapper._get_ddp_logging_data().get("comm_hook"))
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that is running, after those that were queued before."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
