@@ -91,7 +91,7 @@ def test_every_public_name_is_documented(name: str) -> None:
     module = importlib.import_module(name)
     assert module.__doc__
     exported = [getattr(module, attribute) for attribute in getattr(module, "__all__", [])]
-    ours = [value for value in exported if getattr(value, "__module__", "").startswith("halfstep")]
+    ours = [value for value in exported if str(getattr(value, "__module__", "")).startswith("halfstep")]
     assert not [value.__qualname__ for value in ours if not value.__doc__ and hasattr(value, "__qualname__")]
 
 

@@ -34,7 +34,7 @@ class MasterParameter(torch.nn.Parameter):
     @staticmethod
     def over(weight: torch.Tensor, master: torch.Tensor) -> MasterParameter:
         """The view of a master that lies in memory of its own."""
-        view = subclass_over(MasterParameter, master.detach(), True)
+        view: MasterParameter = subclass_over(MasterParameter, master.detach(), True)
         view.weight = weight
         return view
 
