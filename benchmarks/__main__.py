@@ -15,6 +15,7 @@ BENCHMARKS = {
     "accumulation": "a window of passes on two processes: DistributedDataParallel under autocast, and O1, O2",
     "graph": "a captured graph with casts: torch.autocast, torch.compile under it, and static O1 and O2",
     "flat_masters": "a step with one flat fp32 master against one master for each parameter",
+    "walks": "what one batch calls inside halfstep, in files and functions, for five usual loops",
     "gpu_check": "the GPU tests and the benchmarks on CUDA, within 8 minutes, as JSON under $OUT",
 }
 """Name and one line of help. The name is also the module beside this one, with ``add_arguments`` and ``run``."""

@@ -94,6 +94,21 @@ def test_models_that_torch_cannot_run_are_left_out(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "torch.autocast: could not create a primitive\n"
 
 
+def test_walks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["walks"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    found = [line for line in printed if not line.startswith(" ")]
+    assert [line.partition(":")[0].partition(" in ")[0] for line in found] == [
+        "amp.initialize at O2 with SGD",
+        "FusedAdam.step",
+        "amp.GradScaler with SGD",
+        "Model.fit at O1",
+        "Executor.run at O2",
+    ]
+    assert any(line.startswith("    graph/executor.py:run") for line in printed)
+    assert sys.getprofile() is None
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_gpu_check_without_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpu_check"]) != 0
