@@ -1,9 +1,10 @@
-"""What ``fit``, ``evaluate`` and ``predict`` call on their way, and the two that show how far they are."""
+"""What ``fit``, ``evaluate`` and ``predict`` call on their way, and the two callbacks that report progress."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,7 @@ import torch
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from .model import Model
-
-__all__ = ["Callback", "Lines", "ProgressBar", "call"]
+__all__ = ["Callback", "call", "calling"]
 
 _log = logging.getLogger("halfstep")
 
@@ -21,14 +20,14 @@ Logs = Mapping[str, Any]
 
 
 class Callback:
-    """Override what you need. Steps and epochs count from 0; what ``logs`` holds of a batch are tensors on its device.
+    """Override the methods that you need. Steps and epochs count from 0; ``logs`` of a batch holds device tensors.
 
     Attributes:
-        model: the ``Model``.
+        model: the ``Model`` that calls.
         params: ``epochs`` (of ``fit``) and ``steps``, the batches in an epoch, None where the loader has no length.
     """
 
-    model: Model
+    model: Any
     params: Mapping[str, int | None]
 
     def on_train_begin(self, logs: Logs) -> None:
@@ -44,19 +43,19 @@ class Callback:
         """After a batch; ``logs`` has its ``loss``."""
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """After an epoch and its evaluation: the last loss, the metrics, and what was evaluated as ``eval_...``.
+        """After an epoch and its evaluation; ``logs`` has its loss and metrics, and the evaluation's as ``eval_...``.
 
         ``self.model.stop_training = True`` ends the training here, or after any batch.
         """
 
     def on_train_end(self, logs: Logs) -> None:
-        """After the last epoch; ``logs`` as it had."""
+        """After the last epoch; ``logs`` are those of that epoch."""
 
     def on_eval_begin(self, logs: Logs) -> None:
         """Before an evaluation."""
 
     def on_eval_batch_end(self, step: int, logs: Logs) -> None:
-        """After a batch of it; ``logs`` has its ``loss``."""
+        """After a batch of an evaluation; ``logs`` has its ``loss``."""
 
     def on_eval_end(self, logs: Logs) -> None:
         """After an evaluation; ``logs`` is what ``evaluate`` returns."""
@@ -65,16 +64,38 @@ class Callback:
         """Before a prediction."""
 
     def on_predict_batch_end(self, step: int, logs: Logs) -> None:
-        """After a batch of it; ``logs`` has its ``outputs``."""
+        """After a batch of a prediction; ``logs`` has its ``outputs``."""
 
     def on_predict_end(self, logs: Logs) -> None:
         """After a prediction."""
 
 
 def call(callbacks: list[Callback], event: str, *args: Any) -> None:
-    """Tell each of them."""
+    """Call one method of each callback."""
     for callback in callbacks:
         getattr(callback, event)(*args)
+
+
+@contextmanager
+def calling(
+    model: Any,
+    given: Callback | Sequence[Callback] | None,
+    steps: int | None,
+    verbose: int,
+    log_freq: int = 1,
+    epochs: int = 1,
+) -> Iterator[tuple[list[Callback], list[Callback]]]:
+    """Bind callbacks to a model while it runs: the user's own, and these with the one that reports progress."""
+    own = [given] if isinstance(given, Callback) else list(given or ())
+    bar = ProgressBar(log_freq)
+    shown: list[Callback] = [bar] if verbose == 1 else [Lines(log_freq)] if verbose == 2 else []
+    for callback in (*own, *shown):
+        callback.model = model
+        callback.params = {"epochs": epochs, "steps": steps}
+    try:
+        yield own, [*own, *shown]
+    finally:
+        bar.close()
 
 
 class Lines(Callback):
@@ -85,90 +106,83 @@ class Lines(Callback):
         self._epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
-        """Remember which one."""
+        """Keep the number for the lines of its batches."""
         self._epoch = epoch
 
     def on_train_batch_end(self, step: int, logs: Logs) -> None:
-        """One line every ``log_freq`` batches; reading the loss waits for the device."""
+        """Log a line every ``log_freq`` batches; reading the loss waits for the device."""
         if step % self._log_freq == 0:
-            _log.info("epoch %d step %d %s", self._epoch + 1, step, shown(logs))
+            _log.info("epoch %d step %d %s", self._epoch + 1, step, text_of(logs))
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """One line."""
-        _log.info("epoch %d %s", epoch + 1, shown(logs))
+        """Log a line."""
+        _log.info("epoch %d %s", epoch + 1, text_of(logs))
 
 
 class ProgressBar(Callback):
-    """``verbose=1``: a bar for each epoch, evaluation or prediction."""
+    """``verbose=1``: a bar for each epoch, evaluation or prediction. The finished bar stays, with the results."""
 
     def __init__(self, log_freq: int) -> None:
         self._log_freq = log_freq
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._bar: tuple[Progress, TaskID] | None = None
 
-    def close(self) -> None:
-        """Give the terminal back, whatever has happened."""
-        self._stop()
+    def close(self, logs: Logs | None = None) -> None:
+        """End the bar, if there is one, and give the terminal back."""
+        if self._bar is not None:
+            progress, task = self._bar
+            if logs:
+                progress.update(task, logs=text_of(logs))
+            progress.stop()
+        self._bar = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
-        """A new bar."""
+        """Start a bar."""
         self._start(f"epoch {epoch + 1}/{self.params['epochs']}")
 
     def on_train_batch_end(self, step: int, logs: Logs) -> None:
-        """One batch further, with the loss every ``log_freq`` batches."""
+        """Advance the bar, and show the loss every ``log_freq`` batches."""
         self._advance(logs if step % self._log_freq == 0 else {})
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """The bar stays, with what the epoch came to."""
-        self._stop(logs)
+        """End the bar."""
+        self.close(logs)
 
     def on_eval_begin(self, logs: Logs) -> None:
-        """A new bar."""
+        """Start a bar."""
         self._start("evaluate")
 
     def on_eval_batch_end(self, step: int, logs: Logs) -> None:
-        """One batch further."""
+        """Advance the bar."""
         self._advance({})
 
     def on_eval_end(self, logs: Logs) -> None:
-        """The bar stays, with what was found."""
-        self._stop(logs)
+        """End the bar."""
+        self.close(logs)
 
     def on_predict_begin(self, logs: Logs) -> None:
-        """A new bar."""
+        """Start a bar."""
         self._start("predict")
 
-    def on_predict_batch_end(self, step: int, logs: Logs) -> None:
-        """One batch further."""
-        self._advance({})
-
-    def on_predict_end(self, logs: Logs) -> None:
-        """The bar stays."""
-        self._stop()
+    on_predict_batch_end = on_eval_batch_end
+    on_predict_end = on_eval_end
 
     def _start(self, text: str) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, TextColumn("{task.fields[logs]}"))
-        self._task = self._progress.add_task(text, total=self.params["steps"], logs="")
-        self._progress.start()
+        progress = Progress(*columns, TextColumn("{task.fields[logs]}"))
+        self._bar = progress, progress.add_task(text, total=self.params["steps"], logs="")
+        progress.start()
 
     def _advance(self, logs: Logs) -> None:
-        if self._progress is not None and self._task is not None:
-            self._progress.advance(self._task)
+        if self._bar is not None:
+            progress, task = self._bar
+            progress.advance(task)
             if logs:
-                self._progress.update(self._task, logs=shown(logs))
-
-    def _stop(self, logs: Logs | None = None) -> None:
-        if self._progress is not None and self._task is not None:
-            if logs:
-                self._progress.update(self._task, logs=shown(logs))
-            self._progress.stop()
-        self._progress = self._task = None
+                progress.update(task, logs=text_of(logs))
 
 
-def shown(logs: Logs) -> str:
+def text_of(logs: Logs) -> str:
     """``loss 0.123 Accuracy 0.9``."""
     return " ".join(f"{name} {_number(value)}" for name, value in logs.items())
 

@@ -1,4 +1,4 @@
-"""What ``amp_configs`` of ``Model.prepare`` may say."""
+"""Reads ``amp_configs`` of ``Model.prepare``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIST_KEYS = ("custom_white_list", "custom_black_list")
 
 
 def read_configs(amp_configs: Any) -> tuple[str, dict[str, Any]]:
-    """The level, and the other keys, which are known ones.
+    """The level, and the values of the other keys.
 
     Raises:
         ArgumentTypeError: neither None, a level nor a dict.

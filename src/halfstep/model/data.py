@@ -1,4 +1,4 @@
-"""What comes out of datasets and loaders."""
+"""Datasets, loaders and the batches that come out of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["as_list", "as_loader", "batch_size_of", "inputs_and_labels", "length
 
 
 def as_list(parts: Any) -> list[Any]:
-    """None, one part or several of them, as a list."""
+    """A list of parts, given as None, one part, or a list or tuple of them."""
     return [] if parts is None else list(parts) if isinstance(parts, (list, tuple)) else [parts]
 
 
 def as_loader(data: Any, batch_size: int, shuffle: bool, num_workers: int) -> Iterable[Any]:
-    """A loader for a dataset; any other iterable is one already."""
+    """A loader for a dataset. Any other iterable is a loader already."""
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, (DataLoader, list, tuple))):
         shuffle = shuffle and not isinstance(data, IterableDataset)
         return DataLoader(data, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers)
@@ -28,7 +28,7 @@ def as_loader(data: Any, batch_size: int, shuffle: bool, num_workers: int) -> It
 
 
 def inputs_and_labels(batch: Any) -> tuple[list[Any], list[Any]]:
-    """The parts of a batch: all but the last are inputs.
+    """The inputs and the label of a batch: its last part is the label.
 
     Raises:
         ArgumentValueError: fewer than two parts.
@@ -46,8 +46,8 @@ def batch_size_of(parts: list[Any]) -> int:
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
-    """How many batches it has; None if it does not know."""
+    """How many batches a loader has; None if it does not know."""
     try:
         return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # also of a DataLoader over a stream, which has a __len__
+    except TypeError:  # a DataLoader over a stream has a __len__, which raises this too
         return None

@@ -1,4 +1,4 @@
-"""The metrics of a ``Model``: objects as torchmetrics has them, by their names."""
+"""The metrics of a ``Model``, by their names; they are objects like those of torchmetrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Metrics"]
 
 
 class Metrics:
-    """Some metrics; of several without a name that are of one class, the second is ``name_1``.
+    """Named metrics. A metric without a name has that of its class; the second of a class is ``name_1``.
 
     Args:
         given: None, an object with ``update``, ``compute`` and ``reset``, a list of them, or a dict that names them.
@@ -38,19 +38,19 @@ class Metrics:
                 )
 
     def reset(self, device: torch.device) -> None:
-        """Begin anew, on a device."""
+        """Start over, on a device."""
         for metric in self._named.values():
             metric.reset()
             if isinstance(metric, nn.Module):  # torchmetrics' have buffers
                 metric.to(device)
 
     def update(self, outputs: Sequence[Any], labels: Sequence[Any]) -> None:
-        """One batch."""
+        """Take in the outputs and labels of a batch."""
         for metric in self._named.values():
             metric.update(*outputs, *labels)
 
     def compute(self) -> dict[str, Any]:
-        """What they have come to; a MetricCollection names its own."""
+        """The values by name. A metric that returns a mapping, such as a MetricCollection, names its own values."""
         found: dict[str, Any] = {}
         for name, metric in self._named.items():
             value = metric.compute()

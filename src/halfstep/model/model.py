@@ -1,10 +1,10 @@
-"""The loop. What is cast, scaled and mastered in it is decided by amp."""
+"""The training loop of ``Model``. Casts, loss scaling and master weights are those of ``amp``."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from os import PathLike, fspath
 from pathlib import Path
@@ -16,14 +16,14 @@ from torch import nn
 from ..amp.auto_cast import auto_cast
 from ..amp.decorate import decorate
 from ..amp.grad_scaler import GradScaler
-from ..core.dtypes import default_half, is_half, parse_dtype
+from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import save_whole
-from .callbacks import Callback, Lines, ProgressBar, call
+from .callbacks import Callback, call, calling
 from .configs import LIST_KEYS, SCALER_KEYS, read_configs
 from .data import as_list, as_loader, batch_size_of, inputs_and_labels, length_of
 from .metrics import Metrics
-from .summary import layers_of, show
+from .summary import summarize
 
 __all__ = ["Model"]
 
@@ -56,11 +56,11 @@ class Model:
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss: Callable[..., Any] | None = None
         self._metrics = Metrics(None)
-        self._casts: dict[str, Any] | None = None
+        self._scope: AbstractContextManager[Any] = nullcontext()
         self._scaler = GradScaler(enable=False)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the network."""
+        """The parameters of the network."""
         return list(self.network.parameters())
 
     def prepare(
@@ -70,14 +70,14 @@ class Model:
         metrics: Any = None,
         amp_configs: str | Mapping[str, Any] | None = None,
     ) -> None:
-        """Say what to train with, and in which precision; training, evaluation and prediction share it.
+        """Set what to train with, and the precision of training, evaluation and prediction.
 
         Args:
-            optimizer: over parameters of the network; needed to train only.
+            optimizer: over parameters of the network; only training needs it.
             loss: called as ``loss(*outputs, *labels)`` with floating outputs in fp32; gives a scalar, the mean over
                 the batch.
-            metrics: one of torchmetrics, a list of them, or a dict that names them: objects with
-                ``update(*outputs, *labels)``, ``compute()`` and ``reset()``. Without a name one goes by its class.
+            metrics: a metric of torchmetrics, a list of them, or a dict that names them. Any object will do that has
+                ``update(*outputs, *labels)``, ``compute()`` and ``reset()``. Without a name it has that of its class.
             amp_configs: "O0", "O1", "O2", or a dict with ``level`` ("O1" if absent), ``dtype``, ``emulate``,
                 ``custom_white_list`` and ``custom_black_list`` of ``amp.auto_cast``, and ``init_loss_scaling``,
                 ``incr_ratio``, ``decr_ratio``, ``incr_every_n_steps``, ``decr_every_n_nan_or_inf`` and
@@ -95,20 +95,18 @@ class Model:
             raise ArgumentTypeError(f"loss must be callable, not {type(loss).__name__}.")
         named = Metrics(metrics)
         level, configs = read_configs(amp_configs)
-        casts: dict[str, Any] | None = None
+        scope: AbstractContextManager[Any] = nullcontext()
         scaler = GradScaler(enable=False)
         if level != "O0":
-            device = self._device()
-            half = default_half(device.type) if configs.get("dtype") is None else parse_dtype(configs["dtype"])
-            casts = {"level": level, "dtype": half}
-            casts |= {key: configs[key] for key in ("emulate", *LIST_KEYS) if key in configs}
-            auto_cast(**casts)
+            half = default_half(self._device()) if configs.get("dtype") is None else parse_dtype(configs["dtype"])
+            casts = {key: configs[key] for key in ("emulate", *LIST_KEYS) if key in configs}
+            scope = auto_cast(level=level, dtype=half, **casts)
             scaling = {key: configs[key] for key in SCALER_KEYS if key in configs}
             scaler = GradScaler(enable=half == torch.float16 or bool(scaling), **scaling)
             if level == "O2":
                 decorate(self.network, optimizer, level="O2", dtype=half, emulate=configs.get("emulate", "auto"))
         self._optimizer, self._loss, self._metrics = optimizer, loss, named
-        self._casts, self._scaler = casts, scaler
+        self._scope, self._scaler = scope, scaler
 
     # ---- one batch
 
@@ -128,9 +126,9 @@ class Model:
 
     @torch.no_grad()
     def predict_batch(self, inputs: Any) -> Any:
-        """What the network gives for one batch in eval mode."""
+        """The network's outputs for one batch, in eval mode."""
         self.network.eval()
-        with self._scope():
+        with self._scope:
             return self.network(*self._moved(as_list(inputs)))
 
     # ---- many batches
@@ -155,7 +153,7 @@ class Model:
 
         Args:
             train_data: a torch dataset, or a loader: any other iterable of batches, whose last part is the label.
-            eval_data: the same, evaluated after every ``eval_freq`` epochs.
+            eval_data: a dataset or loader to evaluate after every ``eval_freq`` epochs.
             batch_size: samples in a batch, for datasets.
             epochs: how often to go through the data.
             eval_freq: see ``eval_data``.
@@ -166,20 +164,15 @@ class Model:
             shuffle: whether a dataset is shuffled for training.
             num_workers: worker processes of the loaders, for datasets.
             callbacks: one ``Callback`` or several.
-            accumulate_grad_batches: batches to a step. It is the step of one batch of all their samples; the last
-                step of an epoch takes those that are left.
+            accumulate_grad_batches: batches in a step, which is the step of one batch of all their samples. The last
+                step of an epoch takes the batches that are left.
 
         Raises:
             UsageError: before ``prepare`` with an optimizer and a loss.
             ArgumentValueError: a count below 1.
         """
-        counts = {
-            "epochs": epochs,
-            "eval_freq": eval_freq,
-            "log_freq": log_freq,
-            "save_freq": save_freq,
-            "accumulate_grad_batches": accumulate_grad_batches,
-        }
+        counts = {"epochs": epochs, "eval_freq": eval_freq, "log_freq": log_freq, "save_freq": save_freq}
+        counts["accumulate_grad_batches"] = accumulate_grad_batches
         for name, count in counts.items():
             if count < 1:
                 raise ArgumentValueError(f"{name}={count}, but it counts from 1.")
@@ -188,7 +181,7 @@ class Model:
         evaluated = None if eval_data is None else as_loader(eval_data, batch_size, False, num_workers)
         self.stop_training = False
         logs: dict[str, Any] = {}
-        with self._called(callbacks, loader, verbose, log_freq, epochs) as (own, called):
+        with calling(self, callbacks, length_of(loader), verbose, log_freq, epochs) as (own, called):
             call(called, "on_train_begin", logs)
             for epoch in range(epochs):
                 call(called, "on_epoch_begin", epoch, logs)
@@ -214,15 +207,10 @@ class Model:
     ) -> dict[str, Any]:
         """The mean loss over all samples, in eval mode, and every metric.
 
-        Args:
-            eval_data: as ``fit`` takes it.
-            batch_size: for datasets.
-            verbose: 1 for a progress bar.
-            num_workers: for datasets.
-            callbacks: one ``Callback`` or several.
+        The arguments are as for ``fit``; ``verbose=1`` shows a progress bar.
         """
         loader = as_loader(eval_data, batch_size, False, num_workers)
-        with self._called(callbacks, loader, verbose, 1) as (_, called):
+        with calling(self, callbacks, length_of(loader), verbose) as (_, called):
             return self._evaluate(loader, called)
 
     def predict(
@@ -233,20 +221,15 @@ class Model:
         num_workers: int = 0,
         callbacks: Callback | Sequence[Callback] | None = None,
     ) -> list[Any]:
-        """What the network gives, batch by batch. Of a batch it takes as many parts as its forward has parameters.
+        """The network's outputs, batch by batch. It is given as many parts of a batch as its forward has parameters.
 
-        Args:
-            test_data: as ``fit`` takes it, with labels or without.
-            batch_size: for datasets.
-            verbose: 1 for a progress bar.
-            num_workers: for datasets.
-            callbacks: one ``Callback`` or several.
+        ``test_data`` may have labels or not. The arguments are as for ``fit``; ``verbose=1`` shows a progress bar.
         """
         loader = as_loader(test_data, batch_size, False, num_workers)
         kinds = [p.kind for p in inspect.signature(self.network.forward).parameters.values()]
         count = None if inspect.Parameter.VAR_POSITIONAL in kinds else len(kinds)
         found = []
-        with self._called(callbacks, loader, verbose, 1) as (_, called):
+        with calling(self, callbacks, length_of(loader), verbose) as (_, called):
             call(called, "on_predict_begin", {})
             for step, batch in enumerate(loader):
                 found.append(self.predict_batch(as_list(batch)[:count]))
@@ -259,7 +242,7 @@ class Model:
     def save(self, path: str | PathLike[str], training: bool = True) -> None:
         """Write ``{path}.pt``: the network's state and, if ``training``, the optimizer's and the loss scaler's.
 
-        The file is complete or not there: what is interrupted leaves the one that was there before.
+        If saving is interrupted, the file that was there before stays.
         """
         state: dict[str, Any] = {"model": self.network.state_dict()}
         if training and self._optimizer is not None:
@@ -280,9 +263,8 @@ class Model:
             if state["scaler"]:
                 self._scaler.load_state_dict(state["scaler"])
 
-    @torch.no_grad()
     def summary(self, input_size: Any = None, dtypes: Any = None, verbose: int = 1) -> dict[str, Any]:
-        """Draw a table of the network's layers, and return what is in it.
+        """Print a table of the network's layers, and return what is in it.
 
         Args:
             input_size: shape of an input with its batch dimension, or a list of shapes; the network runs on zeros
@@ -294,24 +276,8 @@ class Model:
             ``total_params``, ``trainable_params``, and ``layers``, each with ``name``, ``type``, ``output_shape``,
             ``dtype`` and ``params``.
         """
-        shapes = [] if input_size is None else input_size if isinstance(input_size, list) else [input_size]
-        kinds = dtypes if isinstance(dtypes, list) else [dtypes or torch.float32] * len(shapes)
-        device, was_training = self._device(), self.network.training
-        inputs = [torch.zeros(s, dtype=parse_dtype(k), device=device) for s, k in zip(shapes, kinds, strict=True)]
-        self.network.eval()
-        try:
-            with self._scope():
-                layers = layers_of(self.network, inputs or None)
-        finally:
-            self.network.train(was_training)
-        params = self.parameters()
-        totals = {
-            "total_params": sum(p.numel() for p in params),
-            "trainable_params": sum(p.numel() for p in params if p.requires_grad),
-        }
-        if verbose:
-            show(layers, totals)
-        return {**totals, "layers": layers}
+        with self._scope:
+            return summarize(self.network, self._device(), input_size, dtypes, verbose)
 
     # ---- inside
 
@@ -359,14 +325,11 @@ class Model:
         if self._loss is None:
             raise UsageError("There is no loss; give one to Model.prepare(optimizer, loss).")
         labels = self._moved(labels)
-        with self._scope():
-            outputs = [_wide(part) for part in as_list(self.network(*self._moved(inputs)))]
+        with self._scope:
+            outputs = [_in_fp32(part) for part in as_list(self.network(*self._moved(inputs)))]
             loss: torch.Tensor = self._loss(*outputs, *labels)
         self._metrics.update([part.detach() for part in outputs], labels)
         return loss.float()
-
-    def _scope(self) -> Any:
-        return nullcontext() if self._casts is None else auto_cast(**self._casts)
 
     def _need_optimizer(self) -> torch.optim.Optimizer:
         if self._optimizer is None or self._loss is None:
@@ -380,22 +343,6 @@ class Model:
         device = self._device()
         return [part.to(device) if isinstance(part, torch.Tensor) else part for part in parts]
 
-    @contextmanager
-    def _called(
-        self, given: Callback | Sequence[Callback] | None, loader: Any, verbose: int, log_freq: int, epochs: int = 1
-    ) -> Iterator[tuple[list[Callback], list[Callback]]]:
-        """The user's callbacks, and the same with the one that shows how far it is."""
-        own = [given] if isinstance(given, Callback) else list(given or ())
-        bar, steps = ProgressBar(log_freq), length_of(loader)
-        shown: list[Callback] = [bar] if verbose == 1 else [Lines(log_freq)] if verbose == 2 else []
-        for callback in (*own, *shown):
-            callback.model = self
-            callback.params = {"epochs": epochs, "steps": steps}
-        try:
-            yield own, [*own, *shown]
-        finally:
-            bar.close()
 
-
-def _wide(part: Any) -> Any:
-    return part.float() if isinstance(part, torch.Tensor) and is_half(part) else part
+def _in_fp32(part: Any) -> Any:
+    return part.float() if isinstance(part, torch.Tensor) and part.dtype in HALF_DTYPES else part

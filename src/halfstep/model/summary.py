@@ -1,4 +1,4 @@
-"""What a network consists of, as a table."""
+"""The layers of a network, as a table."""
 
 from __future__ import annotations
 
@@ -8,20 +8,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.dtypes import dtype_name
+from ..core.dtypes import dtype_name, parse_dtype
 
-__all__ = ["layers_of", "show"]
+__all__ = ["summarize"]
 
 
-def layers_of(network: nn.Module, inputs: Sequence[torch.Tensor] | None) -> list[dict[str, Any]]:
-    """The modules that do something themselves, in the order in which a forward pass reaches them, or of definition.
+@torch.no_grad()
+def summarize(network: nn.Module, device: torch.device, input_size: Any, dtypes: Any, verbose: int) -> dict[str, Any]:
+    """What ``Model.summary`` returns; the network is on ``device``."""
+    shapes = [] if input_size is None else input_size if isinstance(input_size, list) else [input_size]
+    kinds = dtypes if isinstance(dtypes, list) else [dtypes or torch.float32] * len(shapes)
+    inputs = [torch.zeros(s, dtype=parse_dtype(k), device=device) for s, k in zip(shapes, kinds, strict=True)]
+    was_training = network.training
+    network.eval()
+    try:
+        layers = _layers_of(network, inputs)
+    finally:
+        network.train(was_training)
+    params = list(network.parameters())
+    totals = {
+        "total_params": sum(p.numel() for p in params),
+        "trainable_params": sum(p.numel() for p in params if p.requires_grad),
+    }
+    if verbose:
+        _show(layers, totals)
+    return {**totals, "layers": layers}
 
-    Args:
-        network: in the mode in which it is to run.
-        inputs: of its forward; None does not run it, and no output shapes are known.
 
-    Returns:
-        ``name``, ``type``, ``output_shape`` (None where unknown), ``dtype`` of the weights and ``params``, each once.
+def _layers_of(network: nn.Module, inputs: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+    """The modules with weights of their own or without children, in the order of a forward pass, or of definition.
+
+    Without inputs the network does not run, and no output shapes are known. A shared weight counts once.
     """
     names = {module: name for name, module in network.named_modules() if _own(module) or not list(module.children())}
     shapes: dict[nn.Module, Any] = {}
@@ -29,7 +46,7 @@ def layers_of(network: nn.Module, inputs: Sequence[torch.Tensor] | None) -> list
     def note(module: nn.Module, args: Any, output: Any) -> None:
         shapes.setdefault(module, tuple(output.shape) if isinstance(output, torch.Tensor) else None)
 
-    if inputs is not None:
+    if inputs:
         hooks = [module.register_forward_hook(note) for module in names]
         try:
             network(*inputs)
@@ -57,8 +74,8 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
     return list(module.parameters(recurse=False))
 
 
-def show(layers: list[dict[str, Any]], totals: dict[str, int]) -> None:
-    """Draw the table on the terminal."""
+def _show(layers: list[dict[str, Any]], totals: dict[str, int]) -> None:
+    """Print the table."""
     from rich.console import Console
     from rich.table import Table
 
