@@ -28,7 +28,7 @@ from halfstep.core.loss_scale import (
 from halfstep.core.policy import Policy
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.gradients.async_reader import AsyncReader
-from halfstep.gradients.loss_scaler import LossScaler
+from halfstep.gradients.loss_scaler import DeviceLossScaler
 from tests.support.apex_recording import golden, grid
 from tests.support.scaling_reference import FLAGS, RULES, SMALLEST, reference
 
@@ -66,7 +66,7 @@ def test_rule(rule: dict[str, Any], flags: list[bool]) -> None:
 @settings(max_examples=1000, deadline=None)
 @given(rule=RULES, flags=FLAGS)
 def test_loss_scaler(rule: dict[str, Any], flags: list[bool]) -> None:
-    scaler, trace = LossScaler(DynamicLossScale(**rule, collapse_after=None), verbose=False), []
+    scaler, trace = DeviceLossScaler(DynamicLossScale(**rule, collapse_after=None), verbose=False), []
     for found in flags:
         scaler.update(flag(found))
         saved = scaler.state_dict()
@@ -202,7 +202,7 @@ def test_hysteresis_in_both_meanings(pattern: str, interval: int | None, sticky:
 @pytest.mark.parametrize(("found", "init"), [(True, 2.0**-100), (False, 2.0**120)])
 def test_scale_is_never_zero_or_infinite(factor: float, found: bool, init: float) -> None:
     rule = DynamicLossScale(init, factor, 1 / factor, growth_interval=1, max_scale=None, collapse_after=None)
-    scaler = LossScaler(rule, verbose=False)
+    scaler = DeviceLossScaler(rule, verbose=False)
     for _ in range(200):
         scaler.update(flag(found))
         assert 0.0 < scaler.loss_scale() < math.inf
@@ -250,7 +250,7 @@ def test_apex_amp_loss_scaler(case: str) -> None:
             growth_interval=int(given_.get("window", 2000)),
             collapse_after=None,  # Apex stayed at its floor without a word
         )
-    scaler = LossScaler(rule, verbose=False)
+    scaler = DeviceLossScaler(rule, verbose=False)
     assert scaler.loss_scale() == recorded["start"]
     scales, unskipped = [], []
     for i in range(APEX["about"]["setup"]["length"]):
@@ -329,7 +329,7 @@ def test_apex_dynamic_loss_scaler(case: str) -> None:
         max_scale=None,
         collapse_after=None,
     )
-    scaler = LossScaler(rule, verbose=False)
+    scaler = DeviceLossScaler(rule, verbose=False)
     scales = []
     for i in range(APEX["about"]["setup"]["length"]):
         scaler.update(flag(PATTERNS[pattern](i)))
@@ -341,7 +341,7 @@ def test_apex_dynamic_loss_scaler(case: str) -> None:
 
 
 def test_scale_keeps_its_value_and_is_another_object_after_an_update() -> None:
-    scaler = LossScaler(DynamicLossScale())
+    scaler = DeviceLossScaler(DynamicLossScale())
     first = scaler.scale(CPU)
     assert scaler.scale(CPU) is first
     scaler.update(YES)
@@ -351,7 +351,7 @@ def test_scale_keeps_its_value_and_is_another_object_after_an_update() -> None:
 
 
 def test_state_moves_in_place_for_cuda_graphs() -> None:
-    scaler = LossScaler(DynamicLossScale())
+    scaler = DeviceLossScaler(DynamicLossScale())
     before = scaler.state(CPU)
     scaler.update(YES)
     assert scaler.state(CPU) is before
@@ -359,7 +359,7 @@ def test_state_moves_in_place_for_cuda_graphs() -> None:
 
 
 def test_backward_after_an_update() -> None:
-    scaler, x = LossScaler(DynamicLossScale()), torch.ones((), requires_grad=True)
+    scaler, x = DeviceLossScaler(DynamicLossScale()), torch.ones((), requires_grad=True)
     scaled = x * scaler.scale(CPU)
     scaler.update(YES)
     scaled.backward()
@@ -382,7 +382,7 @@ def test_nested_passes_of_one_scaler_keep_their_scale() -> None:
 
 def test_overflow_is_told_of_at_the_next_update(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="halfstep")
-    scaler = LossScaler(DynamicLossScale(backoff_interval=2), name="loss scaler 3")
+    scaler = DeviceLossScaler(DynamicLossScale(backoff_interval=2), name="loss scaler 3")
     for found, told in [(True, 0), (True, 1), (False, 2), (False, 2)]:
         scaler.update(flag(found))
         assert len(caplog.records) == told
@@ -392,10 +392,10 @@ def test_overflow_is_told_of_at_the_next_update(caplog: pytest.LogCaptureFixture
     ]
 
 
-@pytest.mark.parametrize("ask", [LossScaler.loss_scale, LossScaler.state_dict, lambda s: s.set_scale(2.0)])
+@pytest.mark.parametrize("ask", [DeviceLossScaler.loss_scale, DeviceLossScaler.state_dict, lambda s: s.set_scale(2.0)])
 def test_reading_the_scale_tells_at_once(ask: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="halfstep")
-    scaler = LossScaler(DynamicLossScale())
+    scaler = DeviceLossScaler(DynamicLossScale())
     scaler.update(YES)
     ask(scaler)
     assert "32768" in caplog.text
@@ -403,7 +403,7 @@ def test_reading_the_scale_tells_at_once(ask: Any, caplog: pytest.LogCaptureFixt
 
 def test_silent(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="halfstep")
-    scaler = LossScaler(DynamicLossScale(), verbose=False)
+    scaler = DeviceLossScaler(DynamicLossScale(), verbose=False)
     scaler.update(YES)
     scaler.update(NO)
     assert not caplog.records
@@ -426,7 +426,7 @@ def test_late_reader_hands_out_rows_in_order() -> None:
 # ---- collapse
 
 
-def overflow_until_collapse(scaler: LossScaler, limit: int = 500) -> int:
+def overflow_until_collapse(scaler: DeviceLossScaler, limit: int = 500) -> int:
     for i in range(limit):
         try:
             scaler.update(YES, lambda: "layers.0.weight")
@@ -450,11 +450,11 @@ COLLAPSES = {  # rule -> after how many overflows in a row
 
 @pytest.mark.parametrize("rule", COLLAPSES, ids=str)
 def test_collapse(rule: LossScale) -> None:
-    assert overflow_until_collapse(LossScaler(rule, verbose=False)) == COLLAPSES[rule]
+    assert overflow_until_collapse(DeviceLossScaler(rule, verbose=False)) == COLLAPSES[rule]
 
 
 def test_a_finite_step_saves_from_collapse() -> None:
-    scaler = LossScaler(DynamicLossScale(init_scale=1.0, min_scale=1.0, collapse_after=3), verbose=False)
+    scaler = DeviceLossScaler(DynamicLossScale(init_scale=1.0, min_scale=1.0, collapse_after=3), verbose=False)
     for _ in range(10):
         for found in (True, True, False):
             scaler.update(flag(found))
@@ -496,13 +496,13 @@ STATEFUL = [DynamicLossScale(backoff_interval=3), StaticLossScale(4.0)]
 @pytest.mark.parametrize("rule", STATEFUL, ids=str)
 def test_every_field_survives_every_way_of_saving(rule: LossScale) -> None:
     saved = {"loss_scale": 12.0, "unskipped": 7, "bad": 2}
-    scaler = LossScaler(rule)
+    scaler = DeviceLossScaler(rule)
     scaler.load_state_dict(saved)
     assert numbers(scaler.state(CPU)) == (12.0, 7, 2)  # each field of LossScaleState, and none at its default
     assert all(
         value != default for value, default in zip(numbers(scaler.state(CPU)), numbers(start(rule)), strict=True)
     )
-    again = LossScaler(rule)
+    again = DeviceLossScaler(rule)
     again.load_state_dict(scaler.state_dict())
     for other in (again, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
         assert other.state_dict() == saved
@@ -510,7 +510,7 @@ def test_every_field_survives_every_way_of_saving(rule: LossScale) -> None:
 
 
 def test_apex_state_and_apex_name() -> None:
-    scaler = LossScaler(DynamicLossScale())
+    scaler = DeviceLossScaler(DynamicLossScale())
     scaler.load_state_dict({"loss_scale": 128.0, "unskipped": 3})
     assert scaler.state_dict() == {"loss_scale": 128.0, "unskipped": 3}
     scaler._loss_scale = 4.0
@@ -528,7 +528,7 @@ def test_apex_state_and_apex_name() -> None:
     ],
 )
 def test_kinds(rule: LossScale, dynamic: bool, neutral: bool) -> None:
-    scaler = LossScaler(rule)
+    scaler = DeviceLossScaler(rule)
     assert (scaler.dynamic, scaler.neutral) == (dynamic, neutral)
 
 
@@ -618,7 +618,7 @@ def test_wrong_settings(message: str) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, math.inf, math.nan])
 def test_wrong_scales(scale: float) -> None:
-    scaler = LossScaler(DynamicLossScale())
+    scaler = DeviceLossScaler(DynamicLossScale())
     for call in (
         lambda: StaticLossScale(scale),
         lambda: scaler.set_scale(scale),

@@ -19,7 +19,7 @@ from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.hardware import accelerator, warn_if_slow
 from ..core.loss_scale import LossScale, LossScaleSpec, StaticLossScale, make_loss_scale
 from ..core.oplists import OpLists
-from ..gradients.loss_scaler import LossScaler
+from ..gradients.loss_scaler import DeviceLossScaler
 from ..stepping.attached import AttachedOptimizer, attach, attached_to
 from ..stepping.backward import ScaledBackward
 from ..stepping.dynamic_class import undress
@@ -126,9 +126,9 @@ class NoOpHandle:
             raise ArgumentValueError(f"num_loss={num_loss!r} must be a whole number, 1 or more.")
         return OptimWrapper(optimizer, self, num_loss)
 
-    def new_scaler(self, name: str) -> LossScaler:
+    def new_scaler(self, name: str) -> DeviceLossScaler:
         """A fresh loss scale of this handle's kind."""
-        return LossScaler(StaticLossScale(1.0), name=name)
+        return DeviceLossScaler(StaticLossScale(1.0), name=name)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer | None:
         """Take over an optimizer's step, if nobody has; None if this handle does nothing (any more)."""
@@ -206,9 +206,9 @@ class AmpHandle(NoOpHandle):
         passes = [found.passes for item in given if (found := self.attach(item)) is not None]
         return ScaledBackward(loss, passes, self._scaler, name="scale_loss")
 
-    def new_scaler(self, name: str) -> LossScaler:
+    def new_scaler(self, name: str) -> DeviceLossScaler:
         """A fresh loss scale of this handle's kind."""
-        return LossScaler(self._rule, name=name)
+        return DeviceLossScaler(self._rule, name=name)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer | None:
         """Take over an optimizer's step, if nobody has; None once the handle was deactivated."""

@@ -18,10 +18,10 @@ from ..core.hardware import warn_if_slow
 from ..core.loss_scale import LossScale, LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
-from ..gradients.loss_scaler import LossScaler
+from ..gradients.loss_scaler import DeviceLossScaler
 from ..optimizers.larc import LARC
 from ..stepping.prepare import check, prepare
-from .options import Options, resolve
+from .options import Properties, resolve
 from .session import Session, _amp_state
 
 __all__ = ["initialize"]
@@ -117,7 +117,7 @@ def initialize(
         PrecisionWarning: once, where the device of a model has no units for the 16-bit dtype and ``emulate=False``.
     """
     if not enabled:
-        _amp_state.session = Session(Options(False, "O1", None, False, None, None, 1.0), 0)
+        _amp_state.session = Session(Properties(False, "O1", None, False, None, None, 1.0), 0)
         return models if optimizers is None else (models, optimizers)
 
     model_list = _check_models(models)
@@ -177,8 +177,8 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-def _scalers(rule: LossScale, count: int, verbosity: int) -> list[LossScaler]:
-    return [LossScaler(rule, name=f"loss scaler {i}", verbose=verbosity > 0) for i in range(count)]
+def _scalers(rule: LossScale, count: int, verbosity: int) -> list[DeviceLossScaler]:
+    return [DeviceLossScaler(rule, name=f"loss scaler {i}", verbose=verbosity > 0) for i in range(count)]
 
 
 def _check_models(models: Any) -> list[nn.Module]:

@@ -16,11 +16,11 @@ from ..core.loss_scale import LossScaleSpec, check_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import LEVELS, Policy, check_policy, parse_level
 
-__all__ = ["Options", "Recipe", "resolve"]
+__all__ = ["Properties", "Recipe", "resolve"]
 
 
 @dataclass(frozen=True)
-class Options:
+class Properties:
     """An opt level's properties under Apex's names, after the overrides.
 
     Attributes:
@@ -61,7 +61,7 @@ class Options:
         )
 
     @classmethod
-    def of(cls, policy: Policy) -> Options:
+    def of(cls, policy: Policy) -> Properties:
         """The properties of a policy, under the level that it is nearest to."""
         casts_ops, halves = policy.op_lists is not None, policy.param_dtype in HALF_DTYPES
         level = "O1" if casts_ops else ("O2" if policy.master_weights else "O3") if halves else "O0"
@@ -93,8 +93,8 @@ class Recipe:
 
     policy: Policy
     half: torch.dtype
-    options: Options
-    defaults: Options | None
+    options: Properties
+    defaults: Properties | None
 
     def banner(self) -> str:
         """What is said at verbosity 1: the level, its defaults, and what the overrides made of them; or the policy."""
@@ -137,7 +137,7 @@ def resolve(
         op_lists: op lists for O1.
         custom_white_list: what to move in them.
         custom_black_list: likewise.
-        **overrides: properties of ``Options``.
+        **overrides: of the fields of ``Properties``.
 
     Raises:
         UsageError: for arguments, or parts of a policy, that contradict each other.
@@ -185,7 +185,7 @@ def _from_policy(policy: Policy, loss_scale: Any, beside: dict[str, Any], device
     check_policy(policy)
     dtypes = (policy.compute_dtype, policy.param_dtype, policy.output_dtype)
     half = next((each for each in dtypes if each in HALF_DTYPES), None) or device_half
-    return Recipe(policy, half, Options.of(policy), None)
+    return Recipe(policy, half, Properties.of(policy), None)
 
 
 _FIELDS = {
@@ -211,11 +211,11 @@ def _check_level(opt_level: Any, dtype: Any) -> tuple[str, torch.dtype | None]:
     return parse_level(opt_level, given)
 
 
-def _resolve_options(opt_level: str, half: torch.dtype, **overrides: Any) -> tuple[Options, Options]:
+def _resolve_options(opt_level: str, half: torch.dtype, **overrides: Any) -> tuple[Properties, Properties]:
     """The defaults of a checked level, and what they become under the overrides that are not None."""
     policy = Policy.from_level(opt_level, half)
     casts_ops = policy.op_lists is not None
-    defaults = Options(
+    defaults = Properties(
         enabled=True,
         opt_level=opt_level,
         cast_model_type=policy.param_dtype,
@@ -292,7 +292,7 @@ def _show(value: Any) -> str:
 
 def _check_lists(
     level: str,
-    options: Options,
+    options: Properties,
     op_lists: OpLists | None,
     white: Iterable[object] | None,
     black: Iterable[object] | None,

@@ -14,13 +14,13 @@ import torch
 from ..core.errors import ArgumentValueError
 from ..core.hardware import accelerator
 from ..core.loss_scale import DynamicLossScale, StaticLossScale
-from ..gradients.loss_scaler import LossScaler
+from ..gradients.loss_scaler import DeviceLossScaler
 
 __all__ = ["ScalerSettings"]
 
 
 class ScalerSettings(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` whose settings are a ``DynamicLossScale`` and whose state is a ``LossScaler``.
+    """A ``torch.amp.GradScaler`` whose settings are a ``DynamicLossScale`` and whose state is a ``DeviceLossScaler``.
 
     Args:
         enabled: whether the scaler does anything.
@@ -33,7 +33,7 @@ class ScalerSettings(torch.amp.GradScaler):
         self._enabled = enabled
         self._rule = rule
         self._dynamic = dynamic
-        self._scaler = LossScaler(rule if dynamic else StaticLossScale(rule.init_scale), name="GradScaler")
+        self._scaler = DeviceLossScaler(rule if dynamic else StaticLossScale(rule.init_scale), name="GradScaler")
         self._home: torch.device | None = None  # where the first loss was; the scale stays there
         self._init_growth_tracker = 0
 

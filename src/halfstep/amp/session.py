@@ -17,9 +17,9 @@ import torch
 from ..casting import scopes as ops
 from ..casting import sessions
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..gradients.loss_scaler import LossScaler
+from ..gradients.loss_scaler import DeviceLossScaler
 from ..stepping.attached import AttachedOptimizer, attached_to
-from .options import Options
+from .options import Properties
 
 __all__ = ["AmpState", "Session", "load_state_dict", "master_params", "state_dict", "steps_skipped"]
 
@@ -28,11 +28,11 @@ logger = logging.getLogger("halfstep")
 
 @dataclass
 class Session:
-    """Options and loss scalers shared by the models and optimizers of one ``amp.initialize``."""
+    """The properties and loss scalers shared by the models and optimizers of one ``amp.initialize``."""
 
-    options: Options
+    options: Properties
     verbosity: int
-    loss_scalers: list[LossScaler] = field(default_factory=list)
+    loss_scalers: list[DeviceLossScaler] = field(default_factory=list)
 
 
 class StateHandle:
@@ -66,12 +66,12 @@ class AmpState:
         self.handle = StateHandle()
 
     @property
-    def loss_scalers(self) -> list[LossScaler]:
+    def loss_scalers(self) -> list[DeviceLossScaler]:
         """The loss scalers of the latest session."""
         return require_session("amp._amp_state.loss_scalers").loss_scalers
 
     @property
-    def opt_properties(self) -> Options:
+    def opt_properties(self) -> Properties:
         """The options of the latest session."""
         return require_session("amp._amp_state.opt_properties").options
 

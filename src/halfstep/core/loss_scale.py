@@ -2,7 +2,7 @@
 
 A rule (``NoLossScale``, ``StaticLossScale``, ``DynamicLossScale``) is frozen; its ``update`` is a pure function from
 one ``LossScaleState`` and a ``found_inf`` flag to the next. What holds a state and moves it is
-``engine.scaling.LossScaler``.
+``gradients.loss_scaler.DeviceLossScaler``.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class DynamicLossScale(LossScale):
         max_scale: the ceiling. None stands for the largest float32 number.
         sticky_backoff: whether hysteresis, once used up, stays so until a finite step.
         collapse_after: after so many overflows in a row at the floor, or at 2**-14 where the floor is lower, a
-            ``LossScaler`` raises ``LossScaleCollapsed``. None for never.
+            ``DeviceLossScaler`` raises ``LossScaleCollapsed``. None for never.
         floor: the smallest scale there can be.
         ceiling: the largest scale there can be.
 

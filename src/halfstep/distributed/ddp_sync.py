@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..core.dtypes import is_half
 from ..core.errors import UsageError
 from ..gradients.ledger import get_grads, set_grads
-from ..gradients.loss_scaler import LossScaler
+from ..gradients.loss_scaler import DeviceLossScaler
 from ..gradients.master_registry import master_of, write_master
 from .ddp_hook import Reduction, changes_gradients, known_wrappers, reduction_of, wrappers_seen
 
@@ -38,7 +38,7 @@ class BackwardRecord:
     """
 
     found_inf: torch.Tensor
-    scaler: LossScaler | None
+    scaler: DeviceLossScaler | None
     shared: bool = False
     dynamic: bool = False
 
@@ -215,7 +215,7 @@ def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
     return torch.stack([p.found_inf.to(device) for p in records]).amax()
 
 
-def share_overflow(records: Iterable[BackwardRecord], ranks: Iterable[RankSync]) -> dict[LossScaler, torch.Tensor]:
+def share_overflow(records: Iterable[BackwardRecord], ranks: Iterable[RankSync]) -> dict[DeviceLossScaler, torch.Tensor]:
     """Share overflows between the ranks: one all-reduce, of one number for each loss scale.
 
     Args:
@@ -226,8 +226,8 @@ def share_overflow(records: Iterable[BackwardRecord], ranks: Iterable[RankSync])
         For each loss scale with new records, whether one of its passes overflowed on any rank. Only the first
         overflow of a window counts.
     """
-    new: dict[LossScaler | None, list[BackwardRecord]] = {}
-    before: dict[LossScaler | None, list[torch.Tensor]] = {}
+    new: dict[DeviceLossScaler | None, list[BackwardRecord]] = {}
+    before: dict[DeviceLossScaler | None, list[torch.Tensor]] = {}
     for record in records:
         if record.shared:
             before.setdefault(record.scaler, []).append(record.found_inf)

@@ -1,7 +1,7 @@
-"""The loss scale in use: one state machine whose state lives on the device.
+"""The loss scale in use, whose state lives on the device.
 
-``LossScaler`` is the mutable holder that the faces share. The rules that say how it moves are the values of
-``core.loss_scale``; it moves its state in place, so that a CUDA graph captured around it goes on moving it.
+``DeviceLossScaler`` serves ``amp.initialize``, ``GradScaler`` and ``fp16_utils`` alike. The rules that move the scale
+are the values of ``core.loss_scale``. The state moves in place, so a captured CUDA graph goes on moving it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..core.errors import LossScaleCollapsed
 from ..core.loss_scale import LossScale, LossScaleState, StaticLossScale, check_between
 from .async_reader import AsyncReader, capturing
 
-__all__ = ["LossScaler"]
+__all__ = ["DeviceLossScaler"]
 
 logger = logging.getLogger("halfstep")
 
 
-class LossScaler:
+class DeviceLossScaler:
     """A loss scale in use: a rule and its present state, kept on the device of the losses.
 
     Overflows are told of through ``logging``, at level INFO of the logger "halfstep", one update late: reading the

@@ -18,7 +18,7 @@ import torch
 from ..casting import scopes as ops
 from ..core.errors import UsageError
 from ..distributed.ddp_sync import BackwardRecord, any_overflow, share_overflow
-from ..gradients.loss_scaler import LossScaler
+from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
 from ..optimizers._rows import SparseGradient
 from ..optimizers.fuse import OfTorch, unfuse
@@ -125,7 +125,7 @@ class AttachedOptimizer:
         self,
         scale: torch.Tensor,
         found_inf: torch.Tensor,
-        scaler: LossScaler,
+        scaler: DeviceLossScaler,
         seen: set[int] | None = None,
         *,
         may_defer: bool = False,

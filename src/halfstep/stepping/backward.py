@@ -20,7 +20,7 @@ from ..core.dtypes import halves, is_half
 from ..core.errors import ArgumentTypeError, UsageError
 from ..distributed.ddp_sync import BackwardRecord, RankSync, any_overflow, share_overflow
 from ..gradients.ledger import Gradients
-from ..gradients.loss_scaler import LossScaler
+from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
 from .diagnosis import first_bad_gradient, refuse_strays
 
@@ -223,7 +223,7 @@ class ScaledBackward:
         self,
         loss: torch.Tensor,
         passes: Sequence[BackwardPasses],
-        scaler: LossScaler,
+        scaler: DeviceLossScaler,
         *,
         name: str,
         found_inf: torch.Tensor | None = None,
@@ -309,7 +309,7 @@ class ScaledBackward:
             record_pass(self._passes, self._scaler, found_inf)
 
 
-def record_pass(optimizers: Sequence[BackwardPasses], scaler: LossScaler, found_inf: torch.Tensor) -> None:
+def record_pass(optimizers: Sequence[BackwardPasses], scaler: DeviceLossScaler, found_inf: torch.Tensor) -> None:
     """Note for the next step of each optimizer, and for the loss scale, whether a pass overflowed.
 
     The loss scale hears of it at once, unless other ranks do not have these gradients yet: then it hears when they are

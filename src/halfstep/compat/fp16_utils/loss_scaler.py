@@ -13,13 +13,13 @@ import torch
 
 from ...core.errors import ArgumentValueError
 from ...core.loss_scale import DynamicLossScale, LossScale, StaticLossScale
-from ...gradients.loss_scaler import LossScaler as EngineScaler
+from ...gradients.loss_scaler import DeviceLossScaler
 
 __all__ = ["DynamicLossScaler", "LossScaler", "saved_entry"]
 
 
-class _CountingScaler(EngineScaler):
-    """The engine's scaler, which also knows how many passes there were and which of them overflowed last."""
+class _CountingScaler(DeviceLossScaler):
+    """A ``DeviceLossScaler`` that also counts iterations, and knows which of them overflowed last."""
 
     def __init__(self, rule: LossScale) -> None:
         super().__init__(rule, name="the fp16_utils loss scaler")
@@ -27,7 +27,7 @@ class _CountingScaler(EngineScaler):
         self.last_overflow = torch.tensor(-1)
 
     def update(self, found_inf: torch.Tensor, blame: Callable[[], str] | None = None) -> None:
-        """Take one step of the rule, as the engine does, and count it."""
+        """Take one step of the rule, and count it."""
         super().update(found_inf, blame)
         self.last_overflow = torch.where(found_inf != 0, self.cur_iter, self.last_overflow.to(found_inf.device))
         self.cur_iter += 1
