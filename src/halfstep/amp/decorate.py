@@ -14,9 +14,9 @@ from ..casting import scopes as ops
 from ..casting.emulation import Emulate, check_emulate
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.hardware import warn_if_slow
 from ..core.policy import Policy
 from ..stepping.prepare import check, prepare
+from .arguments import as_models, as_optimizers, device_of, returned, warn_of_slow_devices
 
 __all__ = ["decorate"]
 
@@ -86,24 +86,15 @@ def decorate(
         raise ArgumentValueError(
             f"level={level!r} should be O1 or O2: O1 casts inside amp.auto_cast only, O2 casts the model."
         )
-    model_list = _listed(models, nn.Module, "models must be either a single model or a list of models")
-    optimizer_list = (
-        []
-        if optimizers is None
-        else _listed(
-            optimizers, torch.optim.Optimizer, "optimizers must be either a single optimizer or a list of them"
-        )
-    )
-    half = _check_half(dtype, model_list)
+    model_list, optimizer_list = as_models("amp.decorate", models), as_optimizers("amp.decorate", optimizers)
+    half = default_half(device_of(model_list)) if dtype is None else _check_dtype("dtype", dtype, HALF_DTYPES)
     saved = None if save_dtype is None else _check_dtype("save_dtype", save_dtype, _SAVE_DTYPES)
     keep = _excluded(excluded_layers, model_list)
     masters = _check_masters(master_weight, master_grad, optimizer_list)
-    _check_unwrapped(model_list)
     check("amp.decorate", model_list, optimizer_list, half if level == "O2" else None, again=True)
     check_emulate(emulate)
     if level == "O2" and emulate is False:
-        for device in {param.device for model in model_list for param in model.parameters()}:
-            warn_if_slow(device, half)
+        warn_of_slow_devices(model_list, half)
     casting = ops.OpCasting(
         half, enabled=False, devices=modules.device_types(model_list), emulate=emulate, lenient=True
     )
@@ -111,8 +102,7 @@ def decorate(
         for model in model_list:
             if not modules.is_attached(model):
                 modules.attach(model, casting=casting)
-        return models if optimizers is None else (models, optimizers)
-
+        return returned(models, optimizers)
     prepare(
         model_list,
         optimizer_list,
@@ -124,23 +114,7 @@ def decorate(
         wide_grads=master_grad,
         fused=fused,
     )
-    return models if optimizers is None else (models, optimizers)
-
-
-def _listed(given: Any, kind: type, rule: str) -> list[Any]:
-    found = given if isinstance(given, list) else [given]
-    for item in found:
-        if not isinstance(item, kind):
-            inside = "" if item is given else f" with a {type(item).__name__} in it"
-            raise ArgumentTypeError(f"{rule}, not {type(given).__name__}{inside}.")
-    return found
-
-
-def _check_half(dtype: torch.dtype | str | None, models: list[nn.Module]) -> torch.dtype:
-    if dtype is None:
-        first = next((p for model in models for p in model.parameters()), None)
-        return default_half(first.device if first is not None else "cpu")
-    return _check_dtype("dtype", dtype, HALF_DTYPES)
+    return returned(models, optimizers)
 
 
 def _check_dtype(name: str, value: torch.dtype | str, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
@@ -191,12 +165,3 @@ def _excluded(layers: Any, models: list[nn.Module]) -> Callable[[nn.Module], boo
             if isinstance(module, tuple(types)):
                 kept.update(map(id, module.modules()))
     return lambda module: id(module) in kept
-
-
-def _check_unwrapped(models: list[nn.Module]) -> None:
-    for model in models:
-        if isinstance(model, modules.PARALLEL):
-            raise UsageError(
-                "For distributed AMP training, first call amp.decorate() on the original model, and then wrap what it "
-                f"returns in {type(model).__name__}."
-            )

@@ -14,7 +14,7 @@ from ..casting import scopes as ops
 from ..casting import sessions
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.modules import join_casting
-from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
+from ..core.dtypes import default_half, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.hardware import accelerator, warn_if_slow
 from ..core.loss_scale import LossScale, LossScaleSpec, StaticLossScale, make_loss_scale
@@ -76,9 +76,7 @@ def init(
     if not (enabled if enable is None else enable):
         return NoOpHandle()
     check_emulate(emulate)
-    half = parse_dtype(dtype) if dtype is not None else default_half("cuda" if torch.cuda.is_available() else "cpu")
-    if half not in HALF_DTYPES:
-        raise ArgumentValueError(f"dtype={dtype} has not 16 bits; use torch.float16 or torch.bfloat16.")
+    half = parse_half(dtype) if dtype is not None else default_half("cuda" if torch.cuda.is_available() else "cpu")
     rule = make_loss_scale(loss_scale)
     if emulate is False:
         warn_if_slow(torch.device(accelerator() or "cpu"), half)

@@ -13,14 +13,14 @@ from ..casting import modules, sessions
 from ..casting import scopes as ops
 from ..casting.emulation import Emulate, check_emulate
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, is_half
-from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.hardware import warn_if_slow
-from ..core.loss_scale import LossScale, LossScaleSpec, make_loss_scale
+from ..core.errors import ArgumentValueError
+from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..optimizers.larc import LARC
 from ..stepping.prepare import check, prepare
+from .arguments import as_models, as_optimizers, device_of, returned, warn_of_slow_devices
 from .options import Properties, resolve
 from .session import Session, _amp_state
 
@@ -118,13 +118,13 @@ def initialize(
     """
     if not enabled:
         _amp_state.session = Session(Properties(False, "O1", None, False, None, None, 1.0), 0)
-        return models if optimizers is None else (models, optimizers)
+        return returned(models, optimizers)
 
-    model_list = _check_models(models)
-    optimizer_list = _check_optimizers(optimizers)
+    model_list = as_models("amp.initialize", models)
+    optimizer_list = as_optimizers("amp.initialize", optimizers, LARC)
     recipe = resolve(
         policy,
-        default_half(_device(model_list)),
+        default_half(device_of(model_list)),
         opt_level=opt_level,
         dtype=dtype,
         cast_model_type=cast_model_type,
@@ -146,8 +146,7 @@ def initialize(
     if verbosity > 0:
         _tell_of_halves(model_list, policy)
     if policy.compute_dtype in HALF_DTYPES and emulate is False:
-        for device in {param.device for model in model_list for param in model.parameters()}:
-            warn_if_slow(device, policy.compute_dtype)
+        warn_of_slow_devices(model_list, policy.compute_dtype)
 
     casting = ops.OpCasting(
         half,
@@ -157,7 +156,8 @@ def initialize(
         devices=modules.device_types(model_list),
         emulate=emulate,
     )
-    session = Session(recipe.options, verbosity, _scalers(rule, num_losses, verbosity))
+    scalers = [DeviceLossScaler(rule, name=f"loss scaler {i}", verbose=verbosity > 0) for i in range(num_losses)]
+    session = Session(recipe.options, verbosity, scalers)
     for attached in prepare(
         model_list,
         optimizer_list,
@@ -174,51 +174,7 @@ def initialize(
     _amp_state.session = session
     if verbosity > 0:
         logger.info("%s", recipe.banner())
-    return models if optimizers is None else (models, optimizers)
-
-
-def _scalers(rule: LossScale, count: int, verbosity: int) -> list[DeviceLossScaler]:
-    return [DeviceLossScaler(rule, name=f"loss scaler {i}", verbose=verbosity > 0) for i in range(count)]
-
-
-def _check_models(models: Any) -> list[nn.Module]:
-    found = models if isinstance(models, list) else [models]
-    for model in found:
-        if not isinstance(model, nn.Module):
-            raise ArgumentTypeError(
-                f"models must be either a single model or a list of models (torch.nn.Module), not "
-                f"{type(models).__name__}" + (f" with a {type(model).__name__} in it." if model is not models else ".")
-            )
-        if isinstance(model, modules.PARALLEL):
-            raise UsageError(
-                f"The model is wrapped in {type(model).__name__} already. Give amp.initialize the bare model and wrap "
-                "it for parallel training after that."
-            )
-    return found
-
-
-def _check_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
-    if optimizers is None:
-        return []
-    found = optimizers if isinstance(optimizers, list) else [optimizers]
-    for optimizer in found:
-        if type(optimizer).__name__ == "FP16_Optimizer":
-            raise UsageError(
-                "An FP16_Optimizer manages its own masters and loss scale; give amp.initialize the bare optimizer."
-            )
-        if not isinstance(optimizer, (torch.optim.Optimizer, LARC)):
-            raise ArgumentTypeError(
-                f"optimizers must be either a single torch.optim.Optimizer or a list of optimizers, not "
-                f"{type(optimizers).__name__}."
-            )
-    return found
-
-
-def _device(models: list[nn.Module]) -> torch.device:
-    for model in models:
-        for param in model.parameters():
-            return param.device
-    return torch.device("cpu")
+    return returned(models, optimizers)
 
 
 def _tell_of_halves(models: list[nn.Module], policy: Policy) -> None:

@@ -4,13 +4,13 @@ them, or a policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype
+from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.loss_scale import LossScaleSpec, check_loss_scale
 from ..core.oplists import OpLists
@@ -155,9 +155,11 @@ def resolve(
             **overrides,
         }
         return _from_policy(policy, loss_scale, beside, device_half)
-    level, half = _check_level(opt_level, dtype)
+    level, half = parse_level(opt_level, None if dtype is None else parse_half(dtype))
     half = half or device_half
-    defaults, options = _resolve_options(level, half, loss_scale=loss_scale, **overrides)
+    defaults = Properties.of(Policy.from_level(level, half))
+    given = {name: value for name, value in {**overrides, "loss_scale": loss_scale}.items() if value is not None}
+    options = replace(defaults, **{name: _CHECKS[name](value, level) for name, value in given.items()})
     lists = _check_lists(level, options, op_lists, custom_white_list, custom_black_list)
     return Recipe(options.policy(half, cast_model_outputs, lists), half, options, defaults)
 
@@ -204,31 +206,6 @@ _FIELDS = {
 # ---- from a level and what overrides it
 
 
-def _check_level(opt_level: Any, dtype: Any) -> tuple[str, torch.dtype | None]:
-    given = None if dtype is None else parse_dtype(dtype)
-    if given is not None and given not in HALF_DTYPES:
-        raise ArgumentValueError(f"dtype={dtype_name(given)} has not 16 bits; use torch.float16 or torch.bfloat16.")
-    return parse_level(opt_level, given)
-
-
-def _resolve_options(opt_level: str, half: torch.dtype, **overrides: Any) -> tuple[Properties, Properties]:
-    """The defaults of a checked level, and what they become under the overrides that are not None."""
-    policy = Policy.from_level(opt_level, half)
-    casts_ops = policy.op_lists is not None
-    defaults = Properties(
-        enabled=True,
-        opt_level=opt_level,
-        cast_model_type=policy.param_dtype,
-        patch_torch_functions=casts_ops,
-        keep_batchnorm_fp32=None if opt_level in ("O0", "O1") else policy.keep_batchnorm_fp32,
-        master_weights=None if casts_ops else policy.master_weights,
-        loss_scale=policy.loss_scale,
-    )
-    given = {name: value for name, value in overrides.items() if value is not None}
-    checked = {name: _CHECKS[name](value, opt_level) for name, value in given.items()}
-    return defaults, replace(defaults, **checked)
-
-
 def _cast_model_type(value: Any, level: str) -> Any:
     if value is not False and not isinstance(value, torch.dtype):
         raise ArgumentTypeError(f"cast_model_type={value!r} must be a torch.dtype, or False to leave the model alone.")
@@ -273,16 +250,12 @@ def _master_weights(value: Any, level: str) -> bool:
     return value
 
 
-def _loss_scale(value: Any, level: str) -> LossScaleSpec:
-    return check_loss_scale(value)
-
-
-_CHECKS = {
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "cast_model_type": _cast_model_type,
     "patch_torch_functions": _patch_torch_functions,
     "keep_batchnorm_fp32": _keep_batchnorm_fp32,
     "master_weights": _master_weights,
-    "loss_scale": _loss_scale,
+    "loss_scale": lambda value, level: check_loss_scale(value),
 }
 
 

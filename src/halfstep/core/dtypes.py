@@ -8,7 +8,7 @@ import torch
 
 from .errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["HALF_DTYPES", "default_half", "dtype_name", "halves", "is_half", "parse_dtype"]
+__all__ = ["HALF_DTYPES", "default_half", "dtype_name", "halves", "is_half", "parse_dtype", "parse_half"]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 """The 16-bit floating formats: float16 (5-bit exponent, 10-bit fraction) and bfloat16 (8 and 7)."""
@@ -50,6 +50,19 @@ def parse_dtype(dtype: torch.dtype | str, name: str = "dtype") -> torch.dtype:
     found = _BY_NAME.get(dtype.strip().lower().removeprefix("torch."))
     if found is None:
         raise ArgumentValueError(f"{name}={dtype!r} is not a floating format; use one of {_allowed()}.")
+    return found
+
+
+def parse_half(dtype: torch.dtype | str) -> torch.dtype:
+    """A 16-bit dtype from itself or from its name.
+
+    Raises:
+        ArgumentValueError: for another dtype.
+        ArgumentTypeError: for anything that is neither a dtype nor a string.
+    """
+    found = parse_dtype(dtype)
+    if found not in HALF_DTYPES:
+        raise ArgumentValueError(f"dtype={dtype_name(found)} has not 16 bits; use torch.float16 or torch.bfloat16.")
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from .dtypes import HALF_DTYPES, dtype_name, parse_dtype
+from .dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half
 from .errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from .loss_scale import LossScaleSpec, loss_scale_text, parse_loss_scale
 from .oplists import OpLists
@@ -81,9 +81,7 @@ class Policy:
             ArgumentValueError: for an unknown level, or a dtype of other than 16 bits.
         """
         level, implied = parse_level(level)
-        half = implied or parse_dtype(dtype)
-        if half not in HALF_DTYPES:
-            raise ArgumentValueError(f"dtype={half} has not 16 bits; use torch.float16 or torch.bfloat16.")
+        half = implied or parse_half(dtype)
         scale: LossScaleSpec = "dynamic" if half is torch.float16 else 1.0
         if level == "O0":
             return cls(torch.float32, torch.float32, torch.float32)

@@ -1,0 +1,76 @@
+"""The arguments that ``amp.initialize`` and ``amp.decorate`` share: models and optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..casting.modules import PARALLEL
+from ..core.errors import ArgumentTypeError, UsageError
+from ..core.hardware import warn_if_slow
+
+__all__ = ["as_models", "as_optimizers", "device_of", "returned", "warn_of_slow_devices"]
+
+
+def as_models(caller: str, models: Any) -> list[nn.Module]:
+    """One model or a list of them, as a list.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+        UsageError: for a model that is wrapped for parallel training.
+    """
+    found = _listed("model", models, nn.Module)
+    for model in found:
+        if isinstance(model, PARALLEL):
+            kind = type(model).__name__
+            raise UsageError(
+                f"{kind} is around the bare model already and has to come after: first call {caller}() on the original "
+                f"model, and then wrap what it returns in {kind}."
+            )
+    return found
+
+
+def as_optimizers(caller: str, optimizers: Any, *kinds: type) -> list[Any]:
+    """None, one optimizer of some classes or a list of them, as a list.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+        UsageError: for an ``FP16_Optimizer``.
+    """
+    given = optimizers if isinstance(optimizers, list) else [optimizers]
+    if any(type(optimizer).__name__ == "FP16_Optimizer" for optimizer in given):
+        raise UsageError(f"An FP16_Optimizer has its own masters and loss scale; give {caller} the bare optimizer.")
+    return [] if optimizers is None else _listed("optimizer", optimizers, torch.optim.Optimizer, *kinds)
+
+
+def _listed(name: str, given: Any, *kinds: type) -> list[Any]:
+    found = given if isinstance(given, list) else [given]
+    for item in found:
+        if not isinstance(item, kinds):
+            inside = "" if item is given else f" with a {type(item).__name__} in it"
+            raise ArgumentTypeError(
+                f"{name}s must be either a single {name} or a list of {name}s (torch.{_PLACES[name]}), not "
+                f"{type(given).__name__}{inside}."
+            )
+    return found
+
+
+_PLACES = {"model": "nn.Module", "optimizer": "optim.Optimizer"}
+
+
+def returned(models: Any, optimizers: Any) -> Any:
+    """What ``initialize`` and ``decorate`` return: the arguments, in the same shape."""
+    return models if optimizers is None else (models, optimizers)
+
+
+def device_of(models: list[nn.Module]) -> torch.device:
+    """The device of the first parameter; the CPU where there is none."""
+    return next((param.device for model in models for param in model.parameters()), torch.device("cpu"))
+
+
+def warn_of_slow_devices(models: list[nn.Module], half: torch.dtype) -> None:
+    """Warn, once for each device of the models, where it has no units for a 16-bit dtype."""
+    for device in {param.device for model in models for param in model.parameters()}:
+        warn_if_slow(device, half, stacklevel=4)  # blames the caller of initialize or decorate
