@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...core.errors import ArgumentValueError
+from ...core.loss_scale import DynamicLossScale, LossScaleState
 from ...kernels import multi_tensor as ops
 from .arguments import Flag, Lists, Number, take
 
@@ -122,20 +123,28 @@ def update_scale_hysteresis(
 ) -> torch.Tensor:
     """Move a loss scale in place, on its device; it backs off when ``hysteresis`` overflows are used up.
 
-    A finite step fills ``hysteresis_tracker`` up again. ``halfstep.scaling.DynamicLossScale`` has the same rule with
-    bounds.
+    A finite step fills ``hysteresis_tracker`` up again. It is the rule of ``halfstep.scaling.DynamicLossScale`` with
+    ``sticky_backoff``, whose count of overflows is kept here as what is left.
 
     Returns:
         ``current_scale``.
+
+    Raises:
+        ArgumentValueError: for a growth factor that is not above 1, or a backoff factor that is not between 0 and 1.
     """
-    bad = found_inf.reshape(()) != 0
-    left = torch.where(bad, hysteresis_tracker - 1, hysteresis)
-    good = torch.where(bad, 0, growth_tracker + 1)
-    grows = ~bad & (good == growth_interval)
-    grown = current_scale * growth_factor
-    scale = torch.where(bad & (left <= 0), current_scale * backoff_factor, current_scale)
-    scale = torch.where(grows & grown.isfinite(), grown, scale)
-    current_scale.copy_(scale)
-    growth_tracker.copy_(torch.where(grows, 0, good))
-    hysteresis_tracker.copy_(left)
+    allowed = max(hysteresis, 1)
+    rule = DynamicLossScale(
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval or None,
+        backoff_interval=allowed,
+        max_scale=None,
+        sticky_backoff=True,
+    )
+    overflows = (allowed - hysteresis_tracker).clamp(0, allowed - 1)
+    before = (current_scale.float(), growth_tracker.int(), overflows.int())
+    after = rule.update(LossScaleState(*(tensor.reshape(()) for tensor in before)), found_inf.reshape(()))
+    current_scale.copy_(after.scale)
+    growth_tracker.copy_(after.good)
+    hysteresis_tracker.copy_(torch.where(found_inf.reshape(()) != 0, hysteresis_tracker - 1, hysteresis))
     return current_scale
