@@ -21,34 +21,9 @@ from ..gradients.unscale import Unscaler
 from ..stepping.attached import AttachedOptimizer, attached_to
 from ..stepping.diagnosis import first_bad_gradient
 from .scaler_settings import ScalerSettings
+from .step_result import StepResult
 
-__all__ = ["GradScaler", "StepResult"]
-
-
-class StepResult:
-    """What ``GradScaler.step`` did: ``bool(result)`` says whether the optimizer stepped.
-
-    Attributes:
-        returned: what ``optimizer.step`` returned, the loss if it was given a closure. None if the step was skipped.
-    """
-
-    __slots__ = ("_found_inf", "returned")
-
-    def __init__(self, found_inf: torch.Tensor, returned: Any = None) -> None:
-        self._found_inf = found_inf
-        self.returned = returned
-
-    @property
-    def stepped(self) -> torch.Tensor:
-        """Whether it stepped, as a 0-dim bool tensor on the device. Reads nothing."""
-        return self._found_inf == 0
-
-    def __bool__(self) -> bool:
-        """Whether it stepped. Reads the device."""
-        return not self._found_inf.item()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(returned={self.returned!r})"
+__all__ = ["GradScaler"]
 
 
 class GradScaler(ScalerSettings):
@@ -68,14 +43,13 @@ class GradScaler(ScalerSettings):
     To accumulate gradients, call ``step`` and ``update`` only after the last of several backward passes. To clip, call
     ``scaler.unscale_(optimizer)`` and then ``torch.nn.utils.clip_grad_norm_``, or ``scaler.clip_grad_norm_`` alone.
 
-    It takes any ``torch.optim.Optimizer``, and optimizers with fp32 masters from ``amp.decorate`` or
-    ``amp.initialize``, several of them if need be; each is skipped for its own overflow only. Gradients may have any
-    floating or complex dtype, be sparse, or be missing. With an optimizer that honours torch's contract for scalers
-    (``fused=True``) nothing here waits for the device, and a whole step can be captured in a CUDA graph; any other
-    optimizer costs one read a step. Skips are logged at level INFO of the logger "halfstep", one step late.
+    It takes any ``torch.optim.Optimizer``, also one with fp32 masters from ``amp.decorate`` or ``amp.initialize``, and
+    several at a time; each is skipped for its own overflow only. Gradients may have any floating or complex dtype, be
+    sparse, or be missing. With one that takes torch's ``grad_scale`` and ``found_inf`` (``fused=True``) nothing
+    here waits for the device, and a whole step can be captured in a CUDA graph; any other costs one read a step. Skips
+    are logged at level INFO of the logger "halfstep", one step late.
 
-    It is a ``torch.amp.GradScaler`` and has all its methods; where the two families of names meet, torch's are
-    keyword aliases.
+    It is a ``torch.amp.GradScaler`` with all its methods. Torch's names of the arguments are keyword aliases.
 
     Args:
         enable: False makes every call do nothing but step the optimizer. A device, as torch's has it here, counts as
@@ -171,9 +145,7 @@ class GradScaler(ScalerSettings):
                 raise ArgumentTypeError(f"scale needs a floating tensor, not one of {outputs.dtype}.")
             self._done.losses += 1
             self._scaled = True
-            scale = self._present_scale(outputs.device)
-            if scale.device != outputs.device:
-                scale = scale.to(outputs.device, non_blocking=True)
+            scale = self._present_scale(outputs.device).to(outputs.device, non_blocking=True)
             return (outputs.float() if is_half(outputs) else outputs) * scale
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
             scaled = map(self.scale, outputs)
@@ -194,7 +166,8 @@ class GradScaler(ScalerSettings):
         """
         if not self._enabled:
             return
-        self._unscale(optimizer, self._state_before_unscaling(optimizer))
+        self._refuse_second_unscaling(optimizer)
+        self._unscale(optimizer)
 
     @eager
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
@@ -215,8 +188,8 @@ class GradScaler(ScalerSettings):
         if not self._enabled or attached_to(optimizer) is not None:
             self.unscale_(optimizer)
             return attached.passes.gradients.clip(attached.params(), max_norm, 2.0)
-        state = self._state_before_unscaling(optimizer)
-        with self._unscaling(optimizer, state) as (scale, found_inf, done):
+        self._refuse_second_unscaling(optimizer)
+        with self._unscaling(optimizer) as (scale, found_inf, done):
             params = [p for p in attached.params() if id(p) not in done]
             attached.passes.records.append(BackwardRecord(found_inf, None, dynamic=self._scaler.dynamic))
             return attached.passes.gradients.unscale_and_clip(params, scale, found_inf, max_norm)
@@ -238,21 +211,20 @@ class GradScaler(ScalerSettings):
             UsageError: when ``step`` was called for this optimizer since the last ``update``; when no loss was ever
                 scaled; for a closure that does not use ``scale``, or that overflows at every scale.
         """
-        closure, args = (args[0], args[1:]) if args else (kwargs.pop("closure", None), args)
         if not self._enabled:
-            returned = optimizer.step(*args, **kwargs) if closure is None else optimizer.step(closure, *args, **kwargs)
-            return StepResult(torch.zeros(()), returned)
+            return StepResult(torch.zeros(()), optimizer.step(*args, **kwargs))
+        closure, args = (args[0], args[1:]) if args else (kwargs.pop("closure", None), args)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise UsageError("step() has already been called since the last update().")
         attached = self._attached_to(optimizer)
         if closure is not None:
-            closure = self._evaluating(optimizer, state, closure)
+            closure = self._evaluating(optimizer, closure)
         elif state["stage"] is OptState.READY:
-            self._unscale(optimizer, state, may_defer=True)
+            self._unscale(optimizer, may_defer=True)
         returned = attached.call(closure, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        return StepResult(_found_inf(state), returned)
+        return StepResult(self._found_inf(optimizer), returned)
 
     @eager
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -285,15 +257,9 @@ class GradScaler(ScalerSettings):
         self._scaler.update(found_inf, lambda: first_bad_gradient(optimizers))
 
     def minimize(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:
-        """``step`` and ``update``.
+        """``step`` and ``update``; returns what ``step`` returns.
 
-        Args:
-            optimizer: what to step.
-            *args: the scaled loss, which Paddle has here and which is not used: call ``scaled.backward()`` before.
-            **kwargs: for ``optimizer.step``.
-
-        Returns:
-            As ``step``.
+        Paddle has the scaled loss as second argument. It is not used: call ``scaled.backward()`` before.
         """
         result = self.step(optimizer, **kwargs)
         self.update()
@@ -313,19 +279,16 @@ class GradScaler(ScalerSettings):
             found = self._known[optimizer] = AttachedOptimizer(optimizer)
         return found
 
-    def _state_before_unscaling(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.UNSCALED:
+    def _refuse_second_unscaling(self, optimizer: torch.optim.Optimizer) -> None:
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is OptState.UNSCALED:
             raise UsageError("unscale_() has already been called on this optimizer since the last update().")
-        if state["stage"] is OptState.STEPPED:
+        if stage is OptState.STEPPED:
             raise UsageError("unscale_() is being called after step().")
-        return state
 
     @contextmanager
-    def _unscaling(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, set[int]]]:
-        """The scale, a new flag for this optimizer, and which gradients another optimizer has had unscaled already."""
+    def _unscaling(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor, set[int]]]:
+        """The scale, a new flag for this optimizer, and the ids of parameters whose gradients are unscaled already."""
         if not self._scaled:
             raise UsageError(
                 "No loss has been scaled, so there is nothing to divide the gradients by. Call "
@@ -337,20 +300,24 @@ class GradScaler(ScalerSettings):
         done = self._done.among(params)
         if done:
             Unscaler()(done, torch.ones_like(scale), found_inf)
+        state = self._per_optimizer_states[id(optimizer)]
         state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {scale.device: found_inf}
         self._optimizers.append(optimizer)
         yield scale, found_inf, set(map(id, done))
         self._done.note(params)
 
-    def _unscale(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, may_defer: bool = False) -> None:
-        """Unscale the gradients of an optimizer."""
+    def _unscale(self, optimizer: torch.optim.Optimizer, *, may_defer: bool = False) -> None:
         attached = self._attached_to(optimizer)
-        with self._unscaling(optimizer, state) as (scale, found_inf, done):
+        with self._unscaling(optimizer) as (scale, found_inf, done):
             attached.unscale(scale, found_inf, self._scaler, done or None, may_defer=may_defer)
 
-    def _evaluating(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], closure: Callable[[], Any]
-    ) -> Callable[[], Any]:
+    def _found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """The flag of an optimizer; there is one for all devices."""
+        flag: torch.Tensor
+        (flag,) = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        return flag
+
+    def _evaluating(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure after which gradients are unscaled; it is run again when they overflowed."""
 
         def evaluate() -> Any:
@@ -361,19 +328,15 @@ class GradScaler(ScalerSettings):
                     "The closure given to GradScaler.step did not scale its loss, and its gradients would be divided "
                     "by a scale they do not have; let it call scaler.scale(loss).backward() and return the loss."
                 )
-            self._unscale(optimizer, state)
-            if self._dynamic and _found_inf(state).item():
-                self._scaler.update(_found_inf(state), lambda: first_bad_gradient([optimizer]))
+            self._unscale(optimizer)
+            if self._dynamic and (found_inf := self._found_inf(optimizer)).item():
+                self._scaler.update(found_inf, lambda: first_bad_gradient([optimizer]))
             return loss
 
         return evaluate
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and state.
-
-        Raises:
-            UsageError: in the middle of an iteration.
-        """
+        """Settings and state, which are whole between ``update`` and the next ``unscale_`` or ``step``."""
         if self._optimizers:
             raise UsageError(
                 "A GradScaler can be pickled or copied after update(), not between unscale_ or step and it."
@@ -384,10 +347,3 @@ class GradScaler(ScalerSettings):
         """Undo ``__getstate__``."""
         super().__setstate__(state)
         self._prepare()
-
-
-def _found_inf(state: dict[str, Any]) -> torch.Tensor:
-    """The flag of an optimizer; there is one for all devices."""
-    flag: torch.Tensor
-    (flag,) = state["found_inf_per_device"].values()
-    return flag

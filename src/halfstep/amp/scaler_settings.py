@@ -1,7 +1,4 @@
-"""The settings and the state of ``amp.GradScaler`` under Paddle's names and under torch's, to get, set, save and load.
-
-What the scaler does with them is ``amp.grad_scaler``.
-"""
+"""Settings and state of ``amp.GradScaler``, under Paddle's names and torch's: get, set, save and load them."""
 
 from __future__ import annotations
 
@@ -97,39 +94,28 @@ class ScalerSettings(torch.amp.GradScaler):
         """Set it; 0 for never."""
         self._change(backoff_interval=new_decr_every_n_nan_or_inf or None)
 
-    # ---- torch's names
+    # ---- torch's names: the getters are the same, the setters have other argument names
 
-    def is_enabled(self) -> bool:
-        """Whether the scaler does anything."""
-        return self._enabled
+    is_enabled = is_enable
+    get_growth_factor = get_incr_ratio
+    get_backoff_factor = get_decr_ratio
+    get_growth_interval = get_incr_every_n_steps
 
     def get_scale(self) -> float:
         """The present scale, 1.0 if the scaler is disabled. Reads the device."""
         return self._scaler.loss_scale() if self._enabled else 1.0
 
-    def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows."""
-        return self._rule.growth_factor
-
     def set_growth_factor(self, new_factor: float) -> None:
         """Set it, above 1."""
-        self._change(growth_factor=new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by when it shrinks."""
-        return self._rule.backoff_factor
+        self.set_incr_ratio(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set it, between 0 and 1."""
-        self._change(backoff_factor=new_factor)
-
-    def get_growth_interval(self) -> int:
-        """After how many finite steps in a row the scale grows; 0 for never."""
-        return self._rule.growth_interval or 0
+        self.set_decr_ratio(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set it; 0 for never."""
-        self._change(growth_interval=new_interval or None)
+        self.set_incr_every_n_steps(new_interval)
 
     # ---- torch's private names, which trainers reach for
 
@@ -151,29 +137,9 @@ class ScalerSettings(torch.amp.GradScaler):
     def _init_scale(self) -> float:  # type: ignore[override]
         return self._rule.init_scale
 
-    @property
-    def _growth_factor(self) -> float:
-        return self.get_growth_factor()
-
-    @_growth_factor.setter
-    def _growth_factor(self, new_factor: float) -> None:
-        self.set_growth_factor(new_factor)
-
-    @property
-    def _backoff_factor(self) -> float:
-        return self.get_backoff_factor()
-
-    @_backoff_factor.setter
-    def _backoff_factor(self, new_factor: float) -> None:
-        self.set_backoff_factor(new_factor)
-
-    @property
-    def _growth_interval(self) -> int:
-        return self.get_growth_interval()
-
-    @_growth_interval.setter
-    def _growth_interval(self, new_interval: int) -> None:
-        self.set_growth_interval(new_interval)
+    _growth_factor = property(get_incr_ratio, set_growth_factor)
+    _backoff_factor = property(get_decr_ratio, set_backoff_factor)
+    _growth_interval = property(get_incr_every_n_steps, set_growth_interval)
 
     def _get_growth_tracker(self) -> int:
         return self._counts()[0] if self._enabled else 0
