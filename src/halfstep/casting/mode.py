@@ -17,23 +17,15 @@ from torch.utils._device import DeviceContext
 
 from ..core.oplists import OpLists
 from ..core.oplists.names import spellings
-from ..core.oplists.tables import BANNED, INNER_PRODUCT, NATIVE, words
+from ..core.oplists.op_lists import native_rule
+from ..core.oplists.tables import BANNED, CLASS_OF, INNER_PRODUCT, NATIVE, SELF_MATCHING, SELF_PROMOTING
 from . import rules
 from .composites import needs_twin, twin_rule
-from .emulation import KIND_OF, EmulatedKinds
+from .emulation import EmulatedKinds
 from .rules import Rule
 from .weight_cache import WeightCache
 
 __all__ = ["CastMode", "build_table", "install", "uninstall"]
-
-_SELF_PROMOTING = words("""
-    add sub mul div eq ne ge gt le lt equal maximum minimum fmax fmin where hypot copysign remainder fmod outer kron
-    addcmul addcdiv atan2 cat stack hstack vstack dstack column_stack""")
-"""Ops of which torch promotes the inputs by itself, without autocast."""
-
-_SELF_MATCHING = words("add sub mul div eq ne ge gt le lt addcmul addcdiv atan2 remainder fmod copysign")
-"""Ops whose in-place form takes other dtypes by itself."""
-
 
 _is_autocast_enabled = torch.is_autocast_enabled
 
@@ -172,12 +164,12 @@ def _rule_for(
     verbose: bool,
 ) -> Rule | None:
     """What to do with an op; ``within`` is what native autocast sees of it."""
-    natively = {_native_rule(within, device) for device in devices}
+    natively = {native_rule(within, device) for device in devices}
     rule = _cast_rule(name, inplace, natively, lists, explicit, verbose)
-    kind = KIND_OF.get(name)
+    kind = CLASS_OF.get(name)
     listed = "free" if lists is None else lists.rule_of(name)
     if lists is not None and lists.level == "native":
-        listed = next((_native_rule(name, device) for device in devices if device in NATIVE), "free")
+        listed = next((native_rule(name, device) for device in devices if device in NATIVE), "free")
     if inplace or kind not in kinds or listed in ("float", "banned"):
         return rule
     lowers = listed == "half"
@@ -197,7 +189,7 @@ def _cast_rule(
     if inplace:
         if rule == "float":
             return rules.make_rule(rules.float_inplace, name, False)
-        strict = rule == "half" or (rule == "promote" and name not in _SELF_MATCHING)
+        strict = rule == "half" or (rule == "promote" and name not in SELF_MATCHING)
         return rules.match_self if strict else None
     if rule == "half":
         if natively == {"half"} and not verbose:
@@ -210,11 +202,6 @@ def _cast_rule(
     if rule == "banned":
         return rules.make_rule(rules.banned, name, True, BANNED[name])
     off = name in INNER_PRODUCT or bool(natively & {"half", "float", "banned"})
-    if rule == "promote" and (off or name not in _SELF_PROMOTING):
+    if rule == "promote" and (off or name not in SELF_PROMOTING):
         return rules.make_rule(rules.promote, name, off)
     return rules.without_native if off else None
-
-
-def _native_rule(name: str, device: str) -> str:
-    """What native autocast does to an op; nothing on devices that it is not used for."""
-    return next((rule for rule, names in NATIVE.get(device, {}).items() if name in names), "free")

@@ -21,7 +21,7 @@ def command(names: tuple[str, ...], device: str, level: str, white: tuple[str, .
     from rich.table import Table
 
     from ..core.errors import HalfstepError
-    from ..oplists import BANNED, RULES, OpLists, entries
+    from ..core.oplists import BANNED, RULES, OpLists, entries
 
     try:
         found = entries(names, lists=OpLists.custom(white, black, level=level), device=device)

@@ -1,7 +1,7 @@
 """What devices can do with the 16-bit formats: which they have units for, op class by op class.
 
-Every device runs both formats. Where it has no units for one, ``engine.casting.emulation`` runs the products in fp32
-kernels instead; ``has_units`` is the fact that this rests on. Nothing here ever stops a training.
+Every device runs both formats. Where it has no units for one, ``casting.emulation`` runs the products in fp32 kernels
+instead, as ``has_units`` says. Nothing here stops a training.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _CPU_UNITS = {
     torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
 }
-# oneDNN uses no more than this variable allows, and with it torch. Each level has the units of those below it. Source:
-# https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
+# The variable limits what oneDNN uses, and so what torch uses: each row has the levels of one limit, and the units that
+# are not used under it. Source: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
 _ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 _ISA_LEVELS: tuple[tuple[frozenset[str], tuple[str, ...]], ...] = (
     (
@@ -45,11 +45,11 @@ _ISA_LEVELS: tuple[tuple[frozenset[str], tuple[str, ...]], ...] = (
     (frozenset(("AVX512_CORE_FP16", "AVX10_1_512")), ("amx_bf16", "amx_fp16")),
     (frozenset(("AVX512_CORE_AMX", "AVX10_1_512_AMX")), ("amx_fp16",)),
 )
-# Of float16 on a CPU only matrix products are fast. torch 2.13 on a Xeon with AVX512-FP16, 2 cores: a convolution takes
+# On a CPU, float16 is fast in matrix products only. torch 2.13 on a Xeon with AVX512-FP16, 2 cores: a convolution takes
 # 107 times as long as in fp32, forward and backward, an LSTM 3.4 times, attention 2.5 times.
 _FLOAT16_ON_CPU = frozenset(("product",))
 
-# The same questions as torch 2.11 answers them, which has no get_capabilities yet.
+# What torch 2.11 can be asked, which has no get_capabilities yet.
 _CPU_UNITS_BEFORE_2_12 = {
     torch.float16: {"amx_fp16": "_is_amx_fp16_supported"},
     torch.bfloat16: {"avx512_bf16": "_is_avx512_bf16_supported", "amx_bf16": "_is_amx_tile_supported"},
@@ -98,25 +98,26 @@ def accelerator() -> str | None:
 
 
 def cpu_units(dtype: torch.dtype) -> list[str]:
-    """The instruction sets of this CPU that compute in a 16-bit dtype, by torch's names; none means there are no units.
+    """The instruction sets of this CPU that compute in a 16-bit dtype, by torch's names; an empty list means no units.
 
-    What the environment variable ``ONEDNN_MAX_CPU_ISA`` takes away from torch does not count.
+    Those that the environment variable ``ONEDNN_MAX_CPU_ISA`` keeps torch from using are left out.
     """
     limit = os.environ.get(_ISA_VARIABLE, "").upper()
     taken = next((units for names, units in _ISA_LEVELS if limit in names), ())
     query = getattr(torch.cpu, "get_capabilities", None)  # since torch 2.12
     if query is not None:
         capabilities = query()
-        return [unit for unit in _CPU_UNITS[dtype] if capabilities.get(unit) and unit not in taken]
-    asked = _CPU_UNITS_BEFORE_2_12[dtype].items()
-    return [unit for unit, question in asked if unit not in taken and _ask_torch_cpu(question)]
+    else:
+        questions = _CPU_UNITS_BEFORE_2_12[dtype].items()
+        capabilities = {unit: getattr(torch.cpu, question, lambda: False)() for unit, question in questions}
+    return [unit for unit in _CPU_UNITS[dtype] if capabilities.get(unit) and unit not in taken]
 
 
 def has_units(device: torch.device, dtype: torch.dtype, kind: str) -> bool:
     """Whether a device has units that compute one class of ops in a 16-bit dtype.
 
     Args:
-        device: any. Of other devices than CPU and CUDA nothing is known, and True is returned.
+        device: any; True for other devices than CPU and CUDA, of which nothing is known.
         dtype: torch.float16 or torch.bfloat16.
         kind: a key of ``core.oplists.tables.OP_CLASSES``.
     """
@@ -129,7 +130,7 @@ def has_units(device: torch.device, dtype: torch.dtype, kind: str) -> bool:
 
 def _cuda_capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU; None where the question has no answer."""
-    # ROCm reports capabilities of its own numbering under the name of cuda. Without a GPU the tensors are fake ones.
+    # ROCm calls its devices cuda and numbers capabilities in its own way. Without a GPU the tensors are fake ones.
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
@@ -138,7 +139,7 @@ def _cuda_capability(device: torch.device) -> tuple[int, int] | None:
 def slow_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a device has no units for a 16-bit dtype and what follows, in two sentences; None if it has.
 
-    Of other devices than CPU and CUDA nothing is known, and None is returned.
+    None also for other devices than CPU and CUDA, of which nothing is known.
     """
     if has_units(device, dtype, "product"):
         return None
@@ -161,9 +162,9 @@ def slow_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def warn_if_slow(device: torch.device, dtype: torch.dtype, stacklevel: int = 3) -> None:
-    """Warn that a device without units computes in a 16-bit dtype by itself, once per process, device and dtype.
+    """Warn of slow 16-bit ops on a device without units for them, once per process, device and dtype.
 
-    That is what ``emulate=False`` asks for; with emulation there is nothing to warn of.
+    Only ``emulate=False`` runs them; with emulation there is nothing to warn of.
 
     Args:
         device: any device.
@@ -200,8 +201,3 @@ def _parse_device(given: torch.device | str | int | None) -> torch.device:
     if device.type == "cuda":
         raise ArgumentValueError(f"device={given!r} is not there; here there are: {there}.")
     raise ArgumentValueError(f"device={given!r} is neither CPU nor CUDA; here there are: {there}.")
-
-
-def _ask_torch_cpu(name: str) -> bool:
-    query = getattr(torch.cpu, name, None)
-    return query is not None and bool(query())

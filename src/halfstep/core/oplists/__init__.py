@@ -1,6 +1,8 @@
-"""Which ops run in which precision: the tables, the names people write for an op, and a choice of lists as a value."""
+"""Which ops run in which precision: the tables, the names of ops, and the user's choice of lists as a value."""
 
-from .choice import LIST_LEVELS, RULES, OpLists
+from .entries import Entry, entries
 from .names import resolve
+from .op_lists import LIST_LEVELS, RULES, OpLists
+from .tables import BANNED
 
-__all__ = ["LIST_LEVELS", "RULES", "OpLists", "resolve"]
+__all__ = ["BANNED", "LIST_LEVELS", "RULES", "Entry", "OpLists", "entries", "resolve"]

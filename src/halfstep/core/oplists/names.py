@@ -1,4 +1,4 @@
-"""The names of ops: torch's, Paddle's, what people write, and every callable that reaches an op."""
+"""The names of ops, as torch, Paddle and users write them, and every callable of torch that computes an op."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.overrides import get_overridable_functions
 
 from ..errors import ArgumentTypeError, ArgumentValueError
-from .tables import BANNED, FLOAT, HALF, PADDLE_NAMES, PROMOTE, SEQUENCE, words
+from .tables import KEEPS_DTYPE, LISTED, PADDLE_NAMES, pairs, words
 
 __all__ = ["Spelling", "computes", "known_names", "resolve", "spellings"]
 
@@ -24,41 +24,15 @@ _OPERATORS = {
     **{f"__{name}__": name for name in ("add", "sub", "mul", "matmul", "pow", "eq", "ne", "ge", "gt", "le", "lt")},
     **{f"__r{name}__": name for name in ("add", "sub", "mul", "matmul", "pow", "div")},
     **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul", "pow", "div")},
-    "__div__": "div",
-    "__truediv__": "div",
-    "__rtruediv__": "div",
-    "__itruediv__": "div_",
-    "__mod__": "remainder",
-    "__floordiv__": "floor_divide",
-    "__neg__": "neg",
-    "__abs__": "abs",
+    **pairs("__div__=div __truediv__=div __rtruediv__=div __itruediv__=div_ __mod__=remainder"),
+    **pairs("__floordiv__=floor_divide __neg__=neg __abs__=abs"),
 }
-_SYNONYMS = {
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "div",
-    "true_divide": "div",
-    "arccos": "acos",
-    "arcsin": "asin",
-    "arctanh": "atanh",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "less": "lt",
-    "less_equal": "le",
-    "not_equal": "ne",
-    "rsub": "sub",
-    "ger": "outer",
-    "det": "linalg_det",
-    "slogdet": "linalg_slogdet",
-    "matrix_power": "linalg_matrix_power",
-    "matrix_exp": "linalg_matrix_exp",
-    "inv": "linalg_inv",
-    "clip": "clamp",
-    "concat": "cat",
-    "concatenate": "cat",
-    "negative": "neg",
-    "absolute": "abs",
-}
+_SYNONYMS = pairs("""
+    subtract=sub rsub=sub multiply=mul divide=div true_divide=div arccos=acos arcsin=asin arctanh=atanh
+    greater=gt greater_equal=ge less=lt less_equal=le not_equal=ne ger=outer clip=clamp concat=cat concatenate=cat
+    negative=neg absolute=abs det=linalg_det slogdet=linalg_slogdet inv=linalg_inv
+    matrix_power=linalg_matrix_power matrix_exp=linalg_matrix_exp
+    """)
 
 
 def _private(name: str) -> Any:
@@ -96,7 +70,7 @@ def _aten() -> frozenset[str]:
 
 @functools.cache
 def _composites() -> frozenset[str]:
-    """Functions of Python that torch lets be overridden, such as ``gumbel_softmax``."""
+    """Functions in Python that torch offers to function modes, such as ``gumbel_softmax``."""
     found = get_overridable_functions()
     spaces = (torch.nn.functional, torch.functional)
     return frozenset(f.__name__ for space in spaces for f in found.get(space, ()))
@@ -105,11 +79,7 @@ def _composites() -> frozenset[str]:
 @functools.cache
 def known_names() -> frozenset[str]:
     """Every canonical name that an op list may hold."""
-    return frozenset(
-        name
-        for name in _aten() | _composites() | HALF | FLOAT.keys() | PROMOTE | SEQUENCE | BANNED.keys()
-        if not name.endswith(("_", "_backward"))
-    )
+    return frozenset(name for name in _aten() | _composites() | LISTED if not name.endswith(("_", "_backward")))
 
 
 def _canonical(name: str) -> Spelling | None:
@@ -133,13 +103,13 @@ def _attributes() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 @functools.cache
 def spellings() -> dict[Callable[..., Any], Spelling]:
-    """Every callable of torch that computes an op: the function, the method, the operator, the private twin in C++."""
+    """Every callable of torch that computes an op: functions, methods, operators and their private forms in C++."""
     found: dict[Callable[..., Any], Spelling] = {}
     for name, value in _attributes():
         spelling = _canonical(name)
         if spelling is not None:
             found.setdefault(value, spelling)
-    # Under torch.export with strict=True modes are handed these, and not the methods of Tensor.
+    # Under torch.export with strict=True a mode is given these functions instead of the methods of Tensor.
     for name in ("add", "sub", "mul", "matmul", "pow", "truediv", "mod", "eq", "ne", "ge", "gt", "le", "lt"):
         for prefix in ("", "i"):
             spelling = _canonical(f"__{prefix}{name}__")
@@ -149,7 +119,7 @@ def spellings() -> dict[Callable[..., Any], Spelling]:
 
 
 def resolve(op: object) -> tuple[str, ...]:
-    """The canonical names that one entry of an op list means; Paddle has names that stand for several torch ops.
+    """The canonical names that one entry of an op list means. A name of Paddle's can stand for several torch ops.
 
     Args:
         op: a torch callable (``torch.softmax``, ``torch.nn.functional.softmax``, ``torch.Tensor.softmax``), or a name:
@@ -180,7 +150,7 @@ def resolve(op: object) -> tuple[str, ...]:
             "or 'aten::softmax', or pass the torch function itself."
         )
     if isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return resolve(str(op) if isinstance(op, torch._ops.OpOverloadPacket) else str(op.overloadpacket))
+        return resolve(str(getattr(op, "overloadpacket", op)))
     if callable(op):
         try:
             found = spellings().get(op)
@@ -195,23 +165,16 @@ def resolve(op: object) -> tuple[str, ...]:
     raise ArgumentTypeError(f"an op is given by its name or as a torch function, not as {op!r}.")
 
 
-_KEEPS_DTYPE: frozenset[str] = words("""
-    to type type_as clone copy detach contiguous float double half bfloat16 int long bool item tolist numpy
-    lift lift_fresh empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros
-    new_ones new_full new_tensor empty zeros ones full set resize record_stream is_nonzero
-    alias fill zero normal uniform random bernoulli binomial cauchy exponential geometric log_normal poisson multinomial
-    linspace logspace int_repr dequantize
-    """)
-_PLUMBING = tuple(words("_ is_ sym_ quantize to_ sparse_ mkldnn_ miopen_ fbgemm_ fake_quantize_ empty_"))
+_INTERNAL_PREFIXES = tuple(words("_ is_ sym_ quantize to_ sparse_ mkldnn_ miopen_ fbgemm_ fake_quantize_ empty_"))
 _TENSORS = ("Tensor", "Tensor[]")
 
 
 @functools.cache
 def computes(name: str) -> bool:
-    """Whether an op makes new floating values from its inputs: no view, no factory, no conversion."""
-    if name in FLOAT or name in HALF or name in PROMOTE or name in SEQUENCE or name in BANNED:
+    """Whether an op computes new values from its inputs. Views, factories and conversions do not."""
+    if name in LISTED:
         return True
-    if name in _KEEPS_DTYPE or name not in known_names() or name.startswith(_PLUMBING):
+    if name in KEEPS_DTYPE or name not in known_names() or name.startswith(_INTERNAL_PREFIXES):
         return False
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     pure = [s for s in schemas if not any(a.is_out for a in s.arguments)]

@@ -1,48 +1,78 @@
-"""The tables: each op's rule by its canonical (ATen) name, with the reason. Data only.
+"""The op lists and classes of ops, by canonical (ATen) name. Data only.
 
-They are the union of Apex's O1 lists, Paddle's and ``torch.autocast``'s for CUDA, plus the ops that came later. The
-names under ``NATIVE`` are facts about torch (2.11 to 2.13): what ``torch.autocast`` itself casts on each device.
+The lists are the union of Apex's O1 lists, Paddle's and ``torch.autocast``'s for CUDA, plus the ops that came later.
+``NATIVE`` holds facts about torch (2.11 to 2.13): what ``torch.autocast`` itself casts on each device.
 """
 
 from __future__ import annotations
 
 __all__ = [
     "BANNED",
+    "CLASS_OF",
     "CORE_HALF",
     "EXTRA_FLOAT",
     "FLOAT",
+    "FOLLOWS_FIRST",
     "HALF",
     "INNER_PRODUCT",
+    "KEEPS_DTYPE",
+    "LISTED",
+    "MOVEMENT",
     "NATIVE",
     "OP_CLASSES",
     "PADDLE_NAMES",
     "PROMOTE",
+    "SELF_MATCHING",
+    "SELF_PROMOTING",
     "SEQUENCE",
+    "pairs",
     "words",
 ]
 
 
 def words(text: str) -> frozenset[str]:
-    """Names from a text of them."""
+    """The words of a text."""
     return frozenset(text.split())
+
+
+def pairs(text: str) -> dict[str, str]:
+    """A dictionary from a text of pairs: ``name=value name=value``."""
+    return dict(pair.split("=") for pair in text.split())
 
 
 def _each(words: str, reason: str) -> dict[str, str]:
     return dict.fromkeys(words.split(), reason)
 
 
-CORE_HALF: frozenset[str] = words("""
+_PRODUCTS = words("""
     linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum chain_matmul linalg_multi_dot linalg_matmul
+    """)
+_CONVOLUTIONS = words("""
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
     """)
-"""Matrix products and convolutions: the ops that matrix units run, and all that level OD casts."""
-
-HALF: frozenset[str] = CORE_HALF | words("""
-    addr prelu linalg_vecdot inner _addmm_activation
+_ATTENTION = words("""
     scaled_dot_product_attention _scaled_dot_product_flash_attention _native_multi_head_attention
+    """)
+_RECURRENT = words("""
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
     _thnn_fused_lstm_cell _thnn_fused_gru_cell mkldnn_rnn_layer
     """)
+
+OP_CLASSES: dict[str, frozenset[str]] = {
+    "product": _PRODUCTS | words("linalg_vecdot inner _addmm_activation bilinear tensordot dot vdot"),
+    "convolution": _CONVOLUTIONS,
+    "attention": _ATTENTION | words("_transformer_encoder_layer_fwd"),
+    "recurrent": _RECURRENT,
+}
+"""Sums of products, which a chip may have 16-bit units for. Libraries implement the ops of one class together."""
+
+CLASS_OF: dict[str, str] = {name: kind for kind, names in OP_CLASSES.items() for name in names}
+"""The key in ``OP_CLASSES`` of each op that has one."""
+
+CORE_HALF: frozenset[str] = _PRODUCTS | _CONVOLUTIONS
+"""Matrix products and convolutions: the ops that matrix units run, and all that level OD casts."""
+
+HALF: frozenset[str] = CORE_HALF | _ATTENTION | _RECURRENT | words("addr prelu linalg_vecdot inner _addmm_activation")
 """Fast in 16 bits, and safe because the sums inside are fp32."""
 
 EXTRA_FLOAT: dict[str, str] = {
@@ -55,7 +85,7 @@ EXTRA_FLOAT: dict[str, str] = {
     ),
     **_each("embedding embedding_bag scatter", "accumulation"),
 }
-"""fp32 at level O2 as well."""
+"""The part of ``FLOAT`` that also holds at level O2."""
 
 FLOAT: dict[str, str] = {
     **EXTRA_FLOAT,
@@ -94,17 +124,17 @@ FLOAT: dict[str, str] = {
     ),
     **_each("polar complex view_as_complex", "complex"),
 }
-"""fp32, with the reason in a word."""
+"""Run in fp32. The value is the reason, in a word."""
 
 PROMOTE: frozenset[str] = words("""
     addcdiv addcmul atan2 cross linalg_cross bilinear dot vdot tensordot lerp
     index_put index_add index_copy index_reduce scatter_add scatter_reduce masked_scatter heaviside isclose allclose
     add sub mul div eq ne ge gt le lt equal maximum minimum fmax fmin where hypot copysign remainder fmod outer kron
     """)
-"""Computed in the widest dtype among the inputs."""
+"""Run in the widest dtype among the inputs."""
 
 SEQUENCE: frozenset[str] = words("cat stack hstack vstack dstack column_stack")
-"""Promoted over a sequence of tensors."""
+"""Run in the widest dtype among a sequence of tensors."""
 
 BANNED: dict[str, str] = {
     "binary_cross_entropy": (
@@ -114,33 +144,43 @@ BANNED: dict[str, str] = {
         "(custom_black_list=['binary_cross_entropy']) to run it in fp32."
     )
 }
-"""Refused for 16-bit inputs, with what to do instead."""
+"""Refused for 16-bit inputs: what to do instead, as the error says it."""
+
+LISTED: frozenset[str] = HALF | FLOAT.keys() | PROMOTE | SEQUENCE | BANNED.keys()
+"""Every op on a list."""
 
 INNER_PRODUCT: frozenset[str] = words(
     """bilinear tensordot inner linalg_vecdot cov corrcoef matrix_power matrix_exp linalg_matrix_power linalg_matrix_exp
     pinverse linalg_pinv cdist pairwise_distance linalg_det linalg_lstsq linear_cross_entropy
     affine_grid_generator"""
 )
-"""Ops whose own implementation may call an op that native autocast lowers."""
+"""Ops whose own implementation may call a matrix product, which native autocast would run in 16 bits."""
 
-OP_CLASSES: dict[str, frozenset[str]] = {
-    "product": words("""
-        linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum chain_matmul linalg_multi_dot linalg_matmul
-        linalg_vecdot inner _addmm_activation bilinear tensordot dot vdot
-        """),
-    "convolution": words("""
-        conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
-        """),
-    "attention": words("""
-        scaled_dot_product_attention _scaled_dot_product_flash_attention _native_multi_head_attention
-        _transformer_encoder_layer_fwd
-        """),
-    "recurrent": words("""
-        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell
-        _thnn_fused_gru_cell mkldnn_rnn_layer
-        """),
-}
-"""The ops that a chip has 16-bit units for, or has not: sums of products, by what libraries implement together."""
+SELF_MATCHING: frozenset[str] = words("add sub mul div eq ne ge gt le lt addcmul addcdiv atan2 remainder fmod copysign")
+"""Ops whose in-place form accepts inputs of other dtypes without autocast."""
+
+SELF_PROMOTING: frozenset[str] = (
+    SELF_MATCHING | SEQUENCE | words("equal maximum minimum fmax fmin where hypot outer kron pow")
+)
+"""Ops for which torch itself promotes inputs of different dtypes, without autocast."""
+
+MOVEMENT: frozenset[str] = words(
+    """view reshape _unsafe_view view_as transpose permute t numpy_T mT expand expand_as slice select unsqueeze squeeze
+    flatten unflatten contiguous clone detach alias narrow movedim swapaxes unfold flip roll repeat"""
+)
+"""Ops of one tensor that move numbers and compute none."""
+
+FOLLOWS_FIRST: frozenset[str] = words("batch_norm instance_norm _native_batch_norm_legit native_batch_norm embedding")
+"""Ops that accept fp32 parameters beside a 16-bit input, and compute in the dtype of the input."""
+
+KEEPS_DTYPE: frozenset[str] = words("""
+    to type type_as clone copy detach contiguous float double half bfloat16 int long bool item tolist numpy
+    lift lift_fresh empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros
+    new_ones new_full new_tensor empty zeros ones full set resize record_stream is_nonzero
+    alias fill zero normal uniform random bernoulli binomial cauchy exponential geometric log_normal poisson multinomial
+    linspace logspace int_repr dequantize
+    """)
+"""Conversions, factories and other ops that are given their dtype and compute no value from their inputs."""
 
 NATIVE: dict[str, dict[str, frozenset[str]]] = {
     "cpu": {
@@ -194,76 +234,40 @@ NATIVE: dict[str, dict[str, frozenset[str]]] = {
         "banned": frozenset(("binary_cross_entropy",)),
     },
 }
-"""What ``torch.autocast`` casts by itself, or casts a part of that sets the dtype, by device type and rule."""
+"""The ops that ``torch.autocast`` casts, by device type and rule. Some only call an op that it casts."""
 
 PADDLE_NAMES: dict[str, tuple[str, ...]] = {
+    **{
+        name: (op,)
+        for name, op in pairs("""
+            linear_v2=linear fused_gemm_epilogue=linear conv2d_transpose=conv_transpose2d
+            conv3d_transpose=conv_transpose3d depthwise_conv2d=conv2d depthwise_conv2d_transpose=conv_transpose2d
+            flash_attn=scaled_dot_product_attention fused_attention=scaled_dot_product_attention
+            max_pool2d_with_index=max_pool2d_with_indices elementwise_add=add elementwise_sub=sub elementwise_mul=mul
+            elementwise_div=div elementwise_max=maximum elementwise_min=minimum elementwise_pow=pow
+            elementwise_mod=remainder elementwise_floordiv=floor_divide tanh_shrink=tanhshrink hard_swish=hardswish
+            hard_sigmoid=hardsigmoid hard_shrink=hardshrink swish=silu reduce_sum=sum reduce_mean=mean reduce_prod=prod
+            arg_max=argmax arg_min=argmin top_k_v2=topk lookup_table=embedding lookup_table_v2=embedding
+            linear_interp_v2=interpolate nearest_interp_v2=interpolate bilinear_interp_v2=interpolate
+            bicubic_interp_v2=interpolate trilinear_interp_v2=interpolate reshape2=reshape squeeze2=squeeze
+            unsqueeze2=unsqueeze flatten2=flatten split_with_num=split expand_v2=expand pad3d=pad
+            fill_any_like=full_like less_than=lt greater_than=gt softmax_with_cross_entropy=cross_entropy
+            c_softmax_with_cross_entropy=cross_entropy c_softmax_with_multi_label_cross_entropy=cross_entropy
+            margin_cross_entropy=cross_entropy cross_entropy2=cross_entropy
+            hsigmoid_loss=binary_cross_entropy_with_logits log_loss=binary_cross_entropy
+            bce_loss=binary_cross_entropy kldiv_loss=kl_div warpctc=ctc_loss sync_batch_norm=batch_norm
+            sigmoid_cross_entropy_with_logits=binary_cross_entropy_with_logits
+            """).items()
+    },
     "matmul_v2": ("matmul", "mm", "linear"),
-    "linear_v2": ("linear",),
-    "fused_gemm_epilogue": ("linear",),
-    "conv2d_transpose": ("conv_transpose2d",),
-    "conv3d_transpose": ("conv_transpose3d",),
-    "depthwise_conv2d": ("conv2d",),
-    "depthwise_conv2d_transpose": ("conv_transpose2d",),
-    "flash_attn": ("scaled_dot_product_attention",),
-    "fused_attention": ("scaled_dot_product_attention",),
-    "max_pool2d_with_index": ("max_pool2d_with_indices",),
     "pool2d": ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
     "pool3d": ("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d"),
-    "elementwise_add": ("add",),
-    "elementwise_sub": ("sub",),
-    "elementwise_mul": ("mul",),
-    "elementwise_div": ("div",),
-    "elementwise_max": ("maximum",),
-    "elementwise_min": ("minimum",),
-    "elementwise_pow": ("pow",),
-    "elementwise_mod": ("remainder",),
-    "elementwise_floordiv": ("floor_divide",),
     "scale": ("mul", "add"),
-    "tanh_shrink": ("tanhshrink",),
-    "hard_swish": ("hardswish",),
-    "hard_sigmoid": ("hardsigmoid",),
-    "hard_shrink": ("hardshrink",),
-    "swish": ("silu",),
-    "reduce_sum": ("sum",),
-    "reduce_mean": ("mean",),
-    "reduce_prod": ("prod",),
     "reduce_max": ("amax", "max"),
     "reduce_min": ("amin", "min"),
     "pnorm": ("norm", "linalg_vector_norm"),
     "p_norm": ("norm", "linalg_vector_norm"),
-    "arg_max": ("argmax",),
-    "arg_min": ("argmin",),
-    "top_k_v2": ("topk",),
-    "lookup_table": ("embedding",),
-    "lookup_table_v2": ("embedding",),
-    "linear_interp_v2": ("interpolate",),
-    "nearest_interp_v2": ("interpolate",),
-    "bilinear_interp_v2": ("interpolate",),
-    "bicubic_interp_v2": ("interpolate",),
-    "trilinear_interp_v2": ("interpolate",),
-    "reshape2": ("reshape",),
     "transpose2": ("transpose", "permute"),
-    "squeeze2": ("squeeze",),
-    "unsqueeze2": ("unsqueeze",),
-    "flatten2": ("flatten",),
-    "split_with_num": ("split",),
-    "expand_v2": ("expand",),
-    "pad3d": ("pad",),
-    "fill_any_like": ("full_like",),
-    "less_than": ("lt",),
-    "greater_than": ("gt",),
-    "softmax_with_cross_entropy": ("cross_entropy",),
-    "c_softmax_with_cross_entropy": ("cross_entropy",),
-    "c_softmax_with_multi_label_cross_entropy": ("cross_entropy",),
-    "margin_cross_entropy": ("cross_entropy",),
-    "cross_entropy2": ("cross_entropy",),
-    "hsigmoid_loss": ("binary_cross_entropy_with_logits",),
-    "log_loss": ("binary_cross_entropy",),
-    "bce_loss": ("binary_cross_entropy",),
-    "kldiv_loss": ("kl_div",),
-    "sigmoid_cross_entropy_with_logits": ("binary_cross_entropy_with_logits",),
-    "warpctc": ("ctc_loss",),
-    "sync_batch_norm": ("batch_norm",),
     "rnn": ("lstm", "gru", "rnn_tanh", "rnn_relu"),
 }
-"""Paddle's operator names and the torch ops that do the same, for those that are spelled otherwise."""
+"""Paddle's operator names that differ from torch's, and the torch ops that do the same."""

@@ -1,4 +1,4 @@
-"""A choice of op lists as one value: hashable, printable, and parsed back from what it prints."""
+"""``OpLists``: the user's choice of op lists as one value, which prints as a short text and is parsed from it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from ..errors import ArgumentTypeError, ArgumentValueError
 from .names import computes, resolve
-from .tables import BANNED, CORE_HALF, EXTRA_FLOAT, FLOAT, HALF, PROMOTE, SEQUENCE
+from .tables import BANNED, CORE_HALF, EXTRA_FLOAT, FLOAT, HALF, NATIVE, PROMOTE, SEQUENCE
 
-__all__ = ["LIST_LEVELS", "RULES", "OpLists"]
+__all__ = ["LIST_LEVELS", "RULES", "OpLists", "native_rule"]
 
 RULES = {
     "half": "its floating inputs are cast to the 16-bit dtype",
@@ -20,7 +20,7 @@ RULES = {
     "banned": "16-bit inputs are an error",
     "free": "it computes in the dtype of its inputs",
 }
-"""What can happen to an op, and what each rule means. float64 and integer inputs are never touched."""
+"""The rules and what each means. float64 and integer inputs are never cast."""
 
 LIST_LEVELS = {
     "O1": "the half list in 16 bits, the float list in fp32, everything else in the widest dtype of its inputs",
@@ -35,7 +35,7 @@ _TEXT = re.compile(r"(?P<level>\w+)(?P<fixed>!promote)?(?P<moved>([+-][\w.]+)*)"
 
 @dataclass(frozen=True)
 class OpLists:
-    """Which ops run in which precision: a level, and what the user moved away from it.
+    """Which ops run in which precision: the lists of a level, and the ops that the user moved.
 
     Attributes:
         level: a key of ``LIST_LEVELS``.
@@ -56,7 +56,7 @@ class OpLists:
 
     @classmethod
     def native(cls) -> OpLists:
-        """The lists of ``torch.autocast``: nothing is intercepted, an op costs what it costs there."""
+        """The lists of ``torch.autocast``, which are left to it: an op costs what it costs there."""
         return cls("native")
 
     @classmethod
@@ -125,11 +125,11 @@ class OpLists:
             return "half" if computes(name) else "free"
         if name in SEQUENCE:
             return "sequence-promote"
-        # At O2 a loss may meet the 16-bit output of a model and fp32 labels.
+        # At O2 a loss function may be given the 16-bit output of a model and fp32 labels.
         return "promote" if name in PROMOTE or FLOAT.get(name) == "loss" else "free"
 
     def reason(self, name: str) -> str:
-        """Why a canonical name is on its list, in a word; empty for ops on none."""
+        """Why an op is on its list, in a word; empty for an op on none."""
         if name in self.white or name in self.black:
             return "custom"
         rule = self.rule_of(name)
@@ -163,6 +163,11 @@ class OpLists:
         moved = re.findall(r"([+-])([\w.]+)", match["moved"])
         white, black = ([op for sign, op in moved if sign == which] for which in "+-")
         return cls.custom(white, black, level=match["level"], use_promote=match["fixed"] is None)
+
+
+def native_rule(name: str, device: str) -> str:
+    """The rule that ``torch.autocast`` has for a canonical name on a type of device; "free" if none."""
+    return next((rule for rule, names in NATIVE.get(device, {}).items() if name in names), "free")
 
 
 def _names(which: str, ops: Iterable[object] | None) -> tuple[str, ...]:

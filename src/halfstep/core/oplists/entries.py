@@ -1,0 +1,44 @@
+"""The op lists as rows to print: one for each op, with its rule and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .names import resolve
+from .op_lists import RULES, OpLists, native_rule
+from .tables import LISTED
+
+__all__ = ["Entry", "entries"]
+
+
+class Entry(NamedTuple):
+    """The rule of one op, and why."""
+
+    op: str
+    """Its canonical name, torch's own in ATen: ``softmax``, ``linalg_norm``, ``fft_rfft``."""
+    rule: str
+    """A key of ``RULES``."""
+    reason: str
+    """In a word; empty for an op on no list."""
+    native: str
+    """The rule that ``torch.autocast`` has for it on the device asked about, "free" if none."""
+
+
+def entries(ops: Iterable[object] = (), *, lists: OpLists | None = None, device: str = "cpu") -> list[Entry]:
+    """The rule of each op, in the order of the lists: half, float, promote, sequence-promote, banned.
+
+    Args:
+        ops: names or torch functions to ask about; none means every public name on a list.
+        lists: a choice of lists; None means those of opt level O1.
+        device: "cpu" or "cuda", for ``native``.
+
+    Raises:
+        ArgumentValueError: for a name that no op has.
+    """
+    chosen = lists or OpLists.default()
+    names = [name for op in ops for name in resolve(op)]
+    if not names:
+        names = sorted(name for name in LISTED.union(chosen.white, chosen.black) if not name.startswith("_"))
+    found = [Entry(name, chosen.rule_of(name), chosen.reason(name), native_rule(name, device)) for name in names]
+    return found if ops else sorted(found, key=lambda entry: list(RULES).index(entry.rule))
