@@ -215,6 +215,23 @@ def test_fp32_numbers_are_not_rounded_on_the_way_to_an_fp32_reader() -> None:
         assert torch.equal(cast.module(x)[0], model(x))
 
 
+class Lerp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.lerp(self.linear(x), x, 0.5)
+
+
+def test_an_op_that_torch_does_not_promote_is_given_one_dtype() -> None:
+    x = torch.randn(4, 8)
+    program = static.capture(Lerp(), None, [x])
+    casting = cast_graph(program.graph_module, OpLists.default(), torch.bfloat16)
+    assert next(row.reads for row in casting.rows if row.op == "lerp") == "float32"
+    assert casting.module(x).dtype is torch.float32
+
+
 class BackAndForth(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -22,13 +22,10 @@ from ..core.errors import ArgumentValueError
 from ..core.hardware import has_units
 from ..core.oplists.tables import OP_CLASSES
 
-__all__ = ["KIND_OF", "Emulate", "EmulatedKinds", "check_emulate", "emulated_kinds", "narrow", "widen"]
+__all__ = ["Emulate", "EmulatedKinds", "check_emulate", "emulated_kinds", "narrow", "widen"]
 
 Emulate = bool | Literal["auto"]
 """True emulates on every device, False on none, "auto" where the device has no units."""
-
-KIND_OF: dict[str, str] = {name: kind for kind, names in OP_CLASSES.items() for name in names}
-"""The class of each op that can be emulated, by its canonical name."""
 
 EmulatedKinds = frozenset[tuple[str, torch.dtype, str]]
 """Device type, 16-bit dtype and op class of what is emulated."""

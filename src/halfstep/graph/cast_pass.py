@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..casting.emulation import KIND_OF, Emulate, emulated_kinds, narrow, widen
+from ..casting.emulation import Emulate, emulated_kinds, narrow, widen
 from ..core.dtypes import dtype_name
 from ..core.oplists import OpLists
-from ..core.oplists.tables import words
+from ..core.oplists.tables import CLASS_OF, FOLLOWS_FIRST, MOVEMENT, SELF_PROMOTING, words
 from .grouped_casts import cast_together
 from .min_cut import fewest_casts
 
@@ -21,18 +21,6 @@ __all__ = ["GUARD", "Casting", "Row", "cast_graph"]
 
 GUARD = "halfstep_fp16_guard"
 """The key under which ``fp16_guard`` marks nodes."""
-
-_MOVES = words(
-    """view reshape _unsafe_view view_as transpose permute t numpy_T mT expand expand_as slice select unsqueeze squeeze
-    flatten unflatten contiguous clone detach alias narrow movedim swapaxes unfold flip roll repeat"""
-)
-"""Ops of one tensor that only move numbers."""
-
-_FOLLOW_FIRST = words("batch_norm instance_norm _native_batch_norm_legit native_batch_norm embedding")
-"""Ops that take fp32 parameters beside a 16-bit input."""
-
-_PROMOTES = words("add sub mul div where cat stack maximum minimum pow addcmul addcdiv lerp hypot atan2 fmod remainder")
-"""Ops that read mixed dtypes as they are and compute in the widest, without a cast of their own."""
 
 _CASTS = words("to _to_copy type_as")
 _NAMES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss"}
@@ -95,7 +83,7 @@ def cast_graph(
         together: cast parameters of up to so many elements in one multi-tensor call at the start. None means all on
             CUDA, where it saves launches, and small ones on a CPU: a large weight that is cast just before it is read
             is still in the cache then.
-        emulate: where 16-bit products run in fp32 kernels; see ``engine.casting.emulation``.
+        emulate: where 16-bit products run in fp32 kernels; see ``casting.emulation``.
         opaque: as of ``emulation.narrow``; a graph that goes to Inductor without Dynamo needs True.
     """
     if together is None:
@@ -183,7 +171,7 @@ class _Pass:
         elif name.endswith("_") and not name.endswith("__"):
             self.rule[node] = "in place"
             self._set(node, inputs, followed, _ANY)
-        elif name in _MOVES and len(inputs) == 1:
+        elif name in MOVEMENT and len(inputs) == 1:
             self.moves.add(node)
             self._set(node, inputs, followed, followed)
         else:
@@ -193,11 +181,11 @@ class _Pass:
                 self._set(node, inputs, _HALF, _HALF)
             elif rule in ("float", "banned", "outside guard", "black value"):
                 self._set(node, inputs, _FLOAT, _FLOAT)
-            elif name in _FOLLOW_FIRST:
+            elif name in FOLLOWS_FIRST:
                 self._set(node, inputs, followed, _ANY)
             else:
                 widest = _FLOAT if _FLOAT in {self.label[source] for source in inputs} else _HALF
-                self._set(node, inputs, widest, _ANY if name in _PROMOTES else widest)
+                self._set(node, inputs, widest, _ANY if name in SELF_PROMOTING else widest)
 
     def _rule(self, node: fx.Node, name: str) -> str:
         if node.name in self.black_values:
@@ -326,7 +314,7 @@ class _Pass:
         """Run 16-bit products in fp32 kernels where their device has no units for them."""
         wide: dict[fx.Node, fx.Node] = {}
         for node in [node for node in self.graph.nodes if self.label.get(node) == _HALF]:
-            kind = KIND_OF.get(_op(node))
+            kind = CLASS_OF.get(_op(node))
             device = self._device(node)
             if node.op != "call_function" or kind is None or device is None:
                 continue
