@@ -7,11 +7,10 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from . import compiler as cxx
+from ...core.files import cache_directory, replacing
 
 __all__ = ["CUTS", "DEFAULT", "Cut", "fastest"]
 
@@ -45,7 +44,7 @@ def fastest(identity: str, measure: Callable[[Cut], float], cuts: Sequence[Cut] 
         measure: milliseconds a launch takes with a cut; infinity if it cannot run so.
         cuts: to choose from.
     """
-    path = cxx.cache_directory() / f"cut-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
+    path = cache_directory() / f"cut-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
     known = _read(path)
     if known is not None and known in cuts:
         return known
@@ -54,10 +53,8 @@ def fastest(identity: str, measure: Callable[[Cut], float], cuts: Sequence[Cut] 
     if not math.isfinite(times[best]):
         return DEFAULT
     logger.info("Tuned a fused kernel: %s takes %.3g ms, %s takes %.3g ms", best, times[best], DEFAULT, times[DEFAULT])
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as scratch:
-        json.dump(asdict(best), scratch)
-    os.replace(scratch.name, path)
+    with replacing(path, shared=True) as unfinished:
+        unfinished.write_text(json.dumps(asdict(best)), encoding="utf-8")
     return best
 
 

@@ -10,10 +10,11 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
-__all__ = ["available", "build", "cache_directory"]
+from ...core.files import cache_directory, replacing
+
+__all__ = ["available", "build"]
 
 logger = logging.getLogger("halfstep")
 
@@ -22,14 +23,6 @@ logger = logging.getLogger("halfstep")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _TUNED = ("-march=native", "-fopenmp")
 _TIMEOUT_SECONDS = 120
-
-
-def cache_directory() -> Path:
-    """Where generated sources and libraries are kept: ``HALFSTEP_CACHE_DIR``, or halfstep/ in the user's cache."""
-    chosen = os.environ.get("HALFSTEP_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfstep"
 
 
 @functools.cache
@@ -70,27 +63,18 @@ def build(name: str, source: str) -> ctypes.CDLL:
     compiler = _compiler() or "c++"
     flags = _flags(compiler)
     key = hashlib.sha256("\n".join((source, compiler, *flags, _processor())).encode()).hexdigest()[:20]
-    directory = cache_directory()
-    library = directory / f"{name}-{key}.so"
+    library = cache_directory() / f"{name}-{key}.so"
     if not library.exists():
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _compile(compiler, flags, source, library)
+        with replacing(library, shared=True) as unfinished:
+            subprocess.run(
+                [compiler, *flags, "-x", "c++", "-", "-o", str(unfinished)],
+                input=source,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_SECONDS,
+            )
     return ctypes.CDLL(str(library))
-
-
-def _compile(compiler: str, flags: tuple[str, ...], source: str, library: Path) -> None:
-    """Build under a name of our own, then rename: processes that build the same thing at once do not disturb it."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        unit, result = Path(scratch) / "unit.cpp", Path(scratch) / library.name
-        unit.write_text(source)
-        subprocess.run(
-            [compiler, *flags, str(unit), "-o", str(result)],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-        )
-        os.replace(result, library)
 
 
 @functools.cache

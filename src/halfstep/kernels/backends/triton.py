@@ -10,17 +10,16 @@ import functools
 import hashlib
 import importlib.util
 import os
-import tempfile
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from ...core.files import cache_directory, replacing
 from ..expr import Pass, trace
 from ..storage import Storage
 from ..tensor_table import Batch, Launch, Scalars, ScalarTable
 from . import autotune as tuning
-from . import compiler as cxx
 from .cpp import Layout, layout_of, scalar_names, written_parts
 
 __all__ = ["TritonLaunch"]
@@ -255,12 +254,10 @@ def _module(pass_: Pass, layout: Layout, interpreted: bool) -> Any:
     It is written to the cache because Triton reads the source of its kernels from their file.
     """
     text = source(pass_, layout)
-    path = cxx.cache_directory() / f"{pass_.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.py"
+    path = cache_directory() / f"{pass_.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.py"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as scratch:
-            scratch.write(text)
-        os.replace(scratch.name, path)
+        with replacing(path, shared=True) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(f"halfstep_kernels_{path.stem.replace('-', '_')}", path)
     assert spec is not None
     assert spec.loader is not None
