@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -19,6 +20,30 @@ if not torch.cuda.is_available():
 def pytest_configure(config: pytest.Config) -> None:
     # The suite trains in both formats on any CPU; the speed warning is the business of core/test_hardware.py alone.
     config.addinivalue_line("filterwarnings", "ignore::halfstep.amp.PrecisionWarning")
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """The part of an id that one argument makes, where pytest would only number it or leave a number without a name."""
+    if val is None or isinstance(val, bool | int | float):
+        return f"{argname}={val}"
+    text = value_in_id(val)
+    return text if text and len(text) <= 60 and " at 0x" not in text else None
+
+
+def value_in_id(val: object) -> str | None:
+    """A few words for a dtype, a class, or what holds them; None where pytest knows better."""
+    if isinstance(val, torch.dtype):
+        return str(val).removeprefix("torch.")
+    if isinstance(val, type):
+        return val.__name__
+    if isinstance(val, dict):
+        return ",".join(f"{key}={value_in_id(value) or value}" for key, value in val.items()) or "{}"
+    if isinstance(val, list | tuple | set | frozenset):
+        return ",".join(value_in_id(value) or str(value) for value in val) or "()"
+    if dataclasses.is_dataclass(val):  # with what differs from the defaults
+        fields = [f.name for f in dataclasses.fields(val) if f.repr and getattr(val, f.name) != f.default]
+        return f"{type(val).__name__}({','.join(f'{name}={getattr(val, name)}' for name in fields)})"
+    return None
 
 
 @pytest.fixture(autouse=True)

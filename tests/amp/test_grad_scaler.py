@@ -106,6 +106,7 @@ def test_scale_stays_usable_where_paddle_lost_it(name: str) -> None:
         ("AdamW", lambda p: torch.optim.AdamW([p], lr=0.125, weight_decay=0.01)),
         ("AdamW", lambda p: torch.optim.AdamW([p], lr=0.125, weight_decay=0.01, fused=True)),
     ],
+    ids=["Momentum", "Adam", "Adam fused", "AdamW", "AdamW fused"],
 )
 def test_skipping_with(name: str, make: Callable[[nn.Parameter], Optimizer]) -> None:
     recorded = result_of(PADDLE[f"skipping with {name}"])
@@ -612,7 +613,7 @@ def test_scheduler_follows_the_step() -> None:
 
 @pytest.mark.parametrize("keyword", [False, True])
 @pytest.mark.parametrize("overflows", [0, 2])
-@pytest.mark.parametrize("make", [sgd, lambda p: torch.optim.LBFGS([p], lr=0.125, max_iter=1)])
+@pytest.mark.parametrize("make", [sgd, lambda p: torch.optim.LBFGS([p], lr=0.125, max_iter=1)], ids=["SGD", "LBFGS"])
 def test_closure(make: Callable[[nn.Parameter], Optimizer], overflows: int, keyword: bool) -> None:
     """It runs again at a lower scale, until it does not overflow."""
     scaler, param, runs = amp.GradScaler(init_loss_scaling=8.0, decr_every_n_nan_or_inf=1), weight(), []

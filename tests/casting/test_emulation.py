@@ -69,7 +69,7 @@ def off_by_more_than_rounding(found: torch.Tensor, exact: torch.Tensor, size: to
 # ---- values
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", CALLS)
 def test_one_rounding_of_the_exact_products(name: str, dtype: torch.dtype) -> None:
     """Forward and every gradient, against float64."""
@@ -86,7 +86,7 @@ def test_one_rounding_of_the_exact_products(name: str, dtype: torch.dtype) -> No
         assert torch.equal(got.to(dtype).to(got.dtype), got), "a number that the 16-bit dtype does not have"
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", [*CALLS, *ATTENTION])
 def test_agrees_with_the_units_of_this_machine(name: str, dtype: torch.dtype) -> None:
     """Within 2 ulp of what units compute in 16 bits, and 4 of what torch's loops compute where there are none.
@@ -111,7 +111,7 @@ def test_agrees_with_the_units_of_this_machine(name: str, dtype: torch.dtype) ->
         assert ((got.float() - want.float()).abs() / ulp).max() <= limit
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_the_fp32_ones_with_rounded_edges(kind: type[nn.RNNBase], dtype: torch.dtype) -> None:
     layer = kind(8, 8, num_layers=2, bidirectional=True)
@@ -202,7 +202,7 @@ def run(level: str, dtype: torch.dtype, emulate: bool, face: str) -> tuple[list[
     return seen, [loss, *(p.detach().float() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("face", "level"), [*(("initialize", f"O{i}") for i in range(4)), ("decorate", "O2")])
 def test_dtypes_and_training_are_those_without_emulation(face: str, level: str, dtype: torch.dtype) -> None:
     (dtypes, values), (native_dtypes, native_values) = (run(level, dtype, emulate, face) for emulate in (True, False))
@@ -226,7 +226,7 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("emulate", [True, False])
 def test_no_product_runs_in_16_bits(emulate: bool, level: str, dtype: torch.dtype) -> None:
@@ -241,7 +241,7 @@ def test_no_product_runs_in_16_bits(emulate: bool, level: str, dtype: torch.dtyp
     assert products.dtypes == ({FP32} if emulate else {dtype})
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
 def test_model_fit_and_graph_mode(dtype: torch.dtype) -> None:
     x, y = data()
     for level in ("O1", "O2"):

@@ -245,7 +245,7 @@ def run(
 BOTH = pytest.mark.parametrize("both", [False, True], ids=["alone", "both"])
 
 
-@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("half", HALVES)
 @BOTH
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", public(HALF))
@@ -254,7 +254,7 @@ def test_half(name: str, device: str, both: bool, half: torch.dtype) -> None:
     assert run(name, half, [half, torch.float32], device, both) == {half}
 
 
-@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("half", HALVES)
 @BOTH
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", public(FLOAT))
@@ -268,7 +268,7 @@ def test_float(name: str, device: str, both: bool, half: torch.dtype) -> None:
 TRUTH_VALUES = {"eq", "ne", "ge", "gt", "le", "lt", "equal", "isclose", "allclose"}
 
 
-@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("half", HALVES)
 @BOTH
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", public(PROMOTE | SEQUENCE))
@@ -283,7 +283,7 @@ def test_promote(name: str, device: str, both: bool, half: torch.dtype) -> None:
         assert run(name, half, dtypes, device, both) == (set() if name in TRUTH_VALUES else {widest}), dtypes
 
 
-@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("half", HALVES)
 @BOTH
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", public(BANNED))

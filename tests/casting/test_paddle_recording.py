@@ -170,7 +170,7 @@ DIFFERENT_OPS, DIFFERENT_LISTS = (
 
 @pytest.mark.parametrize("name", FACTS["ops"])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_op(name: str, half: torch.dtype, device: str) -> None:
     for level in LEVELS:
         theirs, ours = row(name, level, half, device)

@@ -22,7 +22,13 @@ __all__ = ["ranks"]
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# s: synced; u: no_sync(); f: require_backward_grad_sync = False; d: no_sync and delay_unscale; x: synced and delayed
+MICRO_STEPS = {  # u and d are under no_sync(), f has require_backward_grad_sync = False; d and x have delay_unscale
+    "s": "synced",
+    "u": "unsynced",
+    "f": "unsynced by flag",
+    "d": "unsynced and delayed",
+    "x": "synced and delayed",
+}
 PATTERNS = ["s", "us", "fs", "uuus", "uds", "dds", "ss", "sus", "suus", "xs", "xus", "su", "uu", "dd", "udu"]
 WRAPPERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -43,6 +49,10 @@ OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, fused=True),
     "ours": lambda p: FusedAdam(p, lr=0.01, eps=1e-4),
 }
+
+
+def in_words(pattern: str) -> str:
+    return ", ".join(MICRO_STEPS[how] for how in pattern)
 
 
 def net() -> nn.Sequential:
@@ -158,7 +168,7 @@ def assert_near(results: list[dict[str, Any]], expected: list[torch.Tensor], lev
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=in_words)
 @pytest.mark.parametrize("half", HALVES)
 def test_every_pattern(ranks: Ranks, level: str, pattern: str, half: str) -> None:
     results = ranks.run(train, level, half, pattern, "plain")
@@ -167,7 +177,7 @@ def test_every_pattern(ranks: Ranks, level: str, pattern: str, half: str) -> Non
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("pattern", ["s", "uus", "su", "xus"])
+@pytest.mark.parametrize("pattern", ["s", "uus", "su", "xus"], ids=in_words)
 @pytest.mark.parametrize("wrapper", [w for w in WRAPPERS if w != "plain"])
 def test_every_wrapper(ranks: Ranks, level: str, pattern: str, wrapper: str) -> None:
     if wrapper == "static" and pattern == "uus":
@@ -178,7 +188,7 @@ def test_every_wrapper(ranks: Ranks, level: str, pattern: str, wrapper: str) -> 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=in_words)
 @pytest.mark.parametrize("wrapper", APEX_WRAPPERS)
 def test_what_is_not_a_mean(ranks: Ranks, level: str, pattern: str, wrapper: str) -> None:
     options = APEX_WRAPPERS[wrapper]
@@ -308,7 +318,7 @@ def count_reductions(rank: int, level: str, pattern: str, loss_scale: float) -> 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("pattern", ["s", "us", "uuus", "uu"])
+@pytest.mark.parametrize("pattern", ["s", "us", "uuus", "uu"], ids=in_words)
 @pytest.mark.parametrize(("loss_scale", "flags"), [(1.0, 0), (128.0, 1)])
 def test_a_window_costs_one_reduction_and_one_of_a_number(
     ranks: Ranks, level: str, pattern: str, loss_scale: float, flags: int
@@ -371,7 +381,7 @@ def test_a_pass_that_fails_unsynced_leaves_what_was_there(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("pattern", ["s", "us", "su", "dds"])
+@pytest.mark.parametrize("pattern", ["s", "us", "su", "dds"], ids=in_words)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("poisoned", [0, 1])
 def test_overflow_on_one_rank_skips_on_all(
@@ -389,7 +399,7 @@ def train_dynamic(rank: int, level: str, pattern: str, poison: tuple[int, int, i
 
 
 @pytest.mark.parametrize("level", LEVELS[:3])
-@pytest.mark.parametrize("pattern", ["s", "us", "uus", "su"])
+@pytest.mark.parametrize("pattern", ["s", "us", "uus", "su"], ids=in_words)
 @pytest.mark.parametrize("micro", [0, -1])
 def test_all_ranks_keep_the_same_loss_scale(ranks: Ranks, level: str, pattern: str, micro: int) -> None:
     results = ranks.run(train_dynamic, level, pattern, (1, 1, micro % len(pattern)))
@@ -416,7 +426,7 @@ def train_fp16_optimizer(rank: int, pattern: str, poison: tuple[int, int, int] |
 
 
 @pytest.mark.parametrize("poison", [None, (1, 1, 0)])
-@pytest.mark.parametrize("pattern", ["s", "us", "uus", "su", "uu"])
+@pytest.mark.parametrize("pattern", ["s", "us", "uus", "su", "uu"], ids=in_words)
 def test_fp16_optimizer(ranks: Ranks, pattern: str, poison: tuple[int, int, int] | None) -> None:
     results = ranks.run(train_fp16_optimizer, pattern, poison)
     assert_same(results)
@@ -425,7 +435,7 @@ def test_fp16_optimizer(ranks: Ranks, pattern: str, poison: tuple[int, int, int]
 
 @pytest.mark.parametrize("ranks", [4], indirect=True)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("pattern", ["us", "su", "uuus"])
+@pytest.mark.parametrize("pattern", ["us", "su", "uuus"], ids=in_words)
 @pytest.mark.parametrize("poison", [None, (2, 1, 0)])
 def test_four_ranks(ranks: Ranks, level: str, pattern: str, poison: tuple[int, int, int] | None) -> None:
     results = ranks.run(train, level, "fp16", pattern, "plain", "sgd", 3, poison)

@@ -392,7 +392,11 @@ def test_overflow_is_told_of_at_the_next_update(caplog: pytest.LogCaptureFixture
     ]
 
 
-@pytest.mark.parametrize("ask", [DeviceLossScaler.loss_scale, DeviceLossScaler.state_dict, lambda s: s.set_scale(2.0)])
+@pytest.mark.parametrize(
+    "ask",
+    [DeviceLossScaler.loss_scale, DeviceLossScaler.state_dict, lambda s: s.set_scale(2.0)],
+    ids=["loss_scale", "state_dict", "set_scale"],
+)
 def test_reading_the_scale_tells_at_once(ask: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="halfstep")
     scaler = DeviceLossScaler(DynamicLossScale())
@@ -448,7 +452,7 @@ COLLAPSES = {  # rule -> after how many overflows in a row
 }
 
 
-@pytest.mark.parametrize("rule", COLLAPSES, ids=str)
+@pytest.mark.parametrize("rule", COLLAPSES)
 def test_collapse(rule: LossScale) -> None:
     assert overflow_until_collapse(DeviceLossScaler(rule, verbose=False)) == COLLAPSES[rule]
 
@@ -493,7 +497,7 @@ def test_collapse_names_the_parameter(caplog: pytest.LogCaptureFixture) -> None:
 STATEFUL = [DynamicLossScale(backoff_interval=3), StaticLossScale(4.0)]
 
 
-@pytest.mark.parametrize("rule", STATEFUL, ids=str)
+@pytest.mark.parametrize("rule", STATEFUL)
 def test_every_field_survives_every_way_of_saving(rule: LossScale) -> None:
     saved = {"loss_scale": 12.0, "unskipped": 7, "bad": 2}
     scaler = DeviceLossScaler(rule)

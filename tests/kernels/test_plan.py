@@ -152,7 +152,7 @@ BAD = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 SIZES = [1, 7, 64, 1000]  # below, at and above what a vector holds
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("accumulate", [None, False, True])
@@ -182,7 +182,7 @@ def test_finds_it_in_any_layout(layout: str, bad: str) -> None:
         assert found_inf.item() == 1.0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_numbers_are_finite(dtype: torch.dtype, sign: int) -> None:
     info = torch.finfo(dtype)
@@ -355,7 +355,7 @@ def test_the_cache_keeps_its_owners_so_that_an_identity_is_not_reused() -> None:
     assert alive() is None  # and no longer than its plan
 
 
-@pytest.mark.parametrize("became", DTYPES, ids=str)
+@pytest.mark.parametrize("became", DTYPES)
 def test_gradients_that_changed_dtype_under_an_old_plan(became: torch.dtype) -> None:
     # model.float() keeps the identity of every parameter, so the cache does not see it.
     cache = PlanCache()
@@ -375,7 +375,7 @@ def test_gradients_that_changed_dtype_under_an_old_plan(became: torch.dtype) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 def test_lists_over_two_devices(dtype: torch.dtype, home: str) -> None:
     tensors = [torch.full((5,), 4.0, dtype=dtype, device=device) for device in ("cpu", "cuda", "cpu")]

@@ -95,7 +95,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("on", BACKENDS)
 def test_a_step_starts_from_what_was_written(on: str, dtype: torch.dtype, name: str, way: Callable[..., None]) -> None:
     net = Net(dtype)
@@ -123,7 +123,7 @@ def test_a_step_starts_from_what_was_written(on: str, dtype: torch.dtype, name: 
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("on", BACKENDS)
 def test_unwritten_masters_are_fp32_weights_bit_for_bit(on: str, dtype: torch.dtype, name: str) -> None:
     half, full = Net(dtype), Net(dtype).float()
@@ -185,7 +185,7 @@ def odd_pairs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([pairs[:, 0], *lists]), torch.cat([pairs[:, 1], *others]).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("on", BACKENDS)
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in cast:RuntimeWarning")  # NumPy, interpreting
 def test_what_counts_as_written(on: str, dtype: torch.dtype) -> None:
@@ -203,7 +203,7 @@ def test_what_counts_as_written(on: str, dtype: torch.dtype) -> None:
     assert (weight == second)[~second.isnan()].all(), "a written weight stays as it was written"
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("on", BACKENDS)
 def test_float64_arithmetic_rounds_weights_from_their_masters(on: str, dtype: torch.dtype) -> None:
     """Rounded from the float64 value, a weight next to a tie would be another than its master's: as if written."""
@@ -219,7 +219,7 @@ def test_float64_arithmetic_rounds_weights_from_their_masters(on: str, dtype: to
             assert torch.equal(weight, master.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("on", BACKENDS)
 def test_a_copy_of_an_fp32_weight_is_not_heard(on: str, dtype: torch.dtype) -> None:
     weight, copy_of_it = torch.randn(50), torch.full((50,), 7.0, dtype=dtype)
@@ -276,7 +276,7 @@ def test_a_written_weight_outlives_the_change_to_split_masters() -> None:
 # ---- at O2, and for autograd
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
 def test_a_model_loaded_between_two_steps_of_o2(dtype: torch.dtype) -> None:
     model = nn.Linear(4, 4)
     optim = optimizers.FusedAdam(model.parameters(), lr=1e-4)
@@ -291,7 +291,7 @@ def test_a_model_loaded_between_two_steps_of_o2(dtype: torch.dtype) -> None:
     torch.testing.assert_close(near, torch.full((4, 4), 5.0), atol=0.05, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [FP32, *HALVES], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, *HALVES])
 @pytest.mark.parametrize("on", ["eager", "compiled"])
 def test_a_graph_from_before_a_step_does_not_see_its_weights(on: str, dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)

@@ -215,7 +215,9 @@ def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
     return torch.stack([p.found_inf.to(device) for p in records]).amax()
 
 
-def share_overflow(records: Iterable[BackwardRecord], ranks: Iterable[RankSync]) -> dict[DeviceLossScaler, torch.Tensor]:
+def share_overflow(
+    records: Iterable[BackwardRecord], ranks: Iterable[RankSync]
+) -> dict[DeviceLossScaler, torch.Tensor]:
     """Share overflows between the ranks: one all-reduce, of one number for each loss scale.
 
     Args:
