@@ -26,20 +26,20 @@ __all__ = ["Program", "Trainer", "Value", "capture", "load"]
 
 @dataclass(frozen=True)
 class Value:
-    """Something a program computes, to be fetched by an ``Executor``."""
+    """A value that a program computes, to be fetched by an ``Executor``."""
 
     program: Program
     name: str
 
 
 class Trainer(Protocol):
-    """What a program is trained by, once something was told to ``minimize`` its loss."""
+    """Trains a program."""
 
     def prepare(self) -> None:
-        """Before the program runs."""
+        """Get the parameters ready for the graph, before each run."""
 
     def train(self, module: Callable[..., Any], feed: list[torch.Tensor]) -> tuple[Any, ...]:
-        """One step; returns what the graph gives."""
+        """Take one step, and return the outputs of the graph."""
 
 
 class _ModelAndLoss(nn.Module):
@@ -97,8 +97,8 @@ class Program:
     Attributes:
         feed_names: of the inputs, in the order of the example inputs.
         outputs: the model's outputs, to be fetched.
-        casting: what a decorated optimizer made of the graph, or None.
-        trainer: what trains it, or None.
+        casting: the graph with casts for a decorated optimizer, or None.
+        trainer: trains the program once an optimizer was told to ``minimize`` the loss, or None.
     """
 
     def __init__(self, exported: torch.export.ExportedProgram, feed_names: list[str], has_loss: bool) -> None:
@@ -126,17 +126,21 @@ class Program:
         return Value(self, "loss")
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the captured model."""
+        """The parameters of the captured model."""
         return list(self.graph_module.parameters())
 
     def minimize(self, optimizer: torch.optim.Optimizer) -> None:
-        """Train with a torch optimizer, in fp32, from now on; ``static.amp.decorate`` is for less."""
+        """Train with a torch optimizer, in fp32, from now on; ``static.amp.decorate`` is for 16 bits."""
         assert self.loss
-        self.trainer, self.casting = _Plain(optimizer), None
+        self.train_with(_Fp32Trainer(optimizer))
+
+    def train_with(self, trainer: Trainer, casting: Casting | None = None) -> None:
+        """Have a trainer take the steps from now on, in the graph with casts if there is one."""
+        self.trainer, self.casting = trainer, casting
         self._modules.clear()
 
     def explain(self) -> str:
-        """A line for each op: its name, what it reads and gives, and the rule that decided; then the casts."""
+        """A line for each op: its name, the dtypes it reads and gives, and the rule that decided; then the casts."""
         if self.casting is None:
             return "No casts: nothing was decorated."
         rows = [("node", "op", "reads", "gives", "rule")]
@@ -146,10 +150,10 @@ class Program:
         return "\n".join([*lines, f"casts: {self.casting.casts_before} before, {self.casting.casts_after} after"])
 
     def module(self, fetched: Sequence[str] = (), compiled: bool = False) -> Any:
-        """What runs: gives the loss, the outputs, and other values of the graph by their nodes' names.
+        """What runs: it returns the loss, the outputs, and the values of the nodes whose names are ``fetched``.
 
         Raises:
-            ArgumentValueError: for a name that is none.
+            ArgumentValueError: for a name that no node has.
         """
         key = (tuple(fetched), compiled)
         if key not in self._modules:
@@ -160,7 +164,7 @@ class Program:
         return self._modules[key]
 
     def positions(self, fetch_list: Sequence[Value | str]) -> tuple[list[str], list[int]]:
-        """Names of what must be fetched beside loss and outputs, and where each of the list comes to lie."""
+        """The names to fetch beside loss and outputs, and the place of each item of the list in the results."""
         own = [*(["loss"] if self._has_loss else []), *(value.name for value in self.outputs)]
         names = [item.name if isinstance(item, Value) else item for item in fetch_list]
         extra = [name for name in dict.fromkeys(names) if name not in own]
@@ -186,7 +190,7 @@ class Program:
         return list(result)
 
 
-class _Plain:
+class _Fp32Trainer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
@@ -209,7 +213,7 @@ def load(path: str | PathLike[str]) -> Program:
 
 
 def _without_idle_broadcasts(module: fx.GraphModule) -> fx.GraphModule:
-    """A loss broadcasts output and label even where they have one shape; export takes its result for the output."""
+    """Drop broadcasts of tensors of one shape: a loss makes them, and export returns the broadcast output."""
     for node in list(module.graph.nodes):
         if node.target is torch.ops.aten.broadcast_tensors.default:
             inputs = node.args[0]

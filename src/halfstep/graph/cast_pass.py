@@ -1,4 +1,4 @@
-"""Casts in a captured graph: ops classified by the same op lists as eager, and as few casts as that allows."""
+"""Puts casts into a captured graph: the op lists of eager mode decide on each op, with as few casts as that allows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..casting.emulation import Emulate, emulated_kinds, narrow, widen
+from ..casting.emulation import Emulate
 from ..core.dtypes import dtype_name
 from ..core.oplists import OpLists
-from ..core.oplists.tables import CLASS_OF, FOLLOWS_FIRST, MOVEMENT, SELF_PROMOTING, words
+from ..core.oplists.tables import FOLLOWS_FIRST, MOVEMENT, SELF_PROMOTING, words
+from .emulated_products import emulate_products, op_name
 from .grouped_casts import cast_together
 from .min_cut import fewest_casts
 
@@ -89,41 +90,36 @@ def cast_graph(
     if together is None:
         together = sys.maxsize if any(param.is_cuda for param in module.parameters()) else _SMALL
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(module.graph, copies)
-    graph.output(result)
+    graph.output(graph.graph_copy(module.graph, {}))
     graph._codegen = module.graph._codegen
-    casts = _Pass(fx.GraphModule(module, graph), lists, half, guarded, outside, black_values, together)
-    return casts.run(emulate, opaque)
+    made = _CastPass(fx.GraphModule(module, graph), lists, half, guarded, black_values, together)
+    return made.run(outside, emulate, opaque)
 
 
-class _Pass:
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        lists: OpLists,
-        half: torch.dtype,
-        guarded: bool,
-        outside: bool,
-        black_values: frozenset[str],
-        together: int,
-    ) -> None:
-        self.module, self.graph = module, module.graph
-        self.lists, self.half, self.guarded, self.outside = lists, half, guarded, outside
-        self.black_values, self.together = black_values, together
-        self.label: dict[fx.Node, str] = {}
-        self.demand: dict[tuple[fx.Node, fx.Node], str] = {}  # (value, reader) -> dtype it is read in
-        self.rule: dict[fx.Node, str] = {}
-        self.moves: set[fx.Node] = set()
-        self.casts: set[fx.Node] = set()
-        self.casting = Casting(module)
+@dataclass
+class _CastPass:
+    """Decides for each op in which dtype it reads and gives, then puts the casts into the graph."""
 
-    def run(self, emulate: Emulate, opaque: bool | None) -> Casting:
+    module: fx.GraphModule
+    lists: OpLists
+    half: torch.dtype
+    guarded: bool
+    black_values: frozenset[str]
+    together: int
+    label: dict[fx.Node, str] = field(default_factory=dict)  # the precision of each floating value
+    demand: dict[tuple[fx.Node, fx.Node], str] = field(default_factory=dict)  # (value, reader) -> what it is read in
+    rule: dict[fx.Node, str] = field(default_factory=dict)  # what decided about each op
+    moves: set[fx.Node] = field(default_factory=set)  # ops that only move numbers
+    casts: set[fx.Node] = field(default_factory=set)  # nodes that were put in
+
+    def run(self, outside: bool, emulate: Emulate, opaque: bool | None) -> Casting:
+        self.graph = self.module.graph
+        self.casting = Casting(self.module)
         for node in list(self.graph.nodes):
-            if _op(node) == "_assert_tensor_metadata":
+            if op_name(node) == "_assert_tensor_metadata":
                 self.graph.erase_node(node)
         self._classify(frozenset())
-        if self.outside:
+        if outside:
             params = [n for n in self.graph.nodes if self._is_param(n)]
             fit = {n for n in params if {self.demand.get((n, reader)) for reader in n.users} == {_HALF}}
             self.casting.half_params = frozenset(str(node.target) for node in fit)
@@ -131,7 +127,8 @@ class _Pass:
         self._count_eager()
         self._choose()
         self._insert()
-        self._emulate(emulate, opaque)
+        halves = [node for node in self.graph.nodes if self.label.get(node) == _HALF]
+        emulate_products(self.graph, halves, self.casts.union(self.label), self.half, emulate, opaque)
         self.graph.lint()
         self.module.recompile()
         return self.casting
@@ -143,46 +140,42 @@ class _Pass:
         self.demand.clear()
         self.moves.clear()
         for node in self.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
-                if _floating(node):
-                    mine = _val(node).dtype in (torch.float16, torch.bfloat16) or str(node.target) in half_params
-                    self.label[node] = _HALF if mine else _FLOAT
-            elif node.op == "call_function":
-                self._classify_call(node)
+            if node.op == "call_function":
+                self._classify_call(node, [source for source in node.all_input_nodes if source in self.label])
+            elif node.op in ("placeholder", "get_attr") and _floating(node):
+                self.label[node] = _HALF if str(node.target) in half_params else _precision(node)
 
-    def _classify_call(self, node: fx.Node) -> None:
-        inputs = [source for source in node.all_input_nodes if source in self.label]
-        name = _op(node)
+    def _classify_call(self, node: fx.Node, inputs: list[fx.Node]) -> None:
+        name = op_name(node)
         if node.target is operator.getitem:
             if inputs:
                 self.label[node] = self.label[inputs[0]]
             return
-        floating = _floating(node) or _several(node)
         self.rule[node] = "free"
-        if not inputs or not floating:
-            if floating:
-                self.label[node] = _HALF if _val(node).dtype in (torch.float16, torch.bfloat16) else _FLOAT
+        if not (_floating(node) or _several(node)):
             return
-        followed = self.label[inputs[0]]
+        if not inputs:
+            self.label[node] = _precision(node)
+            return
+        first = self.label[inputs[0]]
         if name in _CASTS or _asks_for_dtype(node):
             self.rule[node] = "asked for"
-            dtype = _val(node).dtype if not _several(node) else torch.float32
-            self._set(node, inputs, _FLOAT if dtype is torch.float32 else _HALF, _ANY)
-        elif name.endswith("_") and not name.endswith("__"):
+            in_fp32 = _several(node) or _val(node).dtype is torch.float32
+            self._set(node, inputs, _FLOAT if in_fp32 else _HALF, _ANY)
+        elif _in_place(name):
             self.rule[node] = "in place"
-            self._set(node, inputs, followed, _ANY)
+            self._set(node, inputs, first, _ANY)
         elif name in MOVEMENT and len(inputs) == 1:
             self.moves.add(node)
-            self._set(node, inputs, followed, followed)
+            self._set(node, inputs, first, first)
         else:
-            rule = self._rule(node, name)
-            self.rule[node] = rule
+            self.rule[node] = rule = self._rule(node, name)
             if rule == "half":
                 self._set(node, inputs, _HALF, _HALF)
             elif rule in ("float", "banned", "outside guard", "black value"):
                 self._set(node, inputs, _FLOAT, _FLOAT)
             elif name in FOLLOWS_FIRST:
-                self._set(node, inputs, followed, _ANY)
+                self._set(node, inputs, first, _ANY)
             else:
                 widest = _FLOAT if _FLOAT in {self.label[source] for source in inputs} else _HALF
                 self._set(node, inputs, widest, _ANY if name in SELF_PROMOTING else widest)
@@ -200,11 +193,9 @@ class _Pass:
             self.demand[source, node] = demand
 
     def _is_param(self, node: fx.Node) -> bool:
-        return (
-            node.op == "get_attr"
-            and node in self.label
-            and isinstance(_attribute(self.module, node), torch.nn.Parameter)
-        )
+        if node.op != "get_attr" or node not in self.label:
+            return False
+        return isinstance(operator.attrgetter(str(node.target))(self.module), torch.nn.Parameter)
 
     def _count_eager(self) -> None:
         once: set[fx.Node] = set()
@@ -217,9 +208,9 @@ class _Pass:
     # ---- where the casts go
 
     def _choose(self) -> None:
-        """Let ops that only move numbers have the dtype with which casts are fewest."""
+        """Give ops that only move numbers the dtypes with which casts are fewest."""
         if "in place" in self.rule.values():
-            return  # a cast between a tensor and its view would part them, and one of them is written to
+            return  # a cast copies: a write through a view would miss the tensor behind it
         free = {node for node in self.moves if not self._must_stay(node)}
         readers: dict[Any, list[Any]] = {}
         for (source, reader), wanted in self.demand.items():
@@ -236,9 +227,9 @@ class _Pass:
                 self.demand[source, reader] = self.label[reader]
 
     def _must_stay(self, node: fx.Node) -> bool:
-        """Whether fp32 numbers go through it to somebody who reads fp32: they may not be rounded on the way.
+        """Whether fp32 numbers go through a node to a reader of fp32, so that they may not be rounded on the way.
 
-        What the graph gives keeps the dtype it has without casts.
+        An output of the graph keeps the dtype that it has without casts.
         """
         if any(reader.op == "output" for reader in node.users):
             return True
@@ -262,7 +253,7 @@ class _Pass:
         for node in list(self.graph.nodes):
             if node.op != "call_function":
                 continue
-            name = _op(node)
+            name = op_name(node)
             if node in self.rule and node in self.label:
                 self._row(node, name)
             replaced: dict[fx.Node, fx.Node] = {}
@@ -272,7 +263,7 @@ class _Pass:
                     replaced[source] = self._as(source, wanted, node, made)
             for source, cast in replaced.items():
                 node.replace_input_with(source, cast)
-            if name.endswith("_") and not name.endswith("__"):
+            if _in_place(name):
                 made = dict(params)  # what was cast before is not what is there now
 
     def _cast_parameters(self) -> dict[tuple[fx.Node, str], fx.Node]:
@@ -297,7 +288,7 @@ class _Pass:
 
     def _as(self, source: fx.Node, wanted: str, before: fx.Node, made: dict[tuple[fx.Node, str], fx.Node]) -> fx.Node:
         """The value in a dtype, cast once for all of its readers; a widened value narrows to what it came from."""
-        if _op(source) in _CASTS and wanted == _HALF:
+        if op_name(source) in _CASTS and wanted == _HALF:
             origin = next((s for s in source.all_input_nodes if s in self.label), None)
             if origin is not None and self.label[origin] == _HALF:
                 return origin
@@ -310,33 +301,6 @@ class _Pass:
             self.casting.casts_after += 1
         return made[source, wanted]
 
-    def _emulate(self, emulate: Emulate, opaque: bool | None) -> None:
-        """Run 16-bit products in fp32 kernels where their device has no units for them."""
-        wide: dict[fx.Node, fx.Node] = {}
-        for node in [node for node in self.graph.nodes if self.label.get(node) == _HALF]:
-            kind = CLASS_OF.get(_op(node))
-            device = self._device(node)
-            if node.op != "call_function" or kind is None or device is None:
-                continue
-            if (device, self.half, kind) not in emulated_kinds((device,), self.half, emulate):
-                continue
-            for source in node.all_input_nodes:
-                if source in self.label or source in self.casts:
-                    if source not in wide:
-                        with self.graph.inserting_after(source):
-                            wide[source] = self.graph.call_function(widen, (source, opaque))
-                    node.replace_input_with(source, wide[source])
-            results = [user for user in node.users if user in self.label] if _several(node) else [node]
-            for result in results:
-                with self.graph.inserting_after(result):
-                    rounded = self.graph.call_function(narrow, (result, self.half, opaque))
-                self.casts.add(rounded)
-                result.replace_all_uses_with(rounded, delete_user_cb=lambda user, made=rounded: user is not made)
-
-    def _device(self, node: fx.Node) -> str | None:
-        values = [_val(n) for n in (node, *node.users)]  # of several results each is a user
-        return next((value.device.type for value in values if isinstance(value, torch.Tensor)), None)
-
     def _row(self, node: fx.Node, name: str) -> None:
         reads = {self.demand.get((s, node), _ANY) for s in node.all_input_nodes if (s, node) in self.demand}
         wanted = next(iter(reads)) if len(reads) == 1 else _ANY
@@ -348,11 +312,6 @@ class _Pass:
         )
 
 
-def _op(node: fx.Node) -> str:
-    target = node.target
-    return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else str(target)
-
-
 def _val(node: fx.Node) -> Any:
     return node.meta.get("val")
 
@@ -362,6 +321,14 @@ def _floating(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in _FLOATS
 
 
+def _precision(node: fx.Node) -> str:
+    return _HALF if _val(node).dtype in (torch.float16, torch.bfloat16) else _FLOAT
+
+
+def _in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
 def _several(node: fx.Node) -> bool:
     """Whether an op gives several tensors, which getitem takes apart."""
     return any(user.target is operator.getitem and _floating(user) for user in node.users)
@@ -369,10 +336,3 @@ def _several(node: fx.Node) -> bool:
 
 def _asks_for_dtype(node: fx.Node) -> bool:
     return isinstance(node.kwargs.get("dtype"), torch.dtype) or any(isinstance(a, torch.dtype) for a in node.args)
-
-
-def _attribute(module: torch.nn.Module, node: fx.Node) -> Any:
-    found: Any = module
-    for part in str(node.target).split("."):
-        found = getattr(found, part)
-    return found

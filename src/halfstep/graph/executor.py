@@ -1,4 +1,4 @@
-"""``Executor``: feeds a program, and trains it where something was told to minimize its loss."""
+"""``Executor``: runs a program on what it is fed, and trains it once an optimizer minimizes its loss."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ class Executor:
         """
         if not isinstance(program, Program):
             raise ArgumentTypeError(f"Executor.run takes a Program from static.capture, not {type(program).__name__}.")
-        missing = [name for name in program.feed_names if name not in feed]
-        unknown = [name for name in feed if name not in program.feed_names]
-        if missing or unknown:
+        if set(feed) != set(program.feed_names):
             raise ArgumentValueError(
                 f"feed has {', '.join(map(str, feed)) or 'nothing'}, and this program takes "
                 f"{', '.join(program.feed_names)}."

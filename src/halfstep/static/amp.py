@@ -25,7 +25,7 @@ _NEW = ("level", "dtype", "master_weight", "master_grad", "use_amp_guard")
 
 
 def fp16_guard() -> AbstractContextManager[Any]:
-    """Marks what is captured inside as what may run in 16 bits: ``decorate(use_pure_fp16=True, use_fp16_guard=True)``.
+    """Only what is captured inside may run in 16 bits, with ``decorate(use_pure_fp16=True, use_fp16_guard=True)``.
 
     Outside of ``static.capture`` it does nothing.
     """
@@ -162,7 +162,7 @@ def _decorate_new(
 
 
 class MixedPrecisionOptimizer:
-    """What ``decorate`` returns.
+    """An optimizer that trains a captured program in mixed precision; ``decorate`` makes it.
 
     Attributes:
         optimizer: the decorated one.
@@ -204,21 +204,18 @@ class MixedPrecisionOptimizer:
         """
         if not isinstance(loss, Value) or loss.name != "loss":
             raise ArgumentTypeError("minimize takes program.loss, of a program from static.capture.")
-        program = loss.program
-        pure = self._level == "O2"
-        casting = None
+        program, casting = loss.program, None
         if self._level != "O0":
             casting = cast_graph(
                 program.graph_module,
                 self._lists,
                 self._half,
                 guarded=self._guarded,
-                outside=pure,
+                outside=self._level == "O2",
                 black_values=self._black,
                 emulate=self.emulate,
             )
-        program.casting, program.trainer = casting, self
-        program._modules.clear()
+        program.train_with(self, casting)
         self._program = program
 
     def amp_init(
@@ -257,7 +254,7 @@ class MixedPrecisionOptimizer:
         return float(self.scaler.get_scale())
 
     def prepare(self) -> None:
-        """``amp_init``, if nobody has called it and the level needs it."""
+        """Call ``amp_init`` at O2; a second call does nothing."""
         if self._level == "O2":
             self.amp_init()
 

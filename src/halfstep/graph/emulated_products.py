@@ -1,0 +1,65 @@
+"""Runs 16-bit products of a captured graph in fp32 kernels where their device has no units for them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from ..casting.emulation import Emulate, emulated_kinds, narrow, widen
+from ..core.oplists.tables import CLASS_OF
+from ..core.torch_compat import OpOverload
+
+__all__ = ["emulate_products", "op_name"]
+
+
+def op_name(node: fx.Node) -> str:
+    """The name of the op that a node calls, without its namespace and overload."""
+    target = node.target
+    return target._schema.name.rpartition("::")[2] if isinstance(target, OpOverload) else str(target)
+
+
+def emulate_products(
+    graph: fx.Graph,
+    halves: Iterable[fx.Node],
+    floating: set[fx.Node],
+    half: torch.dtype,
+    emulate: Emulate,
+    opaque: bool | None,
+) -> None:
+    """Widen the inputs of such products, and round their results to 16 bits.
+
+    Args:
+        graph: of aten ops; changed in place.
+        halves: the nodes that give 16-bit values.
+        floating: the nodes that give floating values; extended.
+        half: the 16-bit dtype.
+        emulate: see ``casting.emulation``.
+        opaque: as of ``emulation.narrow``.
+    """
+    wide: dict[fx.Node, fx.Node] = {}
+    for node in halves:
+        kind, device = CLASS_OF.get(op_name(node)), _device(node)
+        if node.op != "call_function" or kind is None or device is None:
+            continue
+        if (device, half, kind) not in emulated_kinds((device,), half, emulate):
+            continue
+        for source in [source for source in node.all_input_nodes if source in floating]:
+            if source not in wide:
+                with graph.inserting_after(source):
+                    wide[source] = graph.call_function(widen, (source, opaque))
+            node.replace_input_with(source, wide[source])
+        parts = [user for user in node.users if user.target is operator.getitem and user in floating]
+        for result in parts or [node]:
+            with graph.inserting_after(result):
+                rounded = graph.call_function(narrow, (result, half, opaque))
+            result.replace_all_uses_with(rounded)
+            rounded.args = (result, half, opaque)  # it was one of the uses itself
+            floating.add(rounded)
+
+
+def _device(node: fx.Node) -> str | None:
+    values = [n.meta.get("val") for n in (node, *node.users)]  # of several results each is a user
+    return next((value.device.type for value in values if isinstance(value, torch.Tensor)), None)
