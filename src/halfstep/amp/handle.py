@@ -1,4 +1,4 @@
-"""The handle of 2018: ``amp.init()`` casts ops in the whole process, and the handle it returns scales losses."""
+"""Apex's interface of 2018: ``amp.init()`` casts ops in the whole process, and the handle it returns scales losses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def init(
         allow_banned: run ops that are refused on 16-bit input in fp32 instead.
         dtype: the 16-bit dtype; None means float16 where there is CUDA and bfloat16 elsewhere.
         emulate: as in ``amp.auto_cast``.
-        enable: another name of ``enabled``, which the document spells both ways.
+        enable: another name of ``enabled``: the article below has both.
 
     Returns:
         The handle. Several may be open at once; the latest decides on casts.
@@ -71,7 +71,7 @@ def init(
     Warns:
         PrecisionWarning: once, where the hardware has no units for the dtype and ``emulate=False``.
 
-    Source: seed 001.
+    Source: "Mixed precision training with APEX, part 1" (in Chinese), 2018, https://kuaibao.qq.com/s/20180624G0UZD400.
     """
     if not (enabled if enable is None else enable):
         return NoOpHandle()

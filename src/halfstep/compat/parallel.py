@@ -1,4 +1,4 @@
-"""``DistributedDataParallel`` with Apex's arguments, which are torch's own in other words, and ``Reducer``."""
+"""``DistributedDataParallel`` with Apex's arguments, and ``Reducer``."""
 
 from __future__ import annotations
 
@@ -31,26 +31,25 @@ _told: set[str] = set()
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """torch's ``DistributedDataParallel`` with the arguments that Apex's had.
 
-    Parameters and buffers start as those of rank 0. After any mix of synced and unsynced backward passes every rank
-    steps with the mean over ranks of the sum over passes, if the optimizer is one of ``amp`` and the passes are in
-    ``scale_loss``. Elsewhere a window is right if its last pass alone is synced, as with torch's.
+    Parameters and buffers start as those of rank 0. With an optimizer of ``amp`` and passes in ``scale_loss``, every
+    rank steps with the mean over ranks of the sum over passes, after any mix of synced and unsynced passes. Otherwise
+    only the last pass before a step may be synced, as with torch's wrapper.
 
     Args:
         module: the model, after ``amp.initialize``.
         message_size: how many elements a bucket holds at most.
         delay_allreduce: reduce once the whole backward pass is over; parameters may then go unused.
         shared_param: refused, as in Apex.
-        allreduce_trigger_params: no longer has a meaning; warns once in a process, as do the other arguments that only
-            Apex's own reducer knew.
-        retain_allreduce_buffers: likewise.
+        allreduce_trigger_params: ignored, with a warning once in a process: only Apex's own reducer used it.
+        retain_allreduce_buffers: ignored, likewise.
         allreduce_always_fp32: send 16-bit gradients as fp32. Those behind fp32 masters are sent so anyway.
-        num_allreduce_streams: likewise without meaning.
-        allreduce_communicators: likewise.
+        num_allreduce_streams: ignored, likewise.
+        allreduce_communicators: ignored, likewise.
         gradient_average: False leaves the sum over ranks, divided by ``gradient_predivide_factor``.
-        gradient_predivide_factor: divide by this before the sum, so that 16-bit sums do not overflow, and by the rest
-            of the world size after it. 1.0 divides by the world size before, as torch does.
-        gradient_average_split_factor: likewise without meaning.
-        prof: likewise without meaning.
+        gradient_predivide_factor: divide by this before the sum, so that 16-bit sums do not overflow, and by world
+            size / factor after it. 1.0 divides by the world size before the sum, as torch does.
+        gradient_average_split_factor: ignored, likewise.
+        prof: ignored, likewise.
 
     Raises:
         ArgumentValueError: for ``shared_param``, or a factor or size that is not above zero.
@@ -100,7 +99,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         predivide = None if gradient_predivide_factor == 1.0 and gradient_average else gradient_predivide_factor
         set_options(self, AllReduceOptions(True if allreduce_always_fp32 else None, predivide, gradient_average))
         if changes_gradients(self):
-            reduction_of(self)  # from now on, also for an optimizer that amp knows nothing of
+            reduction_of(self)  # the hook works for optimizers outside of amp too
 
     def disable_allreduce(self) -> None:
         """From the next backward pass on, gradients stay on this rank."""

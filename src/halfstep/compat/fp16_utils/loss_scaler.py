@@ -127,7 +127,8 @@ class DynamicLossScaler(LossScaler):
     Raises:
         ArgumentValueError: for a scale that is not above zero, a factor that is not above 1, a window below 1.
 
-    Source: seed 000; Micikevicius et al. 2018, section 3.2.
+    Source: Apex, ``apex.fp16_utils``, https://nvidia.github.io/apex/fp16_utils.html;
+    Micikevicius et al. 2018, section 3.2.
     """
 
     dynamic = True

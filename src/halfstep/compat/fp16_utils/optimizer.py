@@ -60,7 +60,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         ArgumentValueError: for a scale or another value that is not allowed.
         UsageError: for an optimizer that has masters or a loss scale already.
 
-    Source: seed 000.
+    Source: Apex, ``apex.fp16_utils``, https://nvidia.github.io/apex/fp16_utils.html.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""O0 and O1 of Apex as ``torch.autocast`` and ``torch.amp.GradScaler``, where the code shows that it is the same.
+"""Rewrites O0 and O1 of Apex to ``torch.autocast`` and ``torch.amp.GradScaler``, where these do the same.
 
-A file is rewritten as a whole or not at all: half of an ``amp`` is none.
+A file is rewritten as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from .to_halfstep import Problem, dotted
 
 __all__ = ["to_torch"]
 
-_IMPORTED = {
-    "apex.parallel.DistributedDataParallel": "torch.nn.parallel",
-}
-"""What can be imported from torch in its place."""
+_IMPORTED = {"apex.parallel.DistributedDataParallel": "torch.nn.parallel"}
+"""What torch has too, and in which module."""
 
 _SCALER = "scaler"
 _AUTOCAST = 'torch.autocast("cuda", dtype=torch.float16)'
@@ -30,7 +28,7 @@ _AUTOCAST = 'torch.autocast("cuda", dtype=torch.float16)'
 
 @dataclass
 class _Use:
-    """One place where something of Apex is named."""
+    """A place where a name of Apex stands."""
 
     name: str
     node: cst.CSTNode
@@ -51,24 +49,24 @@ class _Facts:
 
 
 def to_torch(tree: MetadataWrapper) -> tuple[str, list[Problem]]:
-    """The new text and no problems, or the old text and all of them."""
+    """The new text and no problems, or the old text and all problems."""
     reader = _Reader()
     tree.visit(reader)
     facts = reader.facts
     if not facts.uses and not facts.problems:
         return tree.module.code, []
     _check(facts)
-    scopes = _Scopes(facts)
-    scoped = tree.visit(scopes)
+    scoped = tree.visit(_Scopes(facts))
     after = MetadataWrapper(scoped).visit(_Calls(facts))
-    facts.problems += scopes.problems
     return (tree.module.code, facts.problems) if facts.problems else (after.code, [])
 
 
 def _check(facts: _Facts) -> None:
     say = facts.problems
     starts = [use for use in facts.uses if use.name == "apex.amp.initialize"]
-    functions = {use.function for use in facts.uses if use.name.startswith("apex.amp.") and _is_call_part(use)}
+    imports = (cst.ImportAlias, cst.ImportFrom)
+    calls = [use for use in facts.uses if use.name.startswith("apex.amp.") and not isinstance(use.node, imports)]
+    functions = {use.function for use in calls}
     if len(starts) > 1:
         say.append((starts[1].line, "a second amp.initialize: its loss scale would need a GradScaler of its own"))
     if len(functions - {None}) > 1 or (starts and starts[0].function is not None and functions != {starts[0].function}):
@@ -87,10 +85,6 @@ def _check(facts: _Facts) -> None:
 
 
 _KNOWN = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
-
-
-def _is_call_part(use: _Use) -> bool:
-    return not isinstance(use.node, (cst.ImportAlias, cst.ImportFrom))
 
 
 class _Reader(cst.CSTVisitor):
@@ -192,14 +186,13 @@ class _Reader(cst.CSTVisitor):
 
 
 class _Scopes(cst.CSTTransformer):
-    """Puts autocast around forward passes and ``unscale_`` before clipping; the rest of a block stays."""
+    """Puts ``torch.autocast`` around forward passes and ``unscale_`` before clipping."""
 
     METADATA_DEPENDENCIES = (PositionProvider, QualifiedNameProvider)
 
     def __init__(self, facts: _Facts) -> None:
         super().__init__()
         self.facts = facts
-        self.problems: list[Problem] = []
 
     def leave_IndentedBlock(  # noqa: N802
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
@@ -257,7 +250,7 @@ class _Scopes(cst.CSTTransformer):
         return any(str(get_full_name_for_node(call.func)) in self.facts.models for call in calls)
 
     def _problem(self, node: cst.CSTNode, text: str) -> None:
-        self.problems.append((int(self.get_metadata(PositionProvider, node).start.line), text))
+        self.facts.problems.append((int(self.get_metadata(PositionProvider, node).start.line), text))
 
 
 class _Calls(cst.CSTTransformer):
