@@ -1,4 +1,4 @@
-"""The command line. Each subcommand is a room of its own, imported when it is asked for."""
+"""The command line. Each subcommand is a module of its own, imported when it is asked for."""
 
 __all__ = ["main"]
 

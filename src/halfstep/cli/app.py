@@ -31,7 +31,7 @@ class LazyGroup(click.Group):
         """The subcommand of a name, or None."""
         if cmd_name not in SUBCOMMANDS:
             return None
-        command = import_module(f".{cmd_name.replace('-', '_')}", __package__).command
+        command = import_module(f".{cmd_name}", __package__).command
         assert isinstance(command, click.Command)
         return command
 

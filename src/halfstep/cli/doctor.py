@@ -1,4 +1,4 @@
-"""``halfstep doctor``: what this machine and this installation can do, and how to train here."""
+"""``halfstep doctor``: what this machine and this installation can do, and which level and dtype to train with."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def command() -> None:
 
 
 def _emulation(device: torch.device) -> str | None:
-    """What runs in fp32 kernels with 16-bit rounding on a device, in a line; None if nothing does."""
+    """A line on what runs in fp32 kernels with 16-bit rounding on a device; None if nothing does."""
     import torch
 
     from ..core.hardware import has_units

@@ -1,4 +1,4 @@
-"""What a figure was measured on. Needs torch and nothing else."""
+"""The machine on which a figure was measured. Imports torch and nothing else."""
 
 from __future__ import annotations
 

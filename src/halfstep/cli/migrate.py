@@ -1,4 +1,4 @@
-"""``halfstep migrate``: code that calls Apex, rewritten to call halfstep, or plain torch where that says the same."""
+"""``halfstep migrate``: rewrites code that calls Apex to call halfstep, or plain torch where that does the same."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Migration", "command", "migrate"]
 
 @dataclass(frozen=True)
 class Migration:
-    """What became of one source text.
+    """A source text and its rewriting.
 
     Attributes:
         before: the text.
-        after: the new one; the same if there was nothing to do, or nothing could be done.
-        problems: line numbers of the text before, and what could not be done there.
+        after: the new text; the same if nothing had to be done, or nothing could be.
+        problems: line numbers of the text before, and what could not be rewritten there.
     """
 
     before: str
@@ -41,7 +41,7 @@ def migrate(source: str, to: str = "halfstep") -> Migration:
         to: "halfstep" or "torch".
 
     Raises:
-        SyntaxError: if it is no Python, or would not be any more.
+        SyntaxError: if the text is no Python, or its rewriting would not be.
     """
     import libcst as cst
     from libcst.metadata import MetadataWrapper
@@ -117,7 +117,7 @@ def _show(console: Console, path: Path, found: Migration) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """The whole new file or the old one; its permissions stay."""
+    """Write a file so that an interruption leaves the old one; its permissions stay."""
     with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(text.encode("utf-8"))

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.axes import Axes
 
-__all__ = ["picture", "render"]
+__all__ = ["log2_axis", "picture", "render"]
 
 _INK = "#010203"  # what matplotlib draws in this color takes the page's text color
 
 
 def render(name: str, device: torch.device, **values: Any) -> str:
-    """A page from ``templates/{name}.html.j2``, which ends with what machine it was made on."""
+    """A page from ``templates/{name}.html.j2``, with the facts of the machine at its end."""
     import jinja2
 
     loader = jinja2.PackageLoader("halfstep.cli")
@@ -60,3 +60,10 @@ def picture(ylabel: str, draw: Callable[[Axes], None]) -> str:
     svg = buffer.getvalue()
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg[svg.index("<svg") :])
     return svg.replace(_INK, "currentColor")
+
+
+def log2_axis(axes: Axes) -> None:
+    """A y axis for loss scales: logarithmic to base 2, from at most 0.5 to at least 2."""
+    axes.set_yscale("log", base=2)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.5), max(high, 2.0))

@@ -1,4 +1,4 @@
-"""``halfstep run``: a script written for Apex, as it is."""
+"""``halfstep run``: runs a script written for Apex, unchanged."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def command(
     with cuda_on_cpu() if device == "cpu" else nullcontext(), _reported(report, script, args):
         runpy.run_path(str(script), run_name="__main__")
     if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()  # scripts of that time never did, and torch wants it done
+        dist.destroy_process_group()  # scripts for Apex never do, and torch warns without it
 
 
 @contextmanager
 def _reported(path: Path | None, script: Path, args: tuple[str, ...]) -> Iterator[None]:
-    """Write the report however the script ends; of several processes the first one writes."""
+    """Write the report, however the script ends. Of several processes the one of rank 0 writes."""
     if path is None or int(os.environ.get("RANK", 0)) > 0:
         yield
         return

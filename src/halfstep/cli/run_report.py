@@ -1,4 +1,4 @@
-"""What ``halfstep run --report`` writes: the loss scale, skipped steps, time and memory of every step of a script."""
+"""The report of ``halfstep run --report``: loss scale, skipped steps, time and memory of every step of a script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..stepping.attached import AttachedOptimizer, observers
-from .page import picture, render
+from .page import log2_axis, picture, render
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,14 +25,14 @@ _COLORS = ("#3d85c6", "#dd8321", "#2f9e77", "#8a929b")
 
 @dataclass
 class Steps:
-    """Of one optimizer, an entry for each call of its step.
+    """The steps of one optimizer: each list has an entry for each of them.
 
     Attributes:
-        name: of its class.
-        scales: of its losses before the step, 1.0 where nothing is scaled.
-        skipped: whether it was.
-        seconds: since the end of the one before; of the first since the recording began.
-        bytes: allocated on the GPU at most, or resident in the process.
+        name: the optimizer's class.
+        scales: the scales of its losses before the step, 1.0 where nothing is scaled.
+        skipped: whether the step was skipped.
+        seconds: since the end of the step before; for the first one, since the recording began.
+        bytes: the most that was allocated on the GPU, or what is resident in the process.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Steps:
 
 
 class Recording:
-    """What the steps of all optimizers under amp did.
+    """An observer that records the steps of all optimizers under amp.
 
     Attributes:
-        steps: of each optimizer, in the order of their first steps.
-        device: of the latest one.
+        steps: one ``Steps`` for each optimizer, in the order of their first steps.
+        device: the device of the optimizer that stepped last.
     """
 
     def __init__(self) -> None:
@@ -58,11 +58,11 @@ class Recording:
         self._last = time.perf_counter()
 
     def before_step(self, attached: AttachedOptimizer) -> None:
-        """A step begins. Reads the device."""
+        """Note the scales and the skipped steps. Reads the device."""
         self._before = _scales(attached), attached.stepping.skipped
 
     def after_step(self, attached: AttachedOptimizer) -> None:
-        """It has ended. Reads the device."""
+        """Record the step. Reads the device."""
         scales, skipped = self._before
         if id(attached) not in self._of:
             self._of[id(attached)] = attached, Steps(type(attached.optimizer).__name__)
@@ -93,10 +93,10 @@ def write_report(path: Path, record: Recording, script: str, command: Sequence[s
 
     Args:
         path: the file; its folder is made.
-        record: what ran.
-        script: its name.
-        command: what was called.
-        ending: how it ended, in a sentence.
+        record: the steps.
+        script: the name of the script.
+        command: the command line.
+        ending: how the script ended, in a sentence.
     """
     if not record.steps:
         ending += " No optimizer stepped under amp: the script made none, or never called amp.initialize or its like."
@@ -136,9 +136,7 @@ def _picture(ylabel: str, record: Recording, draw: Any) -> str:
             draw(axes, steps, _COLORS[i % len(_COLORS)])
             axes.plot([], color=_COLORS[i % len(_COLORS)], label=steps.name)
         if ylabel == "loss scale":
-            axes.set_yscale("log", base=2)
-            low, high = axes.get_ylim()
-            axes.set_ylim(min(low, 0.5), max(high, 2.0))
+            log2_axis(axes)
 
     return picture(ylabel, all_of_them) if record.steps else ""
 

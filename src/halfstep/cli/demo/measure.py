@@ -1,4 +1,4 @@
-"""What the demo measures: time and bytes."""
+"""The demo's measurements of time and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PeakMemory", "held_bytes", "now"]
 
 
 def now(device: torch.device) -> float:
-    """Seconds, when everything asked of the device so far is done."""
+    """The time in seconds, once the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -32,7 +32,7 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 class PeakMemory:
-    """The most CUDA memory in use from here on, without what is allocated now beyond ``own`` bytes."""
+    """The peak of CUDA memory from now on, less what others hold now: all that is allocated but ``own`` bytes."""
 
     def __init__(self, device: torch.device, own: int) -> None:
         self.device = device

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from halfstep.core.dtypes import dtype_name
 from halfstep.core.policy import LEVELS
 
-from ..page import picture, render
+from ..page import log2_axis, picture, render
 from .training import BATCH_SIZE, WARM_UP, Run, Settings
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ COLORS = {"O0": "#8a929b", "O1": "#3d85c6", "O2": "#dd8321", "O3": "#2f9e77"}
 
 
 def summarize(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of the demo's table; the ratio is to O0's step time, or to the first level's."""
+    """The header and the rows of the demo's table. Ratios are to the step time of O0, or of the first level."""
     base = next((run for run in runs if run.level == "O0"), runs[0])
     columns: dict[str, Callable[[Run], str]] = {
         "level": lambda run: run.level,
@@ -88,7 +88,7 @@ def _mebibytes(count: int) -> str:
 
 
 def _losses(runs: Sequence[Run]) -> str:
-    """A line a level, smoothed, over the losses of the single steps."""
+    """The smoothed losses of each level, over those of the single steps."""
 
     def draw(axes: Axes) -> None:
         for run in runs:
@@ -103,14 +103,12 @@ def _losses(runs: Sequence[Run]) -> str:
 def _loss_scales(runs: Sequence[Run]) -> str:
     def draw(axes: Axes) -> None:
         for i, run in enumerate(runs):
-            # Levels often share a scale: thinner lines on top of thicker ones keep all of them in sight.
+            # Levels often share a scale. Thinner lines on top of thicker ones keep all of them visible.
             width = 1.6 + 1.3 * (len(runs) - 1 - i)
             axes.step(
                 range(len(run.loss_scales)), run.loss_scales, color=COLORS[run.level], linewidth=width, label=run.level
             )
-        axes.set_yscale("log", base=2)
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, 0.5), max(high, 2.0))
+        log2_axis(axes)
 
     return picture("loss scale", draw)
 

@@ -1,7 +1,7 @@
-"""The training that the demo shows, to be read from top to bottom: a convolutional classifier on real digits.
+"""The demo's training, to be read from top to bottom: a convolutional classifier of handwritten digits.
 
-What makes it mixed precision is the call of ``amp.initialize`` in ``start`` and the block around ``backward`` in
-``train_step``. All the rest would stand in an fp32 script too, or measures.
+The call of ``amp.initialize`` in ``start`` and the block around ``backward`` in ``train_step`` make it mixed precision.
+The rest would stand in an fp32 script too, or measures.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 BATCH_SIZE = 64
 EPOCH_STEPS = 1437 // BATCH_SIZE
 WARM_UP = 5
-"""Steps at the start of a run that count for nothing in its median step time."""
+"""Steps at the start of a run that do not count in its median step time."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def train(settings: Settings, on_step: Callable[[str], None] = lambda level: Non
         runs = [start(level, settings) for level in settings.levels]
         for _ in range(settings.epochs):
             order = torch.randperm(len(digits.train_labels), generator=shuffle).to(settings.device)
-            batches = order.split(BATCH_SIZE)[:EPOCH_STEPS]  # not the rest: it is smaller, and would be timed as others
+            batches = order.split(BATCH_SIZE)[:EPOCH_STEPS]  # without the last batch, which is smaller
             for run in runs:
                 _train_epoch(run, digits, batches, on_step)
         for run in runs:
