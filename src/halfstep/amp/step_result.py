@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 __all__ = ["StepResult"]
 
 
+@dataclass(slots=True, eq=False)
 class StepResult:
     """What ``GradScaler.step`` did: ``bool(result)`` says whether the optimizer stepped.
 
@@ -16,11 +18,8 @@ class StepResult:
         returned: what ``optimizer.step`` returned, the loss if it was given a closure. None if the step was skipped.
     """
 
-    __slots__ = ("_found_inf", "returned")
-
-    def __init__(self, found_inf: torch.Tensor, returned: Any = None) -> None:
-        self._found_inf = found_inf
-        self.returned = returned
+    _found_inf: torch.Tensor = field(repr=False)
+    returned: Any = None
 
     @property
     def stepped(self) -> torch.Tensor:
@@ -30,6 +29,3 @@ class StepResult:
     def __bool__(self) -> bool:
         """Whether it stepped. Reads the device."""
         return not self._found_inf.item()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(returned={self.returned!r})"
