@@ -11,6 +11,9 @@ import torch
 
 from halfstep import amp
 from halfstep.casting import emulation, spec
+from tests.support.processes import four_ranks, ranks
+
+__all__ = ["four_ranks", "ranks"]
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():

@@ -20,9 +20,7 @@ from halfstep import amp, kernels, multi_tensor, optimizers
 from halfstep.casting import scopes as ops
 from halfstep.casting import weight_copies as copies
 from halfstep.masters import keeper
-from tests.support.processes import Ranks, ranks
-
-__all__ = ["ranks"]
+from tests.support.processes import Ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALVES = [BF16, FP16]
@@ -731,7 +729,6 @@ def _ddp(rank: int, worth: int) -> list[torch.Tensor]:
         return values(model)
 
 
-@pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_distributed_data_parallel(ranks: Ranks) -> None:
     ours, theirs = ranks.run(_ddp, 1), ranks.run(_ddp, 2**60)
     for a, b in zip(ours, theirs, strict=True):

@@ -16,9 +16,7 @@ from halfstep import amp, parallel
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.optimizers import FusedAdam
 from tests.support.apex_recording import fill, grid
-from tests.support.processes import Ranks, ranks
-
-__all__ = ["ranks"]
+from tests.support.processes import Ranks
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -433,11 +431,10 @@ def test_fp16_optimizer(ranks: Ranks, pattern: str, poison: tuple[int, int, int]
     assert_near(results, reference(2, pattern, skip=None if poison is None else 1), "O2", "fp16")
 
 
-@pytest.mark.parametrize("ranks", [4], indirect=True)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("pattern", ["us", "su", "uuus"], ids=in_words)
 @pytest.mark.parametrize("poison", [None, (2, 1, 0)])
-def test_four_ranks(ranks: Ranks, level: str, pattern: str, poison: tuple[int, int, int] | None) -> None:
-    results = ranks.run(train, level, "fp16", pattern, "plain", "sgd", 3, poison)
+def test_four_ranks(four_ranks: Ranks, level: str, pattern: str, poison: tuple[int, int, int] | None) -> None:
+    results = four_ranks.run(train, level, "fp16", pattern, "plain", "sgd", 3, poison)
     assert_same(results)
     assert_near(results, reference(4, pattern, skip=None if poison is None else 1), level, "fp16")

@@ -15,9 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import amp
-from tests.support.processes import Ranks, ranks
-
-__all__ = ["ranks"]
+from tests.support.processes import Ranks
 
 Row = tuple[list[float], list[float | None], list[float]]
 

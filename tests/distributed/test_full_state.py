@@ -12,9 +12,7 @@ from torch import nn
 from halfstep import optimizers
 from halfstep.kernels.storage import join
 from tests.distributed.test_fsdp import make, net, some_steps, whole
-from tests.support.processes import Ranks, ranks
-
-__all__ = ["ranks"]
+from tests.support.processes import Ranks
 
 FP32 = torch.float32
 

@@ -21,10 +21,7 @@ from halfstep.parallel import (
     convert_syncbn_model,
     create_syncbn_process_group,
 )
-from tests.support.processes import Ranks, ranks
-
-__all__ = ["ranks"]
-
+from tests.support.processes import Ranks
 
 # ---- DistributedDataParallel
 
@@ -150,14 +147,15 @@ def weights_of(x: torch.Tensor) -> torch.Tensor:
     return torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view_as(x)
 
 
-@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+@pytest.mark.parametrize("group", ["ranks", "four_ranks"])
 @pytest.mark.parametrize("channel_last", [False, True])
 @pytest.mark.parametrize("dims", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group_size", [0, 2])
 def test_statistics_of_unequal_batches_are_exact(
-    ranks: Ranks, dims: int, dtype: torch.dtype, channel_last: bool, group_size: int
+    request: pytest.FixtureRequest, group: str, dims: int, dtype: torch.dtype, channel_last: bool, group_size: int
 ) -> None:
+    ranks: Ranks = request.getfixturevalue(group)
     results = ranks.run(synced, dims, dtype, channel_last, group_size)
     size = group_size or ranks.world
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]

@@ -38,10 +38,7 @@ from tests.stepping.test_ordinary_optimizer import (
     truth,
     with_both_masters,
 )
-from tests.support.processes import Ranks, ranks
-
-__all__ = ["ranks"]
-
+from tests.support.processes import Ranks
 
 # ---- rows 9 to 11: ranks and shards
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from halfstep.amp import PrecisionWarning
 
-__all__ = ["Ranks", "ranks"]
+__all__ = ["Ranks", "four_ranks", "ranks"]
 
 _LIMIT = 60.0
 
@@ -129,9 +129,19 @@ class Ranks:
         self._processes, self._connections = [], []
 
 
-@pytest.fixture(scope="session", params=[2])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Two processes for the whole test run; ``indirect`` parametrization gives another number."""
-    group = Ranks(request.param)
+def _group(world: int) -> Iterator[Ranks]:
+    group = Ranks(world)
     yield group
     group.close()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Two processes for the whole test run."""
+    yield from _group(2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    """Four for the tests of one file."""
+    yield from _group(4)
