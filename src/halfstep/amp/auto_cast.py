@@ -24,7 +24,7 @@ _LEVELS = ("O0", "OD", "O1", "O2")
 
 
 def _printed(white: Any, black: Any, level: str, use_promote: bool) -> str:
-    """Lists as text, which Dynamo can hold: it calls this while it traces and takes the text for a constant."""
+    """The lists as text. Dynamo calls this while it traces, and holds the text as a constant."""
     return str(OpLists.custom(white, black, level=level, use_promote=use_promote))
 
 
@@ -57,7 +57,7 @@ def _default_half(devices: tuple[str, ...] | None) -> torch.dtype:
 
 
 class _AutoCastType(type):
-    """``with amp.auto_cast:`` is a slip for ``with amp.auto_cast():``; Python's own error for it does not say so."""
+    """Refuses ``with amp.auto_cast:``, which lacks its parentheses, with an error that says so."""
 
     def __enter__(cls) -> NoReturn:
         raise ArgumentTypeError("`with amp.auto_cast:` lacks its parentheses; write `with amp.auto_cast():`.")

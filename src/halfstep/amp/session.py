@@ -1,7 +1,7 @@
-"""What one call of ``amp.initialize`` set up, and how later calls find it again.
+"""The sessions: what each call of ``amp.initialize`` set up, and how later calls find it.
 
-A session hangs on its optimizers, so the memory of a finished training goes with them. The module keeps only the
-latest one, for the calls that name no optimizer: ``amp.state_dict()`` and ``amp.load_state_dict()``.
+The optimizers hold their session, so its memory is freed with them. The module holds only the latest one, for the calls
+that name no optimizer: ``amp.state_dict()`` and ``amp.load_state_dict()``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Session:
 
 
 class StateHandle:
-    """What scripts reach for under ``amp._amp_state.handle``: the process-wide op casting."""
+    """``amp._amp_state.handle`` of Apex, which some scripts use: the process-wide op casting."""
 
     disable_casts = staticmethod(ops.disable_casts)
 
@@ -52,7 +52,7 @@ class StateHandle:
 
 
 class AmpState:
-    """The latest session, and the switches that scripts written for Apex reach for under ``amp._amp_state``.
+    """``amp._amp_state`` of Apex, which some scripts use: the latest session, and switches.
 
     Attributes:
         session: the latest session, or None before the first ``amp.initialize``.

@@ -1,4 +1,4 @@
-"""Every error and warning that halfstep raises on purpose, each with a message that says what to do."""
+"""The errors and warnings of halfstep. The message of each says what to do."""
 
 __all__ = [
     "ArgumentIndexError",
@@ -13,7 +13,7 @@ __all__ = [
 
 
 class HalfstepError(RuntimeError):
-    """The base of all of them, so that one ``except`` catches what this library refuses."""
+    """The base of all errors of halfstep."""
 
 
 class ArgumentIndexError(HalfstepError, IndexError):
@@ -29,7 +29,7 @@ class ArgumentTypeError(HalfstepError, TypeError):
 
 
 class UsageError(HalfstepError):
-    """Calls that are fine by themselves came in an order, or on objects, that cannot work."""
+    """A call that is fine by itself came in the wrong order, or on an object that it cannot work on."""
 
 
 class LossScaleCollapsed(HalfstepError):  # noqa: N818 - the name says what happened
@@ -37,8 +37,8 @@ class LossScaleCollapsed(HalfstepError):  # noqa: N818 - the name says what happ
 
 
 class UnsafeOpError(HalfstepError, NotImplementedError):
-    """An op that needs fp32 was asked to work on 16-bit tensors in a way that casting cannot help."""
+    """An op that needs fp32 was called on 16-bit tensors, and a cast would not make it safe."""
 
 
 class PrecisionWarning(UserWarning):
-    """The training is right and slower than it need be, because the hardware has no units for the dtype."""
+    """Training is right but slow, because the hardware has no units for the dtype."""

@@ -49,7 +49,7 @@ class LossScaleState(NamedTuple):
 
 
 class LossScale:
-    """A rule. This base never moves anything."""
+    """The base of the rules, which never changes a state."""
 
     init_scale: float
     """The scale to start with."""
@@ -75,14 +75,14 @@ class LossScale:
 
 @dataclass(frozen=True)
 class NoLossScale(LossScale):
-    """The rule of losses that are not scaled: a scale of 1, and nothing is counted."""
+    """The rule of losses that are not scaled: the scale is 1, and nothing is counted."""
 
     init_scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class StaticLossScale(LossScale):
-    """A scale that stays; the count of good steps runs on.
+    """A scale that stays as it is; good steps are counted.
 
     Raises:
         ArgumentValueError: unless the scale is a finite number above zero.

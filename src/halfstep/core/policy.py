@@ -1,4 +1,4 @@
-"""The one description of a precision recipe. Levels are constructors of it; everything downstream takes a Policy."""
+"""A precision recipe as one value: ``Policy``. Each opt level is one; ``stepping.prepare`` brings models to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEVELS = {
     "O2": "16-bit weights, fp32 BatchNorm and fp32 master weights",
     "O3": "everything in 16 bits, the yardstick for speed",
 }
-"""The opt levels of Apex and what each means in a line."""
+"""The opt levels of Apex, each with its meaning."""
 
 _ROCM_ALIASES = {"O4": "O1", "O5": "O2"}
 
@@ -164,7 +164,7 @@ def check_policy(policy: Policy) -> None:
 
 
 def _contradiction(policy: Policy) -> str | None:
-    """What is wrong between the fields of a policy, if anything is."""
+    """How the fields of a policy contradict each other; None if they do not."""
     params, compute = policy.param_dtype, policy.compute_dtype
     param_dtype = f"param_dtype={dtype_name(params) if params else None}"
     compute_dtype = f"compute_dtype={dtype_name(compute) if compute else None}"
