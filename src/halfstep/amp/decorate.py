@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..casting import modules
 from ..casting import scopes as ops
@@ -15,6 +14,7 @@ from ..casting.emulation import Emulate, check_emulate
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.policy import Policy
+from ..core.torch_compat import InstanceNorm
 from ..stepping.prepare import check, prepare
 from .arguments import as_models, as_optimizers, device_of, returned, warn_of_slow_devices
 
@@ -149,7 +149,7 @@ def _check_masters(master_weight: Any, master_grad: Any, optimizers: list[torch.
 
 def _excluded(layers: Any, models: list[nn.Module]) -> Callable[[nn.Module], bool]:
     items = layers if isinstance(layers, (list, tuple, set)) else [] if layers is None else [layers]
-    types: list[type] = [modules.BatchNorm, nn.LayerNorm, _InstanceNorm]
+    types: list[type] = [modules.BatchNorm, nn.LayerNorm, InstanceNorm]
     kept: set[int] = set()
     for item in items:
         if isinstance(item, nn.Module):

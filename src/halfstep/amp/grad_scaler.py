@@ -9,12 +9,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from ..casting.compiled import eager
 from ..core.dtypes import is_half
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.loss_scale import DynamicLossScale
+from ..core.torch_compat import OptState, new_optimizer_state
 from ..distributed.ddp_sync import BackwardRecord
 from ..gradients.ledger import UnscaledOnce
 from ..gradients.unscale import Unscaler
@@ -119,7 +119,7 @@ class GradScaler(ScalerSettings):
 
     def _begin_iteration(self, *, first: bool = False) -> None:
         # Under torch's name and in its shape, for those who look there.
-        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(new_optimizer_state)
         self._several = self._several or len(self._optimizers) > 1
         self._optimizers = []
         self._done = UnscaledOnce(precise=first or self._several)

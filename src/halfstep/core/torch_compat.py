@@ -46,9 +46,11 @@ __all__ = [
     "OptState",
     "SyncBatchNormFunction",
     "all_op_names",
+    "compile_with_inductor",
     "dispatch_mode_count",
     "enter_autocast",
     "exit_autocast",
+    "export_errors",
     "function_mode_at",
     "function_mode_count",
     "functorch_level",
@@ -59,6 +61,7 @@ __all__ = [
     "pop_function_mode",
     "push_function_mode",
     "queue_after_backward",
+    "register_backend",
     "schemas_of_op",
     "set_code_exec_strategy",
     "storage_owners",
@@ -87,6 +90,24 @@ subclass_over: Callable[..., Any] = torch.Tensor._make_subclass
 
 subclass_without_memory: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 """``subclass_without_memory(cls, shape, ...)``: a tensor whose operations go to ``__torch_dispatch__`` of its class."""
+
+
+def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph with Inductor, which is imported here."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, inputs)  # type: ignore[return-value]
+
+
+def register_backend(name: str, backend: Callable[..., Any]) -> None:
+    """Give ``torch.compile`` a backend, unless it has one of that name."""
+    if name not in torch._dynamo.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(backend, name=name)
+
+
+def export_errors() -> tuple[type[Exception], ...]:
+    """What ``torch.export`` raises for a model that it cannot capture."""
+    return (torch._dynamo.exc.UserError, RuntimeError)
 
 
 def is_view(tensor: torch.Tensor) -> bool:

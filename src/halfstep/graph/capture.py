@@ -18,6 +18,7 @@ from torch.fx.traceback import preserve_node_meta
 from ..casting import scopes as ops
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import save_whole
+from ..core.torch_compat import export_errors
 from ..gradients.master_registry import master_of
 from .cast_pass import Casting
 
@@ -78,7 +79,7 @@ def capture(model: nn.Module, loss_fn: Callable[..., Any] | None, example_inputs
     try:
         with preserve_node_meta(), ops.PLAIN:  # what an O1 session casts outside of its models is not captured
             exported = torch.export.export(wrapped, inputs, dynamic_shapes=(dynamic,), strict=False)
-    except (torch._dynamo.exc.UserError, RuntimeError) as error:
+    except export_errors() as error:
         raise UsageError(f"torch.export cannot capture {type(model).__name__}: {error}") from error
     return Program(exported, _feed_names(model, loss_fn, len(inputs)), loss_fn is not None)
 

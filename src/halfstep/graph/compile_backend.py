@@ -11,6 +11,7 @@ from torch import fx
 from ..casting.emulation import check_emulate
 from ..core.dtypes import default_half, parse_dtype
 from ..core.oplists import OpLists
+from ..core.torch_compat import compile_with_inductor, register_backend
 from .cast_pass import cast_graph
 
 __all__ = ["halfstep"]
@@ -27,7 +28,6 @@ def halfstep(
         options: ``dtype`` (float16 on CUDA and bfloat16 on the CPU if absent), ``lists`` (an ``OpLists``),
             ``emulate`` as in ``amp.auto_cast``, and ``inductor=False`` to run the graph as it is.
     """
-    from torch._inductor.compile_fx import compile_fx
     from torch.fx.experimental.proxy_tensor import make_fx
 
     given = options or {}
@@ -44,7 +44,7 @@ def halfstep(
         opaque=True,
     ).module
     if given.get("inductor", True):
-        return compile_fx(cast, list(example_inputs))  # type: ignore[return-value]
+        return compile_with_inductor(cast, list(example_inputs))
     return cast
 
 
@@ -52,5 +52,4 @@ def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
-if "halfstep" not in torch._dynamo.list_backends(exclude_tags=()):
-    torch._dynamo.register_backend(halfstep, name="halfstep")
+register_backend("halfstep", halfstep)

@@ -13,6 +13,7 @@ import torch
 
 from ...core.errors import ArgumentValueError
 from ...core.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+from ...core.torch_compat import values_of
 from ...gradients.loss_scaler import DeviceLossScaler
 
 __all__ = ["DynamicLossScaler", "LossScaler", "saved_entry"]
@@ -170,7 +171,7 @@ class DynamicLossScaler(LossScaler):
         Args:
             params: parameters of any dtypes and devices; those without a gradient are passed over.
         """
-        grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
+        grads = [values_of(p.grad) if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
         if not grads:
             return False
         flags = [torch.isfinite(grad).all().to(grads[0].device, non_blocking=True) for grad in grads]

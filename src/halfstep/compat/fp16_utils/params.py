@@ -23,6 +23,7 @@ from torch import nn
 
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentValueError, UsageError
+from ...core.torch_compat import unflatten_dense_tensors
 from ...kernels import eager
 from ...kernels.grouping import Plan
 
@@ -156,7 +157,7 @@ def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
             f"The flat master has {flat.numel()} elements and model_params have {expected}; pass the two lists that "
             "one call of prep_param_lists(model, flat_master=True) returned."
         )
-    return list(torch._utils._unflatten_dense_tensors(flat, like))
+    return list(unflatten_dense_tensors(flat, like))
 
 
 def _only(master_params: Sequence[torch.Tensor]) -> torch.Tensor:
