@@ -1,4 +1,4 @@
-"""Docstrings are written to be read in a terminal. This makes Markdown of them for the API pages."""
+"""Docstrings are written for a terminal. This changes them into Markdown for the API pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _POWER = re.compile(r"(?<=\w)\*\*(?=\w)")
 
 
 class TerminalToMarkdown(griffe.Extension):
-    """``::`` before an indented block goes, for Markdown needs none; ``2**16`` is a power and not bold type."""
+    """Remove ``::`` before an indented block, which Markdown does not need, and show ``2**16`` as a power, not bold."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is None:

@@ -16,7 +16,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def op_lists() -> str:
-    """The lists of level O1, rule by rule and reason by reason; in brackets what ``torch.autocast`` does otherwise."""
+    """The lists of level O1, rule by rule and reason by reason."""
     sections = []
     for rule, listed in groupby(entries(), key=lambda entry: entry.rule):
         rows = sorted(listed, key=lambda entry: (entry.reason, entry.op))
