@@ -1,1 +1,1 @@
-"""Speed, measured so that it can be believed. ``python -m benchmarks --help``; needs torch and nothing else."""
+"""Measurements of speed: ``python -m benchmarks --help``. They need only torch."""

@@ -10,15 +10,15 @@ BENCHMARKS = {
     "simplenet": "nine linear layers: fp32, torch.autocast, pure 16-bit, halfstep O1, O2, O3, with fused optimizers",
     "scaler_cost": "what loss scaling adds to a fused AdamW step: torch.amp.GradScaler, amp.GradScaler, amp.scale_loss",
     "fused_step": "a step from scaled gradients to 16-bit weights: AdamW(fused=True) and GradScaler, and FusedAdam",
-    "emulation": "16-bit products in fp32 kernels with 16-bit rounding, against those of the device itself",
+    "emulation": "16-bit products in fp32 kernels with 16-bit rounding, against the 16-bit kernels of the device",
     "op_cost": "what op casting adds to an op and to a transformer block, against torch.autocast",
     "accumulation": "a window of passes on two processes: DistributedDataParallel under autocast, and O1, O2",
     "graph": "a captured graph with casts: torch.autocast, torch.compile under it, and static O1 and O2",
     "flat_masters": "a step with one flat fp32 master against one master for each parameter",
-    "walks": "what one batch calls inside halfstep, in files and functions, for five usual loops",
+    "walks": "the files and functions of halfstep that one batch calls, for five usual loops",
     "gpu_check": "the GPU tests and the benchmarks on CUDA, within 8 minutes, as JSON under $OUT",
 }
-"""Name and one line of help. The name is also the module beside this one, with ``add_arguments`` and ``run``."""
+"""Name and one line of help. Each name is also a module of this package, with ``add_arguments`` and ``run``."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,5 +1,5 @@
 """An accumulation window on two processes over gloo: torch's DistributedDataParallel with no_sync and autocast, against
-halfstep at O1 and O2. A window is some backward passes, of which the last is synced, and a step of AdamW.
+halfstep at O1 and O2. A window is several backward passes and a step of AdamW. Only the last pass is synced.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _rank(rank: int, meeting: str, settings: dict[str, int], results: Any) -> No
         Contender("O2", _ours(settings, "O2", torch.optim.AdamW, fused=True)),
         Contender("O2, FusedAdam", _ours(settings, "O2", optimizers.FusedAdam)),
     ]
-    # As many rounds on every rank: a time limit would end on one before the other.
+    # Every rank needs the same number of rounds. With a time limit, one rank would stop before the other.
     timings = interleave(
         contenders, device=torch.device("cpu"), baseline=BASELINE, rounds=settings["steps"], max_seconds=1e9
     )
@@ -121,7 +121,7 @@ def _ours(settings: dict[str, int], level: str, make: Any, **options: Any) -> Ca
     model: Any = _net(settings)
     optimizer = make(model.parameters(), lr=1e-4, **options)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
-    amp.deactivate()  # at O1 the casts are for the whole process; each contender has its own
+    amp.deactivate()  # the casts of O1 are for the whole process, but each contender opens its own
     model = DistributedDataParallel(model)
 
     def one_pass(x: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
-"""16-bit products by the device itself and in fp32 kernels with 16-bit rounding, op by op and in whole models.
+"""16-bit products in the device's own kernels and in fp32 kernels with 16-bit rounding, for single ops and models.
 
-For each dtype: fp32, ``torch.autocast``, and ``amp.auto_cast`` with ``emulate=False`` and ``emulate=True``, forward and
-backward, and for the models a step of SGD. The ratio is to fp32. On a machine with 16-bit units,
-``ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`` before the command shows what one without them does.
+For each dtype it times fp32, ``torch.autocast``, and ``amp.auto_cast`` with ``emulate=False`` and ``emulate=True``: the
+forward and the backward pass, and for models a step of SGD. The ratio is to fp32. Put ``ONEDNN_MAX_CPU_ISA=AVX2
+ATEN_CPU_CAPABILITY=avx2`` before the command to make a machine with 16-bit units behave like one without them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Step = Callable[[Scope], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], action="append", help="default: both")
-    parser.add_argument("--no-native", action="store_true", help="leave out what the device does by itself")
+    parser.add_argument("--no-native", action="store_true", help="leave out the kernels of the device itself")
 
 
 def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     limits = {"rounds": args.steps, "min_seconds": args.min_seconds, "max_seconds": args.max_seconds}
     everything: list[Timing] = []
-    warnings.simplefilter("ignore", PrecisionWarning)  # of emulate=False, which is what is timed here
+    warnings.simplefilter("ignore", PrecisionWarning)  # emulate=False warns, and it is timed here
     for name in args.dtype or ["bfloat16", "float16"]:
         dtype: torch.dtype = getattr(torch, name)
         units = "units" if has_units(device, dtype, "product") else "no units"
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_able(contender: Contender) -> bool:
-    """Whether torch can do it at all: oneDNN has no 16-bit LSTM for CPUs without units."""
+    """Whether torch can run it: oneDNN has no 16-bit LSTM for CPUs without units."""
     try:
         contender.step()
     except RuntimeError as error:
@@ -78,7 +78,7 @@ def _scopes(device: torch.device, dtype: torch.dtype, no_native: bool) -> dict[s
 
 
 def _ops(device: torch.device) -> dict[str, Step]:
-    """One op each, forward and backward, on fp32 inputs that the scopes cast."""
+    """Steps that run one op forward and backward, on fp32 inputs that the scopes cast."""
     cases: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
         "linear, 256 x 1024 x 1024": (F.linear, [(256, 1024), (1024, 1024), (1024,)]),
         "bmm, 32 of 64 x 64 x 64": (torch.bmm, [(32, 64, 64), (32, 64, 64)]),

@@ -1,4 +1,4 @@
-"""Whether one flat fp32 master is faster than one for each parameter: a whole step by hand without the model.
+"""Whether one flat fp32 master is faster than one for each parameter. No model runs.
 
 A step copies 16-bit gradients to the masters, runs AdamW, and rounds the masters into the 16-bit parameters.
 """

@@ -1,8 +1,8 @@
 """A whole optimizer step from scaled gradients to 16-bit weights: torch's usual loop against the fused optimizers.
 
 torch keeps fp32 weights: autocast casts them to 16 bits for the model, autograd casts the gradients back, GradScaler
-unscales, ``clip_grad_norm_`` clips, ``AdamW(fused=True)`` steps. Ours keeps 16-bit weights with masters, and one fused
-step does the rest. No model runs.
+unscales, ``clip_grad_norm_`` clips, ``AdamW(fused=True)`` steps. halfstep keeps 16-bit weights with masters, and one
+fused step does all of this. No model runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .harness import Contender, Timing, add_common_arguments, interleave, pick_d
 
 BASELINE = "torch"
 BYTES = {"torch": 48, "split": 28}
-"""Bytes moved for each parameter: what the loop above reads and writes, and what the fused one does."""
+"""Bytes that a step reads and writes for each parameter, in torch's loop and in the fused step."""
 
 
 def _transformer(layers: int = 12, width: int = 768, vocabulary: int = 32_000) -> list[tuple[int, ...]]:
@@ -142,7 +142,7 @@ def _fused_step(
 
 
 def _at_o2(shapes: list[tuple[int, ...]], device: torch.device, *, fused: bool) -> Callable[[], None]:
-    """What a script of torch's optimizer gets out of the box: bfloat16, a loss scale of 1.0, clipped by torch."""
+    """A script with torch's optimizer and the defaults of O2: bfloat16, a loss scale of 1.0, clipped by torch."""
     model: Any = nn.ParameterList(nn.Parameter(torch.randn(shape, device=device)) for shape in shapes)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, fused=fused, verbosity=0)
@@ -162,7 +162,7 @@ def _at_o2(shapes: list[tuple[int, ...]], device: torch.device, *, fused: bool) 
 
 
 def _bytes_held(device: torch.device) -> dict[str, float]:
-    """Bytes of the tensors that live between steps, for each of a million parameters."""
+    """Bytes of the tensors that are kept between steps, per parameter."""
     count = 1_000_000
     found = {}
     for name, options in (

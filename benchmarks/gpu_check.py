@@ -1,7 +1,7 @@
-"""What a change is checked with on a machine with a GPU: the tests marked gpu, then the benchmarks, in 8 minutes.
+"""Check a change on a machine with a GPU: run the tests marked gpu, then the benchmarks, in 8 minutes.
 
-Writes gpu_check.json (what ran, how it ended, how long it took), pytest.txt and one JSON file a benchmark into $OUT,
-or into ./gpu-check without that variable. Needs torch and pytest::
+It writes gpu_check.json (what ran, how it ended, how long it took), pytest.txt and one JSON file for each benchmark
+into $OUT, or into ./gpu-check if OUT is not set. It needs torch and pytest::
 
     PYTHONPATH=src python3 -m benchmarks gpu_check
 """
@@ -20,7 +20,7 @@ import torch
 
 from halfstep.cli.machine import describe_machine
 
-NO_TESTS = 5  # pytest's exit status when it found none to run
+NO_TESTS = 5  # pytest's exit status if it found no tests to run
 
 BENCHMARKS = {
     "simplenet-float16": ["simplenet", "--dtype", "float16"],
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.seconds
     record: dict[str, object] = {"machine": describe_machine(torch.device("cuda"))}
-    # The benchmarks keep a quarter of the time, should the tests be slow.
+    # If the tests are slow, a quarter of the time is left for the benchmarks.
     tests = _call([sys.executable, "-m", "pytest", "-m", "gpu", "-q"], 0.75 * args.seconds, out / "pytest.txt")
     record["tests"] = tests
     failed = tests["status"] not in (0, NO_TESTS)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _call(command: list[str], seconds: float, log: Path | None = None) -> dict[str, object]:
-    """Run a command, show what it says, and tell how it ended; status is None when its time ran out."""
+    """Run a command, print its output, and return how it ended. The status is None if its time ran out."""
     began = time.monotonic()
     print("$", " ".join(command[1:]), flush=True)
     try:

@@ -1,7 +1,7 @@
 """A training step as one captured graph with casts, against eager ``torch.autocast`` and ``torch.compile`` under it.
 
-SimpleNet is nine linear layers; the block is one pre-norm transformer block. A turn is several steps, since the first
-one finds the caches and the allocator as another contender left them.
+SimpleNet is nine linear layers; the block is one pre-norm transformer block. A turn is several steps, because
+the first step finds the caches and the allocator as another contender left them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every benchmark shares: timing contenders in turns, medians and ratios, a table, and JSON.
 
-Contenders are timed interleaved, one step of each a round in a rotating order, because a machine's speed drifts by
-more than the differences that matter. A ratio is the median over rounds of a step's time over the baseline's time in
+In each round every contender runs one step, in a rotating order, because the speed of a machine changes by more than
+the differences that matter. A ratio is the median over rounds of a step's time over the baseline's time in
 the same round.
 """
 
@@ -142,7 +142,7 @@ def table(timings: Sequence[Timing], baseline: str) -> str:
 def write_json(
     path: Path, benchmark: str, device: torch.device, settings: dict[str, Any], baseline: str, timings: Sequence[Timing]
 ) -> None:
-    """Write the figures with all that one needs to know to repeat them."""
+    """Write the figures, with everything that is needed to repeat them."""
     record = {
         "benchmark": benchmark,
         "settings": settings,

@@ -1,7 +1,7 @@
 """What op casting adds to an op, in microseconds, and to a transformer block, against ``torch.autocast``.
 
-An op is called on small tensors, many times a step, so that what is timed is the host. Each step runs in a scope that
-is entered outside of it.
+An op is called on small tensors, many times in a step, so that the time is the time of the host. The scope of each
+step is entered outside of the timed part.
 """
 
 from __future__ import annotations

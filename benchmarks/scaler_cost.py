@@ -1,6 +1,6 @@
-"""What loss scaling adds to a step of fused AdamW over many small tensors: almost all of it is the host's time.
+"""What a loss scaler adds to a step of fused AdamW over many small tensors. Almost all of it is the time of the host.
 
-A step is: take the gradients over (in place of a backward pass), scale, unscale, check, update, move the scale. The
+A step copies the gradients (instead of a backward pass), scales, unscales, checks, updates, and moves the scale. The
 cost of a scaler is its step minus the step of the bare optimizer in the same round.
 """
 
@@ -65,7 +65,7 @@ def contenders(device: torch.device, tensors: int) -> list[Contender]:
 
 
 def _problem(device: torch.device, tensors: int) -> tuple[torch.optim.Optimizer, Callable[[], None], torch.Tensor]:
-    """An optimizer, something that gives its parameters their gradients anew, and a loss."""
+    """An optimizer, a function that gives its parameters new gradients, and a loss."""
     params = [torch.nn.Parameter(torch.randn(SIZE, device=device)) for _ in range(tensors)]
     source = [torch.randn(SIZE, device=device) for _ in params]
     grads = [torch.empty_like(p) for p in params]

@@ -1,6 +1,6 @@
-"""SimpleNet: nine square linear layers, mean squared error; a step of fp32 and of each way to halve its bits.
+"""SimpleNet: nine square linear layers with a mean squared error. A step in fp32 and in each kind of mixed precision.
 
-It is the network of Paddle's AMP tutorial, there 8192 wide with a batch of 2048.
+It is the network of Paddle's AMP tutorial, where it is 8192 wide with a batch of 2048.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, tuple[Make, Make]] = {
     "sgd": (torch.optim.SGD, optimizers.FusedSGD),
     "adam": (torch.optim.AdamW, optimizers.FusedAdam),
 }
-"""torch's, whose ``fused=True`` is in the baseline, and ours of the same update."""
+"""torch's optimizer, which the baseline uses with ``fused=True``, and halfstep's with the same update."""
 
 
 class SimpleNet(nn.Module):
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def contenders(device: torch.device, width: int, batch: int, dtype: torch.dtype, optimizer: str) -> list[Contender]:
-    """The same network and data each time; halfstep's O1 casts for the whole process, so the others disable that."""
+    """All have the same network and data. O1 casts in the whole process, so the other contenders disable casts."""
     torch.manual_seed(100)
     data = torch.rand(batch, width, device=device)
     label = torch.rand(batch, width, device=device)

@@ -1,4 +1,4 @@
-"""What one batch calls inside halfstep, for five usual loops: functions in their order, and the files they are in."""
+"""The functions of halfstep that one batch calls, in their order and with their files, for five usual loops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = torch.ones(4, 8), torch.arange(4) % 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     halves = ["float16", "bfloat16"]
     parser.add_argument("--dtype", choices=halves, default="bfloat16", help="of amp.initialize and Model.fit")
-    parser.add_argument("--brief", action="store_true", help="print only how many there are")
+    parser.add_argument("--brief", action="store_true", help="print only the numbers of calls and files")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""A DCGAN on digits in mixed precision: two models, two optimizers, three losses with a loss scale each."""
+"""A DCGAN on digits in mixed precision: two models, two optimizers, and three losses, each with a loss scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REAL, FAKE, GENERATED = range(3)  # the losses
 
 
 def generator(noise: int, width: int) -> nn.Module:
-    """[N, noise, 1, 1] to [N, 1, 16, 16]."""
+    """A model from noise of shape [N, noise, 1, 1] to images of shape [N, 1, 16, 16]."""
     return nn.Sequential(
         nn.ConvTranspose2d(noise, 2 * width, 4, 1, 0, bias=False),
         nn.BatchNorm2d(2 * width),
@@ -32,7 +32,7 @@ def generator(noise: int, width: int) -> nn.Module:
 
 
 def discriminator(width: int) -> nn.Module:
-    """[N, 1, 16, 16] to logits of shape [N]."""
+    """A model from images of shape [N, 1, 16, 16] to logits of shape [N]."""
     return nn.Sequential(
         nn.Conv2d(1, width, 4, 2, 1),
         nn.LeakyReLU(0.2),
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    """Train; returns the mean losses of the last epoch."""
+    """Train, and return the mean losses of the last epoch."""
     args = parse(argv)
     torch.manual_seed(0)
     data = DataLoader(digits(args.limit), args.batch_size, shuffle=True, drop_last=True)
@@ -80,13 +80,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     for epoch in range(args.epochs):
         totals = torch.zeros(3, device=args.device)
         for (real,) in data:
-            # Judge: tell real from drawn. Two backward passes, one step.
+            # The judge learns to tell real images from generated ones: two backward passes, one step.
             judge_optimizer.zero_grad()
             fake = draw(torch.randn(len(real), args.noise, 1, 1, device=args.device))
             loss_real = backward(judge(real.to(args.device)), 1.0, judge_optimizer, REAL)
             loss_fake = backward(judge(fake.detach()), 0.0, judge_optimizer, FAKE)
             judge_optimizer.step()
-            # Draw: have it called real.
+            # The generator learns to make images that the judge calls real.
             draw_optimizer.zero_grad()
             loss_drawn = backward(judge(fake), 1.0, draw_optimizer, GENERATED)
             draw_optimizer.step()
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
 
 def backward(logits: torch.Tensor, label: float, optimizer: torch.optim.Optimizer, loss_id: int) -> torch.Tensor:
-    """The loss of calling all of them ``label``, and its backward pass under its own scale."""
+    """The loss if all images have this label. Runs its backward pass with the loss scale of ``loss_id``."""
     loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), torch.full_like(logits, label).float())
     with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
         scaled_loss.backward()
@@ -110,7 +110,7 @@ def backward(logits: torch.Tensor, label: float, optimizer: torch.optim.Optimize
 
 @torch.no_grad()
 def save_samples(draw: nn.Module, noise: torch.Tensor, path: Path) -> None:
-    """Sixty-four drawings in an 8 x 8 grid."""
+    """Write 64 generated images as one picture, 8 x 8."""
     images = ((draw(noise).float().cpu() + 1) * 127.5).to(torch.uint8).view(8, 8, 16, 16)
     grid = images.permute(0, 2, 1, 3).reshape(128, 128)
     Image.fromarray(grid.numpy()).save(path)

@@ -1,4 +1,4 @@
-"""Train a character-level language model on several processes, resumably. Run it with torchrun."""
+"""Train a character-level language model on several processes, and resume after a crash. Run it with torchrun."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep import amp, optimizers
 from halfstep.parallel import save_checkpoint
 
-CHARACTERS = 128  # ASCII; whatever else there is becomes "?"
+CHARACTERS = 128  # ASCII; any other character becomes "?"
 
 
 def text(limit: int) -> torch.Tensor:
-    """The standard library's top modules as character numbers, uint8."""
+    """The source of the standard library's top-level modules, one uint8 number for each character."""
     found = b""
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         found += file.read_text(encoding="utf-8", errors="replace").encode("ascii", "replace")
@@ -31,7 +31,7 @@ def text(limit: int) -> torch.Tensor:
 
 
 class Model(nn.Module):
-    """A causal transformer over characters: [batch, length] numbers to [batch, length, CHARACTERS] scores."""
+    """A causal transformer from characters [batch, length] to scores [batch, length, CHARACTERS]."""
 
     def __init__(self, width: int, layers: int, length: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 
 def batch(data: torch.Tensor, args: argparse.Namespace, step: int, micro: int, rank: int) -> torch.Tensor:
-    """[batch, length + 1] characters, the same ones for the same step, pass and rank whenever they are asked for."""
+    """Characters of shape [batch, length + 1]. The same step, pass and rank always give the same characters."""
     generator = torch.Generator().manual_seed(((args.seed * 1_000_003 + step) * 1_009 + micro) * 1_013 + rank)
     starts = torch.randint(len(data) - args.length - 1, (args.batch_size,), generator=generator)
     return data[starts[:, None] + torch.arange(args.length + 1)].long()
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Train; returns the loss of the last step, in nats a character."""
+    """Train, and return the loss of the last step, in nats a character."""
     args = parse(argv)
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)

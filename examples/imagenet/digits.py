@@ -1,4 +1,4 @@
-"""Write scikit-learn's digits as a folder of PNG files, one folder a class: train/0/0001.png."""
+"""Write scikit-learn's digits as a folder of PNG files, one folder for each class: train/0/0001.png."""
 
 from __future__ import annotations
 

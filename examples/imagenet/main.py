@@ -19,7 +19,7 @@ from halfstep.parallel import convert_syncbn_model
 
 
 class ImageFolder(Dataset[tuple[torch.Tensor, int]]):
-    """Images of shape [3, size, size], fp32 in [-1, 1], and the numbers of their folders."""
+    """Images of shape [3, size, size], fp32 in [-1, 1], with their class: the number of their folder."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
@@ -39,7 +39,7 @@ class ImageFolder(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Block(nn.Module):
-    """Two convolutions around which the input is carried."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> float:
         optimizer.load_state_dict(state["optimizer"])
         amp.load_state_dict(state["amp"])
         first = state["epoch"]
-    # After initialize, so that it sees the parameters as they will be trained.
+    # This is after initialize, because DistributedDataParallel needs the parameters that will be trained.
     trained = nn.parallel.DistributedDataParallel(model) if world > 1 else model
 
     found = accuracy(model, tests, device)
@@ -146,7 +146,7 @@ def train_epoch(
     loader: DataLoader[tuple[torch.Tensor, int]],
     device: torch.device,
 ) -> float:
-    """One pass over the data; returns the mean loss."""
+    """Train on all batches once, and return the mean loss."""
     model.train()
     total = torch.zeros((), device=device)
     for images, labels in loader:
@@ -155,7 +155,7 @@ def train_epoch(
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-        total += loss.detach()  # read once, at the end: nothing waits for the device
+        total += loss.detach()  # stays on the device; only the end of the epoch reads it
     return total.item() / max(len(loader), 1)
 
 

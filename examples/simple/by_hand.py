@@ -1,4 +1,4 @@
-"""The loop with everything in sight: masters made by prep_param_lists, gradients and weights copied, a fixed scale."""
+"""The loop with every step written out: masters by prep_param_lists, gradients and weights copied, a fixed scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
     half = getattr(torch, args.dtype)
     model = task.model.to(half)
     model_params, master_params = prep_param_lists(model)
-    optimizer = torch.optim.SGD(master_params, lr=0.1, momentum=0.9)  # over the masters
+    optimizer = torch.optim.SGD(master_params, lr=0.1, momentum=0.9)  # it updates the masters
     losses = []
     for _ in range(args.steps):
         loss = torch.nn.functional.mse_loss(model(task.x.to(half)).float(), task.y)

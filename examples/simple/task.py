@@ -1,4 +1,4 @@
-"""What the four scripts share: their arguments, and a linear layer to be found again."""
+"""What the four scripts share: their arguments, and a linear layer that they learn to copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop of an optimizer that evaluates its loss several times a step: a closure, and FP16_Optimizer around LBFGS."""
+"""The loop with FP16_Optimizer around LBFGS, which computes the loss several times a step by a closure."""
 
 from __future__ import annotations
 

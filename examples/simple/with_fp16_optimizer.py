@@ -1,4 +1,4 @@
-"""The loop with FP16_Optimizer, saved and resumed in the middle."""
+"""The loop with FP16_Optimizer. In the middle the training is saved and resumed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_optimizer(model: torch.nn.Module) -> FP16_Optimizer:
 
 
 def resumed(model: torch.nn.Module, optimizer: FP16_Optimizer) -> FP16_Optimizer:
-    """Save everything, forget it, and load it: masters, momentum and loss scale go on as if nothing had happened."""
+    """Save everything and load it into a new optimizer, which continues with the same masters, momentum and scale."""
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)

@@ -19,7 +19,7 @@ WORDS = re.compile(r"\n *|[A-Za-z_]\w*|\d+|[^\w\s]")
 
 
 class Corpus:
-    """Words of the standard library's top modules as numbers, split 9 to 1."""
+    """The words of the standard library's top-level modules as numbers: nine tenths to train on, one to test."""
 
     def __init__(self, characters: int, vocabulary: int) -> None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -50,26 +50,26 @@ class RNNModel(nn.Module):
         nn.init.uniform_(self.embed.weight, -0.1, 0.1)
 
     def forward(self, words: torch.Tensor, hidden: object = None) -> tuple[torch.Tensor, object]:
-        """[time, batch] word numbers to [time, batch, vocabulary] scores, and the state after them."""
+        """Scores [time, batch, vocabulary] for word numbers [time, batch], and the hidden state after them."""
         output, hidden = self.rnn(self.drop(self.embed(words)), hidden)
         return self.score(self.drop(output)), hidden
 
 
 def columns(ids: torch.Tensor, batch: int) -> torch.Tensor:
-    """One long text as ``batch`` texts side by side, [time, batch]."""
+    """Cut one long text into ``batch`` texts side by side: [time, batch]."""
     length = len(ids) // batch
     return ids[: length * batch].view(batch, length).t().contiguous()
 
 
 def pieces(text: torch.Tensor, bptt: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Words and the words after them, ``bptt`` steps at a time."""
+    """Yield pieces of ``bptt`` words, each with the words that follow its words."""
     for i in range(0, len(text) - 1, bptt):
         length = min(bptt, len(text) - 1 - i)
         yield text[i : i + length], text[i + 1 : i + 1 + length]
 
 
 def detach(hidden: object) -> object:
-    """The same state without its history."""
+    """The same hidden state, without its autograd graph."""
     if isinstance(hidden, torch.Tensor):
         return hidden.detach()
     assert isinstance(hidden, tuple)
@@ -97,7 +97,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Train; returns the perplexity on held-out text."""
+    """Train, and return the perplexity on held-out text."""
     args = parse(argv)
     torch.manual_seed(0)
     corpus = Corpus(args.characters, args.vocabulary)
@@ -149,7 +149,7 @@ def evaluate(model: nn.Module, text: torch.Tensor, bptt: int) -> float:
 
 @torch.no_grad()
 def write(model: nn.Module, corpus: Corpus, length: int) -> str:
-    """What the model goes on with after a line's end."""
+    """Let the model write ``length`` words, after the end of a line."""
     model.eval()
     device = next(model.parameters()).device
     word, hidden, found = torch.tensor([[corpus.words.index("\n")]], device=device), None, []
