@@ -213,7 +213,7 @@ def test_step_with_no_gradients_counts_as_finite() -> None:
 
 
 def test_accumulation() -> None:
-    """Seed 003, section 3.1: step and update once after several passes."""
+    """Paddle AMP guide, section 3.1: step and update once after several passes."""
     recorded = next(value for name, value in PADDLE.items() if name.startswith("accumulate 3"))
     scaler, param = amp.GradScaler(init_loss_scaling=8.0, incr_every_n_steps=2), weight()
     optim, rows = sgd(param), []
