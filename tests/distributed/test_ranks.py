@@ -1,0 +1,418 @@
+"""What an optimizer knows of other ranks, with the ranks played by the test: overflows, scales, buckets, means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from halfstep.core.errors import UsageError
+from halfstep.core.loss_scale import DynamicLossScale
+from halfstep.distributed import ddp_sync as module
+from halfstep.distributed.ddp_sync import BackwardRecord, RankSync, any_overflow, share_overflow
+from halfstep.gradients.loss_scaler import DeviceLossScaler
+from halfstep.masters.keeper import MasterKeeper
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Wrapper:
+    """A ``Reduction`` of two ranks that holds some parameters."""
+
+    def __init__(self, *params: torch.Tensor, group: object = None, factor: float = 1.0) -> None:
+        self.group, self.factor, self.world = group or object(), factor, 2
+        self.alive, self.will_sync, self.hooked, self.watched = True, True, True, False
+        self.device = torch.device("cpu")
+        self.allreduces = 0
+        self.scale: torch.Tensor | None = None
+        self.held: list[dict[int, torch.Tensor]] = []
+        self.unsent = False
+        self.filled = 0
+        self.stayed: list[torch.Tensor] = []
+        self._params = set(map(id, params))
+
+    def holds(self, param: torch.Tensor) -> bool:
+        return id(param) in self._params
+
+    def fill_missing_gradients(self) -> None:
+        self.filled += 1
+
+    def remember_unsynced(self, params: list[torch.Tensor]) -> None:
+        self.stayed.extend(params)
+
+    def end_backward(self) -> bool:
+        self.watched, self.scale, self.held = False, None, []
+        return self.unsent
+
+
+def param(grad: float | None = None, dtype: torch.dtype = FP32, size: int = 2) -> nn.Parameter:
+    made = nn.Parameter(torch.zeros(size, dtype=dtype))
+    made.grad = None if grad is None else torch.full((size,), grad, dtype=dtype)
+    return made
+
+
+def with_wrappers(*wrappers: Wrapper) -> RankSync:
+    ranks = RankSync()
+    ranks.reductions = list(wrappers)  # type: ignore[arg-type]
+    return ranks
+
+
+def flag(value: float) -> torch.Tensor:
+    return torch.tensor(value)
+
+
+Other = Callable[[torch.Tensor], None]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[float], Any, Any]]:
+    """What is all-reduced: the values of this rank, the operation and the group. The other rank has nothing."""
+    calls: list[tuple[list[float], Any, Any]] = []
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        calls.append((tensor.to_dense().tolist(), op, group))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return calls
+
+
+def other_rank(monkeypatch: pytest.MonkeyPatch, answer: Other) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op=None, group=None: answer(tensor))
+
+
+# ---- overflows
+
+
+@pytest.mark.parametrize("flags", [[0.0], [1.0], [0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0]])
+def test_one_overflow_among_passes_is_an_overflow(flags: list[float]) -> None:
+    found = any_overflow([BackwardRecord(flag(value), None) for value in flags])
+    assert (found.shape, float(found)) == ((), max(flags))
+
+
+def test_without_ranks_each_scale_hears_of_its_latest_pass(sent: list[Any]) -> None:
+    one, two = (DeviceLossScaler(DynamicLossScale()) for _ in range(2))
+    passes = [
+        BackwardRecord(flag(1.0), one),
+        BackwardRecord(flag(0.0), one),
+        BackwardRecord(flag(1.0), two),
+        BackwardRecord(flag(1.0), None),
+    ]
+    told = share_overflow(passes, [RankSync()])
+    assert {scaler: float(found) for scaler, found in told.items()} == {one: 0.0, two: 1.0}
+    assert all(passed.shared for passed in passes)
+    assert share_overflow(passes, [RankSync()]) == {}, "it hears of a pass once"
+    assert sent == []
+
+
+def test_one_number_a_loss_scale_goes_to_each_group_once(sent: list[Any]) -> None:
+    one, two = (DeviceLossScaler(DynamicLossScale()) for _ in range(2))
+    a, b, gone = Wrapper(), Wrapper(), Wrapper()
+    also_a, gone.alive = Wrapper(group=a.group), False
+    passes = [BackwardRecord(flag(0.0), one), BackwardRecord(flag(1.0), one), BackwardRecord(flag(0.0), two)]
+    told = share_overflow(passes, [with_wrappers(a, gone), with_wrappers(b, also_a)])
+    assert sent == [([1.0, 0.0], dist.ReduceOp.MAX, group) for group in (a.group, b.group)]
+    assert [float(passed.found_inf) for passed in passes] == [1.0, 1.0, 0.0]
+    assert {scaler: float(found) for scaler, found in told.items()} == {one: 1.0, two: 0.0}
+    sent.clear()
+    assert share_overflow(passes, [with_wrappers(a)]) == {}
+    assert sent == []
+
+
+def test_what_another_rank_found_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler, passed = DeviceLossScaler(DynamicLossScale()), BackwardRecord(flag(0.0), None)
+    other_rank(monkeypatch, lambda tensor: tensor.fill_(1.0))
+    mine = BackwardRecord(flag(0.0), scaler)
+    told = share_overflow([passed, mine], [with_wrappers(Wrapper())])
+    assert (float(passed.found_inf), float(mine.found_inf), float(told[scaler])) == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(("earlier", "now", "told"), [(0.0, 1.0, 1.0), (1.0, 1.0, 0.0), (0.0, 0.0, 0.0)])
+def test_an_overflow_that_is_known_is_told_once(earlier: float, now: float, told: float, sent: list[Any]) -> None:
+    scaler = DeviceLossScaler(DynamicLossScale())
+    passes = [BackwardRecord(flag(earlier), scaler, shared=True), BackwardRecord(flag(now), scaler)]
+    assert float(share_overflow(passes, [with_wrappers(Wrapper())])[scaler]) == told
+
+
+# ---- scales
+
+
+def test_a_mean_is_divided_by_the_scale_alone() -> None:
+    scale = flag(128.0)
+    assert with_wrappers().gradient_scale(scale) is scale
+    assert with_wrappers(Wrapper(), Wrapper()).gradient_scale(scale) is scale
+    assert with_wrappers(Wrapper()).gradient_scale(None) is None
+
+
+def test_a_sum_is_a_mean_at_another_scale() -> None:
+    ranks, scale = with_wrappers(Wrapper(factor=4.0), Wrapper(factor=4.0)), flag(128.0)
+    assert ranks.gradient_scale(scale) == 32.0
+    assert ranks.gradient_scale(scale) is ranks.gradient_scale(scale)
+    assert ranks.gradient_scale(flag(64.0)) == 16.0
+    assert ranks.gradient_scale(None) == 0.25
+    assert ranks.gradient_scale(None) is ranks.gradient_scale(None)
+
+
+def test_wrappers_that_disagree_are_refused() -> None:
+    with pytest.raises(UsageError, match="gradient_average or gradient_predivide_factor"):
+        with_wrappers(Wrapper(factor=4.0), Wrapper()).gradient_scale(None)
+
+
+# ---- passes
+
+
+def test_what_the_coming_pass_averages_is_carried() -> None:
+    p, q, r = param(1.0), param(1.0), param(1.0)
+    a, b = Wrapper(p), Wrapper(q)
+    b.will_sync = False
+    ranks = with_wrappers(a, b)
+    assert ranks.will_sync
+    assert [id(x) for x in ranks.averaged_next([p, q, r])] == [id(p)]
+    a.will_sync = False
+    assert not ranks.will_sync
+    assert ranks.averaged_next([p, q, r]) == []
+    assert ranks.abandon_backward([p, q, r]), "what was carried went with the pass that failed"
+    assert not ranks.abandon_backward([p, q, r])
+
+
+@pytest.mark.parametrize("talked", [False, True])
+def test_a_pass_that_nobody_averaged_leaves_this_rank_alone_with_it(talked: bool) -> None:
+    p, q, scale = param(1.0), param(), flag(128.0)
+    wrapper, gone, held = Wrapper(p, q), Wrapper(p), {}
+    gone.alive = False
+    ranks = with_wrappers(wrapper, gone)
+    ranks.begin_backward(scale, [p, q], held)
+    assert ranks.reductions == [wrapper]
+    assert (wrapper.watched, wrapper.scale, wrapper.held, wrapper.filled) == (True, scale, [held], 1)
+    q.grad = torch.ones(2)
+    wrapper.allreduces += talked
+    ranks.end_backward([p, q])
+    assert not wrapper.watched
+    assert ranks.has_unsynced is not talked
+    assert [id(x) for x in wrapper.stayed] == ([] if talked else [id(q)])
+    ranks.begin_backward(scale, [p, q], held)
+    ranks.end_backward([p, q])
+    assert ranks.has_unsynced is not talked, "a pass that brings nothing changes nothing"
+    ranks.begin_backward(scale, [p, q], held)
+    wrapper.allreduces += 1
+    ranks.end_backward([p, q])
+    assert not ranks.has_unsynced
+    ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
+    ranks.clear()
+    assert not ranks.has_unsynced
+
+
+@pytest.mark.parametrize(
+    ("syncs", "unsent", "behind"), [(True, True, False), (False, False, False), (False, True, True)]
+)
+def test_a_reduction_nobody_expected_counts_if_it_carried_all(syncs: bool, unsent: bool, behind: bool) -> None:
+    p = param(1.0)
+    wrapper = Wrapper(p)
+    ranks = with_wrappers(wrapper)
+    ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
+    ranks.begin_backward(None, [p], {})
+    wrapper.allreduces, wrapper.will_sync, wrapper.unsent = 1, syncs, unsent
+    ranks.end_backward([p])
+    assert ranks.has_unsynced is behind
+
+
+def test_under_another_hook_what_was_held_travels_in_the_gradients() -> None:
+    p, q = param(dtype=BF16), param(dtype=BF16)
+    wrapper, held = Wrapper(p), {id(p): torch.ones(2), id(q): torch.ones(2)}
+    wrapper.hooked = False
+    ranks = with_wrappers(wrapper)
+    ranks.begin_backward(flag(4.0), [p, q], held)
+    assert (p.grad.dtype, p.grad.tolist(), q.grad) == (BF16, [4.0, 4.0], None)
+    assert held.keys() == {id(q)}
+    ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
+    ranks.end_backward([p, q])
+    assert not ranks.has_unsynced, "it was averaged, though our hook did not see it"
+    held[id(p)] = torch.ones(2)
+    ranks.begin_backward(None, [p, q], held)
+    assert p.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("hooked", "syncs"), [(True, True), (True, False), (False, False)])
+def test_our_hook_adds_what_is_held_and_nobody_needs_it_in_a_pass_of_one_rank(hooked: bool, syncs: bool) -> None:
+    p = param()
+    wrapper, held = Wrapper(p), {id(p): torch.ones(2)}
+    wrapper.hooked, wrapper.will_sync = hooked, syncs
+    with_wrappers(wrapper).begin_backward(flag(4.0), [p], held)
+    assert p.grad is None
+    assert held.keys() == {id(p)}
+
+
+@pytest.mark.parametrize("talked", [False, True])
+def test_a_pass_that_failed_is_lost_once_ranks_have_talked(talked: bool) -> None:
+    p = param()
+    wrapper = Wrapper(p)
+    ranks = with_wrappers(wrapper)
+    ranks.begin_backward(None, [p], {})
+    p.grad = torch.ones(2)
+    wrapper.allreduces += talked
+    assert ranks.abandon_backward([p]) is talked
+    assert not wrapper.watched
+    assert [id(x) for x in wrapper.stayed] == ([] if talked else [id(p)])
+    assert not ranks.abandon_backward([p])
+
+
+# ---- what is averaged before a step
+
+
+def test_gradients_that_stayed_behind_become_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has the same gradients as this one, and one for a parameter without."""
+    mine, half, wide, empty, nobody, frozen, foreign = (
+        param(2.0),
+        param(2.0, BF16),
+        param(2.0, BF16),
+        param(),
+        param(),
+        param(2.0),
+        param(2.0),
+    )
+    frozen.requires_grad_(False)
+    calls: list[int] = []
+
+    def answer(tensor: torch.Tensor) -> None:
+        calls.append(tensor.numel())
+        if tensor.numel() == 9:  # three single parameters of two elements, and whether each has a gradient
+            tensor.add_(torch.tensor([2.0, 2.0, 4.0, 4.0, 0.0, 0.0, 1.0, 1.0, 0.0]))
+        else:
+            tensor.mul_(2.0)
+
+    other_rank(monkeypatch, answer)
+    wrapper = Wrapper(mine, half, wide, empty, nobody, frozen)
+    quiet = Wrapper(foreign)
+    ranks = with_wrappers(wrapper, quiet)
+    ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
+    ranks.average_unsynced([mine, half, wide, empty, nobody, frozen, foreign], [wide])
+    assert calls == [9, 6]
+    expected = [[2.0] * 2, [2.0] * 2, [2.0] * 2, [2.0] * 2, None, [2.0] * 2, [2.0] * 2]
+    found = [p.grad if p.grad is None else p.grad.tolist() for p in (mine, half, wide, empty, nobody, frozen, foreign)]
+    assert found == expected
+    assert [p.grad.dtype for p in (mine, half, wide, empty)] == [FP32, BF16, FP32, FP32]
+    assert not ranks.has_unsynced
+
+
+def test_means_have_the_shape_of_their_parameters_and_come_from_their_group(sent: list[Any]) -> None:
+    p, q = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(()))
+    p.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()
+    wrapper = Wrapper(p, q)
+    ranks = with_wrappers(wrapper)
+    ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
+    ranks.average_unsynced([p, q], [])
+    assert sent == [([1.0, 3.0, 2.0, 4.0, 0.0, 1.0, 0.0], dist.ReduceOp.SUM, wrapper.group)]
+    assert p.grad.tolist() == [[0.5, 1.5], [1.0, 2.0]]
+    assert q.grad is None, "no rank has one"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_sparse_gradient_travels_alone(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    table: Any = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
+    rows = torch.ones(2, 2, dtype=dtype)
+    table.grad = torch.sparse_coo_tensor([[1, 1]], rows, (3, 2), check_invariants=True)
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    def answer(tensor: torch.Tensor) -> None:
+        seen.append((tensor.is_sparse and tensor.is_coalesced(), tensor.dtype))
+
+    other_rank(monkeypatch, answer)
+    wrapper = Wrapper(table)
+    ranks = with_wrappers(wrapper)
+    ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
+    ranks.average_unsynced([table], [])
+    assert seen == [(True, FP32)]
+    assert table.grad.dtype is dtype
+    assert table.grad.to_dense().tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+
+
+def test_flat_buckets_hold_one_dtype_and_not_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BUCKET", 4)
+    sizes = [(2, FP32), (2, FP32), (1, FP32), (9, FP32), (1, BF16), (3, BF16)]
+    tensors = [torch.zeros(n, dtype=dtype) for n, dtype in sizes]
+    chunks = [[t.numel() for t in chunk] for chunk in module._chunks(tensors)]
+    assert chunks == [[2, 2], [1], [9], [1, 3]]
+    assert module._chunks([]) == []
+    assert [len(chunk) for chunk in module._chunks([torch.zeros(n) for n in (1, 4, 1)])] == [1, 1, 1]
+
+
+# ---- finding wrappers
+
+
+class Finder:
+    """A process in which wrappers come and go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wrappers: list[Wrapper] = []
+        self.idle: list[Wrapper] = []
+        self.broadcasts: list[list[float]] = []
+        self.asked = 0
+        monkeypatch.setattr(module, "wrappers_seen", lambda: len(self.wrappers))
+        monkeypatch.setattr(module, "known_wrappers", self.known)
+        monkeypatch.setattr(module, "changes_gradients", lambda wrapper: wrapper not in self.idle)
+        monkeypatch.setattr(module, "reduction_of", lambda wrapper: wrapper)
+        monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank + 6)
+        monkeypatch.setattr(dist, "broadcast", self.broadcast)
+
+    def known(self) -> list[Wrapper]:
+        self.asked += 1
+        return self.wrappers
+
+    def broadcast(self, flat: torch.Tensor, source: int, group: object) -> None:
+        assert source == 6, "the first rank of the group"
+        self.broadcasts.append(flat.tolist())
+        flat.copy_(torch.arange(1.0, flat.numel() + 1) + 2.0**-12)
+
+
+class Widening(Wrapper):
+    def __init__(self, *params: torch.Tensor) -> None:
+        super().__init__(*params)
+        self.wide: list[list[int]] = []
+
+    def widen(self, params: list[torch.Tensor]) -> None:
+        self.wide.append([id(p) for p in params])
+
+
+def test_wrappers_around_the_parameters_are_found_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder, ranks = Finder(monkeypatch), RankSync()
+    p, q = param(), param()
+    assert ranks.alone
+    ranks.discover_wrappers([p, q], [q], [])
+    assert (ranks.reductions, finder.asked) == ([], 0), "without wrappers nobody looks"
+    mine, foreign, idle = Widening(p), Widening(param()), Widening(q)
+    finder.wrappers, finder.idle = [mine, foreign, idle], [idle]
+    assert not ranks.alone
+    for _ in range(2):
+        ranks.discover_wrappers([p, q], [q], [])
+        assert ranks.reductions == [mine]
+        assert finder.asked == 1, "once for what there is"
+    assert (mine.wide, idle.wide) == ([[id(q)]], [])
+    late = Widening(q)
+    finder.wrappers.append(late)
+    ranks.discover_wrappers([p, q], [q], [])
+    assert ranks.reductions == [mine, late]
+    ranks.discover_wrappers([p], [], [])
+    assert finder.asked == 3
+    ranks.inside = True
+    assert ranks.alone
+
+
+def test_every_rank_gets_the_masters_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder, ranks = Finder(monkeypatch), RankSync()
+    weight, other, bare = (nn.Parameter(torch.zeros(shape, dtype=BF16)) for shape in ((2, 2), (1,), (2,)))
+    optimizer = torch.optim.SGD([weight, other], lr=0.0)
+    keeper = MasterKeeper(optimizer, True, None, {id(weight): torch.full((2, 2), 2.0**-140)})
+    finder.wrappers = [Widening(weight, bare)]
+    ranks.discover_wrappers([weight, other, bare], [], [weight, other, bare])
+    assert finder.broadcasts == [[2.0**-140] * 4]
+    assert keeper.master(weight).tolist() == [[1.0 + 2.0**-12, 2.0 + 2.0**-12], [3.0 + 2.0**-12, 4.0 + 2.0**-12]]
+    assert weight.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert keeper.master(other).tolist() == [0.0], "it is in no wrapper"
+    version = weight._version
+    again = RankSync()
+    again.discover_wrappers([weight], [], [weight])
+    assert len(finder.broadcasts) == 2
+    assert weight._version == version, "what is the same is not written"

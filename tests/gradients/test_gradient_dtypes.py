@@ -1,0 +1,37 @@
+"""In which dtype a step finds the gradients of a model, by level, who keeps the masters, and what was done to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import amp
+
+FP32 = torch.float32
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_only_an_untouched_gradient_of_a_fused_step_stays_narrow(
+    level: str, fused: bool, scale: float, passes: int, half: torch.dtype
+) -> None:
+    model: Any = nn.Linear(4, 3)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, dtype=half, fused=fused, loss_scale=scale, verbosity=0
+    )
+    untouched = level == "O2" and fused and scale == 1.0 and passes == 1
+    for _ in range(2):
+        for _ in range(passes):
+            with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        assert model.weight.grad.dtype is (half if untouched else FP32)
+        assert torch.equal(model.weight.grad.float(), torch.full((3, 4), 2.0 * passes))
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,317 @@
+"""``Gradients``: what is set aside for a pass comes back, added or restored, and each gradient is unscaled once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.core.dtypes import halves
+from halfstep.gradients.ledger import Gradients, set_grads, widen
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SCALE = torch.tensor(128.0)
+TINY = 2.0**-12  # 1 + TINY needs more bits than 16-bit formats have
+
+in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
+
+
+def nobody(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return []
+
+
+def everybody(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list(params)
+
+
+def param(grad: float | None = None, dtype: torch.dtype = FP32) -> nn.Parameter:
+    made = nn.Parameter(torch.zeros(2, dtype=dtype))
+    if grad is not None:
+        made.grad = torch.full((2,), grad, dtype=dtype)
+    return made
+
+
+def arrive(p: nn.Parameter, value: float) -> None:
+    """What a pass brings: in the dtype of the parameter, added to what is there."""
+    grad = torch.full((2,), value, dtype=p.dtype)
+    set_grads([p], [grad if p.grad is None else p.grad + grad])
+
+
+def wide(*, stays_narrow: bool = False) -> Gradients:
+    return Gradients(halves, stays_narrow=stays_narrow, wrapped=nobody)
+
+
+def plain() -> Gradients:
+    return Gradients(None, stays_narrow=False, wrapped=nobody)
+
+
+def values(*params: nn.Parameter) -> list[list[float]]:
+    return [[] if p.grad is None else p.grad.tolist() for p in params]
+
+
+# ---- a pass
+
+
+@in_both_halves
+@pytest.mark.parametrize("stays_narrow", [True, False])
+@pytest.mark.parametrize("scale", [None, SCALE], ids=["unscaled", "scaled"])
+def test_a_sum_of_16_bit_gradients_keeps_all_bits(
+    scale: torch.Tensor | None, stays_narrow: bool, half: torch.dtype
+) -> None:
+    p, gradients, found_inf = param(dtype=half), wide(stays_narrow=stays_narrow), torch.zeros(())
+    for value in (1.0, TINY, TINY):
+        gradients.begin([p], scale)
+        assert p.grad is None
+        arrive(p, value if scale is None else value * float(scale))
+        gradients.finish([p], scale, found_inf)
+    assert p.grad.dtype is FP32
+    assert values(p) == [[1 + 2 * TINY] * 2]
+    assert found_inf == 0
+
+
+@in_both_halves
+@pytest.mark.parametrize("stays_narrow", [True, False])
+def test_what_was_never_scaled_or_added_to_may_stay_narrow(stays_narrow: bool, half: torch.dtype) -> None:
+    p, gradients = param(dtype=half), wide(stays_narrow=stays_narrow)
+    gradients.begin([p], None)
+    arrive(p, 3.0)
+    gradients.finish([p], None, torch.zeros(()))
+    assert p.grad.dtype is (half if stays_narrow else FP32)
+    assert values(p) == [[3.0] * 2]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_pass_without_scale_and_masters_adds_up_in_place(dtype: torch.dtype) -> None:
+    p, gradients = param(1.0, dtype), plain()
+    before = p.grad
+    gradients.begin([p], None)
+    assert p.grad is before
+    assert not gradients.held
+    gradients.finish([p], None, torch.zeros(()))
+    assert p.grad is before
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_what_was_set_aside_comes_back_where_a_pass_brings_nothing(dtype: torch.dtype) -> None:
+    for gradients in (plain(), wide()):
+        p, q = param(1.0, dtype), param(2.0, dtype)
+        gradients.begin([p, q], SCALE)
+        assert values(p, q) == [[], []]
+        arrive(q, 128.0)
+        gradients.finish([p, q], SCALE, torch.zeros(()))
+        assert values(p, q) == [[1.0] * 2, [3.0] * 2]
+        assert not gradients.held
+
+
+def test_a_failed_pass_leaves_what_there_was() -> None:
+    p, q, r = param(1.0), param(2.0), param()
+    gradients = plain()
+    gradients.begin([p, q, r], SCALE)
+    arrive(q, 5.0)
+    arrive(r, 5.0)
+    gradients.restore()
+    assert values(p, q, r) == [[1.0] * 2, [2.0] * 2, []]
+    assert not gradients.held
+    gradients.begin([], SCALE)
+    assert not gradients.arrived()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_overflow_is_found_in_what_comes_and_not_in_what_was_there(bad: float) -> None:
+    for before, new, expected in ((1.0, bad, 1), (bad, 1.0, 0)):
+        for gradients, dtype in ((plain(), FP32), (wide(), BF16), (wide(stays_narrow=True), BF16)):
+            p, found_inf = param(before, dtype), torch.zeros(())
+            gradients.begin([p], SCALE)
+            arrive(p, new)
+            gradients.finish([p], SCALE, found_inf)
+            assert found_inf == expected
+
+
+def test_a_gradient_in_a_bucket_is_copied_before_the_pass_overwrites_it() -> None:
+    bucket, p = torch.ones(4), param()
+    p.grad = bucket[:2]
+    gradients = plain()
+    gradients.begin([p], SCALE)
+    bucket.fill_(9.0)
+    gradients.finish([p], SCALE, torch.zeros(()))
+    assert values(p) == [[1.0] * 2]
+
+
+def test_arrived_tells_whether_a_pass_brought_anything() -> None:
+    p, q, gradients = param(1.0), param(), plain()
+    gradients.begin([p, q], SCALE)
+    assert not gradients.arrived()
+    arrive(q, 1.0)
+    assert gradients.arrived()
+    gradients.finish([p, q], SCALE, torch.zeros(()))
+    assert not gradients.arrived()
+
+
+# ---- two optimizers
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_shared_parameter_is_served_once(dtype: torch.dtype) -> None:
+    shared, own = param(1.0, dtype), param(2.0, dtype)
+    first, second = (wide(), wide()) if dtype is BF16 else (plain(), plain())
+    begun: set[int] = set()
+    first.begin([shared], SCALE, begun)
+    second.begin([shared, own], SCALE, begun)
+    assert begun == {id(shared), id(own)}
+    assert (first.held.keys(), second.held.keys()) == ({id(shared)}, {id(own)})
+    arrive(shared, 128.0)
+    arrive(own, 128.0)
+    finished: set[int] = set()
+    first.finish([shared], SCALE, torch.zeros(()), finished)
+    second.finish([shared, own], SCALE, torch.zeros(()), finished)
+    assert finished == begun
+    assert values(shared, own) == [[2.0] * 2, [3.0] * 2]
+
+
+# ---- gradients that ranks average where they are
+
+
+def test_carried_gradients_stay_and_are_scaled_like_those_that_come() -> None:
+    stays, goes, empty, half = param(1.0), param(2.0), param(), param(4.0, BF16)
+    gradients = wide()
+    asked: list[torch.Tensor] = []
+
+    def carried(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        asked.extend(params)
+        return [p for p in params if p is not goes]
+
+    gradients.begin([stays, goes, empty, half], SCALE, stays=carried)
+    assert [id(p) for p in asked] == [id(stays), id(goes)], "what becomes fp32 cannot stay"
+    assert values(stays, goes, half) == [[128.0] * 2, [], []]
+    assert not gradients.arrived(), "what stayed has not come"
+    arrive(stays, 128.0)
+    assert not gradients.arrived()
+    arrive(goes, 128.0)
+    assert gradients.arrived()
+    gradients.finish([stays, goes, empty, half], SCALE, torch.zeros(()))
+    assert values(stays, goes, empty, half) == [[2.0] * 2, [3.0] * 2, [], [4.0] * 2]
+
+
+def test_carried_gradients_of_a_pass_without_scale_stay_as_they_are() -> None:
+    p, half, gradients = param(1.0), param(1.0, BF16), wide()
+    gradients.begin([p, half], None, stays=everybody)
+    assert values(p, half) == [[1.0] * 2, []]
+
+
+# ---- sparse
+
+
+@in_both_halves
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("dense", "dense"),
+        ("dense", "sparse"),
+        ("sparse", "sparse"),
+        pytest.param(
+            "sparse",
+            "dense",
+            marks=pytest.mark.xfail(raises=RuntimeError, strict=True, reason="torch adds sparse to dense only"),
+        ),
+    ],
+)
+def test_sparse_and_dense_gradients_add_up(first: str, second: str, half: torch.dtype) -> None:
+    kinds = {
+        "dense": torch.tensor([[TINY, 0.0], [0.0, 0.0]], dtype=half),
+        "sparse": torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=half).to_sparse(1),
+    }
+    for gradients, dtype in ((wide(), FP32), (wide(stays_narrow=True), FP32), (plain(), half)):
+        p = nn.Parameter(torch.zeros(2, 2, dtype=half))
+        p.grad = kinds[first].clone()
+        gradients.begin([p], SCALE)
+        p.grad = kinds[second].clone() * 128.0
+        gradients.finish([p], SCALE, torch.zeros(()))
+        assert p.grad.dtype is dtype
+        assert p.grad.is_sparse == (first == second == "sparse")
+        total = kinds[first].to_dense().float() + kinds[second].to_dense().float()
+        assert torch.equal(p.grad.to_dense(), total.to(dtype))
+
+
+# ---- the dtype in which gradients come
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
+def test_gradients_come_in_the_dtype_that_was_chosen() -> None:
+    half, single, full = param(dtype=BF16), param(), param(1.0, BF16)
+    wide().expect([half, single, full])
+    assert (half.grad_dtype, single.grad_dtype, full.grad_dtype) == (FP32, FP32, BF16)
+    wide().expect([half, single, full], in_block=True)
+    assert (half.grad_dtype, single.grad_dtype, full.grad_dtype) == (None, FP32, BF16)
+    plain().expect([half])
+    assert half.grad_dtype is None, "who has no masters leaves it alone"
+    Gradients(halves, stays_narrow=False, wrapped=everybody).expect([half])
+    assert half.grad_dtype is BF16, "wrappers take nothing else"
+    Gradients(nobody, stays_narrow=False, wrapped=nobody).expect([half, single])
+    assert (half.grad_dtype, single.grad_dtype) == (BF16, FP32)
+    single.grad_dtype = None
+    wide().expect([half, single])
+    assert (half.grad_dtype, single.grad_dtype) == (FP32, FP32)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
+@pytest.mark.parametrize("delay", [False, True])
+def test_what_another_pass_will_be_added_to_comes_in_fp32(delay: bool) -> None:
+    p = param(dtype=BF16)
+    wide().begin([p], SCALE, delay=delay)
+    assert p.grad_dtype is (FP32 if delay else None)
+
+
+def test_gradients_cleared_to_zeros_under_a_wrapper_are_of_the_parameter_s_dtype() -> None:
+    p, q, single = param(dtype=BF16), param(dtype=BF16), param(1.0)
+    set_grads([p], [torch.zeros(2)])
+    gradients = Gradients(halves, stays_narrow=False, wrapped=everybody)
+    gradients.held[id(q)] = torch.ones(2)
+    gradients.clear([p, q, single])
+    assert p.grad.dtype is BF16
+    assert getattr(p, "grad_dtype", BF16) is BF16, "what comes next is added to it"
+    assert values(p, q, single) == [[0.0] * 2, [], [1.0] * 2]
+    assert not gradients.held
+    plain().clear([single])
+    assert values(single) == [[1.0] * 2]
+
+
+@in_both_halves
+def test_widen_changes_16_bit_gradients_alone(half: torch.dtype) -> None:
+    p, q, r = param(1.0, half), param(2.0), param()
+    before = q.grad
+    widen([p, q, r])
+    assert p.grad.dtype is FP32
+    assert q.grad is before
+    assert values(p, q, r) == [[1.0] * 2, [2.0] * 2, []]
+
+
+# ---- between passes and step
+
+
+def test_16_bit_gradients_are_only_checked_for_a_step_that_unscales_itself() -> None:
+    for dtype, left, after in ((BF16, True, 128.0), (FP16, True, 128.0), (FP32, False, 1.0)):
+        for bad in (False, True):
+            p, q, found_inf = param(128.0), param(128.0, dtype), torch.zeros(())
+            if bad:
+                q.grad[1] = float("nan")
+            assert plain().unscale_or_check([p, q], SCALE, found_inf) is left
+            assert found_inf == bad
+            assert (values(p), q.grad[0]) == ([[after] * 2], after)
+
+
+@in_both_halves
+def test_gradients_of_masters_are_clipped_in_fp32(half: torch.dtype) -> None:
+    p, q = param(3.0, half), param(4.0)
+    norm = wide().clip([p, q], 1.0, 2.0)
+    assert float(norm) == pytest.approx(50**0.5)
+    assert p.grad.dtype is FP32
+    assert p.grad.tolist() == pytest.approx([3 / 50**0.5] * 2, rel=1e-6)
+
+
+def test_unscaled_and_clipped_in_one_read() -> None:
+    p, q, found_inf = param(3.0 * 128), param(), torch.zeros(())
+    norm = plain().unscale_and_clip([p, q], SCALE, found_inf, 1.0)
+    assert (float(norm), found_inf) == (pytest.approx(18**0.5), 0)
+    assert p.grad.tolist() == pytest.approx([0.5**0.5] * 2, rel=1e-5)

@@ -1,0 +1,47 @@
+"""Sparse gradients whose indices repeat: the parts are added up in fp32, where they do not overflow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import amp
+from halfstep.gradients.unscale import Unscaler
+
+BIG = 60_000.0  # two of them are more than fp16 holds
+
+
+def in_parts(values: list[float]) -> torch.Tensor:
+    """Row 1 of three, in fp16, as the sum of some values."""
+    rows = torch.tensor([[value, value] for value in values], dtype=torch.float16)
+    return torch.sparse_coo_tensor([[1] * len(values)], rows, (3, 2), check_invariants=True)
+
+
+def test_parts_that_overflow_on_the_way_do_not_count_as_overflow() -> None:
+    param, found_inf = torch.zeros(3, 2, dtype=torch.float16, requires_grad=True), torch.zeros(())
+    param.grad = in_parts([BIG, BIG, -BIG])
+    Unscaler()([param], torch.tensor(0.5), found_inf)
+    assert found_inf == 0
+    assert param.grad.dtype is torch.float16
+    assert param.grad.is_coalesced()
+    assert param.grad.to_dense().tolist() == [[0.0, 0.0], [BIG / 2, BIG / 2], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("values", [[BIG, BIG], [BIG, BIG, -BIG], [1.0]])
+def test_a_master_gets_the_sum_even_if_16_bits_do_not_hold_it(values: list[float]) -> None:
+    model: Any = nn.Embedding(3, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O2", dtype=torch.float16, fused=False, loss_scale=128.0, verbosity=0
+    )
+    before = model.state_dict()["weight"].clone()
+    with amp.scale_loss(model.weight.float().sum(), optimizer):
+        model.weight.grad = in_parts(values)
+    assert model.weight.grad.dtype is torch.float32
+    optimizer.step()
+    moved = before - model.state_dict()["weight"]
+    torch.testing.assert_close(moved[1], torch.full((2,), sum(values) / 128))
+    assert amp.steps_skipped(optimizer) == 0

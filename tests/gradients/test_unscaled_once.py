@@ -1,0 +1,99 @@
+"""``UnscaledOnce``: which gradients of an iteration are unscaled already, for a parameter in two optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import amp
+from halfstep.gradients.ledger import UnscaledOnce
+
+
+def params(count: int = 2) -> list[torch.Tensor]:
+    made = [torch.zeros(2, requires_grad=True) for _ in range(count)]
+    for p in made:
+        p.grad = torch.ones(2)
+    return made
+
+
+def replace(p: torch.Tensor) -> None:
+    p.grad = torch.ones(2)
+
+
+def add(p: torch.Tensor) -> None:
+    p.grad.add_(1.0)
+
+
+def nothing(p: torch.Tensor) -> None:
+    pass
+
+
+CASES: dict[tuple[bool, int, Callable[[torch.Tensor], None]], bool] = {
+    # noted precisely, losses since, what happened to the gradient -> unscaled still
+    (True, 0, nothing): True,
+    (True, 0, add): True,  # clipped, say
+    (True, 0, replace): False,
+    (True, 1, nothing): True,  # the other loss brought nothing to it
+    (True, 1, add): False,
+    (True, 1, replace): False,
+    (False, 0, nothing): True,
+    (False, 0, replace): True,
+    (False, 1, nothing): False,
+    (False, 1, add): False,
+}
+
+
+@pytest.mark.parametrize(("precise", "losses", "change"), CASES)
+def test_a_gradient_is_unscaled_until_something_is_added(
+    precise: bool, losses: int, change: Callable[[torch.Tensor], None]
+) -> None:
+    p, other = params()
+    once = UnscaledOnce(precise)
+    assert once.among([p, other]) == []
+    once.note([p])
+    once.losses += losses
+    change(p)
+    assert [id(q) for q in once.among([other, p])] == ([id(p)] if CASES[precise, losses, change] else [])
+
+
+@pytest.mark.parametrize("precise", [True, False])
+def test_a_parameter_noted_twice_is_found_once_and_without_a_gradient_not_at_all(precise: bool) -> None:
+    p, q = params()
+    once = UnscaledOnce(precise)
+    once.note([p, q])
+    once.note([p])
+    assert [id(r) for r in once.among([p, q])] == [id(p), id(q)]
+    q.grad = None
+    assert [id(r) for r in once.among([p, q])] == [id(p)]
+
+
+def test_a_gradient_that_came_after_the_note_is_still_scaled() -> None:
+    (p,) = params(1)
+    p.grad = None
+    once = UnscaledOnce(precise=True)
+    once.note([p])
+    replace(p)
+    assert once.among([p]) == []
+
+
+LATE = "in the first iteration with two optimizers, only the number of losses tells whether a gradient is unscaled"
+
+
+@pytest.mark.parametrize("first_with_two", [0, pytest.param(1, marks=pytest.mark.xfail(strict=True, reason=LATE))])
+def test_a_loss_between_two_optimizers_does_not_touch_what_they_share(first_with_two: int) -> None:
+    shared, own = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    first, second = torch.optim.SGD([shared], lr=0.0), torch.optim.SGD([shared, own], lr=0.0)
+    scaler = amp.GradScaler(init_loss_scaling=128.0)
+    for iteration in range(4):
+        scaler.scale(shared.sum()).backward()
+        scaler.unscale_(first)
+        if iteration >= first_with_two:
+            scaler.scale(own.sum()).backward()
+            scaler.unscale_(second)
+            assert (shared.grad.item(), own.grad.item()) == (1.0, 1.0)
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        scaler.update()

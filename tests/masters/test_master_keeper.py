@@ -1,0 +1,131 @@
+"""Who keeps what for an optimizer: masters by itself or here, or 16-bit copies of fp32 weights and no masters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.gradients.ledger import set_grads
+from halfstep.gradients.master_registry import keeper_of
+from halfstep.masters import keeper as module
+from halfstep.masters.keeper import MasterKeeper
+
+BF16, FP32 = torch.bfloat16, torch.float32
+needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+
+
+class Copies:
+    def __init__(self, *params: torch.Tensor) -> None:
+        self.params = params
+
+    def having(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [p for p in params if any(p is q for q in self.params)]
+
+
+class CopyingOptimizer(torch.optim.SGD):
+    """Writes copies of the first of its parameters."""
+
+    asked: Any = None
+
+    def keep_copies(self, dtype: torch.dtype) -> Copies:
+        self.asked = dtype
+        return Copies(self.param_groups[0]["params"][0])
+
+
+class MasteringOptimizer(torch.optim.SGD):
+    """Keeps masters itself."""
+
+    asked: Any = None
+
+    def keep_masters(self, started: Any) -> None:
+        self.asked = started
+
+
+def params(dtype: torch.dtype) -> tuple[nn.Parameter, nn.Parameter]:
+    return nn.Parameter(torch.zeros(2, dtype=dtype)), nn.Parameter(torch.zeros(2, dtype=dtype))
+
+
+@needs_grad_dtype
+def test_gradients_of_copied_weights_come_in_16_bits_and_stay_so_untouched() -> None:
+    copied, other = params(FP32)
+    optimizer = CopyingOptimizer([copied, other], lr=1.0)
+    keeper = MasterKeeper(optimizer, False, BF16)
+    assert (optimizer.asked, keeper.any, keeper.alike, keeper.plain) == (BF16, False, False, None)
+    assert [id(p) for p in keeper.gradients.wide([other, copied])] == [id(copied)]
+    for scale, dtype in ((None, BF16), (torch.tensor(2.0), FP32)):
+        copied.grad = None
+        keeper.gradients.begin([copied, other], scale)
+        set_grads([copied], [torch.ones(2, dtype=BF16)])
+        keeper.gradients.finish([copied, other], scale, torch.zeros(()))
+        assert copied.grad.dtype is dtype
+
+
+@needs_grad_dtype
+def test_copied_weights_in_a_wrapper_have_gradients_of_their_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, other = params(FP32)
+    monkeypatch.setattr(module, "wrapped", list)
+    keeper = MasterKeeper(CopyingOptimizer([copied, other], lr=1.0), False, BF16)
+    assert keeper.gradients.wide([copied, other]) == []
+
+
+def test_an_optimizer_that_is_not_told_to_copy_does_not() -> None:
+    optimizer = CopyingOptimizer(params(FP32), lr=1.0)
+    keeper = MasterKeeper(optimizer, False)
+    assert optimizer.asked is None
+    assert not keeper.gradients.any_wide
+    keeper = MasterKeeper(torch.optim.SGD(params(FP32), lr=1.0), False, BF16)
+    assert not keeper.gradients.any_wide
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("own", [True, False])
+def test_masters_are_kept_by_the_optimizer_if_it_can_and_may(own: bool) -> None:
+    half, _ = params(BF16)
+    originals = {id(half): torch.full((2,), 1.0)}
+    optimizer = MasteringOptimizer([half], lr=1.0)
+    keeper = MasterKeeper(optimizer, True, None, originals, own=own)
+    assert (keeper.any, keeper.alike) == (True, True)
+    assert (optimizer.asked is originals, keeper.plain is None) == (own, own)
+
+
+def test_masters_elsewhere_are_not_made_here() -> None:
+    half, single = *params(BF16)[:1], params(FP32)[0]
+    optimizer = MasteringOptimizer([half, single], lr=1.0)
+    keeper = MasterKeeper(optimizer, "elsewhere")
+    assert (keeper.any, keeper.alike, keeper.plain, optimizer.asked) == (True, False, None, None)
+    assert (keeper.has(half), keeper.has(single)) == (True, False)
+    half.requires_grad_(False)
+    assert not keeper.has(half)
+    assert keeper.master(half) is None
+    assert keeper.started() == []
+    with keeper.in_place():
+        assert optimizer.param_groups[0]["params"][0] is half
+
+
+def test_plain_masters_are_seen_written_and_in_place_for_a_while() -> None:
+    half, single = params(BF16)[0], params(FP32)[0]
+    optimizer = torch.optim.SGD([half, single], lr=1.0)
+    keeper = MasterKeeper(optimizer, True)
+    assert keeper.master(single) is None
+    assert keeper.write_master(half, torch.full((2,), 1.0 + 2.0**-12)).tolist() == [1.0, 1.0]
+    master = keeper.master(half)
+    assert master is not None
+    assert (master.tolist(), master.requires_grad) == ([1.0 + 2.0**-12] * 2, False)
+    ((p, started),) = keeper.started()
+    assert (p is half, started.dtype) == (True, FP32)
+    set_grads([half], [torch.ones(2, dtype=BF16)])
+    with pytest.raises(ZeroDivisionError):
+        look_inside(keeper, optimizer)
+    assert optimizer.param_groups[0]["params"][0] is half
+    assert (keeper_of(half), keeper_of(single)) == (keeper, None)
+
+
+def look_inside(keeper: MasterKeeper, optimizer: torch.optim.Optimizer) -> float:
+    with keeper.in_place():
+        inside, single = optimizer.param_groups[0]["params"]
+        assert (inside.dtype, inside.grad.dtype, type(single)) == (FP32, FP32, nn.Parameter)
+        return 1 / 0

@@ -1,0 +1,60 @@
+"""``amp.master_model``: fp32 in every part, from the masters where there are any; what is fp32 is the model's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import amp
+
+X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
+
+
+def start(fused: bool) -> tuple[Any, Any, torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model.register_buffer("offset", torch.full((2,), 1.5, dtype=torch.bfloat16))
+    model[2].weight.requires_grad_(False)
+    fp32 = model[0].weight.detach().clone()
+    optimizer = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O2", dtype=torch.bfloat16, fused=fused, loss_scale=1.0, verbosity=0
+    )
+    return model, optimizer, fp32
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_every_part_is_fp32(fused: bool) -> None:
+    model, _, fp32 = start(fused)
+    masters = amp.master_model(model)
+    assert torch.equal(masters[0].weight, fp32)
+    assert masters[1].weight is model[1].weight, "what is fp32 is the model's own"
+    assert masters[1].running_mean is model[1].running_mean
+    weight, bias = masters[2].weight, masters[2].bias
+    assert (type(weight), type(bias), type(masters.offset)) == (nn.Parameter, nn.Parameter, torch.Tensor)
+    assert (weight.dtype, bias.dtype, masters.offset.dtype) == (torch.float32,) * 3
+    assert (weight.requires_grad, bias.requires_grad) == (False, True)
+    assert torch.equal(weight, model[2].weight.float())
+    assert masters.offset.tolist() == [1.5, 1.5]
+    assert model[2].weight.dtype is torch.bfloat16, "the model itself has not changed"
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_it_computes_in_fp32(fused: bool) -> None:
+    model, _, fp32 = start(fused)
+    masters = amp.master_model(model).eval()
+    plain = nn.functional.linear(X, fp32, masters[0].bias)
+    torch.testing.assert_close(masters[0](X), plain, rtol=1e-6, atol=1e-6)
+    assert torch.equal(masters(X), masters[2](masters[1](masters[0](X)))), "nothing is cast on the way in or out"
+    assert model[0](X.bfloat16()).dtype is torch.bfloat16
+
+
+def test_a_model_that_amp_does_not_know_is_copied_in_fp32() -> None:
+    model = nn.Linear(4, 3, dtype=torch.float16)
+    masters = amp.master_model(model)
+    assert masters.weight.dtype is torch.float32
+    assert torch.equal(masters.weight, model.weight.float())
+    assert masters.bias.requires_grad

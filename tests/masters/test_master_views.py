@@ -1,0 +1,107 @@
+"""What ``amp.master_params`` yields: an fp32 parameter to read, write, clip, copy and pickle in front of a master."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import amp
+
+BF16, FP16 = torch.bfloat16, torch.float16
+in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
+with_both_masters = pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+
+
+def start(half: torch.dtype, fused: bool, **options: Any) -> tuple[Any, Any]:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"opt_level": "O2", "loss_scale": 1.0, "verbosity": 0, **options}
+    return amp.initialize(model, optimizer, dtype=half, fused=fused, **options)
+
+
+def backward(model: Any, optimizer: Any) -> None:
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+@in_both_halves
+@with_both_masters
+def test_it_is_an_fp32_parameter_and_the_same_one_when_asked_again(fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    views = list(amp.master_params(optimizer))
+    for view, param in zip(views, model.parameters(), strict=True):
+        assert isinstance(view, nn.Parameter)
+        assert view.requires_grad
+        assert (view.dtype, view.shape, view.device) == (torch.float32, param.shape, param.device)
+        assert view.stride() == param.stride()
+    assert list(map(id, amp.master_params(optimizer))) == list(map(id, views))
+    optimizer.param_groups[0]["params"].pop()
+    assert list(map(id, amp.master_params(optimizer))) == [id(views[0])]
+
+
+@in_both_halves
+@with_both_masters
+def test_it_lies_in_memory_as_the_weight_does(fused: bool, half: torch.dtype) -> None:
+    model: Any = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=half, fused=fused, verbosity=0)
+    view, _ = amp.master_params(optimizer)
+    assert view.stride() == model.weight.stride() != torch.empty(3, 2, 3, 3).stride()
+
+
+@in_both_halves
+@with_both_masters
+@pytest.mark.parametrize("passes", [1, 2])
+def test_its_gradient_is_the_weight_s_in_fp32(passes: int, fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    view, _ = amp.master_params(optimizer)
+    assert view.grad is None
+    for _ in range(passes):
+        backward(model, optimizer)
+    assert view.grad.dtype is torch.float32
+    assert torch.equal(view.grad, torch.full((3, 4), 2.0 * passes))
+    view.grad.mul_(0.5)
+    assert torch.equal(model.weight.grad.float(), torch.full((3, 4), 1.0 * passes))
+    view.grad = torch.full((3, 4), 1 + 2.0**-20)
+    assert torch.equal(model.weight.grad, torch.full((3, 4), 1 + 2.0**-20))
+    view.grad = None
+    assert model.weight.grad is None
+
+
+@in_both_halves
+@with_both_masters
+def test_copies_and_pickles_are_ordinary_parameters(fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    expected = model.state_dict()["weight"].clone()
+    view, _ = amp.master_params(optimizer)
+    first, second = copy.deepcopy([view, view])
+    assert first is second
+    for made in (first, pickle.loads(pickle.dumps(view))):
+        assert type(made) is nn.Parameter
+        assert made.requires_grad
+        assert torch.equal(made, expected)
+        made.detach().zero_()
+    assert torch.equal(view, expected)
+
+
+@in_both_halves
+@with_both_masters
+@torch.no_grad()
+def test_operations_in_place_return_it_and_others_do_not_write(fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    before = model.state_dict()["weight"].clone()
+    view, bias = amp.master_params(optimizer)
+    assert torch.equal(view + view, 2 * before)
+    assert torch.equal(torch.stack([view, view]), torch.stack([before, before]))
+    assert torch.equal(model.state_dict()["weight"], before)
+    assert view.mul_(3.0) is view
+    assert torch.ops.aten.mul_.Tensor(view, 1.0) is view
+    torch._foreach_add_([view, bias], 1.0)
+    assert torch.equal(model.state_dict()["weight"], 3 * before + 1)
+    assert torch.equal(model.weight, (3 * before + 1).to(half)) is fused, "a plain master is rounded at the next step"
+    assert torch.equal(view, 3 * before + 1)

@@ -1,0 +1,292 @@
+"""``PlainMasters``: fp32 values behind 16-bit parameters, which take their places in the optimizer while it steps."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.core.errors import UsageError
+from halfstep.gradients import master_registry as holders
+from halfstep.gradients.ledger import set_grads
+from halfstep.masters.plain import PlainMasters
+
+BF16, FP16 = torch.bfloat16, torch.float16
+FINE = 1.0 + 2.0**-12  # rounds to 1 in 16 bits
+in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
+
+
+def param(value: float = 1.0, dtype: torch.dtype = BF16, *, grad: float | None = 1.0) -> nn.Parameter:
+    made = nn.Parameter(torch.full((2,), value, dtype=dtype))
+    if grad is not None:
+        set_grads([made], [torch.full((2,), grad)])
+    return made
+
+
+def sgd(*params: nn.Parameter, lr: float = 2.0**-12, momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr, momentum=momentum)
+
+
+def step(masters: PlainMasters, optimizer: torch.optim.Optimizer) -> None:
+    masters.enter(optimizer)
+    optimizer.step()
+    masters.leave(optimizer)
+
+
+def master_of(masters: PlainMasters, p: torch.Tensor) -> float:
+    master = masters.of(p)
+    assert master is not None
+    return float(master.detach()[0])
+
+
+@in_both_halves
+def test_trainable_16_bit_parameters_have_masters_and_no_others(half: torch.dtype) -> None:
+    trained, frozen, single = param(dtype=half), param(dtype=half), param(dtype=torch.float32)
+    frozen.requires_grad_(False)
+    masters, optimizer = PlainMasters(), sgd(trained, frozen, single)
+    masters.adopt(optimizer)
+    ((p, master),) = masters.pairs()
+    assert p is trained
+    assert (type(master), master.dtype, master.requires_grad) == (nn.Parameter, torch.float32, True)
+    assert [masters.of(q) is None for q in (trained, frozen, single)] == [False, True, True]
+    frozen.requires_grad_(True)
+    masters.adopt(optimizer)
+    assert masters.of(trained) is master
+    assert masters.of(frozen) is not None
+
+
+def test_masters_start_from_the_weights_before_they_were_rounded() -> None:
+    known, written, unknown = param(), param(5.0), param(3.0)
+    masters = PlainMasters({id(p): torch.full((2,), FINE, dtype=torch.float64) for p in (known, written)})
+    masters.adopt(sgd(known, written, unknown))
+    assert [master_of(masters, p) for p in (known, written, unknown)] == [FINE, 5.0, 3.0]
+
+
+def test_originals_serve_the_first_adoption_only() -> None:
+    p, later = param(), param()
+    masters, optimizer = PlainMasters({id(later): torch.full((2,), FINE)}), sgd(p)
+    masters.adopt(optimizer)
+    optimizer.add_param_group({"params": [later]})
+    masters.adopt(optimizer)
+    assert master_of(masters, later) == 1.0
+
+
+@in_both_halves
+def test_a_step_moves_the_master_and_rounds_it_into_the_parameter(half: torch.dtype) -> None:
+    p, single = param(dtype=half), param(dtype=torch.float32)
+    masters, optimizer = PlainMasters(), sgd(p, single, momentum=0.0)
+    for i in range(1, 9):
+        step(masters, optimizer)
+        assert master_of(masters, p) == 1.0 - i * 2.0**-12
+        assert p.tolist()[0] == torch.tensor(1.0 - i * 2.0**-12).to(half)
+        assert single.tolist()[0] == 1.0 - i * 2.0**-12
+
+
+def test_the_optimizer_holds_masters_only_while_it_steps() -> None:
+    p, single = param(), param(dtype=torch.float32)
+    masters, optimizer = PlainMasters(), sgd(p, single)
+    listed: Any = optimizer.param_groups[0]["params"]
+    grad = p.grad
+    masters.enter(optimizer)
+    master = listed[0]
+    assert master is not p
+    assert listed[1] is single
+    assert optimizer.param_groups[0]["params"] is listed, "LBFGS keeps the list"
+    assert master.grad is grad
+    optimizer.step()
+    assert {id(q) for q in optimizer.state} == {id(master), id(single)}
+    masters.leave(optimizer)
+    assert listed[0] is p
+    assert master.grad is None
+    assert p.grad is grad
+    assert {id(q) for q in optimizer.state} == {id(p), id(single)}
+    assert optimizer.state[p]["momentum_buffer"].dtype is torch.float32
+
+
+def test_leaving_twice_does_nothing() -> None:
+    p = param()
+    masters, optimizer = PlainMasters(), sgd(p)
+    step(masters, optimizer)
+    with torch.no_grad():
+        p.fill_(3.0)
+    masters.leave(optimizer)
+    assert p.tolist() == [3.0, 3.0]
+    assert master_of(masters, p) == 3.0
+
+
+def test_state_of_16_bits_becomes_fp32_and_the_rest_stays() -> None:
+    p = param()
+    masters, optimizer = PlainMasters(), sgd(p)
+    buffer, count = torch.ones(2, dtype=BF16), torch.tensor(3)
+    optimizer.state[p] = {"momentum_buffer": buffer, "count": count, "name": "p"}
+    masters.adopt(optimizer)
+    state = optimizer.state[p]
+    assert (state["momentum_buffer"].dtype, state["count"], state["name"]) == (torch.float32, count, "p")
+
+
+def test_state_is_carried_from_step_to_step_wherever_it_came_from() -> None:
+    p, q = param(), param(dtype=torch.float32)
+    masters, optimizer = PlainMasters(), sgd(p, q)
+    step(masters, optimizer)
+    step(masters, optimizer)
+    for state in optimizer.state.values():
+        assert state["momentum_buffer"][0] == pytest.approx(1.9)
+    optimizer.state[p] = {"momentum_buffer": torch.full((2,), 10.0)}  # an entry replaced
+    step(masters, optimizer)
+    assert optimizer.state[p]["momentum_buffer"][0] == pytest.approx(10.0)
+    optimizer.state.clear()
+    step(masters, optimizer)
+    assert optimizer.state[p]["momentum_buffer"][0] == 1.0
+    saved = optimizer.state_dict()
+    saved["state"][0]["momentum_buffer"] = torch.full((2,), 20.0)
+    masters.enter(optimizer)
+    optimizer.load_state_dict(saved)  # makes a new map
+    masters.leave(optimizer)
+    assert {id(key) for key in optimizer.state} == {id(p), id(q)}
+    step(masters, optimizer)
+    assert optimizer.state[p]["momentum_buffer"][0] == pytest.approx(19.0)
+
+
+# ---- writes to parameters
+
+
+@in_both_halves
+@torch.no_grad()
+def test_a_written_parameter_is_the_truth_and_the_rest_keeps_its_bits(half: torch.dtype) -> None:
+    p = param(dtype=half)
+    masters, optimizer = PlainMasters({id(p): torch.full((2,), FINE)}), sgd(p, lr=0.0)
+    masters.adopt(optimizer)
+    p[0] = 5.0
+    assert masters.of(p).tolist() == [5.0, FINE]
+    p.data[0] = 6.0  # leaves no version
+    assert masters.of(p).tolist() == [6.0, FINE]
+    with torch.enable_grad():
+        step(masters, optimizer)
+    assert p.tolist() == [6.0, 1.0]
+    assert [master.tolist() for _, master in masters.pairs()] == [[6.0, FINE]]
+
+
+@torch.no_grad()
+def test_a_written_master_is_the_truth_where_the_data_was_only_looked_at() -> None:
+    p = param()
+    masters = PlainMasters()
+    masters.adopt(sgd(p))
+    master = masters.of(p)
+    master.fill_(FINE)
+    assert p.data[0] == 1.0
+    master.fill_(7.0)
+    assert master_of(masters, p) == 7.0
+    assert masters.write(p, torch.full((2,), FINE)).tolist() == [1.0, 1.0]
+    assert master_of(masters, p) == FINE
+    masters.round()
+    assert p.tolist() == [1.0, 1.0]
+
+
+def test_what_a_write_returns_has_the_parameter_s_dtype() -> None:
+    for half in (BF16, FP16):
+        p = param(dtype=half)
+        masters = PlainMasters()
+        masters.adopt(sgd(p))
+        assert masters.write(p, torch.tensor([2.0, 3.0])).dtype is half
+        assert masters.of(p).tolist() == [2.0, 3.0]
+
+
+def test_a_parameter_that_changed_its_dtype_is_refused() -> None:
+    first, p = param(), param()
+    masters, optimizer = PlainMasters(), sgd(first, p)
+    masters.adopt(optimizer)
+    p.data = p.data.float()
+    with pytest.raises(UsageError, match=r"weight of shape \(2,\) was bfloat16 .* is float32 now"):
+        masters.pairs()
+
+
+# ---- parameters that leave
+
+
+def test_a_parameter_put_in_the_place_of_another_takes_no_part_in_its_steps() -> None:
+    old, new, other = param(), param(), param(dtype=torch.float32)
+    for replacement in (new, other):
+        masters, optimizer = PlainMasters({id(old): torch.full((2,), FINE)}), sgd(old, lr=0.25)
+        masters.adopt(optimizer)
+        optimizer.param_groups[0]["params"][0] = replacement
+        step(masters, optimizer)
+        assert [id(p) for p, _ in masters.pairs()] == ([id(new)] if replacement is new else [])
+        assert replacement.tolist()[0] == 0.75
+        assert old.tolist() == [1.0, 1.0]
+        assert master_of(masters, old) == FINE, "its master rests"
+
+
+def test_a_resting_master_hears_of_writes_and_comes_back() -> None:
+    p, q = param(), param()
+    masters, optimizer = PlainMasters({id(p): torch.full((2,), FINE)}), sgd(p, q)
+    masters.adopt(optimizer)
+    master = masters.of(p)
+    optimizer.param_groups[0]["params"] = [q]
+    step(masters, optimizer)
+    with torch.no_grad():
+        p[0] = 5.0
+    assert masters.of(p).tolist() == [5.0, FINE]
+    optimizer.param_groups[0]["params"] = [q, p]
+    masters.adopt(optimizer)
+    assert masters.of(p) is master
+
+
+def test_a_resting_master_goes_with_its_parameter() -> None:
+    p, q = param(), param()
+    masters, optimizer = PlainMasters(), sgd(p, q)
+    masters.adopt(optimizer)
+    master = weakref.ref(masters.of(p))
+    optimizer.param_groups[0]["params"] = [q]
+    step(masters, optimizer)
+    step(masters, optimizer)
+    assert master() is not None
+    del p
+    gc.collect()
+    assert master() is None
+
+
+# ---- who holds a master
+
+
+class Keeper:
+    def __init__(self, value: torch.Tensor | None) -> None:
+        self.value = value
+
+    def master(self, p: torch.Tensor) -> torch.Tensor | None:
+        return self.value
+
+    def write_master(self, p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        self.value = value
+        return value.to(p.dtype)
+
+
+def test_the_first_holder_that_lives_is_asked() -> None:
+    p, one, two = param(), Keeper(torch.ones(2)), Keeper(torch.zeros(2))
+    assert holders.keeper_of(p) is None
+    assert holders.master_of(p) is None
+    assert holders.write_master(p, torch.ones(2)) is None
+    for keeper in (one, two):
+        holders.register([p], keeper)
+    assert holders.keeper_of(p) is one
+    assert holders.master_of(p) is one.value
+    assert holders.write_master(p, torch.full((2,), FINE)).tolist() == [1.0, 1.0]
+    assert one.value.tolist() == [FINE, FINE]
+    del one, keeper
+    gc.collect()
+    assert holders.keeper_of(p) is two
+    two.value = None
+    assert holders.write_master(p, torch.ones(2)) is None
+    assert two.value is None
+
+
+def test_a_parameter_does_not_collect_the_dead() -> None:
+    p = param()
+    for _ in range(4):
+        keeper = Keeper(None)
+        holders.register([p], keeper)
+        holders.register([p], keeper)
+    assert len(holders._KEEPERS[p]) <= 2

@@ -1,0 +1,91 @@
+"""PlainMasters in the state of a fused optimizer, brought from one form into another: no bit of them is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.kernels.storage import SPLIT, dense, plain, split
+from halfstep.masters.split import adapt, master_value
+
+BF16, FP16 = torch.bfloat16, torch.float16
+FP32 = torch.tensor([1.0 + 2.0**-8, -3.1415926, 2.0**-30, 0.0])  # the first one is a tie in bfloat16
+
+
+def as_split() -> tuple[nn.Parameter, dict[str, Any]]:
+    weight, remainder = split(FP32)
+    return nn.Parameter(weight), {"remainder": remainder}
+
+
+def as_plain(half: torch.dtype = BF16) -> tuple[nn.Parameter, dict[str, Any]]:
+    return nn.Parameter(FP32.to(half)), {"master": FP32.clone()}
+
+
+def test_a_plain_master_becomes_a_remainder() -> None:
+    param, state = as_plain()
+    adapt(param, state, SPLIT)
+    weight, remainder = split(FP32)
+    assert state.keys() == {"remainder"}
+    assert torch.equal(param, weight)
+    assert torch.equal(state["remainder"], remainder)
+
+
+def test_a_remainder_becomes_a_plain_master() -> None:
+    param, state = as_split()
+    adapt(param, state, plain(BF16))
+    assert state.keys() == {"master"}
+    assert torch.equal(state["master"], FP32)
+    assert torch.equal(param, FP32.to(BF16)), "ties are rounded to even now"
+
+
+def test_what_has_the_right_form_stays() -> None:
+    for made, storage in ((as_split(), SPLIT), (as_plain(), plain(BF16)), (as_plain(FP16), plain(FP16))):
+        param, state = made
+        weight, kept = param.detach().clone(), dict(state)
+        adapt(param, state, storage)
+        assert torch.equal(param, weight)
+        assert state.keys() == kept.keys()
+        assert all(state[name] is value for name, value in kept.items())
+
+
+@pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
+def test_a_master_starts_from_its_weight(half: torch.dtype) -> None:
+    param: Any = nn.Parameter(FP32.to(half).reshape(2, 2).t())
+    state: dict[str, Any] = {}
+    adapt(param, state, SPLIT if half is BF16 else plain(half))
+    assert torch.equal(master_value(param, state), param.float())
+    if half is BF16:
+        assert (state["remainder"].dtype, state["remainder"].stride()) == (torch.int16, param.stride())
+
+
+def test_without_a_master_there_is_nothing_to_keep() -> None:
+    for param, state in (as_split(), as_plain()):
+        adapt(param, state, dense(BF16))
+        assert state == {}
+
+
+def test_state_follows_its_parameter_to_another_device() -> None:
+    for (_, state), storage in ((as_split(), SPLIT), (as_plain(), plain(BF16))):
+        param = nn.Parameter(torch.empty(4, dtype=BF16, device="meta"))
+        adapt(param, state, storage)
+        assert [value.device.type for value in state.values()] == ["meta"]
+
+
+def test_the_value_of_a_master_is_a_new_tensor() -> None:
+    single = nn.Parameter(FP32.clone())
+    for param, state in (as_split(), as_plain(), as_plain(FP16), (single, {})):
+        value = master_value(param, state)
+        assert value.dtype is torch.float32
+        assert torch.equal(value, FP32)
+        value.zero_()
+        assert torch.equal(master_value(param, state), FP32)
+
+
+def test_a_weight_that_was_written_to_is_the_value() -> None:
+    param, state = as_plain()
+    with torch.no_grad():
+        param[0] = 7.0
+    assert master_value(param, state).tolist() == [7.0, *FP32[1:].tolist()]
