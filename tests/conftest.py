@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halfstep import amp
-from halfstep.casting import emulation, spec
+from halfstep.casting import config, emulation
 from tests.support.processes import four_ranks, ranks
 
 __all__ = ["four_ranks", "ranks"]
@@ -57,4 +57,4 @@ def fresh_process_state() -> Iterator[None]:
     assert torch._C._len_torch_function_stack() == 0, "a test left a function mode behind"
     assert not torch.is_autocast_enabled("cpu"), "a test left autocast on"
     emulation._lacking.cache_clear()  # a test may have pretended another machine
-    spec.facts_of.cache_clear()
+    config.derive.cache_clear()

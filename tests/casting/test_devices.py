@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from halfstep import OpLists, amp
 from halfstep.casting import sessions
-from halfstep.casting.scopes import OpCasting
+from halfstep.casting.op_casting import OpCasting
 from tests.support.fake_cuda import fake_cuda
 
 HALF, FP32 = torch.bfloat16, torch.float32
@@ -51,7 +51,7 @@ def product(place: str) -> torch.dtype:
 @contextmanager
 def process_wide(devices: tuple[str, ...]) -> Iterator[None]:
     """What a session of O1 does."""
-    sessions.activate(OpCasting(HALF, devices=devices))
+    sessions.begin_session(OpCasting(HALF, devices=devices))
     try:
         yield
     finally:
@@ -139,12 +139,12 @@ def test_tensors_of_two_devices_in_one_call(devices: tuple[str, ...]) -> None:
 
 def test_a_block_with_a_default_device_that_ends_while_casting_is_on() -> None:
     with torch.device("meta"):
-        sessions.activate(OpCasting(HALF, devices=("cpu",)))
+        sessions.begin_session(OpCasting(HALF, devices=("cpu",)))
     assert torch.ones(1).device.type == "cpu"
     assert torch.exp(matrix("cpu", HALF)).dtype is FP32
     torch.set_default_device("meta")
     amp.deactivate()
-    sessions.activate(OpCasting(HALF, devices=("cpu",)))
+    sessions.begin_session(OpCasting(HALF, devices=("cpu",)))
     torch.set_default_device(None)
     assert torch.ones(1).device.type == "cpu"
     assert torch.exp(matrix("cpu", HALF)).dtype is FP32

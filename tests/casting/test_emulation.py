@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import Model, amp, static
-from halfstep.casting import emulation, spec
-from halfstep.casting.scopes import OpCasting
+from halfstep.casting import config, emulation
+from halfstep.casting.op_casting import OpCasting
 from halfstep.core import hardware
 from halfstep.core.errors import ArgumentValueError
 from halfstep.core.oplists.tables import OP_CLASSES
@@ -317,7 +317,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
     """A machine whose CPU has no units for these classes of ops."""
     monkeypatch.setattr(emulation, "has_units", lambda device, dtype, kind: kind not in kinds)
     emulation._lacking.cache_clear()
-    spec.facts_of.cache_clear()
+    config.derive.cache_clear()
 
 
 def test_only_the_classes_that_lack_units_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:

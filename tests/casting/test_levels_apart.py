@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from halfstep import OpLists, amp, static
-from halfstep.casting import scopes as ops
-from halfstep.casting import torch_patches as guards
+from halfstep.casting import torch_patches
+from halfstep.casting.op_casting import thread_mode
 from halfstep.casting.sessions import process_casting
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 
@@ -431,7 +431,7 @@ def test_an_exempted_model(compiled: bool) -> None:
 
 
 def test_outside_follows_the_latest_session_that_is_there() -> None:
-    held = guards._held
+    held = torch_patches._held
     one = bring_up("O1", BF16)
     two = bring_up("O1", FP16)
     assert outside() is FP16
@@ -449,7 +449,7 @@ def test_outside_follows_the_latest_session_that_is_there() -> None:
     assert process_casting() is None
     assert torch._C._len_torch_function_stack() == 0
     assert not torch.is_autocast_enabled("cpu")
-    assert guards._held == held
+    assert torch_patches._held == held
 
 
 def test_a_session_that_ends_inside_a_scope() -> None:
@@ -464,7 +464,7 @@ def test_a_session_that_ends_inside_a_scope() -> None:
 def test_a_session_that_ends_inside_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector may run while the mode handles an op, and is then not on the stack."""
     model = bring_up("O1", FP16)
-    table = ops.mode_of_thread().table
+    table = thread_mode().table
     monkeypatch.setitem(table, torch.relu, lambda mode, func, args, kwargs: (gc.collect(), func(*args))[1])
     model.itself = [model]  # only the collector finds it
     del model

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import OpLists, amp
-from halfstep.casting.scopes import OpCasting, active
+from halfstep.casting.op_casting import OpCasting, active_casting
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -51,7 +51,7 @@ def test_a_scope_leaves_everything_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), scope():
         _ = 1 / 0
     assert native() == before
-    assert active() is None
+    assert active_casting() is None
 
 
 def test_an_inner_scope_replaces_the_outer() -> None:
@@ -299,24 +299,24 @@ def test_two_iterations_in_one_scope() -> None:
 
 
 def test_no_copy_outlives_its_weight_or_scope() -> None:
-    from halfstep.casting.scopes import _thread
+    from halfstep.casting.thread_state import thread
 
     with scope():
         kept = [nn.Parameter(torch.ones(1, 4)) for _ in range(40)]
         for weight in kept:
             linear_of(weight)
-        casts = _thread.cache.casts
+        casts = thread.cache.casts
         for _ in range(500):  # each is kept alive by the graph of its copy, until they are many
             linear_of(nn.Parameter(torch.rand(1, 4)))
-            assert len(_thread.cache) <= 2 * 40 + 32
+            assert len(thread.cache) <= 2 * 40 + 32
         for weight in kept:
             linear_of(weight)
-        assert _thread.cache.casts == casts + 500
+        assert thread.cache.casts == casts + 500
         with torch.no_grad():
-            _thread.cache.clear()
+            thread.cache.clear()
             linear_of(nn.Parameter(torch.rand(1, 4)))
-            assert len(_thread.cache) == 0
-    assert len(_thread.cache) == 0
+            assert len(thread.cache) == 0
+    assert len(thread.cache) == 0
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

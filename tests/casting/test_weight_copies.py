@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp, kernels, multi_tensor, optimizers
-from halfstep.casting import scopes as ops
-from halfstep.casting import weight_copies as copies
+from halfstep.casting import weight_copies
+from halfstep.casting.thread_state import thread
 from halfstep.masters import keeper
 from tests.support.processes import Ranks
 
@@ -41,13 +41,13 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(autouse=True)
 def every_weight_is_worth_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_WORTH", 1)
+    monkeypatch.setattr(weight_copies, "_MIN_ELEMENTS", 1)
 
 
 @contextlib.contextmanager
 def without_copies() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "_WORTH", 2**60)
+        patch.setattr(weight_copies, "_MIN_ELEMENTS", 2**60)
         yield
 
 
@@ -59,7 +59,7 @@ def make(dtype: torch.dtype = BF16, optimizer: str = "momentum", **arguments: An
 
 
 def casts() -> int:
-    return ops._thread.cache.casts
+    return thread.cache.casts
 
 
 def loss_of(model: Net, x: torch.Tensor = X) -> torch.Tensor:
@@ -109,7 +109,9 @@ def test_no_weight_is_cast_and_the_numbers_are_the_same(dtype: torch.dtype, opti
         train(model, optim, 4)
         with torch.no_grad():
             model(X)
-        assert casts() - before == (0 if copies._WORTH == 1 else 20)  # four tensors in each of five passes
+        assert casts() - before == (
+            0 if weight_copies._MIN_ELEMENTS == 1 else 20
+        )  # four tensors in each of five passes
         return values(model)
 
     both(run)
@@ -136,7 +138,7 @@ def test_on_each_backend(backend: str) -> None:
 
 
 def test_small_weights_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_WORTH", 48)
+    monkeypatch.setattr(weight_copies, "_MIN_ELEMENTS", 48)
     model, optim = make()
     train(model, optim)
     before = casts()
@@ -530,7 +532,7 @@ def test_copies_are_no_state() -> None:
     with without_copies():
         plain, other = make(optimizer="Adam")
         train(plain, other)
-    assert all(copies.live(p, BF16) is not None for p in (model[0].weight, model[3].weight))
+    assert all(weight_copies.fresh_copy(p, BF16) is not None for p in (model[0].weight, model[3].weight))
     ours, theirs = optim.state_dict(), other.state_dict()
     assert [list(s) for s in ours["state"].values()] == [list(s) for s in theirs["state"].values()]
     assert ours["param_groups"] == theirs["param_groups"]
@@ -540,15 +542,15 @@ def test_copies_are_no_state() -> None:
 
 def test_they_go_with_their_optimizer() -> None:
     own = vars(torch.nn.Parameter).get("data")
-    assert own is None or copies._watchers
+    assert own is None or weight_copies._watchers
     model, optim = make()
     train(model, optim)
     assert "data" in vars(torch.nn.Parameter)
     del optim
     gc.collect()
-    assert copies.live(model[0].weight, BF16) is None
+    assert weight_copies.fresh_copy(model[0].weight, BF16) is None
     model(X).sum().backward()
-    assert copies._watchers or "data" not in vars(torch.nn.Parameter)
+    assert weight_copies._watchers or "data" not in vars(torch.nn.Parameter)
 
 
 def test_a_group_that_comes_later() -> None:
@@ -562,7 +564,7 @@ def test_a_group_that_comes_later() -> None:
         train(model, optim, 4)
         before = casts()
         model(X)
-        assert casts() - before == (0 if copies._WORTH == 1 else 4)
+        assert casts() - before == (0 if weight_copies._MIN_ELEMENTS == 1 else 4)
         return values(model)
 
     both(run)
@@ -680,7 +682,7 @@ def test_a_torch_without_grad_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         train(model, optim)
         before = casts()
         backward(model, optim)
-        assert casts() - before == (0 if copies._WORTH == 1 else 4)
+        assert casts() - before == (0 if weight_copies._MIN_ELEMENTS == 1 else 4)
         assert {p.grad.dtype for p in model.parameters()} == {FP32}
         return values(model)
 
@@ -700,7 +702,7 @@ def test_a_plain_scope_and_torchs_optimizers_have_none() -> None:
     other: Any = nn.Linear(6, 8)
     other, theirs = amp.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), dtype=BF16, verbosity=0)
     train(other, theirs)
-    assert copies.live(other.weight, BF16) is None
+    assert weight_copies.fresh_copy(other.weight, BF16) is None
 
 
 # ---- several processes
@@ -708,7 +710,7 @@ def test_a_plain_scope_and_torchs_optimizers_have_none() -> None:
 
 def _ddp(rank: int, worth: int) -> list[torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "_WORTH", worth)
+        patch.setattr(weight_copies, "_MIN_ELEMENTS", worth)
         model, optim = make(BF16, loss_scale=1.0)
         with torch.no_grad():
             for p in model.parameters():

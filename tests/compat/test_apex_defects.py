@@ -385,7 +385,7 @@ def test_a_loss_scale_never_reaches_zero() -> None:
 
 def test_evaluation_does_not_grow() -> None:
     """Copies of weights piled up without gradients: #258, #439, #634."""
-    from halfstep.casting.scopes import _thread
+    from halfstep.casting.thread_state import thread
 
     model, _ = ready("O1")
     model.eval()
@@ -393,7 +393,7 @@ def test_evaluation_does_not_grow() -> None:
     with torch.no_grad():
         for _ in range(5):
             model(torch.randn(8, 4))
-            sizes.append(len(_thread.cache))
+            sizes.append(len(thread.cache))
     assert sizes[-1] == sizes[0]
 
 

@@ -1,7 +1,7 @@
 """Apex's ``amp`` and what belongs to it: opt levels, loss scaling around the backward pass, op casting."""
 
-from ..casting.exempt import exempt
-from ..casting.scopes import disable_casts
+from ..casting.modules import exempt
+from ..casting.op_casting import disable_casts
 from ..casting.sessions import deactivate
 from ..casting.user_functions import (
     float_function,

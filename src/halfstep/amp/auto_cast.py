@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from ..casting.emulation import Emulate, check_emulate
-from ..casting.scopes import OpCasting
+from ..casting.op_casting import OpCasting
 from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator, warn_if_slow

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..casting import modules
-from ..casting import scopes as ops
 from ..casting.emulation import Emulate, check_emulate
+from ..casting.op_casting import OpCasting
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.policy import Policy
@@ -95,13 +95,11 @@ def decorate(
     check_emulate(emulate)
     if level == "O2" and emulate is False:
         warn_of_slow_devices(model_list, half)
-    casting = ops.OpCasting(
-        half, enabled=False, devices=modules.device_types(model_list), emulate=emulate, lenient=True
-    )
+    casting = OpCasting(half, enabled=False, devices=modules.device_types(model_list), emulate=emulate, lenient=True)
     if level == "O1":
         for model in model_list:
-            if not modules.is_attached(model):
-                modules.attach(model, casting=casting)
+            if not modules.has_casting(model):
+                modules.add_hooks(model, casting=casting)
         return returned(models, optimizers)
     prepare(
         model_list,

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..casting.compiled import eager
+from ..casting.dynamo import eager
 from ..core.dtypes import is_half
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.loss_scale import DynamicLossScale

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..casting import scopes as ops
 from ..casting import sessions
 from ..casting.emulation import Emulate, check_emulate
-from ..casting.modules import join_casting
+from ..casting.modules import join_process_casting
+from ..casting.op_casting import OpCasting, active_casting, clear_cache, disable_casts, join_process
 from ..core.dtypes import default_half, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.hardware import accelerator, warn_if_slow
@@ -80,7 +80,7 @@ def init(
     rule = make_loss_scale(loss_scale)
     if emulate is False:
         warn_if_slow(torch.device(accelerator() or "cpu"), half)
-    casting = ops.OpCasting(
+    casting = OpCasting(
         half,
         OpLists.default(),
         cache=enable_caching,
@@ -157,7 +157,7 @@ class AmpHandle(NoOpHandle):
         verbose: whether ``casting`` logs.
     """
 
-    def __init__(self, casting: ops.OpCasting, rule: LossScale, *, has_cache: bool, verbose: bool) -> None:
+    def __init__(self, casting: OpCasting, rule: LossScale, *, has_cache: bool, verbose: bool) -> None:
         self.has_cache = has_cache
         self.verbose = verbose
         self._casting = casting
@@ -165,13 +165,13 @@ class AmpHandle(NoOpHandle):
         self._scaler = self.new_scaler("the loss scaler")
         self._attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._alive = True
-        self._hook = register_module_forward_pre_hook(join_casting)
-        sessions.activate(casting)
+        self._hook = register_module_forward_pre_hook(join_process_casting)
+        sessions.begin_session(casting)
 
     def is_active(self) -> bool:
         """Whether this thread casts ops and the handle was not deactivated."""
-        ops.ensure_thread()
-        return self._alive and ops.active() is not None
+        join_process()
+        return self._alive and active_casting() is not None
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
         """Scale a loss for its backward pass; after the block the new gradients are unscaled.
@@ -219,10 +219,10 @@ class AmpHandle(NoOpHandle):
         return found
 
     def _disable_casts(self) -> AbstractContextManager[None]:
-        return ops.disable_casts()
+        return disable_casts()
 
     def _clear_cache(self) -> None:
-        ops.clear_cache()
+        clear_cache()
 
     def _deactivate(self) -> None:
         """Put back what was there: the casting from before this handle, and the optimizers' own methods.
@@ -237,7 +237,7 @@ class AmpHandle(NoOpHandle):
             attached = attached_to(optimizer)
             if attached is not None and not attached.keeper.any:
                 undress(optimizer, attached)
-        sessions.retire(self._casting)
+        sessions.end_session(self._casting)
 
 
 class OptimWrapper(ForwardingOptimizer):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..casting import modules, sessions
-from ..casting import scopes as ops
 from ..casting.emulation import Emulate, check_emulate
+from ..casting.op_casting import OpCasting
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, is_half
 from ..core.errors import ArgumentValueError
 from ..core.loss_scale import LossScaleSpec, make_loss_scale
@@ -148,7 +148,7 @@ def initialize(
     if policy.compute_dtype in HALF_DTYPES and emulate is False:
         warn_of_slow_devices(model_list, policy.compute_dtype)
 
-    casting = ops.OpCasting(
+    casting = OpCasting(
         half,
         policy.op_lists,
         enabled=policy.op_lists is not None,
@@ -170,7 +170,7 @@ def initialize(
     ):
         attached.session = session
     if policy.op_lists is not None:
-        sessions.activate(casting, [*model_list, *optimizer_list])
+        sessions.begin_session(casting, [*model_list, *optimizer_list])
     _amp_state.session = session
     if verbosity > 0:
         logger.info("%s", recipe.banner())

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ..casting.compiled import eager
+from ..casting.dynamo import eager
 from ..core.errors import ArgumentIndexError
 from ..stepping.backward import ScaledBackward
 from .session import as_list, session_of

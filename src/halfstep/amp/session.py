@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..casting import scopes as ops
 from ..casting import sessions
+from ..casting.op_casting import clear_cache, disable_casts
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..stepping.attached import AttachedOptimizer, attached_to
@@ -38,14 +38,14 @@ class Session:
 class StateHandle:
     """``amp._amp_state.handle`` of Apex, which some scripts use: the process-wide op casting."""
 
-    disable_casts = staticmethod(ops.disable_casts)
+    disable_casts = staticmethod(disable_casts)
 
     def is_active(self) -> bool:
         """Whether ops are cast."""
         return sessions.process_casting() is not None
 
     def _clear_cache(self) -> None:
-        ops.clear_cache()
+        clear_cache()
 
     def _deactivate(self) -> None:
         sessions.deactivate()

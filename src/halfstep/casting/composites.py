@@ -1,8 +1,9 @@
-"""Python composites of torch, such as ``F.gumbel_softmax``, run so that the ops inside them are cast as well.
+"""Functions of torch that are written in Python, such as ``F.gumbel_softmax``, run so that the ops inside are cast.
 
 torch hands such a function to the mode as a whole, with the mode off. Calling it again with the mode on would hand it
-over again, forever. So it is run as a twin: the same code, in a copy of its globals where "does a mode want this call?"
-is answered with no. The functions it calls ask for themselves and reach the mode.
+over again, without end. So a copy of the function runs: the same code, in a copy of its globals where the question
+"does a mode want this call?" (``has_torch_function``) is answered with no. The functions that it calls do reach the
+mode.
 """
 
 from __future__ import annotations
@@ -12,90 +13,85 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.overrides import _pop_mode, _push_mode
 
-if TYPE_CHECKING:
-    from .mode import CastMode
-    from .rules import Rule
+from .dispatch import CastMode, Rule
 
-__all__ = ["forget", "needs_twin", "twin_of", "twin_rule"]
+__all__ = ["composite_rule", "is_composite_of", "refresh_globals"]
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_OPERATORS = {"@": "matmul", "**": "pow"}
+_OPERATORS = {"@": "matmul", "**": "pow", "BINARY_MATRIX_MULTIPLY": "matmul", "BINARY_POWER": "pow"}
+
+_globals: dict[str, dict[str, Any]] = {}
+"""The copies of globals, by the name of the module."""
 
 
-_scopes: dict[str, dict[str, Any]] = {}
-
-
-def _no(*_: Any) -> bool:
-    return False
-
-
-@functools.cache
-def _asks(func: Callable[..., Any]) -> bool:
-    return isinstance(func, types.FunctionType) and any(name in func.__code__.co_names for name in _QUESTIONS)
+def is_composite_of(func: Callable[..., Any], listed: frozenset[str]) -> bool:
+    """Whether a callable is a function in Python that calls one of the listed ops."""
+    return (
+        isinstance(func, types.FunctionType)
+        and not set(_QUESTIONS).isdisjoint(func.__code__.co_names)
+        and not listed.isdisjoint(_names_inside(func) - {func.__name__})
+    )
 
 
 @functools.cache
 def _names_inside(func: types.FunctionType) -> frozenset[str]:
-    """The names that a function calls, through the Python functions of its module."""
+    """The names that a function calls, itself or in other functions of its module."""
     seen: set[types.CodeType] = set()
     names: set[str] = set()
     todo = [func]
     while todo:
-        current = todo.pop()
-        if current.__code__ in seen:
+        code = todo.pop().__code__
+        if code in seen:
             continue
-        seen.add(current.__code__)
-        for name in current.__code__.co_names:
-            names.add(name)
-            inner = current.__globals__.get(name)
-            if isinstance(inner, types.FunctionType) and inner.__module__ == func.__module__:
-                todo.append(inner)
-        for instruction in dis.get_instructions(current.__code__):
-            if instruction.opname in ("BINARY_OP", "BINARY_MATRIX_MULTIPLY", "BINARY_POWER"):
+        seen.add(code)
+        names.update(code.co_names)
+        inner = [func.__globals__.get(name) for name in code.co_names]
+        todo += [f for f in inner if isinstance(f, types.FunctionType) and f.__module__ == func.__module__]
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "BINARY_OP":
                 names.add(_OPERATORS.get(instruction.argrepr.rstrip("="), ""))
-                names.add({"BINARY_MATRIX_MULTIPLY": "matmul", "BINARY_POWER": "pow"}.get(instruction.opname, ""))
+            names.add(_OPERATORS.get(instruction.opname, ""))  # Python 3.10
     return frozenset(names)
 
 
-def needs_twin(func: Callable[..., Any], listed: frozenset[str]) -> bool:
-    """Whether a callable is a Python composite with one of the listed ops inside."""
-    if not _asks(func):
-        return False
-    assert isinstance(func, types.FunctionType)
-    return not listed.isdisjoint(_names_inside(func) - {func.__name__})
-
-
-@functools.cache
-def twin_of(func: types.FunctionType) -> types.FunctionType:
-    """The function, deaf to modes for itself but not for what it calls."""
-    scope = _scopes.get(func.__module__)
-    if scope is None:
-        scope = _scopes[func.__module__] = {**func.__globals__, **dict.fromkeys(_QUESTIONS, _no)}
-    twin = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
-    twin.__kwdefaults__ = func.__kwdefaults__
-    return twin
-
-
-def forget() -> None:
-    """Someone replaced a function in a module: bring the copies of globals up to date."""
-    for name, scope in _scopes.items():
-        scope.update(vars(sys.modules[name]), **dict.fromkeys(_QUESTIONS, _no))
-
-
-def twin_rule(func: Callable[..., Any]) -> Rule:
-    """The rule that runs a composite as its twin with the mode on."""
-    assert isinstance(func, types.FunctionType)
-    twin = twin_of(func)
+def composite_rule(func: Callable[..., Any]) -> Rule:
+    """The rule that runs a copy of the function with the mode on."""
+    copy = _copy(func)
 
     def run(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         _push_mode(mode)
         try:
-            return twin(*args, **kwargs)
+            return copy(*args, **kwargs)
         finally:
             _pop_mode()
 
     return run
+
+
+@functools.cache
+def _copy(func: Any) -> types.FunctionType:
+    """The function, which does not offer itself to modes. The functions that it calls do."""
+    scope = _globals.setdefault(func.__module__, {})
+    if not scope:
+        _fill(scope, func.__globals__)
+    copy = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def refresh_globals() -> None:
+    """A function of some module was replaced: bring the copies of globals up to date."""
+    for name, scope in _globals.items():
+        _fill(scope, vars(sys.modules[name]))
+
+
+def _fill(scope: dict[str, Any], original: dict[str, Any]) -> None:
+    scope.update(original, **dict.fromkeys(_QUESTIONS, _no))
+
+
+def _no(*_: Any) -> bool:
+    return False

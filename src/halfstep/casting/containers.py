@@ -1,17 +1,44 @@
-"""Tensors in nests of containers, cast where they lie."""
+"""Tensors in nests of containers."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["cast_tree"]
+__all__ = ["cast_tree", "map_tensors", "tensors_in"]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Apply a function to every tensor in lists, tuples and dicts of any depth; anything else stays as it is."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([map_tensors(function, item) for item in value])
+    if isinstance(value, (tuple, list)):
+        return _sequence(kind, [map_tensors(function, item) for item in value])
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    return value
+
+
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """Every tensor in lists, tuples and dicts of any depth."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(*value)
+        elif isinstance(value, Mapping):
+            found += tensors_in(*value.values())
+    return found
 
 
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:
@@ -26,33 +53,33 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if value.data.is_floating_point() else value
     if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
         return value
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [cast_tree(item, dtype) for item in value]
+        changed = any(new is not old for new, old in zip(items, value, strict=True))
+        return _sequence(type(value), items) if changed else value
     if isinstance(value, Mapping):
-        cast = {key: cast_tree(item, dtype) for key, item in value.items()}
-        if all(cast[key] is item for key, item in value.items()):
-            return value
-        if type(value) is dict:
-            return cast
+        cast = _changed(value, dtype)
+        if type(value) is dict or not cast:
+            return {**value, **cast} if cast else value
         mapping: Any = copy.copy(value)
         for key, item in cast.items():
             mapping[key] = item
         return mapping
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items = [cast_tree(item, dtype) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {}
-        for field in dataclasses.fields(value):
-            old = getattr(value, field.name)
-            new = cast_tree(old, dtype)
-            if new is not old:
-                changed[field.name] = new
-        if not changed:
-            return value
-        twin: Any = copy.copy(value)
-        for name, new in changed.items():
-            object.__setattr__(twin, name, new)
-        return twin
+    if dataclasses.is_dataclass(value):
+        cast = _changed({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, dtype)
+        other = copy.copy(value) if cast else value
+        for name, item in cast.items():
+            object.__setattr__(other, name, item)
+        return other
     convert = getattr(value, "to", None)
     return convert(dtype) if callable(convert) else value
+
+
+def _sequence(kind: Any, items: list[Any]) -> Any:
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+
+
+def _changed(items: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
+    """The items that a cast makes other objects of, cast."""
+    cast = {key: cast_tree(item, dtype) for key, item in items.items()}
+    return {key: item for key, item in cast.items() if item is not items[key]}

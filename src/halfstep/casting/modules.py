@@ -1,7 +1,7 @@
-"""Whole modules in another dtype: their parameters and buffers, what goes in and out, and what they save.
+"""Modules in another dtype: their parameters and buffers, inputs and outputs, what they save, and how their ops run.
 
-Everything attached to a module is a hook that pickles and copies by value, so that ``copy.deepcopy``, ``torch.save``
-and ``DataParallel`` replicas of a converted model are converted models of their own.
+Whatever hangs on a module is a hook that pickles and copies by value. So a ``copy.deepcopy``, a pickle or a
+``DataParallel`` replica of a converted model is a converted model of its own.
 """
 
 from __future__ import annotations
@@ -9,39 +9,42 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from ..core.dtypes import dtype_name, parse_dtype
-from ..core.errors import UsageError
+from ..core.errors import ArgumentTypeError, UsageError
 from ..gradients.master_registry import master_of, write_master
 from ..kernels.shards import is_sharded
-from . import scopes as ops
-from . import sessions
-from .compiled import not_by_itself
+from . import dynamo, sessions
 from .containers import cast_tree
+from .dynamo import not_by_itself
+from .op_casting import OpCasting, enter_model, join_process, leave_model
 
 __all__ = [
     "PARALLEL",
-    "AtLevel",
     "BatchNorm",
     "CastInputs",
     "CastOutputs",
+    "ModelCasting",
     "SaveAs",
-    "attach",
+    "add_hooks",
     "cast_module",
     "device_types",
-    "is_attached",
-    "join_casting",
+    "exempt",
+    "has_casting",
+    "join_process_casting",
     "refuse_sharded",
-    "strip",
+    "remove_hooks",
 ]
 
 PARALLEL = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
-"""Wrappers that must come after a model was cast: they have looked at its parameters already."""
+"""Wrappers that a model must get after it was cast: they keep what they know of its parameters."""
+
+M = TypeVar("M", bound=nn.Module)
 
 ModuleFilter = Callable[[nn.Module, str], "torch.dtype | str | None"]
 
@@ -60,11 +63,11 @@ class CastInputs:
 
 @dataclasses.dataclass(frozen=True)
 class ExpectWeights:
-    """A forward pre-hook: a model that was cast and is no longer what it was cast to is refused.
+    """A forward pre-hook: refuses a model whose weights were cast again, by somebody else.
 
     Args:
-        name: of a parameter that was cast.
-        dtype: to what.
+        name: of a parameter.
+        dtype: that it was cast to.
     """
 
     name: str
@@ -72,7 +75,7 @@ class ExpectWeights:
 
     @not_by_itself
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Look at the parameter, if it still has its place.
+        """Look at the parameter, if it is still there.
 
         Raises:
             UsageError: if it has another dtype.
@@ -100,15 +103,15 @@ class CastOutputs:
         return cast_tree(output, self.dtype)
 
 
-class AtLevel:
-    """Two forward hooks: while the model runs, its own casts are in force and no other's.
+class ModelCasting:
+    """Two forward hooks: while the model runs, its own casting is in force and no other.
 
     Args:
         casting: what is done to ops.
-        explicit: whether that also has its way over the user's scopes around the call.
+        explicit: whether it also wins over the user's scopes around the call.
     """
 
-    def __init__(self, casting: ops.OpCasting, *, explicit: bool = False) -> None:
+    def __init__(self, casting: OpCasting, *, explicit: bool = False) -> None:
         self.casting = casting
         self.explicit = explicit
 
@@ -121,37 +124,64 @@ class AtLevel:
     def enter(self, module: nn.Module, args: Any) -> None:
         """Before the forward."""
         if torch.compiler.is_dynamo_compiling():
-            ops.enter_traced_model(self.casting, explicit=self.explicit)
+            (dynamo.enter_scope if self.explicit else dynamo.enter_model)(self.casting)
             return
         if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in self.casting.devices:
-            self._follow(module)
-        ops.enter_model(self.casting, self, sys._getframe(1), explicit=self.explicit)
+            self._move(module)
+        enter_model(self.casting, self, sys._getframe(1), explicit=self.explicit)
 
     @not_by_itself
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After it, also if it failed."""
+        """After the forward, also if it failed."""
         if torch.compiler.is_dynamo_compiling():
-            ops.leave_traced_model()
+            dynamo.leave()
         else:
-            ops.leave_model(self)
+            leave_model(self)
 
-    def _follow(self, module: nn.Module) -> None:
-        """The model may have moved since it was brought up."""
+    def _move(self, module: nn.Module) -> None:
+        """Cast on the device of the model too, if it has moved to one of another type."""
         first = next(module.parameters(), None)
         if first is not None and first.device.type not in self.casting.devices:
-            self.casting = sessions.moved(self.casting, first.device.type)
+            self.casting = sessions.moved_to(first.device.type, self.casting)
 
 
-def join_casting(module: nn.Module, args: Any) -> None:
-    """A forward pre-hook: the thread that runs this module takes part in the process-wide op casting."""
-    ops.ensure_thread()
+def exempt(model: M) -> M:
+    """Leave a model as it is while O1 is on in the process: its forward passes run without op casting.
+
+    ::
+
+        student, optimizer = amp.initialize(student, optimizer, opt_level="O1")
+        teacher = amp.exempt(teacher)  # computes as if there were no amp
+
+    What it computes outside of ``forward`` (a loss, say) is cast like everything else; ``amp.disable_casts`` is a block
+    without it.
+
+    Args:
+        model: any module; calling this twice is calling it once.
+
+    Returns:
+        The model.
+
+    Raises:
+        ArgumentTypeError: for something else than a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"amp.exempt takes a torch.nn.Module, not {type(model).__name__}.")
+    if not has_casting(model, explicit=True):
+        ModelCasting(OpCasting(None, enabled=False), explicit=True).attach_to(model)
+    return model
+
+
+def join_process_casting(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook: the thread that runs this module takes part in the casting of the process."""
+    join_process()
 
 
 class SaveAs:
     """A state-dict hook of one module: its floating parameters and buffers are saved in ``dtype``.
 
     A parameter with an fp32 master is saved from the master, so that a checkpoint loses nothing. A deep copy of the
-    module has no masters; what its ``state_dict()`` holds are its own tensors, so that an average can be kept in it.
+    module has no masters. Its ``state_dict()`` holds its own tensors, so that it can keep an average of weights.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -175,7 +205,7 @@ class SaveAs:
 
 
 def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
-    """A load-state-dict pre-hook of one module: what is loaded reaches the masters unrounded, not only the weights."""
+    """A load-state-dict pre-hook of one module: masters are loaded too, with the values before they are rounded."""
     for name, param in module._parameters.items():
         value = state_dict.get(prefix + name)
         if param is not None and isinstance(value, torch.Tensor) and value.shape == param.shape:
@@ -196,13 +226,13 @@ def cast_module(
     Args:
         model: any module; shared parameters stay shared.
         dtype: a floating dtype.
-        keep: tells which submodules to leave as they are, also where they share a parameter with others; torch's
-            BatchNorm and other norms take 16-bit input with fp32 parameters, so nothing else is needed for those.
+        keep: tells which submodules to leave as they are, also where they share a parameter with others. torch's
+            norms accept 16-bit input with fp32 parameters, so they need nothing else.
         module_filter: asked for each submodule with its qualified name ("" for the model); a dtype it returns is
-            used for that module's own parameters and buffers instead, and its inputs and outputs are cast at its
-            borders. None leaves the choice to the other arguments.
+            used for that module's own parameters and buffers instead, and its inputs and outputs are cast. None
+            leaves the choice to the other arguments.
     """
-    # All is asked before anything changes: a filter may raise.
+    # Nothing changes before every module was asked about: a filter may raise.
     targets: list[tuple[nn.Module, torch.dtype]] = []
     kept: set[int] = set()
     for name, module in model.named_modules():
@@ -229,7 +259,7 @@ def cast_module(
 
 
 def refuse_sharded(models: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
-    """Refuse to cast what FSDP2 has cut into shards already: it would go on with the parameters it knows.
+    """Refuse to cast what FSDP2 has cut into shards already: it would still use the parameters that it knows.
 
     Raises:
         UsageError: if a sharded parameter has another dtype than ``dtype``.
@@ -249,13 +279,13 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def attach(
+def add_hooks(
     model: nn.Module,
     *,
     inputs: torch.dtype | None = None,
     outputs: torch.dtype | None = None,
     saved: torch.dtype | None = None,
-    casting: ops.OpCasting | None = None,
+    casting: OpCasting | None = None,
 ) -> None:
     """Put the hooks on a model.
 
@@ -264,10 +294,10 @@ def attach(
         inputs: dtype of floating arguments; None leaves them.
         outputs: dtype of floating results; None leaves them. User hooks see the cast output.
         saved: dtype of floating entries in ``state_dict()`` of the model and of each of its submodules.
-        casting: what is done to ops while the model runs; None leaves that to others.
+        casting: what is done to ops while the model runs; None adds no such hook.
     """
     if casting is not None:
-        AtLevel(casting).attach_to(model)
+        ModelCasting(casting).attach_to(model)
     if inputs is not None:
         model.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True)
     if outputs is not None:
@@ -278,8 +308,8 @@ def attach(
             module.register_load_state_dict_pre_hook(load_masters)
 
 
-def strip(model: nn.Module) -> None:
-    """Take off a model what ``attach`` and ``cast_module`` put on: its hooks, not its dtypes."""
+def remove_hooks(model: nn.Module) -> None:
+    """Remove the hooks that ``add_hooks`` and ``cast_module`` put on a model; its dtypes stay."""
     for module in model.modules():
         for hooks in (
             module._forward_pre_hooks,
@@ -295,7 +325,7 @@ def strip(model: nn.Module) -> None:
 def _is_ours(hook: Any) -> bool:
     hook = getattr(hook, "hook", hook)  # torch keeps some in a wrapper
     owner = getattr(hook, "__self__", hook)
-    return isinstance(owner, (AtLevel, CastInputs, CastOutputs, ExpectWeights, SaveAs)) or hook is load_masters
+    return isinstance(owner, (ModelCasting, CastInputs, CastOutputs, ExpectWeights, SaveAs)) or hook is load_masters
 
 
 def device_types(models: Iterable[nn.Module]) -> set[str] | None:
@@ -303,7 +333,7 @@ def device_types(models: Iterable[nn.Module]) -> set[str] | None:
     return {param.device.type for model in models for param in model.parameters()} or None
 
 
-def is_attached(model: nn.Module, *, explicit: bool = False) -> bool:
-    """Whether a model has hooks that put casts of its own in force; ``explicit`` as of ``AtLevel``."""
+def has_casting(model: nn.Module, *, explicit: bool = False) -> bool:
+    """Whether a model has a ``ModelCasting``, ``explicit`` or not."""
     owners = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
-    return any(isinstance(owner, AtLevel) and owner.explicit == explicit for owner in owners)
+    return any(isinstance(owner, ModelCasting) and owner.explicit == explicit for owner in owners)

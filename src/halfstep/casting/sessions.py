@@ -1,6 +1,6 @@
-"""The castings of the whole process, each of a session of O1 or of a handle: the latest that has not ended is in force.
+"""Casting in the whole process, as Apex had it: what O1 and its handle do to ops outside of models.
 
-It is what is done to ops outside of models, as Apex had it. A session ends by hand, or with its models and optimizers.
+The latest session that has not ended is in force. A session ends by a call, or with its models and optimizers.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ from collections.abc import Iterable
 
 import torch
 
-from . import scopes as ops
-from . import torch_patches as guards
-from .scopes import OpCasting
-from .spec import restored
+from . import torch_patches
+from .op_casting import OpCasting, patch_torch, set_process_casting
 
-__all__ = ["activate", "deactivate", "moved", "process_casting", "retire"]
+__all__ = ["begin_session", "deactivate", "end_session", "moved_to", "process_casting"]
 
 
 class _Session:
-    """A casting of the process, in force while it is the latest that has not ended."""
-
     def __init__(self, casting: OpCasting) -> None:
         self.casting = casting
-        self.owners = 0
+        self.owners = 0  # how many are alive
 
 
 _lock = threading.Lock()
@@ -33,51 +29,48 @@ _ended: list[_Session] = []
 
 
 def process_casting() -> OpCasting | None:
-    """The casting of the whole process, that of the latest session, or None."""
-    try:
-        return _sessions[-1].casting
-    except IndexError:
-        return None
+    """The casting of the latest session, or None."""
+    latest = _sessions[-1:]  # a copy: the garbage collector may end a session at any point
+    return latest[0].casting if latest else None
 
 
-def activate(casting: OpCasting, owners: Iterable[object] = ()) -> None:
+def begin_session(casting: OpCasting, owners: Iterable[object] = ()) -> None:
     """Cast ops in the whole process from now on: in this thread at once, in others when they run an O1 model.
 
     Args:
-        casting: what to do; the latest decides.
-        owners: when all of these are gone, so is the casting; with none it stays until ``retire``.
+        casting: what to do; the latest session decides.
+        owners: the session ends when all of these are gone; without any it ends by ``end_session``.
     """
     session = _Session(casting)
     for owner in owners:
         session.owners += 1
         weakref.finalize(owner, _owner_gone, session).atexit = False
-    ops.hold()
+    patch_torch()
     with _lock:
         _sessions.append(session)
     _end([])
 
 
-def retire(casting: OpCasting) -> None:
-    """End what ``activate`` began with this very casting, if it has not ended; the one before is in force again."""
+def end_session(casting: OpCasting) -> None:
+    """End the session with this very casting, if it has not ended; the one before is in force again."""
     _end([session for session in _sessions if session.casting is casting])
 
 
 def deactivate() -> None:
-    """Take all process-wide casting down; this thread gets back what it had before.
+    """End all casting in the whole process; this thread gets back what it had before.
 
-    Models that were brought up at O1 go on computing by their level; what is outside of them is not cast any more.
+    Models that were brought up at O1 still compute by their level; what is outside of them is not cast any more.
     """
     _end(list(_sessions))
 
 
-def moved(casting: OpCasting, device_type: str) -> OpCasting:
-    """The casting of a model that has moved to a device of another type; a session with this casting moves too."""
-    *others, devices, emulate, lenient = casting.settings
-    new = restored(OpCasting, *others, {*devices, device_type}, emulate, lenient)
+def moved_to(device_type: str, casting: OpCasting) -> OpCasting:
+    """The casting of a model that has moved to another type of device; a session with this casting follows."""
+    new = OpCasting(**{**casting.settings, "devices": {*casting.devices, device_type}})
     for session in _sessions:
         if session.casting is casting:
             session.casting = new
-    ops.follow(process_casting())
+    set_process_casting(process_casting())
     return new
 
 
@@ -88,27 +81,27 @@ def _owner_gone(session: _Session) -> None:
 
 
 def _in_autocast() -> bool:
-    """Whether this thread is in a ``torch.autocast`` block, which puts back what it found, a checkpoint's included."""
+    """Whether this thread is in a ``torch.autocast`` block (a checkpoint has one), which restores what it found."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0
 
 
 def _end(sessions: list[_Session], *, at_once: bool = True) -> None:
-    """End sessions. The garbage collector may call this at any point, also inside of itself: it never waits.
+    """End sessions. The garbage collector may call this at any point, also while it runs: so it never waits.
 
     Args:
-        sessions: some that may have ended before.
-        at_once: whether this thread is to follow now; otherwise it does with its next model or scope.
+        sessions: some may have ended before.
+        at_once: whether this thread changes now; otherwise it does so with its next model or scope.
     """
     _ended.extend(sessions)
     while _ended and _lock.acquire(blocking=False):
         try:
             session = _ended.pop()
-            there = session in _sessions
-            if there:
+            found = session in _sessions
+            if found:
                 _sessions.remove(session)
         finally:
             _lock.release()
-        if there:
-            guards.release()
-    ops.follow(process_casting(), at_once=at_once)
+        if found:
+            torch_patches.release()
+    set_process_casting(process_casting(), at_once=at_once)

@@ -1,9 +1,9 @@
-"""What of torch must know about op casting while any is on: the backward pass, checkpoints, DataParallel.
+"""Functions of torch that are wrapped while any casting is in force: backward, checkpoints and DataParallel.
 
-Two functions of ``torch.autograd``, two names in ``torch.utils.checkpoint``, and the ``parallel_apply`` of
-DataParallel, which runs replicas in threads of its own (as of torch 2.11 to 2.13), are wrapped while at least one
-casting is in force in the process, and put back after the last. So is torch's setting that has ``torch.compile`` cast
-in backward passes what it casts in forward.
+These are two functions of ``torch.autograd``, two names in ``torch.utils.checkpoint``, and the ``parallel_apply`` of
+DataParallel, which runs replicas in threads of its own (as of torch 2.11 to 2.13). The first casting in the process
+wraps them, the last puts them back. So it is with torch's setting that has ``torch.compile`` cast in backward passes
+what it casts in forward.
 """
 
 from __future__ import annotations
@@ -26,35 +26,33 @@ _data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.para
 _lock = threading.RLock()  # the garbage collector may end a session while this thread is in here
 _held = 0
 _hook: Any = None
-_own: dict[tuple[Any, str], Any] = {}
-_made: dict[tuple[Any, str, Any], Any] = {}  # the wrappers, for a class among them takes long to make
+_originals: dict[tuple[Any, str], Any] = {}
+_wrappers: dict[tuple[Any, str, Any], Any] = {}  # kept, for a class among them takes long to make
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def hold(uncast: Wrap, remember: Wrap, stepped: Callable[[], None]) -> None:
+def hold(uncast: Wrap, remember: Wrap, after_step: Callable[[], None]) -> None:
     """Count one more casting; the first puts the wrappers in place.
 
     Args:
         uncast: makes a function run without casts.
         remember: makes a function run, whenever it is called, under the casting that is in force now.
-        stepped: called after every step of an optimizer: fused ones write to weights without a new version.
+        after_step: called after every step of an optimizer.
     """
     global _held, _hook
     with _lock:
         _held += 1
         if _held > 1:
             return
-        _replace(torch.autograd, "backward", uncast)
-        _replace(torch.autograd, "grad", uncast)
-        _replace(checkpoint, "_checkpoint_without_reentrant_generator", lambda own: _generator(own, remember))
-        _replace(checkpoint, "CheckpointFunction", lambda own: _function(own, remember))
-        _replace(_data_parallel, "parallel_apply", lambda own: _parallel_apply(own, remember))
-        _hook = register_optimizer_step_post_hook(lambda *_: stepped())
-        compiling = import_module("torch._functorch.config")
-        if hasattr(compiling, "backward_pass_autocast"):
-            _own[compiling, "backward_pass_autocast"] = compiling.backward_pass_autocast
-            compiling.backward_pass_autocast = "off"  # type: ignore[attr-defined]
+        _wrap(torch.autograd, "backward", uncast)
+        _wrap(torch.autograd, "grad", uncast)
+        _wrap(checkpoint, "_checkpoint_without_reentrant_generator", lambda own: _changing_first(remember, own))
+        _wrap(checkpoint, "CheckpointFunction", lambda own: _checkpoint_function(remember, own))
+        _wrap(_data_parallel, "parallel_apply", lambda own: _changing_first(lambda ms: [remember(m) for m in ms], own))
+        _hook = register_optimizer_step_post_hook(lambda *_: after_step())
+        compiler_config: Any = import_module("torch._functorch.config")
+        _replace(compiler_config, "backward_pass_autocast", "off")
 
 
 def release() -> None:
@@ -64,47 +62,45 @@ def release() -> None:
         _held -= 1
         if _held:
             return
-        for (owner, name), own in _own.items():
-            setattr(owner, name, own)
-        _own.clear()
+        for (owner, name), original in _originals.items():
+            setattr(owner, name, original)
+        _originals.clear()
         if _hook is not None:
             _hook.remove()
             _hook = None
 
 
-def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    own = getattr(owner, name, None)
-    if own is None:
-        return
-    key = (owner, name, own)
-    if key not in _made:
-        _made[key] = wrap(own)
-    _own[owner, name] = own
-    setattr(owner, name, _made[key])
+def _wrap(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name, None)
+    if original is not None:
+        key = (owner, name, original)
+        if key not in _wrappers:
+            _wrappers[key] = wrap(original)
+        _replace(owner, name, _wrappers[key])
 
 
-def _generator(own: Any, remember: Wrap) -> Any:
+def _replace(owner: Any, name: str, value: Any) -> None:
+    if hasattr(owner, name):
+        _originals[owner, name] = getattr(owner, name)
+        setattr(owner, name, value)
+
+
+def _changing_first(change: Callable[[Any], Any], own: Any) -> Any:
+    """A function that changes its first argument."""
+
     @functools.wraps(own)
-    def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return own(remember(fn), *args, **kwargs)
+    def changing_first(first: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(change(first), *args, **kwargs)
 
-    return generator
+    return changing_first
 
 
-def _function(own: Any, remember: Wrap) -> Any:
+def _checkpoint_function(remember: Wrap, own: Any) -> Any:
     class CheckpointFunction(own):  # type: ignore[misc]
         """Hands the original a function that remembers its casting."""
 
         @staticmethod
-        def apply(fn: Callable[..., Any], *args: Any) -> Any:
-            return own.apply(remember(fn), *args)
+        def apply(function: Callable[..., Any], *args: Any) -> Any:
+            return own.apply(remember(function), *args)
 
     return CheckpointFunction
-
-
-def _parallel_apply(own: Any, remember: Wrap) -> Any:
-    @functools.wraps(own)
-    def parallel_apply(modules: Any, *args: Any, **kwargs: Any) -> Any:
-        return own([remember(module) for module in modules], *args, **kwargs)
-
-    return parallel_apply

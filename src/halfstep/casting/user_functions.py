@@ -1,7 +1,7 @@
-"""Functions of the user's own: their arguments are cast while op casting is on.
+"""Functions of the user's own, whose arguments are cast while op casting is on.
 
-A decorator makes a new function; a registration replaces an attribute of a module or class, now or later used, and can
-be undone in any order, for the attribute holds one wrapper that knows who registered.
+A decorator makes a new function. A registration replaces an attribute of a module or class by a wrapper. All
+registrations of one attribute share the wrapper, so that they can be undone in any order.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.oplists.names import spellings
-from . import composites as twins
 from . import rules
-from . import scopes as ops
+from .composites import refresh_globals
+from .op_casting import NO_CASTING, active_casting, thread_mode
 
 __all__ = [
     "Registration",
@@ -43,12 +43,12 @@ def half_function(function: F) -> F:
 
 
 def float_function(function: F) -> F:
-    """A function whose 16-bit tensor arguments become fp32 while op casting is on; else as ``half_function``."""
+    """A function whose 16-bit tensor arguments become fp32 while op casting is on; see ``half_function``."""
     return _wrap(function, "float")
 
 
 def promote_function(function: F) -> F:
-    """A function whose floating tensor arguments become the widest dtype among them; else as ``half_function``."""
+    """A function whose floating tensor arguments become the widest dtype among them; see ``half_function``."""
     return _wrap(function, "promote")
 
 
@@ -70,20 +70,19 @@ def register_half_function(module: Any, name: str) -> Registration:
 
 
 def register_float_function(module: Any, name: str) -> Registration:
-    """Treat ``module.name`` as if it were decorated with ``float_function``; else as ``register_half_function``."""
+    """Treat ``module.name`` as if it were decorated with ``float_function``; see ``register_half_function``."""
     return Registration(module, name, "float")
 
 
 def register_promote_function(module: Any, name: str) -> Registration:
-    """Treat ``module.name`` as if it were decorated with ``promote_function``; else as ``register_half_function``."""
+    """Treat ``module.name`` as if it were decorated with ``promote_function``; see ``register_half_function``."""
     return Registration(module, name, "promote")
 
 
 def _call(rule: str, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    casting = ops.active()
-    if casting is None:
+    if active_casting() is None:
         return function(*args, **kwargs)
-    return _RULES[rule](ops.mode_of_thread(), function, args, kwargs, name)
+    return _RULES[rule](name, thread_mode(), function, args, kwargs)
 
 
 def _wrap(function: F, rule: str) -> F:
@@ -112,22 +111,24 @@ class _Attribute:
         inner = self.raw.__func__ if static or by_class else function
         is_torch_op = function in spellings() if getattr(function, "__hash__", None) else False
 
+        def function_without_lists(*args: Any, **kwargs: Any) -> Any:
+            with NO_CASTING:  # the user's rule decides, and not the op lists
+                return function(*args, **kwargs)
+
         @functools.wraps(inner)
         def cast(*args: Any, **kwargs: Any) -> Any:
             rule = self.rules[-1].rule
-            if is_torch_op:
-                return _call(rule, functools.partial(_as_it_is, function), name, args, kwargs)
-            return _call(rule, inner, name, args, kwargs)
+            return _call(rule, function_without_lists if is_torch_op else inner, name, args, kwargs)
 
         setattr(owner, name, staticmethod(cast) if static else classmethod(cast) if by_class else cast)
-        twins.forget()
+        refresh_globals()
 
     def put_back(self) -> None:
         if self.raw is _ABSENT:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, self.raw)
-        twins.forget()
+        refresh_globals()
 
 
 _ABSENT: Any = object()
@@ -163,9 +164,3 @@ class Registration:
 
     def __exit__(self, *exc: object) -> None:
         self.remove()
-
-
-def _as_it_is(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """An op of torch under a rule of the user's: the op lists have no say."""
-    with ops.PLAIN:
-        return function(*args, **kwargs)

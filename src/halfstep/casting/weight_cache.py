@@ -7,45 +7,49 @@ import weakref
 
 import torch
 
-from . import weight_copies as copies
+from . import weight_copies
 
-__all__ = ["WeightCache", "forget_in_all_threads"]
+__all__ = ["WeightCache", "clear_in_all_threads"]
 
-_Key = tuple[int, bool]  # the identity of the weight, and whether the copy is widened again
+_Key = tuple[int, bool]
+"""The identity of the weight, and whether the copy is widened again."""
+
 _Entry = tuple[int, int, torch.dtype, bool, bool, torch.Tensor, "weakref.ref[torch.Tensor]"]
-# Version and address of the weight when it was cast, the dtype, whether the copy leads autograd back to the weight,
-# whether it was made in inference mode, the copy, and what drops the entry when the weight is gone.
+"""The version and address of the weight when it was cast, the dtype, whether the copy has a gradient function, whether
+it was made in inference mode, the copy, and the weak reference that drops the entry with the weight."""
 
 _ONLY_THE_GRAPH = 3
-# The references to a weight that nothing but a graph holds: the graph's, the variable that counts them, and the call.
+"""How many references a weight has that only a graph holds: the graph's, a variable's and that of the call."""
 
 _is_grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing = torch._C._get_tracing_state
 
+_clears = 0
 
-_epoch = 0
 
-
-def forget_in_all_threads() -> None:
-    """Make every cache of every thread forget its copies before it is asked again."""
-    global _epoch
-    _epoch += 1
+def clear_in_all_threads() -> None:
+    """Have the cache of every thread forget its copies at its next use."""
+    global _clears
+    _clears += 1
 
 
 class WeightCache:
-    """The casts of leaf tensors. An entry lives as long as its weight and is good for one version of it.
+    """The 16-bit copies of leaf tensors. An entry lives as long as its weight and is good for one version of it.
 
-    A weight that was written in place has another version, one that got other memory (``param.data = x``) another
-    address: either is cast anew. Under ``no_grad`` any cast will do; with gradients on, only one that autograd follows
-    back to the weight. Nothing is kept while someone records operations (tracing, ``make_fx``, ``torch.func``): there
-    a remembered tensor would be a constant.
+    A weight that was written in place has another version, and one that got other memory (``param.data = x``) another
+    address: either is cast anew. Under ``no_grad`` any copy is good; with gradients on, only one that autograd follows
+    back to the weight. Nothing is kept while operations are recorded (tracing, ``make_fx``, ``torch.func``), for a kept
+    tensor would be recorded as a constant.
+
+    Attributes:
+        casts: how many casts it has made.
     """
 
     def __init__(self) -> None:
         self._entries: dict[_Key, _Entry] = {}
         self._sweep_at = 32
-        self._epoch = _epoch
+        self._clears = _clears
         self.casts = 0
 
     def __len__(self) -> int:
@@ -61,24 +65,24 @@ class WeightCache:
         self._entries.pop((id(weight), True), None)
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False) -> torch.Tensor:
-        """The weight in ``dtype``, from the cache if it has not changed.
+        """The weight in ``dtype``, from the cache if the weight has not changed.
 
         Args:
             weight: a leaf.
             dtype: torch.float16 or torch.bfloat16.
             wide: give the rounded numbers in fp32, for emulated products.
         """
-        if self._epoch != _epoch:
+        if self._clears != _clears:
             self.clear()
-            self._epoch = _epoch
+            self._clears = _clears
         entry = self._entries.get((id(weight), wide))
         if entry is not None:
-            version, address, kept, leads_back, inference, cast, _ = entry
+            version, address, kept, has_graph, inference, cast, _ = entry
             if (
                 kept is dtype
                 and version == weight._version
                 and address == weight.data_ptr()
-                and (leads_back == weight.requires_grad or not _is_grad_enabled())
+                and (has_graph == weight.requires_grad or not _is_grad_enabled())
                 and (not inference or torch.is_inference_mode_enabled())
                 and not (_dispatch_modes() or _tracing())
             ):
@@ -87,14 +91,14 @@ class WeightCache:
 
     def _make(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool) -> torch.Tensor:
         recording = _dispatch_modes() or _tracing() or torch._C._functorch.peek_interpreter_stack() is not None
-        passing = recording or weight.is_inference()
-        cast = None if passing else copies.live(weight, dtype)
+        temporary = recording or weight.is_inference()
+        cast = None if temporary else weight_copies.fresh_copy(weight, dtype)
         if cast is None:
             self.casts += 1
             cast = weight.to(dtype)
-            if passing:
+            if temporary:
                 return cast.float() if wide else cast
-            copies.offer(weight, cast)
+            weight_copies.keep_cast(weight, cast)
         if wide:
             cast = cast.float()
         if len(self._entries) >= self._sweep_at:
@@ -106,7 +110,7 @@ class WeightCache:
         return cast
 
     def _sweep(self) -> None:
-        """Drop the copies of weights that only their copies keep alive, by the graph that leads back."""
+        """Drop the copies of weights that are kept alive by nothing but the graph of their copy."""
         for key, entry in list(self._entries.items()):
             weight = entry[-1]()
             if weight is None or sys.getrefcount(weight) <= _ONLY_THE_GRAPH:

@@ -1,6 +1,6 @@
-"""16-bit copies of fp32 weights that a fused optimizer writes in the same pass as the weights: no forward casts them.
+"""16-bit copies of fp32 weights: the fused step of their optimizer writes them, so a forward pass need not cast.
 
-A copy is used only while nothing but its optimizer can have written to the weight; in doubt the weight is cast anew.
+A copy is used only while nothing but its optimizer can have written to the weight. In doubt the weight is cast anew.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..core import data_writes as writes
 from ..core.dtypes import is_half
 from ..gradients.ledger import set_grads
 
-__all__ = ["WeightCopies", "adding_in_fp32", "forget", "live", "memory_of", "offer", "widen_gradients"]
+__all__ = ["WeightCopies", "adding_in_fp32", "forget", "fresh_copy", "keep_cast", "memory_of", "widen_gradients"]
 
-_WORTH = 2**14  # elements: casting fewer costs no more than to lead autograd around the cast
-_LOSSES = 8  # a copy that goes stale so often unused is given up: someone else writes to this weight all the time
+_MIN_ELEMENTS = 2**14  # a smaller weight is cast as fast as autograd is told of the copy
+_MAX_LOSSES = 8  # after so many copies that went stale unused, none is kept: something else writes to this weight
 
 _FP32 = torch.float32
 _use_count = torch._C._storage_Use_Count
@@ -35,8 +35,8 @@ class _Copy:
         owner: the optimizer that writes it.
         value: the copy; None while there is none.
         version: of the weight when the copy was written.
-        memory: the weight without a gradient. It also keeps the weight's address from becoming another tensor's.
-        lost: how often it went stale since it was last of use.
+        memory: the weight without a gradient. While this lives, no other tensor can get the weight's address.
+        lost: how many copies went stale since one was last used.
     """
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype, owner: torch.optim.Optimizer) -> None:
@@ -52,7 +52,7 @@ class _Copy:
         """Whether the weight is what it was when the copy was written.
 
         A second holder of the weight's memory (``param.data`` kept for later, a flat buffer, a numpy array) may write
-        to it without a new version. Ours are three: the weight, ``memory``, and the storage asked here.
+        to it without a new version. Three holders are known: the weight, ``memory``, and the storage asked here.
         """
         return (
             self.version == weight._version
@@ -61,13 +61,13 @@ class _Copy:
         )
 
     def drop(self) -> None:
-        """Forget the value: it is not the weight's any more."""
+        """Forget a value that is stale."""
         if self.value is not None:
             self.value = None
             self.lost += 1
 
     def locate(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight's memory of now, as a tensor without a gradient."""
+        """The weight's present memory, as a tensor without a gradient."""
         if self.memory.data_ptr() != weight.data_ptr():
             self.memory = weight.detach()
         return self.memory
@@ -79,8 +79,8 @@ _copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
 class WeightCopies:
     """The copies that one optimizer writes.
 
-    They are no state of it: they are in no checkpoint, deep copy or pickle. A parameter of two optimizers has its copy
-    from the first; a step of the other makes it stale.
+    They are not in its state, so no checkpoint, deep copy or pickle holds them. A parameter of two optimizers has its
+    copy from the first; a step of the other makes it stale.
 
     Args:
         owner: the optimizer.
@@ -97,36 +97,36 @@ class WeightCopies:
         weakref.finalize(self, _unwatch_steps).atexit = False
 
     def touch(self, param: torch.Tensor) -> None:
-        """Somebody has got hold of ``param.data``."""
+        """``param.data`` was read or set: what holds it may write to the weight without a new version."""
         if id(param) in self._mine:
             forget(param)
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
-        """Let these parameters have copies, as soon as a forward pass asks for one."""
+        """Let these parameters have copies, from when a forward pass first asks for one."""
         owner = self._owner()
         for param in params:
             if (
                 owner is not None
                 and type(param) is torch.nn.Parameter
                 and param.dtype is _FP32
-                and param.numel() >= _WORTH
+                and param.numel() >= _MIN_ELEMENTS
                 and _copy_of(param) is None
             ):
                 self._mine[id(param)] = _copies[id(param)] = _Copy(param, self.dtype, owner)
 
     def having(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of some parameters that have a copy here, so that their gradients may come in 16 bits."""
+        """Those of some parameters that have a copy here: their gradients may be 16-bit."""
         mine = self._mine
         return [p for p in params if id(p) in mine and mine[id(p)].value is not None and mine[id(p)].weight() is p]
 
     def begin_step(self) -> None:
-        """Forget what a step before this one began to write and did not, because it failed."""
+        """Forget what an earlier step began to write, and did not because it failed."""
         self._writing.clear()
 
     def begin_write(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The copy that the coming step is to write with this parameter; None if it has none that is worth it.
+        """The copy that the coming step writes with this parameter; None if there is none.
 
-        A graph that holds the copy needs it as it is, so that one is not written to.
+        A copy that a graph holds is not written to: backward needs it as it is.
         """
         copy = self._mine.get(id(param))
         if copy is None or copy.value is None or copy.weight() is not param:
@@ -145,16 +145,16 @@ class WeightCopies:
         self._writing.clear()
 
 
-_brought: dict[int, torch.Tensor] = {}
-"""The 16-bit gradients that this backward pass has brought to weights, by the identity of the weight."""
+_half_grads: dict[int, torch.Tensor] = {}
+"""The 16-bit gradients that weights have got in this backward pass, by the identity of the weight."""
 
 
-class _Lead(torch.autograd.Function):
-    """Hands on the copy of a weight, with the weight as what autograd follows it back to.
+class _CastByOptimizer(torch.autograd.Function):
+    """The cast of a weight to 16 bits, for autograd; the optimizer has made it already.
 
-    Autograd adds up what reaches a weight by several ways in one pass. It may do so in place, in the dtype of what came
-    first, but not in memory that has another holder: so a 16-bit gradient and an fp32 one make an fp32 sum. A second
-    16-bit one, from another forward pass, is widened here.
+    Autograd adds the gradients that reach a weight by several paths in one pass. It may do so in place, in the dtype of
+    the first, but not where that one has another holder, as it has here: so a 16-bit gradient and an fp32 one make an
+    fp32 sum. A second 16-bit gradient, from another forward pass, is widened here.
     """
 
     @staticmethod
@@ -165,19 +165,19 @@ class _Lead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The gradient as it is; autograd brings it to the dtype that ``weight.grad_dtype`` asks for."""
+        """The gradient as it is; autograd casts it to ``weight.grad_dtype``."""
         copy = _copies.get(ctx.weight)
         weight = None if copy is None else copy.weight()
         if weight is None or getattr(weight, "grad_dtype", _FP32) is _FP32:
-            return grad, None  # autograd makes fp32 of it before it adds anything
-        if ctx.weight in _brought:
+            return grad, None  # autograd widens it before it adds anything
+        if ctx.weight in _half_grads:
             return grad.float(), None
-        _brought[ctx.weight] = grad.detach()
+        _half_grads[ctx.weight] = grad.detach()
         return grad, None
 
 
-def live(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The copy of a weight, leading autograd back to it; None if there is none that is up to date."""
+def fresh_copy(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The copy of a weight, through which autograd reaches the weight; None if there is no copy that is up to date."""
     copy = _copy_of(weight)
     if copy is None or copy.value is None or copy.dtype is not dtype:
         return None
@@ -186,33 +186,33 @@ def live(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         return None
     copy.lost = 0
     if weight.requires_grad and torch.is_grad_enabled():
-        return _Lead.apply(weight, copy.value)  # type: ignore[no-any-return, no-untyped-call]
+        return _CastByOptimizer.apply(weight, copy.value)  # type: ignore[no-any-return, no-untyped-call]
     return copy.value
 
 
-def offer(weight: torch.Tensor, cast: torch.Tensor) -> None:
-    """A weight was cast: where its optimizer writes copies of this dtype, this is the one to write from now on."""
+def keep_cast(weight: torch.Tensor, cast: torch.Tensor) -> None:
+    """Keep the cast of a weight as its copy, if its optimizer writes copies of this dtype."""
     copy = _copy_of(weight)
-    if copy is not None and copy.dtype is cast.dtype and copy.lost < _LOSSES and not cast.is_inference():
+    if copy is not None and copy.dtype is cast.dtype and copy.lost < _MAX_LOSSES and not cast.is_inference():
         copy.locate(weight)
         copy.value, copy.version = cast.detach(), weight._version
 
 
 def forget(weight: torch.Tensor) -> None:
-    """Something may write to this weight in a way that shows in no version."""
+    """Drop the copy of a weight: something may write to the weight without a new version."""
     copy = _copy_of(weight)
     if copy is not None:
         copy.drop()
 
 
 def memory_of(param: torch.Tensor) -> torch.Tensor:
-    """``param.detach()``, but the same tensor for all of us, which counts as one holder of its memory."""
+    """``param.detach()``, but the same tensor for all callers, which counts as one holder of the memory."""
     copy = _copy_of(param)
     return param.detach() if copy is None else copy.locate(param)
 
 
 def widen_gradients(params: Iterable[torch.Tensor] | None = None) -> None:
-    """Make fp32 gradients of the 16-bit ones of fp32 weights, before someone adds to them or needs the same dtype.
+    """Widen the 16-bit gradients of fp32 weights, before something adds to them or needs the dtype of the weight.
 
     Args:
         params: of these; None for all that have copies.
@@ -225,18 +225,18 @@ def widen_gradients(params: Iterable[torch.Tensor] | None = None) -> None:
 
 
 def adding_in_fp32(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass that adds 16-bit gradients of fp32 weights to nothing in 16 bits."""
+    """A backward pass that adds up the gradients of fp32 weights in fp32, also those that are 16-bit."""
 
     @functools.wraps(backward)
     def careful(*args: Any, **kwargs: Any) -> Any:
         widen_gradients()
-        outer = dict(_brought)  # a checkpoint runs a backward pass inside of one
-        _brought.clear()
+        outer = dict(_half_grads)  # a checkpoint runs a backward pass inside of another
+        _half_grads.clear()
         try:
             return backward(*args, **kwargs)
         finally:
-            _brought.clear()
-            _brought.update(outer)
+            _half_grads.clear()
+            _half_grads.update(outer)
 
     return careful
 
@@ -246,8 +246,8 @@ def _copy_of(weight: torch.Tensor) -> _Copy | None:
     return copy if copy is not None and copy.weight() is weight else None
 
 
-def _theirs(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of an optimizer whose copies another one writes."""
+def _copied_by_others(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer whose copies another optimizer writes."""
     return [
         param
         for group in optimizer.param_groups
@@ -257,11 +257,11 @@ def _theirs(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    widen_gradients(_theirs(optimizer))
+    widen_gradients(_copied_by_others(optimizer))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for param in _theirs(optimizer):
+    for param in _copied_by_others(optimizer):
         forget(param)
 
 
@@ -270,7 +270,7 @@ _hooks: list[Any] = []
 
 
 def _watch_steps() -> None:
-    """Count one who has copies; with the first, steps of any optimizer are watched.
+    """Count one more ``WeightCopies``. While there are any, hooks watch the steps of every optimizer.
 
     torch's own ``fused=True`` optimizers write without a new version (as of torch 2.13).
     """

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
-from ..casting import scopes as ops
+from ..casting.op_casting import NO_CASTING
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import save_whole
 from ..core.torch_compat import export_errors
@@ -77,7 +77,7 @@ def capture(model: nn.Module, loss_fn: Callable[..., Any] | None, example_inputs
     dynamic = tuple({0: torch.export.Dim.AUTO} if x.dim() else None for x in inputs)
     wrapped = _ModelAndLoss(model, loss_fn)
     try:
-        with preserve_node_meta(), ops.PLAIN:  # what an O1 session casts outside of its models is not captured
+        with preserve_node_meta(), NO_CASTING:  # what an O1 session casts outside of its models is not captured
             exported = torch.export.export(wrapped, inputs, dynamic_shapes=(dynamic,), strict=False)
     except export_errors() as error:
         raise UsageError(f"torch.export cannot capture {type(model).__name__}: {error}") from error

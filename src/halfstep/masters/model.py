@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..casting.modules import strip
+from ..casting.modules import remove_hooks
 from ..gradients.master_registry import keeper_of
 
 __all__ = ["master_model"]
@@ -37,7 +37,7 @@ def master_model(model: nn.Module) -> nn.Module:
     for tensor in [*model.parameters(), *model.buffers()]:
         memo[id(tensor)] = _wide(tensor)
     twin = copy.deepcopy(model, memo)
-    strip(twin)
+    remove_hooks(twin)
     return twin
 
 

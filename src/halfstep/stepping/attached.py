@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from ..casting import scopes as ops
+from ..casting.op_casting import NO_CASTING, active_casting
 from ..core.errors import UsageError
 from ..distributed.ddp_sync import BackwardRecord, any_overflow, share_overflow
 from ..gradients.loss_scaler import DeviceLossScaler
@@ -180,8 +180,8 @@ class AttachedOptimizer:
         if closure is None:
             passes.sync()
         records, passes.records = passes.records, []
-        casting = ops.active()
-        with ops.PLAIN if casting is not None else nullcontext():
+        casting = active_casting()
+        with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None
             if found_inf is not None and (closure is not None or not self.stepping.takes_flags):
                 if found_inf.item():

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..casting import scopes as ops
-from ..casting.compiled import eager
+from ..casting.dynamo import eager
+from ..casting.op_casting import clear_cache
 from ..core.dtypes import halves, is_half
 from ..core.errors import ArgumentTypeError, UsageError
 from ..distributed.ddp_sync import BackwardRecord, RankSync, any_overflow, share_overflow
@@ -281,7 +281,7 @@ class ScaledBackward:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ops.clear_cache()
+        clear_cache()
         unscaled_loss = self._reached == {"loss"} and any(passes.gradients.arrived() for passes in self._passes)
         while self._hooks:
             self._hooks.pop().remove()

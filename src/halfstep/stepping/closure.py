@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..casting import scopes
+from ..casting.op_casting import OpCasting
 from ..core.errors import UsageError
 from ..distributed.ddp_sync import BackwardRecord, any_overflow
 from ..masters.keeper import MasterKeeper
@@ -29,7 +29,7 @@ def guarded(
     closure: Callable[[], Any],
     *,
     keeper: MasterKeeper,
-    casting: scopes.OpCasting | None,
+    casting: OpCasting | None,
     take_records: Callable[[], list[BackwardRecord]],
     name: str,
     verbose: bool,

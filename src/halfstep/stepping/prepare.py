@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..casting import modules
-from ..casting import scopes as ops
+from ..casting.op_casting import OpCasting
 from ..core.dtypes import is_half
 from ..core.errors import UsageError
 from ..core.policy import Policy
@@ -35,7 +35,7 @@ def prepare(
     optimizers: Sequence[Any],
     policy: Policy,
     *,
-    casting: ops.OpCasting | None = None,
+    casting: OpCasting | None = None,
     keep: Callable[[nn.Module], bool] | None = None,
     module_filter: modules.ModuleFilter | None = None,
     save_dtype: torch.dtype | None = None,
@@ -82,7 +82,7 @@ def prepare_model(
     model: nn.Module,
     policy: Policy,
     *,
-    casting: ops.OpCasting | None = None,
+    casting: OpCasting | None = None,
     keep: Callable[[nn.Module], bool] | None = None,
     module_filter: modules.ModuleFilter | None = None,
     save_dtype: torch.dtype | None = None,
@@ -127,12 +127,12 @@ def prepare_model(
                 originals[id(param)] = weight
             if wide_grads and HAS_GRAD_DTYPE and is_half(param):
                 param.grad_dtype = torch.float32
-    modules.attach(
+    modules.add_hooks(
         model,
         inputs=None if policy.op_lists is not None else policy.compute_dtype,
         outputs=policy.output_dtype,
         saved=save_dtype,
-        casting=None if modules.is_attached(model) else casting,
+        casting=None if modules.has_casting(model) else casting,
     )
     return originals
 
@@ -218,7 +218,7 @@ def check(
                 f"The parameter {lazy} has no shape yet (a lazy module), so {caller} cannot cast it; run one batch "
                 "through the model before."
             )
-        if not again and modules.is_attached(model):
+        if not again and modules.has_casting(model):
             raise UsageError("This model has been through amp.initialize or amp.decorate once, and once is all it can.")
     modules.refuse_sharded(models, dtype)
     known = {id(param) for model in models for param in model.parameters()}

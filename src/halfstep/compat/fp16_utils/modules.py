@@ -1,4 +1,4 @@
-"""Whole networks in 16 bits with Apex's function names, over ``engine.casting.modules``."""
+"""Whole networks in 16 bits with Apex's function names, over ``casting.modules``."""
 
 from __future__ import annotations
 

@@ -4,50 +4,48 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ..core.hardware import accelerator
 from ..core.oplists import OpLists
 from ..core.oplists.tables import NATIVE
-from . import compiled
+from .dispatch import CastMode
 from .emulation import Emulate, EmulatedKinds, emulated_kinds
-from .mode import CastMode, build_table
+from .rule_table import build_table
 from .weight_cache import WeightCache
 
-__all__ = ["CastingSpec", "facts_of", "restored"]
+__all__ = ["CastingConfig", "config_of", "derive"]
+
+_by_key: dict[str, CastingConfig] = {}
 
 
-def present_devices() -> tuple[str, ...]:
+def config_of(key: str) -> CastingConfig:
+    """The config with a key. Dynamo takes the key for a constant, and cannot do so with the config."""
+    return _by_key[key]
+
+
+def _present_devices() -> tuple[str, ...]:
     """The types of the devices of this machine."""
     found = accelerator()
     return ("cpu",) if found in (None, "cpu") else ("cpu", found)
 
 
 @functools.lru_cache(maxsize=64)
-def facts_of(
-    dtype: torch.dtype | None,
-    lists: OpLists,
-    enabled: bool,
-    cache: bool,
-    verbose: bool,
-    allow_banned: bool,
-    devices: tuple[str, ...],
-    emulate: Emulate,
-    lenient: bool,
-) -> tuple[str, tuple[str, ...], EmulatedKinds]:
-    """What follows from the settings of a casting: a key, where native autocast takes part, and what is emulated."""
-    key = str((dtype, str(lists), enabled, cache, verbose, allow_banned, devices, emulate, lenient))
+def derive(**settings: Any) -> tuple[str, tuple[str, ...], EmulatedKinds]:
+    """What follows from the settings of a config: a key, where native autocast takes part, and what is emulated."""
+    devices = settings["devices"]
     native: tuple[str, ...] = ()
-    if enabled and lists.level == "native":
-        native = tuple(d for d in devices if torch.amp.is_autocast_available(d))
-    elif enabled:
-        native = tuple(d for d in devices if d in NATIVE)
-    return key, native, emulated_kinds(devices, dtype, emulate)
+    if settings["enabled"] and settings["lists"].level == "native":
+        native = tuple(device for device in devices if torch.amp.is_autocast_available(device))
+    elif settings["enabled"]:
+        native = tuple(device for device in devices if device in NATIVE)
+    key = str({**settings, "lists": str(settings["lists"])})
+    return key, native, emulated_kinds(devices, settings["dtype"], settings["emulate"])
 
 
-class CastingSpec:
+class CastingConfig:
     """What is done to ops.
 
     Args:
@@ -59,7 +57,14 @@ class CastingSpec:
         allow_banned: run banned ops in fp32 instead of refusing 16-bit inputs.
         devices: types of the devices whose tensors are cast; None means the CPU and the accelerator of this machine.
         emulate: where 16-bit products run in fp32 kernels; see ``emulation.Emulate``.
-        lenient: let a plain ``torch.autocast`` around a model be.
+        lenient: leave a plain ``torch.autocast`` around a model in force.
+
+    Attributes:
+        settings: the arguments.
+        key: a text of the settings.
+        native: types of the devices on which native autocast does a part of the work.
+        emulated: which 16-bit ops run in fp32 kernels.
+        inert: whether nothing is done to any op.
     """
 
     def __init__(
@@ -77,38 +82,35 @@ class CastingSpec:
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
             self.key = _key_of(dtype, lists, enabled, allow_banned, devices, emulate)
-        else:
-            self._fill(dtype, lists, enabled, cache, verbose, allow_banned, devices, emulate, lenient)
-
-    def _fill(
-        self,
-        dtype: torch.dtype | None,
-        lists: OpLists | None,
-        enabled: bool,
-        cache: bool,
-        verbose: bool,
-        allow_banned: bool,
-        devices: Iterable[str] | None,
-        emulate: Emulate,
-        lenient: bool = False,
-    ) -> None:
-        self.lenient = lenient
+            return
         self.dtype = dtype or torch.bfloat16
         self.lists = lists or OpLists.default()
         self.enabled = enabled
         self.cache = cache
         self.verbose = verbose
         self.allow_banned = allow_banned
-        self.devices = present_devices() if devices is None else tuple(sorted(devices))
-        self.settings = (dtype, self.lists, enabled, cache, verbose, allow_banned, self.devices, emulate, lenient)
-        self.key, self.native, self.emulated = facts_of(*self.settings)
+        self.devices = _present_devices() if devices is None else tuple(sorted(devices))
+        self.lenient = lenient
+        self.settings: dict[str, Any] = {
+            "dtype": dtype,
+            "lists": self.lists,
+            "enabled": enabled,
+            "cache": cache,
+            "verbose": verbose,
+            "allow_banned": allow_banned,
+            "devices": self.devices,
+            "emulate": emulate,
+            "lenient": lenient,
+        }
+        self.key, self.native, self.emulated = derive(**self.settings)
         self.inert = not enabled and not self.emulated
-        compiled.known.setdefault(self.key, self)
+        _by_key.setdefault(self.key, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return restored, (type(self), *self.settings)  # what is emulated is for the machine to say that reads it
+        # The machine that reads a pickle says what is emulated there.
+        return functools.partial(type(self), **self.settings), ()
 
-    def set_up(self, mode: CastMode, cache: WeightCache | None, *, explicit: bool = False) -> None:
+    def apply_to(self, mode: CastMode, cache: WeightCache | None, *, explicit: bool = False) -> None:
         """Make a mode do this.
 
         Args:
@@ -134,30 +136,16 @@ class CastingSpec:
         mode.allow_banned = self.allow_banned
 
 
-S = TypeVar("S", bound=CastingSpec)
-
-
-def restored(kind: type[S], *settings: Any) -> S:
-    """A spec with some settings, also while Dynamo traces."""
-    spec = kind.__new__(kind)
-    spec._fill(*settings)
-    return spec
-
-
 def _key_of(
-    dtype: torch.dtype | None,
-    lists: Any,
-    enabled: bool,
-    allow_banned: bool,
-    devices: Any,
-    emulate: Emulate,
+    dtype: torch.dtype | None, lists: Any, enabled: bool, allow_banned: bool, devices: Any, emulate: Emulate
 ) -> str:
-    """The key of a casting that traced code makes, whose lists are text there.
+    """The key of a config that traced code makes, whose lists are text there.
 
-    Dynamo calls this and takes the key for a constant.
+    Dynamo calls this, does not look into it, and takes the key for a constant.
     """
     chosen = OpLists.parse(lists) if isinstance(lists, str) else lists
-    return restored(CastingSpec, dtype, chosen, enabled, True, False, allow_banned, devices, emulate).key
+    settings: dict[str, Any] = {"enabled": enabled, "allow_banned": allow_banned, "devices": devices}
+    return CastingConfig(dtype, chosen, **settings, emulate=emulate).key
 
 
 _key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

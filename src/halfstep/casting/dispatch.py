@@ -1,0 +1,116 @@
+"""The function mode that casts: torch hands it each call of an op, and it looks the callable up in a table of rules.
+
+The table holds only the callables that need something. Any other call costs one dictionary lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+from ..core.oplists.tables import NATIVE
+from .emulation import EmulatedKinds
+from .weight_cache import WeightCache
+
+__all__ = ["CastMode", "Rule", "function_modes", "install", "is_installed", "set_function_modes", "uninstall"]
+
+Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""What is done to a call of an op: called with the mode, the op, its arguments and its keyword arguments."""
+
+_is_autocast_enabled = torch.is_autocast_enabled
+
+
+class CastMode(TorchFunctionMode):
+    """The mode of one thread. Scopes change its fields; it is on torch's stack while one of them needs it.
+
+    Attributes:
+        table: the rule of each callable.
+        dtype: the 16-bit dtype.
+        devices: types of the devices whose tensors are cast.
+        native: those of them on which native autocast does a part of the work. Where someone turns it off, nothing is
+            cast.
+        explicit: whether the table leaves nothing to native autocast, which may be on or off, for other lists.
+        emulated: which 16-bit ops run in fp32 kernels.
+        cache: copies of weights, or None to keep none.
+        verbose: whether each cast is logged.
+        allow_banned: whether banned ops run in fp32.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: dict[Callable[..., Any], Rule] = {}
+        self.dtype = torch.bfloat16
+        self.devices: tuple[str, ...] = ()
+        self.native: tuple[str, ...] = ()
+        self.explicit = False
+        self.emulated: EmulatedKinds = frozenset()
+        self.cache: WeightCache | None = None
+        self.verbose = False
+        self.allow_banned = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one call of an op under its rule."""
+        rule = self.table.get(func)
+        if rule is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return rule(self, func, args, kwargs or {})
+
+    def casts(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is cast: its device is one of ours, and nobody turned native autocast off inside."""
+        kind = "cpu" if tensor.is_cpu else tensor.device.type
+        return _is_autocast_enabled(kind) if kind in self.native else kind in self.devices
+
+    def native_on(self) -> list[str]:
+        """The device types on which native autocast is on at the moment."""
+        return [device for device in self.devices if device in NATIVE and _is_autocast_enabled(device)]
+
+    def on(self) -> bool:
+        """Whether anything may be cast on any device."""
+        return len(self.native) < len(self.devices) or bool(self.native_on())
+
+    def weight(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The 16-bit copy of a weight; anything but fp32 comes back as it is."""
+        if tensor.dtype is not torch.float32 or self.cache is None or not self.casts(tensor):
+            return tensor
+        return self.cache.get(tensor, self.dtype)
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """The function modes on this thread's stack, the innermost last."""
+    return [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
+
+
+def set_function_modes(modes: list[TorchFunctionMode]) -> None:
+    """Replace the stack of this thread."""
+    for _ in range(_len_torch_function_stack()):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+def is_installed(mode: CastMode) -> bool:
+    """Whether a mode is on the stack; inside its own ``__torch_function__`` it is not."""
+    return any(each is mode for each in function_modes())
+
+
+def install(mode: CastMode) -> None:
+    """Put a mode under all others but the default device, so that no other ``with`` block pops it for its own.
+
+    ``torch.set_default_device`` enters its context, which insists on the bottom of the stack; ``with torch.device``
+    pushes one that was not entered, and takes off whatever is on top (torch 2.11 to 2.13).
+    """
+    modes = function_modes()
+    at = 1 if modes and isinstance(modes[0], DeviceContext) and hasattr(modes[0], "old_device") else 0
+    set_function_modes([*modes[:at], mode, *modes[at:]])
+
+
+def uninstall(mode: CastMode) -> None:
+    """Take a mode off the stack, wherever it is."""
+    set_function_modes([each for each in function_modes() if each is not mode])

@@ -1,0 +1,98 @@
+"""The table of rules: for each callable of torch, what is done to its calls under a choice of op lists."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.oplists import OpLists
+from ..core.oplists.names import spellings
+from ..core.oplists.op_lists import native_rule
+from ..core.oplists.tables import BANNED, CLASS_OF, INNER_PRODUCT, NATIVE, SELF_MATCHING, SELF_PROMOTING
+from . import rules
+from .composites import composite_rule, is_composite_of
+from .dispatch import Rule
+
+__all__ = ["build_table"]
+
+
+@functools.lru_cache(maxsize=64)
+def build_table(
+    lists: OpLists | None,
+    devices: tuple[str, ...],
+    kinds: frozenset[str] = frozenset(),
+    *,
+    explicit: bool = False,
+    verbose: bool = False,
+) -> dict[Callable[..., Any], Rule]:
+    """The rule of each callable of torch under some lists; callables to leave alone are not in it.
+
+    Args:
+        lists: None casts nothing.
+        devices: types of the devices that are cast on.
+        kinds: the classes of ops that are emulated somewhere.
+        explicit: leave nothing to native autocast, which may be on or off, for other lists.
+        verbose: log casts; native autocast cannot.
+    """
+    if (lists is None or lists.level == "native") and not kinds and not explicit:
+        return {}
+
+    @functools.cache
+    def rule_of(name: str, inplace: bool, within: str) -> Rule | None:
+        natively = {native_rule(within, device) for device in devices}
+        rule = _cast_rule(name, inplace, natively, lists, explicit, verbose)
+        if lists is not None and lists.level == "native":
+            listed = next((native_rule(name, device) for device in devices if device in NATIVE), "free")
+        else:
+            listed = "free" if lists is None else lists.rule_of(name)
+        kind = CLASS_OF.get(name)
+        if inplace or kind not in kinds or listed in ("float", "banned"):
+            return rule
+        return rules.bind(rules.emulated, name, kind, listed == "half", rule)
+
+    table: dict[Callable[..., Any], Rule] = {}
+    for func, (name, inplace) in spellings().items():
+        # 2 / x is written as x.reciprocal() * 2, and native autocast runs reciprocal in fp32 on CUDA.
+        rule = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
+        if rule is not None:
+            table[func] = rule
+    cast = frozenset(spellings()[func][0] for func in table)
+    for func in spellings():
+        if func not in table and is_composite_of(func, cast):
+            table[func] = composite_rule(func)
+    table[torch.Tensor.data.__get__] = rules.forget_weight  # type: ignore[attr-defined]
+    table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
+    return table
+
+
+def _cast_rule(
+    name: str, inplace: bool, natively: set[str], lists: OpLists | None, explicit: bool, verbose: bool
+) -> Rule | None:
+    """The rule that casts an op as the lists say, given the rules of native autocast; None if nothing is to do."""
+    if lists is None or lists.level == "native":
+        return rules.without_native if explicit and lists is None and natively != {"free"} else None
+    rule = lists.rule_of(name)
+    if explicit and natively != {"free"}:
+        natively |= {"half", "float"}  # it must be off, whatever the op is
+    if inplace:
+        if rule == "float":
+            return rules.bind(rules.float_inplace, name)
+        strict = rule == "half" or (rule == "promote" and name not in SELF_MATCHING)
+        return rules.match_self if strict else None
+    if rule == "half":
+        if natively == {"half"} and not verbose:
+            return rules.half_native
+        return rules.bind(rules.to_half, name, native_off=bool(natively & {"float", "banned"}))
+    moved = name in lists.white or name in lists.black
+    if rule == "float":
+        off = moved or name in INNER_PRODUCT or bool(natively & {"half", "banned"})
+        return rules.bind(rules.to_float, name, native_off=off)
+    if rule == "banned":
+        return rules.bind(rules.banned, name, BANNED[name], native_off=True)
+    off = name in INNER_PRODUCT or bool(natively & {"half", "float", "banned"})
+    if rule == "promote" and (off or name not in SELF_PROMOTING):
+        return rules.bind(rules.promote, name, native_off=off)
+    return rules.without_native if off else None
