@@ -1,4 +1,4 @@
-"""How kernels are cut: the fastest way is taken and remembered, and every way gives the same bits."""
+"""Launch configurations: the fastest is taken and remembered, and every one gives the same bits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from halfstep import optimizers
 from halfstep.kernels import backend
-from halfstep.kernels.backends import autotune as tuning
-from halfstep.kernels.backends.autotune import CUTS, DEFAULT, Cut, fastest
+from halfstep.kernels.backends import autotune
+from halfstep.kernels.backends.autotune import CONFIGS, DEFAULT, LaunchConfig, fastest
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -23,41 +23,41 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def stopwatch(times: dict[Cut, float]) -> tuple[Callable[[Cut], float], list[Cut]]:
-    measured: list[Cut] = []
+def stopwatch(times: dict[LaunchConfig, float]) -> tuple[Callable[[LaunchConfig], float], list[LaunchConfig]]:
+    measured: list[LaunchConfig] = []
 
-    def measure(cut: Cut) -> float:
-        measured.append(cut)
-        return times.get(cut, 9.0)
+    def measure(config: LaunchConfig) -> float:
+        measured.append(config)
+        return times.get(config, 9.0)
 
     return measure, measured
 
 
-@pytest.mark.parametrize("best", CUTS)
-def test_the_fastest_is_taken_and_remembered(best: Cut) -> None:
+@pytest.mark.parametrize("best", CONFIGS)
+def test_the_fastest_is_taken_and_remembered(best: LaunchConfig) -> None:
     measure, measured = stopwatch({best: 1.0})
     assert fastest("adam on one GPU", measure) == best
-    assert measured == list(CUTS)
+    assert measured == list(CONFIGS)
     assert fastest("adam on one GPU", measure) == best
-    assert len(measured) == len(CUTS), "the second answer comes from the cache"
+    assert len(measured) == len(CONFIGS), "the second answer comes from the cache"
     other, _ = stopwatch({DEFAULT: 1.0})
     assert fastest("adam on another GPU", other) == DEFAULT
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"elements": 4096}', '{"elements": 7, "warps": 1}'])
 def test_a_cache_that_makes_no_sense_is_measured_again(cache: Path, text: str) -> None:
-    measure, measured = stopwatch({CUTS[0]: 1.0})
+    measure, measured = stopwatch({CONFIGS[0]: 1.0})
     fastest("adam", measure)
     (file,) = cache.iterdir()
     file.write_text(text)
-    assert fastest("adam", measure) == CUTS[0]
-    assert len(measured) == 2 * len(CUTS)
+    assert fastest("adam", measure) == CONFIGS[0]
+    assert len(measured) == 2 * len(CONFIGS)
 
 
 def test_what_cannot_run_is_not_taken(cache: Path) -> None:
-    measure, _ = stopwatch(dict.fromkeys(CUTS, math.inf) | {CUTS[-1]: 5.0})
-    assert fastest("adam", measure) == CUTS[-1]
-    nothing, _ = stopwatch(dict.fromkeys(CUTS, math.inf))
+    measure, _ = stopwatch(dict.fromkeys(CONFIGS, math.inf) | {CONFIGS[-1]: 5.0})
+    assert fastest("adam", measure) == CONFIGS[-1]
+    nothing, _ = stopwatch(dict.fromkeys(CONFIGS, math.inf))
     assert fastest("lamb", nothing) == DEFAULT
     assert len(list(cache.iterdir())) == 1, "what could not be measured is tried again"
 
@@ -74,12 +74,12 @@ def trained(size: int, device: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="Triton compiles here and does not interpret")
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_every_cut_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, cut: Cut) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_config_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, config: LaunchConfig) -> None:
     pytest.importorskip("triton")
     with backend("triton"):
         expected = trained(9000, "cpu")
-        monkeypatch.setattr(tuning, "DEFAULT", cut)
+        monkeypatch.setattr(autotune, "DEFAULT", config)
         found = trained(9000, "cpu")
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -88,7 +88,7 @@ def test_every_cut_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, cut: Cut
 @pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
 def test_large_batches_are_tuned_on_a_gpu(cache: Path) -> None:
     found = trained(2**22, "cuda")
-    assert list(cache.glob("cut-*.json"))
+    assert list(cache.glob("launch-*.json"))
     with backend("eager"):
         expected = trained(2**22, "cuda")
     for a, b in zip(found[:2], expected[:2], strict=True):

@@ -13,9 +13,10 @@ from torch import nn
 
 from halfstep import amp, optimizers
 from halfstep.kernels import backend
-from halfstep.kernels.expr import Pass
+from halfstep.kernels.expr import ElementwiseKernel
+from halfstep.kernels.launch import launch
 from halfstep.kernels.storage import copied, dense, honoured, join, plain, round_half_away, split
-from halfstep.kernels.tensor_table import Batch
+from halfstep.kernels.tensor_table import TensorTable
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 HALVES = [BF16, FP16]
@@ -152,8 +153,9 @@ def _scaled(param: Any, *, factor: Any) -> dict[str, Any]:
     return {"param": param * factor}
 
 
-KEEP = Pass("keep", _same)
-SCALED = Pass("scaled", _scaled)
+KEEP = ElementwiseKernel("keep", _same)
+SCALED = ElementwiseKernel("scaled", _scaled)
+CAST = ElementwiseKernel("cast", lambda source, target: {"target": source})
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -196,8 +198,7 @@ def test_what_counts_as_written(on: str, dtype: torch.dtype) -> None:
     assert torch.equal(bits(honoured(first, second)), bits(expected))
     master, weight = first.clone(), second.clone()
     with backend(on):
-        batch = Batch({"param": (plain(dtype), ([master], [weight]))})
-        batch.run(KEEP, {})
+        launch(TensorTable({"param": (plain(dtype), ([master], [weight]))}), KEEP, {})
     assert torch.equal(bits(master), bits(expected))
     assert torch.equal(bits(weight), bits(expected.to(dtype)))
     assert (weight == second)[~second.isnan()].all(), "a written weight stays as it was written"
@@ -211,10 +212,10 @@ def test_float64_arithmetic_rounds_weights_from_their_masters(on: str, dtype: to
     weight = master.to(dtype)
     factor = 1.0 + 2.0**-30
     with backend(on):
-        batch = Batch({"param": (plain(dtype), ([master], [weight]))}, FP64)
+        table = TensorTable({"param": (plain(dtype), ([master], [weight]))}, FP64)
         for _ in range(2):
             before = master.clone()
-            batch.run(SCALED, {"factor": factor})
+            launch(table, SCALED, {"factor": factor})
             assert torch.equal(master, (before.double() * factor).float())
             assert torch.equal(weight, master.to(dtype))
 
@@ -225,7 +226,7 @@ def test_a_copy_of_an_fp32_weight_is_not_heard(on: str, dtype: torch.dtype) -> N
     weight, copy_of_it = torch.randn(50), torch.full((50,), 7.0, dtype=dtype)
     expected = weight.clone()
     with backend(on):
-        Batch({"param": (copied(dtype), ([weight], [copy_of_it]))}).run(KEEP, {})
+        launch(TensorTable({"param": (copied(dtype), ([weight], [copy_of_it]))}), KEEP, {})
     assert torch.equal(weight, expected)
     assert torch.equal(copy_of_it, expected.to(dtype))
 
@@ -241,7 +242,7 @@ def test_float16_on_the_compiled_backend_is_torchs() -> None:
     with backend("compiled"):
         for source, target in ((halves, wide), (values, narrow)):
             columns = {"source": (dense(source.dtype), ([source],)), "target": (dense(target.dtype), ([target],))}
-            Batch(columns).run(Pass("cast", lambda source, target: {"target": source}), {})
+            launch(TensorTable(columns), CAST, {})
     assert torch.equal(bits(wide), bits(halves.float()))
     assert torch.equal(bits(narrow), bits(values.to(FP16)))
 

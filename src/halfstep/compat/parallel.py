@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..core.errors import ArgumentValueError, UsageError
 from ..distributed.ddp_hook import AllReduceOptions, changes_gradients, reduction_of, set_options
-from ..kernels.grouping import Plan
+from ..kernels.grouping import group_rows
 
 __all__ = ["DistributedDataParallel", "Reducer"]
 
@@ -140,7 +140,7 @@ class Reducer:
         grads = self.grads
         if self.module is not None:
             grads = [param.grad for param in self.module.parameters() if param.grad is not None]
-        for rows in Plan(grads).rows:
+        for rows in group_rows(grads):
             group = [grads[i] for i in rows]
             flat = torch.cat([grad.flatten() for grad in group]).div_(dist.get_world_size())
             dist.all_reduce(flat)

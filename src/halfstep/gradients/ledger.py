@@ -37,8 +37,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.torch_compat import HAS_GRAD_DTYPE, is_view
-from ..kernels import eager
-from ..kernels.grouping import PlanCache
+from ..kernels import multi_tensor
+from ..kernels.grouping import TensorGroupsCache
 from .unscale import Unscaler, reciprocal, widened
 
 __all__ = ["Chooser", "Gradients", "UnscaledOnce", "get_grads", "set_grads", "widen"]
@@ -116,7 +116,7 @@ class Gradients:
         self._begun: list[torch.Tensor] = []  # had no gradient in their place when the block was opened
         self._unscaler = Unscaler()
         self._clipper = Unscaler()
-        self._plans = PlanCache()
+        self._groups = TensorGroupsCache()
 
     # ---- around a backward pass
 
@@ -247,8 +247,9 @@ class Gradients:
                 targets = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
             else:
                 targets = [self.held.pop(id(param)).float() for param in rows]
-            plan = self._plans.get(slot, rows, grads, targets)
-            eager.unscale_into(plan, grads, targets, inv_scale, found_inf, accumulate=slot == "again")
+            groups = self._groups.get(slot, rows, grads, targets)
+            accumulate = slot == "again"
+            multi_tensor.unscale_into(grads, targets, inv_scale, found_inf, accumulate=accumulate, groups=groups)
             set_grads(rows, targets)
         return {id(param) for param in (*first, *again)}
 

@@ -12,8 +12,8 @@ import torch
 
 from ..core.dtypes import is_half
 from ..core.torch_compat import values_of
-from ..kernels import eager
-from ..kernels.grouping import Plan, PlanCache
+from ..kernels import multi_tensor
+from ..kernels.grouping import TensorGroups, TensorGroupsCache
 
 __all__ = ["Unscaler", "dense_view", "reciprocal", "widened"]
 
@@ -44,8 +44,8 @@ class Unscaler:
 
     def __init__(self) -> None:
         self.any_half = False
-        self._plans = PlanCache()
-        self._plan = Plan()
+        self._cache = TensorGroupsCache()
+        self._groups = TensorGroups()
         self._complex = False
 
     def __call__(
@@ -73,9 +73,9 @@ class Unscaler:
             seen.update(map(id, owners))
         if not owners:
             return []
-        plan = self._plans.get("grads", owners, grads)
-        if plan is not self._plan:
-            self._plan, self._complex = plan, any(grad.is_complex() for grad in grads)
+        groups = self._cache.get("grads", owners, grads)
+        if groups is not self._groups:
+            self._groups, self._complex = groups, any(grad.is_complex() for grad in grads)
             self.any_half = any(map(is_half, grads))
         if [grad for grad in grads if grad.is_sparse]:
             for i, param in enumerate(owners):
@@ -102,8 +102,8 @@ class Unscaler:
         grads = self.gather(params)
         if not grads:
             return torch.zeros(())
-        norm = eager.norm(self._plan, grads, norm_type)
-        eager.scale_(self._plan, grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        norm = multi_tensor.norm(grads, norm_type, groups=self._groups)
+        multi_tensor.scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0), groups=self._groups)
         return norm
 
     @torch.no_grad()
@@ -123,12 +123,12 @@ class Unscaler:
         """
         if not grads:
             return torch.zeros_like(found_inf)
-        norm = eager.norm(self._plan, grads).to(found_inf.device) * inv_scale
+        norm = multi_tensor.norm(grads, groups=self._groups).to(found_inf.device) * inv_scale
         found_inf.logical_or_(norm.isfinite().logical_not_())
-        eager.scale_(self._plan, grads, inv_scale * (max_norm / (norm + 1e-6)).clamp_(max=1.0))
+        factor = inv_scale * (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+        multi_tensor.scale_(grads, factor, groups=self._groups)
         return norm
 
-    @torch.no_grad()
     def unscale(self, grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
         """Multiply gradients by ``inv_scale`` in place, in fp32 arithmetic.
 
@@ -138,4 +138,4 @@ class Unscaler:
             found_inf: 0-dim float32 tensor on any device, set to 1.0 if a gradient holds inf or NaN.
         """
         if grads:
-            eager.unscale_(self._plan, grads, inv_scale, found_inf)
+            multi_tensor.unscale_(grads, inv_scale, found_inf, groups=self._groups)

@@ -1,7 +1,7 @@
-"""Multi-tensor operations over cached lists of tensors, on three backends.
+"""Multi-tensor operations and elementwise kernels, on three backends.
 
-``eager`` runs on ``torch._foreach`` anywhere and is the reference; ``compiled`` is C++ built by the system's compiler
-for the CPU; ``triton`` is for CUDA. ``backend`` or ``HALFSTEP_BACKEND`` chooses.
+``eager`` runs on ``torch._foreach`` anywhere and is the reference. ``compiled`` is C++ for the CPU, built by the
+system's compiler. ``triton`` is for CUDA. ``backend`` or ``HALFSTEP_BACKEND`` chooses.
 """
 
 from .launch import BACKENDS, backend, backend_for

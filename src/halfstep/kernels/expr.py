@@ -1,8 +1,8 @@
-"""The language updates are written in: a plain Python function of tensors and scalars, traced once per pass.
+"""The language of updates: a plain Python function of tensors and numbers, traced once.
 
-An update is written with ``+ - * /`` and the tensor methods ``sqrt``, ``abs``, ``maximum`` and ``minimum``, so the same
-function runs on tensors, on lists of tensors (``foreach``), and on the symbols of this module, whose trace the
-``compiled`` and ``triton`` backends print as source code.
+An update is written with ``+ - * /`` and the tensor methods ``sqrt`` and ``maximum``. So the same function runs on
+lists of tensors (``backends.foreach``) and on the symbols of this module, whose trace the ``compiled`` and ``triton``
+backends print as source code.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Node", "Pass", "Program", "Symbol", "trace"]
+__all__ = ["ElementwiseKernel", "Node", "Symbol", "Trace", "elementwise_kernel", "trace"]
+
+Function = Callable[..., Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One elementwise pass over rows of tensors.
+class ElementwiseKernel:
+    """One elementwise computation over the rows of a table of tensors.
 
     Attributes:
         name: for messages and file names.
@@ -26,23 +28,20 @@ class Pass:
             keyword-only ones are numbers, one for each row. An output named as a column is stored there, after the
             whole row was read, unless ``squares`` or ``checks`` names it.
         squares: outputs of which the sum of squares over each row is returned instead.
-        checks: outputs that are looked through for inf and NaN.
+        checks: outputs in which inf and NaN are looked for.
     """
 
     name: str
-    fn: Callable[..., Mapping[str, Any]]
+    fn: Function
     squares: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns it reads or writes, in the order of the function's parameters."""
-        return trace(self).columns
 
-    @property
-    def scalars(self) -> tuple[str, ...]:
-        """The numbers it needs for each row."""
-        return trace(self).scalars
+def elementwise_kernel(
+    *, squares: tuple[str, ...] = (), checks: tuple[str, ...] = ()
+) -> Callable[[Function], ElementwiseKernel]:
+    """Decorator: make a function an ``ElementwiseKernel`` of the function's name."""
+    return lambda fn: ElementwiseKernel(fn.__name__, fn, squares, checks)
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Program:
-    """What a pass does, operation by operation, each value computed once.
+class Trace:
+    """What a kernel does, operation by operation, each value computed once.
 
     Attributes:
         columns: names of the tensors of a row.
@@ -110,47 +109,36 @@ class Symbol:
     def __truediv__(self, other: Symbol | float) -> Symbol:
         return self._apply("div", self, other)
 
-    def __neg__(self) -> Symbol:
-        return self._apply("neg", self)
-
     def sqrt(self) -> Symbol:
         """The correctly rounded square root."""
         return self._apply("sqrt", self)
-
-    def abs(self) -> Symbol:
-        """The magnitude."""
-        return self._apply("abs", self)
 
     def maximum(self, other: Symbol) -> Symbol:
         """The larger of two values; NaN if either is."""
         return self._apply("maximum", self, other)
 
-    def minimum(self, other: Symbol) -> Symbol:
-        """The smaller of two values; NaN if either is."""
-        return self._apply("minimum", self, other)
-
 
 @functools.cache
-def trace(pass_: Pass) -> Program:
-    """Run the function of a pass on symbols and write down what it does."""
-    parameters = inspect.signature(pass_.fn).parameters.values()
+def trace(kernel: ElementwiseKernel) -> Trace:
+    """Run the function of a kernel on symbols and write down what it does."""
+    parameters = inspect.signature(kernel.fn).parameters.values()
     columns = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
     scalars = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
     nodes: dict[Node, int] = {}
     loads = {name: Symbol(nodes, Node("load", (name,))) for name in columns}
     numbers = {name: Symbol(nodes, Node("scalar", (name,))) for name in scalars}
-    outputs = pass_.fn(*loads.values(), **numbers)
-    special = {*pass_.squares, *pass_.checks}
+    outputs = kernel.fn(*loads.values(), **numbers)
+    special = {*kernel.squares, *kernel.checks}
     stores = {name: value.index for name, value in outputs.items() if name not in special}
     ordered = tuple(nodes)
     used = {*stores.values(), *(outputs[name].index for name in special)}
     used.update(int(arg) for node in ordered if node.op not in ("load", "scalar", "const") for arg in node.args)
-    return Program(
+    return Trace(
         columns,
         scalars,
         ordered,
         tuple(name for name in columns if loads[name].index in used),
         stores,
-        tuple(outputs[name].index for name in pass_.squares),
-        tuple(outputs[name].index for name in pass_.checks),
+        tuple(outputs[name].index for name in kernel.squares),
+        tuple(outputs[name].index for name in kernel.checks),
     )

@@ -1,4 +1,4 @@
-"""Which rows of tensors go together in one multi-tensor call: worked out once for a list of tensors, then kept."""
+"""Which tensors go together in one multi-tensor call: those of one device, one dtype and one way of sharding."""
 
 from __future__ import annotations
 
@@ -8,67 +8,74 @@ import torch
 
 from .shards import Domain, domain_of, is_sharded, locals_of
 
-__all__ = ["Plan", "PlanCache"]
+__all__ = ["TensorGroups", "TensorGroupsCache", "group_rows"]
 
 
-class Plan:
-    """Aligned lists of tensors, split into groups that share device, dtype and processes column by column.
-
-    Only positions are kept, never a tensor, so that a plan made for one step serves the next, whose gradients
-    are new tensors of the same kind.
+def group_rows(*columns: Sequence[torch.Tensor | None]) -> list[list[int]]:
+    """The positions of rows whose tensors have the same device, dtype and sharding, column by column.
 
     Args:
-        columns: lists of equal length; row i is ``(columns[0][i], columns[1][i], ...)``.
+        columns: lists of equal length; row i is ``(columns[0][i], columns[1][i], ...)``. None goes with None.
+
+    Returns:
+        A list of positions for each group. Groups come in the order of their first rows.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for i, row in enumerate(zip(*columns, strict=True)):
+        key = tuple([None if t is None else (t.device, t.dtype, domain_of(t)) for t in row])
+        groups.setdefault(key, []).append(i)
+    return list(groups.values())
+
+
+class TensorGroups:
+    """The groups of aligned lists of tensors; see ``group_rows``.
+
+    Only positions are kept, never a tensor. So the groups of one step serve the next, whose gradients are new tensors
+    of the same kind.
+
+    Args:
+        columns: lists of equal length.
 
     Attributes:
-        domains: for each group, the processes over which its tensors are cut.
+        domains: for each group, the processes over which its tensors are sharded.
     """
 
-    __slots__ = ("_groups", "_sharded", "domains")
+    __slots__ = ("_rows", "_sharded", "domains")
 
     def __init__(self, *columns: Sequence[torch.Tensor]) -> None:
-        groups: dict[Hashable, list[int]] = {}
-        for i, row in enumerate(zip(*columns, strict=True)):
-            groups.setdefault(tuple((t.device, t.dtype, domain_of(t)) for t in row), []).append(i)
-        self._groups = list(groups.values())
-        first = columns[0] if columns else []
-        self.domains: list[Domain] = [domain_of(first[rows[0]]) for rows in self._groups]
+        self._rows = group_rows(*columns)
         self._sharded = any(is_sharded(tensor) for column in columns for tensor in column)
+        self.domains: list[Domain] = [domain_of(columns[0][rows[0]]) for rows in self._rows]
 
-    @property
-    def rows(self) -> list[list[int]]:
-        """The positions of each group's rows."""
-        return self._groups
-
-    def split(self, *columns: list[torch.Tensor]) -> list[tuple[list[torch.Tensor], ...]]:
-        """The groups of these lists, which must be of the kind the plan was made for.
+    def split(self, *columns: Sequence[torch.Tensor]) -> list[tuple[list[torch.Tensor], ...]]:
+        """The groups of these lists, which must be of the kind that the groups were made for.
 
         Returns:
-            One tuple of lists for each group, the lists in the order of ``columns``; of sharded tensors the parts that
-            lie here.
+            One tuple of lists for each group, the lists in the order of ``columns``. Of sharded tensors they hold the
+            local parts.
         """
-        if self._sharded:
-            columns = tuple(map(locals_of, columns))
-        if len(self._groups) == 1:
-            return [columns]
-        return [tuple([column[i] for i in rows] for column in columns) for rows in self._groups]
+        if len(self._rows) != 1:
+            groups = [tuple([[column[i] for i in rows] for column in columns]) for rows in self._rows]
+        else:
+            groups = [tuple([column if isinstance(column, list) else list(column) for column in columns])]
+        return [tuple(map(locals_of, group)) for group in groups] if self._sharded else groups
 
 
-class PlanCache:
-    """The plans of a set of long-lived tensors (parameters, masters), found by their identity.
+class TensorGroupsCache:
+    """The groups of long-lived tensors (parameters, masters), found by the identity of these.
 
-    The tensors that make the key are kept alive by the entry, so that an identity is never one of a later tensor.
-    A cache holds one plan per ``slot``: when other tensors take part (a parameter had no gradient this time, a
-    group was added), the plan of the slot is made anew.
+    An entry keeps its tensors alive, so that their identities cannot become those of later tensors. The cache holds one
+    entry for each ``slot``. It is made anew when other tensors take part: a parameter had no gradient this time, or a
+    parameter group was added.
     """
 
     def __init__(self) -> None:
-        self._plans: dict[Hashable, tuple[tuple[int, ...], Plan, Sequence[torch.Tensor]]] = {}
+        self._entries: dict[Hashable, tuple[tuple[int, ...], TensorGroups, Sequence[torch.Tensor]]] = {}
 
-    def get(self, slot: Hashable, owners: Sequence[torch.Tensor], *columns: Sequence[torch.Tensor]) -> Plan:
-        """The plan for ``columns``, whose rows belong to ``owners``."""
+    def get(self, slot: Hashable, owners: Sequence[torch.Tensor], *columns: Sequence[torch.Tensor]) -> TensorGroups:
+        """The groups of ``columns``, whose rows belong to ``owners``."""
         key = tuple(map(id, owners))
-        entry = self._plans.get(slot)
+        entry = self._entries.get(slot)
         if entry is None or entry[0] != key:
-            entry = self._plans[slot] = (key, Plan(*columns), owners)
+            entry = self._entries[slot] = (key, TensorGroups(*columns), owners)
         return entry[1]

@@ -1,20 +1,19 @@
-"""Which backend runs a pass on which device."""
+"""Which backend runs a kernel on which device, and the call that runs it."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from contextvars import ContextVar
 from types import TracebackType
 
 import torch
 
 from ..core.errors import ArgumentValueError, UsageError
-from .expr import Pass
-from .tensor_table import Batch, Launch
+from .expr import ElementwiseKernel
+from .tensor_table import Launcher, Scalars, TensorTable
 
-__all__ = ["BACKENDS", "backend", "backend_for", "launcher"]
+__all__ = ["BACKENDS", "backend", "backend_for", "launch"]
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
 """``auto``: triton on CUDA and compiled on the CPU where they can run, eager otherwise."""
@@ -74,20 +73,38 @@ def backend_for(device: torch.device | str) -> str:
     return name
 
 
-def launcher(device: torch.device) -> tuple[str, Callable[[Pass, Batch], Launch]]:
-    """The name of a device's backend and what makes a pass ready on it. Backends are imported when first used."""
-    name = backend_for(device)
+def launch(
+    table: TensorTable,
+    kernel: ElementwiseKernel,
+    scalars: Scalars,
+    *,
+    skip: torch.Tensor | None = None,
+    found: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run a kernel over the rows of a table, on the backend in use; the other arguments and the result as ``Launcher``.
+
+    What the backend made ready for it is kept in the table for the next step.
+    """
+    name = backend_for(table.device)
+    launcher = table.launchers.get((name, kernel))
+    if launcher is None:
+        launcher = table.launchers[name, kernel] = _launcher(name, kernel, table)
+    return launcher(scalars, skip=skip, found=found)
+
+
+def _launcher(name: str, kernel: ElementwiseKernel, table: TensorTable) -> Launcher:
+    """A kernel made ready for a table on a backend. Backends are imported when first used."""
     if name == "compiled":
-        from .backends.cpp import CompiledLaunch
+        from .backends.cpp import CppLauncher
 
-        return name, CompiledLaunch
+        return CppLauncher(kernel, table)
     if name == "triton":
-        from .backends.triton import TritonLaunch
+        from .backends.triton import TritonLauncher
 
-        return name, TritonLaunch
-    from .backends.foreach import ForeachLaunch
+        return TritonLauncher(kernel, table)
+    from .backends.foreach import ForeachLauncher
 
-    return name, ForeachLaunch
+    return ForeachLauncher(kernel, table)
 
 
 def _known(name: str, where: str) -> str:
@@ -101,6 +118,6 @@ def _has_triton() -> bool:
 
 
 def _has_compiler() -> bool:
-    from .backends import compiler as cxx
+    from .backends import compiler
 
-    return cxx.available()
+    return compiler.available()

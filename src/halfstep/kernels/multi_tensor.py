@@ -1,7 +1,14 @@
-"""Multi-tensor operations for everybody: scale, axpby, norms, unscale, copy; each an expression and one pass.
+"""Multi-tensor operations on lists of tensors that may mix devices and dtypes: copy, scale, unscale, add, norm.
 
-They take plain lists that may mix dtypes and devices. Whoever calls one with the same tensors step after step keeps a
-``Batch`` instead and runs the pass itself.
+Where torch has one call for the operation (``torch._foreach``), that call is made, once for each group of tensors.
+Other operations are elementwise kernels, which run on the backend of their device (``launch``). Whoever runs a kernel
+on the same tensors step after step keeps a ``TensorTable`` and launches on it.
+
+``groups`` is what ``TensorGroups`` makes of an operation's lists, in the order of its arguments; callers that have
+the same lists in every step keep it. ``found_inf`` is a 0-dim float32 tensor on any device that is set to 1.0 where a
+value is inf or NaN, and is never read here. ``copy``, ``scale_``, ``unscale_``, ``unscale_into`` and ``norm`` take
+sharded tensors (``DTensor``), too. What is found of them is what all their processes find, so these calls are
+collective operations there. Autograd records neither ``copy``, ``unscale_`` nor a kernel.
 """
 
 from __future__ import annotations
@@ -12,41 +19,152 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from .expr import Pass, trace
-from .grouping import Plan
-from .tensor_table import Batch, Scalars
+from .expr import ElementwiseKernel, elementwise_kernel, trace
+from .grouping import TensorGroups, group_rows
+from .launch import backend_for, launch
+from .shards import Domain, complete_max, complete_sum
+from .tensor_table import Number, Scalars, TensorTable
 
-__all__ = ["AXPBY", "COPY", "L2NORM", "SCALE", "axpby", "copy", "l2norm", "run", "scale", "unscale_"]
+__all__ = [
+    "axpby",
+    "axpby_kernel",
+    "copy",
+    "l2norm",
+    "norm",
+    "run",
+    "scale",
+    "scale_",
+    "scale_kernel",
+    "unscale_",
+    "unscale_into",
+]
+
+Tensors = Sequence[torch.Tensor]
+
+_LARGE = 2**16  # elements of a tensor, on average
 
 
-def _scale(source: Any, target: Any, *, factor: Any) -> dict[str, Any]:
+@elementwise_kernel(checks=("seen",))
+def scale_kernel(source: Any, target: Any, *, factor: Any) -> dict[str, Any]:
+    """``target = source * factor``, with a check of the source."""
     return {"target": source * factor, "seen": source}
 
 
-def _axpby(x: Any, y: Any, target: Any, *, a: Any, b: Any) -> dict[str, Any]:
+@elementwise_kernel(checks=("x_seen", "y_seen"))
+def axpby_kernel(x: Any, y: Any, target: Any, *, a: Any, b: Any) -> dict[str, Any]:
+    """``target = a x + b y``, with a check of both."""
     return {"target": x * a + y * b, "x_seen": x, "y_seen": y}
 
 
-def _copy(source: Any, target: Any) -> dict[str, Any]:
-    return {"target": source}
-
-
-def _l2norm(source: Any) -> dict[str, Any]:
+@elementwise_kernel(squares=("seen",), checks=("seen",))
+def l2norm_kernel(source: Any) -> dict[str, Any]:
+    """The sum of squares, with a check."""
     return {"seen": source}
 
 
-SCALE = Pass("scale", _scale, checks=("seen",))
-AXPBY = Pass("axpby", _axpby, checks=("x_seen", "y_seen"))
-COPY = Pass("copy", _copy)
-L2NORM = Pass("l2norm", _l2norm, squares=("seen",), checks=("seen",))
+# ---- torch's own calls
 
 
-def scale(
-    sources: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    factor: float | torch.Tensor,
-    found_inf: torch.Tensor | None = None,
+@torch.no_grad()
+def copy(sources: Tensors, targets: Tensors, *, groups: TensorGroups | None = None) -> None:
+    """``target = source`` for each pair, cast to the target's dtype."""
+    for src, dst in (groups or TensorGroups(sources, targets)).split(sources, targets):
+        torch._foreach_copy_(dst, src)
+
+
+def scale_(tensors: Tensors, factor: torch.Tensor, *, groups: TensorGroups | None = None) -> None:
+    """``tensor *= factor`` in place; ``factor`` is a 0-dim tensor on any device."""
+    for (group,) in (groups or TensorGroups(tensors)).split(tensors):
+        torch._foreach_mul_(group, factor.to(group[0].device, non_blocking=True))
+
+
+@torch.no_grad()
+def unscale_(
+    tensors: Tensors, inv_scale: torch.Tensor, found_inf: torch.Tensor, *, groups: TensorGroups | None = None
 ) -> None:
+    """``tensor *= inv_scale`` in place, in fp32 arithmetic, looking for inf and NaN in the same pass.
+
+    The versions of the tensors stay as they are, as in ``torch.amp.GradScaler``.
+
+    Args:
+        tensors: real tensors of any float dtype.
+        inv_scale: 0-dim tensor on any device.
+        found_inf: set to 1.0 if a value is not finite.
+        groups: made for ``tensors``.
+    """
+    groups = groups or TensorGroups(tensors)
+    for (group,) in groups.split(tensors):
+        _unscale_group(group, inv_scale, found_inf)
+    _complete_flag(groups, found_inf)
+
+
+def unscale_into(
+    sources: Tensors,
+    targets: Tensors,
+    inv_scale: torch.Tensor | None,
+    found_inf: torch.Tensor,
+    *,
+    accumulate: bool,
+    groups: TensorGroups | None = None,
+) -> None:
+    """``target = source * inv_scale``, or ``target += ...`` with ``accumulate``; the sources stay as they are.
+
+    Args:
+        sources: gradients, usually of 16 bits.
+        targets: float32 tensors of the same shapes.
+        inv_scale: 0-dim float32 tensor, or None to copy without scaling and without looking for overflow.
+        found_inf: set to 1.0 if a source is not finite.
+        accumulate: add to the targets instead of overwriting them.
+        groups: made for ``sources, targets``.
+    """
+    groups = groups or TensorGroups(sources, targets)
+    for src, dst in groups.split(sources, targets):
+        if accumulate and _worth_a_kernel(src, dst):
+            factor = 1.0 if inv_scale is None else inv_scale
+            axpby(factor, src, 1.0, dst, dst, None if inv_scale is None else found_inf)
+            continue
+        if accumulate and inv_scale is None:
+            torch._foreach_add_(dst, src)
+            continue
+        fresh = [torch.empty_like(t) for t in dst] if accumulate else dst
+        torch._foreach_copy_(fresh, src)
+        if inv_scale is not None:
+            _unscale_group(fresh, inv_scale, found_inf)
+        if accumulate:
+            torch._foreach_add_(dst, fresh)
+    if inv_scale is not None:
+        _complete_flag(groups, found_inf)
+
+
+def norm(tensors: Tensors, p: float = 2.0, *, groups: TensorGroups | None = None) -> torch.Tensor:
+    """The p-norm of all the tensors taken as one vector.
+
+    Args:
+        tensors: at least one; real, of any float dtype.
+        p: above 0; ``float("inf")`` for the largest magnitude.
+        groups: made for ``tensors``.
+
+    Returns:
+        A 0-dim tensor on the first tensor's device, float32, or float64 if one of them is.
+    """
+    groups = groups or TensorGroups(tensors)
+    device = tensors[0].device
+    norms = [torch.zeros((), device=device)]
+    for (group,), domain in zip(groups.split(tensors), groups.domains, strict=True):
+        fp32_or_wider = torch.promote_types(group[0].dtype, torch.float32)
+        filled = [t for t in group if t.numel()]  # an empty tensor has no largest element
+        found = list(torch._foreach_norm(filled, p, dtype=fp32_or_wider)) if filled else []
+        norms.extend([_complete_norm(found, p, domain, device)] if domain else found)
+    dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+    gathered = torch.stack([n.to(device, dtype, non_blocking=True) for n in norms])
+    total: torch.Tensor = torch.linalg.vector_norm(gathered, p)
+    return total
+
+
+# ---- kernels
+
+
+def scale(sources: Tensors, targets: Tensors, factor: Number, found_inf: torch.Tensor | None = None) -> None:
     """``target = source * factor`` for each pair, in fp32 arithmetic (fp64 where a side is fp64).
 
     Args:
@@ -55,33 +173,23 @@ def scale(
         factor: a number or 0-dim tensor.
         found_inf: 0-dim float32 tensor, set to 1.0 if a source holds inf or NaN.
     """
-    run(SCALE, {"factor": factor}, found_inf, source=sources, target=targets)
-
-
-def unscale_(tensors: Sequence[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """``tensor *= inv_scale`` in place, looking for inf and NaN in the same pass; see ``scale``."""
-    scale(tensors, tensors, inv_scale, found_inf)
+    run(scale_kernel, {"factor": factor}, found_inf, source=sources, target=targets)
 
 
 def axpby(
-    a: float | torch.Tensor,
-    xs: Sequence[torch.Tensor],
-    b: float | torch.Tensor,
-    ys: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
+    a: Number,
+    xs: Tensors,
+    b: Number,
+    ys: Tensors,
+    targets: Tensors,
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """``target = a x + b y`` for each triple; see ``scale``."""
-    run(AXPBY, {"a": a, "b": b}, found_inf, x=xs, y=ys, target=targets)
-
-
-def copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """``target = source`` for each pair, cast to the target's dtype."""
-    run(COPY, {}, None, source=sources, target=targets)
+    run(axpby_kernel, {"a": a, "b": b}, found_inf, x=xs, y=ys, target=targets)
 
 
 def l2norm(
-    tensors: Sequence[torch.Tensor], *, per_tensor: bool = False, found_inf: torch.Tensor | None = None
+    tensors: Tensors, *, per_tensor: bool = False, found_inf: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The 2-norm of the tensors taken as one vector, and of each if asked for, with the finite check in one read.
 
@@ -96,38 +204,83 @@ def l2norm(
     """
     if not tensors:
         return torch.zeros(()), torch.zeros(0) if per_tensor else None
-    device = tensors[0].device
-    squares = torch.zeros(len(tensors), dtype=torch.float64, device=device)
-    for rows, sums in run(L2NORM, {}, found_inf, source=tensors):
-        squares[rows] = sums[0].to(device, non_blocking=True)
+    squares = run(l2norm_kernel, {}, found_inf, source=tensors)[0]
     return squares.sum().sqrt().float(), squares.sqrt().float() if per_tensor else None
 
 
+@torch.no_grad()
 def run(
-    pass_: Pass,
+    kernel: ElementwiseKernel,
     scalars: Scalars,
-    found_inf: torch.Tensor | None,
+    found_inf: torch.Tensor | None = None,
     *,
     skip: torch.Tensor | None = None,
-    **columns: Sequence[torch.Tensor],
-) -> list[tuple[list[int], torch.Tensor]]:
-    """Run a pass group by group of device and dtype; returns the positions and the sums of each.
+    **columns: Tensors,
+) -> torch.Tensor:
+    """Run a kernel group by group on lists of tensors.
 
     Args:
-        pass_: what to run.
-        scalars: its numbers.
-        found_inf: as in ``scale``.
+        kernel: what to run.
+        scalars: its numbers: floats, 0-dim tensors, or tensors of shape [rows].
+        found_inf: float32 tensor of one element, set to 1.0 if a checked value is inf or NaN.
         skip: 0-dim float32 tensor; nothing is written where it is not 0.
-        **columns: a list of tensors for each column of the pass.
+        **columns: a list of tensors for each column of the kernel, of one length: the rows.
+
+    Returns:
+        The sums of squares that the kernel names: float64, shape [sums, rows], on the first tensor's device.
     """
-    results = []
-    with torch.no_grad():
-        for rows in Plan(*columns.values()).rows:
-            batch = Batch.of(**{name: [tensors[i] for i in rows] for name, tensors in columns.items()})
-            found = None if found_inf is None else torch.zeros((), device=batch.device)
-            results.append((rows, batch.run(pass_, scalars, skip=skip, found=found)))
-            for name in trace(pass_).stores:  # kernels write behind autograd's back
-                increment_version(batch.columns[name][1][0])
-            if found is not None and found_inf is not None:
-                found_inf.copy_(torch.maximum(found_inf, found.to(found_inf).reshape(found_inf.shape)))
-    return results
+    first, *_ = columns.values()
+    device = first[0].device if first else None
+    sums = torch.zeros(len(kernel.squares), len(first), dtype=torch.float64, device=device)
+    for rows in group_rows(*columns.values()):
+        table = TensorTable.of(**{name: [tensors[i] for i in rows] for name, tensors in columns.items()})
+        found = None if found_inf is None else torch.zeros((), device=table.device)
+        numbers = {name: _rows_of(value, rows, len(first)) for name, value in scalars.items()}
+        squares = launch(table, kernel, numbers, skip=skip, found=found)
+        if kernel.squares:
+            sums[:, rows] = squares.to(sums.device, non_blocking=True)
+        for name in trace(kernel).stores:  # kernels write behind autograd's back
+            increment_version(table.columns[name][1][0])
+        if found is not None and found_inf is not None:
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf).reshape(found_inf.shape)))
+    return sums
+
+
+# ---- inside
+
+
+def _rows_of(value: Number, rows: list[int], count: int) -> Number:
+    """A number for all rows as it is; of a tensor of shape [count] the numbers of some rows."""
+    return value.expand(count)[rows] if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def _worth_a_kernel(src: Tensors, dst: Tensors) -> bool:
+    """Whether one pass that reads 16 bits and adds in fp32 beats torch's two to four: for large tensors on a CPU."""
+    elements = sum(t.numel() for t in src)
+    return elements > _LARGE * len(src) and dst[0].device.type == "cpu" and backend_for("cpu") == "compiled"
+
+
+def _unscale_group(group: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    device = group[0].device
+    if inv_scale.device != device or inv_scale.dtype is not torch.float32:
+        inv_scale = inv_scale.to(device, torch.float32, non_blocking=True)
+    if found_inf.device == device:
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
+        return
+    local = torch.zeros((), device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(group, local, inv_scale)
+    found_inf.copy_(torch.maximum(found_inf, local.to(found_inf.device, non_blocking=True)))
+
+
+def _complete_flag(groups: TensorGroups, found_inf: torch.Tensor) -> None:
+    for domain in dict.fromkeys(groups.domains):
+        complete_max(found_inf, domain)
+
+
+def _complete_norm(norms: list[torch.Tensor], p: float, domain: Domain, device: torch.device) -> torch.Tensor:
+    """The norm of whole tensors, from the norms of their local parts."""
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    here = torch.linalg.vector_norm(torch.stack([zero, *(n.double() for n in norms)]), p)
+    if p == float("inf"):
+        return complete_max(here, domain)
+    return complete_sum(here**p, domain) ** (1.0 / p)

@@ -1,6 +1,6 @@
-"""How the values of a column lie in memory: one tensor, a 16-bit weight with its remainder, a weight with a master.
+"""How the values of a column are stored: one tensor, a 16-bit weight with its remainder, or a weight with a master.
 
-Also the bit arithmetic of these forms, on tensors; the ``compiled`` and ``triton`` backends print the same steps.
+The bit arithmetic of these forms is here, on tensors. The ``compiled`` and ``triton`` backends print the same steps.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def dense(dtype: torch.dtype) -> Storage:
 
 
 def plain(dtype: torch.dtype) -> Storage:
-    """An fp32 master and a weight of ``dtype``, both written; whoever else writes to the weight is heard."""
+    """An fp32 master and a weight of ``dtype``, both written; what others write to the weight counts (``honoured``)."""
     return Storage("plain", (torch.float32, dtype))
 
 

@@ -1,7 +1,7 @@
-"""Rows of tensors that one pass covers at once, and what generated kernels need to find them: pointers and chunks.
+"""Rows of tensors that a kernel covers at once, and what generated kernels need to find them: pointers and chunks.
 
-A row is a parameter with its gradient and state; a column is the same thing of every row. ``Batch.run`` hands a
-``Pass`` to the backend in use (``select``) and keeps what that made ready for the next step.
+A row is a parameter with its gradient and state; a column is the same thing of every row. ``launch`` runs a kernel on
+a table.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from typing import Protocol
 
 import torch
 
-from .expr import Pass
+from .expr import ElementwiseKernel
 from .storage import Storage, dense
 
-__all__ = ["Batch", "Launch", "ScalarTable", "Scalars", "Table"]
+__all__ = ["Column", "Launcher", "Number", "PointerTable", "ScalarTable", "Scalars", "TensorTable"]
 
-Scalars = Mapping[str, "float | torch.Tensor"]
-"""A number for every row of a batch: a float or 0-dim tensor for all of them, or a tensor of shape [rows]."""
+Number = float | torch.Tensor
 
-Columns = Mapping[str, tuple[Storage, tuple[list[torch.Tensor], ...]]]
+Scalars = Mapping[str, Number]
+"""A number for every row of a table: a float or 0-dim tensor for all of them, or a tensor of shape [rows]."""
+
+Column = tuple[Storage, tuple[list[torch.Tensor], ...]]
+"""How its values are stored, and one list of tensors for each part of the storage."""
 
 
-class Launch(Protocol):
-    """A pass made ready for a batch."""
+class Launcher(Protocol):
+    """A kernel made ready for a table by one backend."""
 
     def __call__(
         self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
@@ -33,24 +36,28 @@ class Launch(Protocol):
         """Run it.
 
         Args:
-            scalars: the numbers the pass names, and ``seed`` (int32, shape [rows]) for a stochastic column.
-            skip: 0-dim float32 tensor on the batch's device; nothing is written where it is not 0.
-            found: 0-dim float32 tensor on the batch's device, set to 1.0 if a checked value is inf or NaN.
+            scalars: the numbers the kernel names, and ``seed`` (int32, shape [rows]) for a stochastic column. Others
+                are ignored.
+            skip: 0-dim float32 tensor on the table's device; nothing is written where it is not 0.
+            found: 0-dim float32 tensor on the table's device, set to 1.0 if a checked value is inf or NaN.
 
         Returns:
-            The sums of squares the pass names: float64, shape [sums, rows].
+            The sums of squares the kernel names: float64, shape [sums, rows].
         """
 
 
-class Batch:
+class TensorTable:
     """Columns of equal length, all on one device.
 
     Args:
-        columns: name -> (storage, one list of tensors for each of the storage's parts). The first may be renewed.
+        columns: by name. The tensors of the first column may be renewed.
         compute_dtype: float32, or float64 if a column holds that; worked out when not given.
+
+    Attributes:
+        launchers: the kernels made ready for this table, by backend and kernel.
     """
 
-    def __init__(self, columns: Columns, compute_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, columns: Mapping[str, Column], compute_dtype: torch.dtype | None = None) -> None:
         self.columns = dict(columns)
         first = next(iter(self.columns.values()))[1][0]
         self._strides = [t.stride() for t in first]
@@ -58,12 +65,12 @@ class Batch:
         self.device = first[0].device if first else torch.device("cpu")
         doubles = any(torch.float64 in storage.dtypes for storage, _ in self.columns.values())
         self.compute_dtype = compute_dtype or (torch.float64 if doubles else torch.float32)
-        self._launches: dict[tuple[str, Pass], Launch] = {}
-        self._tables: dict[int, Table] = {}
+        self.launchers: dict[tuple[str, ElementwiseKernel], Launcher] = {}
+        self._pointers: dict[int, PointerTable] = {}
 
     @classmethod
-    def of(cls, **columns: Sequence[torch.Tensor]) -> Batch:
-        """A batch of plain tensors, one dtype a column."""
+    def of(cls, **columns: Sequence[torch.Tensor]) -> TensorTable:
+        """A table of plain tensors, one dtype a column."""
         return cls({name: (dense(tensors[0].dtype), (list(tensors),)) for name, tensors in columns.items()})
 
     def __len__(self) -> int:
@@ -71,28 +78,16 @@ class Batch:
 
     @property
     def slots(self) -> dict[str, int]:
-        """Column -> number of its first part, as the tables of pointers count them."""
+        """Column -> number of its first part, as tables of pointers count them."""
         widths = [len(parts) for _, parts in self.columns.values()]
         return dict(zip(self.columns, itertools.accumulate(widths, initial=0), strict=False))
-
-    def run(
-        self, pass_: Pass, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Run a pass over the rows with the backend in use; arguments and result as in ``Launch``."""
-        from .launch import launcher  # the backends import this module
-
-        name, make = launcher(self.device)
-        launch = self._launches.get((name, pass_))
-        if launch is None:
-            launch = self._launches[name, pass_] = make(pass_, self)
-        return launch(scalars, skip=skip, found=found)
 
     def renew(self, tensors: list[torch.Tensor]) -> bool:
         """Put new tensors of the same kind into the first column: usually this step's gradients.
 
         Returns:
-            False if they are of another kind (dtype, layout), or if another column's storage was replaced under us:
-            then a new batch is needed.
+            False if they are of another kind (dtype, layout), or if the memory of another column was replaced. Then a
+            new table is needed.
         """
         name = next(iter(self.columns))
         storage = self.columns[name][0]
@@ -101,31 +96,32 @@ class Batch:
             if tensor.dtype is not dtype or tensor.layout is not torch.strided or tensor.stride() != strides:
                 return False
         self.columns[name] = (storage, (tensors,))
-        return all(table.renew(tensors) for table in self._tables.values())
+        return all(pointers.renew(tensors) for pointers in self._pointers.values())
 
-    def table(self, chunk: int) -> Table:
-        """The pointers and chunks of this batch, made once for each chunk size."""
-        if chunk not in self._tables:
-            self._tables[chunk] = Table(self, chunk)
-        return self._tables[chunk]
+    def pointers(self, chunk: int) -> PointerTable:
+        """The pointers and chunks of this table, made once for each chunk size."""
+        if chunk not in self._pointers:
+            self._pointers[chunk] = PointerTable(self, chunk)
+        return self._pointers[chunk]
 
 
-class Table:
-    """Where the rows of a batch lie in memory, as generated kernels read it.
+class PointerTable:
+    """Where the rows of a table lie in memory, as generated kernels read it.
 
     A row whose tensors do not all lie in memory in the same dense order is staged: kernels work on contiguous copies
-    of it, written back after the pass.
+    of it, written back after they ran.
 
     Attributes:
         chunks: how many pieces the rows are cut into.
         row, start, count: int64 tensors of shape [chunks]: the row, first element and length of each piece.
         first: int64, shape [rows + 1]: the first chunk of each row.
-        aligned: every pointer is a multiple of 16 bytes.
+        addresses: int64, shape [parts * rows]: where the tensors of each part of each column begin.
+        aligned: every address is a multiple of 16 bytes.
     """
 
-    def __init__(self, batch: Batch, chunk: int) -> None:
-        self.device = batch.device
-        self._lists = [list(part) for _, parts in batch.columns.values() for part in parts]
+    def __init__(self, table: TensorTable, chunk: int) -> None:
+        self.device = table.device
+        self._lists = [list(part) for _, parts in table.columns.values() for part in parts]
         self._staged: dict[int, list[torch.Tensor]] = {
             i: [torch.empty_like(t, memory_format=torch.contiguous_format) for t in row]
             for i, row in enumerate(zip(*self._lists, strict=True))
@@ -140,39 +136,37 @@ class Table:
         count = (sizes[row] - start).clamp(max=chunk)
         self.chunks = len(row)
         self.row, self.start, self.count, self.first = (t.to(self.device) for t in (row, start, count, first))
-        self.pointers = torch.empty(0, dtype=torch.int64)
+        self.addresses = torch.empty(0, dtype=torch.int64)
         self.aligned = False
-        self._addresses: list[list[int]] = []
-        for part in range(len(self._lists)):
-            self._addresses.append(self._read(part))
+        self._known = [self._read(part) for part in range(len(self._lists))]
         self._write()
 
     def renew(self, tensors: list[torch.Tensor]) -> bool:
         """Take new tensors of the first column, and find out whether any other has moved.
 
         Returns:
-            False if another column's storage was replaced under us: its layout is not known any more.
+            False if the memory of another column was replaced: its layout may have changed, too.
         """
         self._lists[0] = tensors
         moved = False
         for part in range(len(self._lists)):
             addresses = self._read(part)
-            if addresses != self._addresses[part]:
+            if addresses != self._known[part]:
                 if part != 0:
                     return False
-                self._addresses[part], moved = addresses, True
+                self._known[part], moved = addresses, True
         if moved:
             self._write()
         return True
 
     def stage_in(self) -> None:
-        """Before a pass: bring the staged rows' values into their contiguous copies."""
+        """Before a kernel runs: bring the staged rows' values into their contiguous copies."""
         for i, copies in self._staged.items():
             for part, scratch in enumerate(copies):
                 scratch.copy_(self._lists[part][i])
 
     def stage_out(self, parts: Sequence[int]) -> None:
-        """After a pass: write the staged rows' values back from the parts it wrote."""
+        """After a kernel ran: write the staged rows' values back from the parts it wrote."""
         for i, copies in self._staged.items():
             for part in parts:
                 self._lists[part][i].copy_(copies[part])
@@ -184,17 +178,17 @@ class Table:
         return addresses
 
     def _write(self) -> None:
-        flat = [address for addresses in self._addresses for address in addresses]
+        flat = [address for addresses in self._known for address in addresses]
         self.aligned = not any(map((15).__and__, flat))
         if not flat:
             return
         host = torch.frombuffer(array.array("q", flat), dtype=torch.int64)
         # A pinned buffer is kept until its copy has run, by torch's caching host allocator.
-        self.pointers = host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        self.addresses = host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
 
 class ScalarTable:
-    """The numbers of a pass, one line for each name and one entry for each row, kept on the device.
+    """The numbers of a kernel, one line for each name and one entry for each row, kept on the device.
 
     Args:
         names: in the order in which the kernel reads them.

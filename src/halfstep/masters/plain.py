@@ -19,8 +19,8 @@ from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.errors import UsageError
 from ..gradients.ledger import get_grads
 from ..gradients.master_registry import keeper_of
-from ..kernels import eager
-from ..kernels.grouping import PlanCache
+from ..kernels import multi_tensor
+from ..kernels.grouping import TensorGroupsCache
 from ..kernels.storage import honoured
 
 __all__ = ["PlainMasters"]
@@ -47,7 +47,7 @@ class PlainMasters:
         # While masters are in place: the lists of the groups, and what was in them.
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._states = _States()
-        self._plans = PlanCache()
+        self._groups = TensorGroupsCache()
         writes.watch(self)
 
     def touch(self, param: torch.Tensor) -> None:
@@ -147,13 +147,12 @@ class PlainMasters:
             master.grad = None
         self.round()
 
-    @torch.no_grad()
     def round(self) -> None:
         """Round every master into its parameter."""
         if self._params:
             masters: list[torch.Tensor] = list(self._masters)
-            plan = self._plans.get("round", masters, masters, self._params)
-            eager.copy(plan, masters, self._params)
+            groups = self._groups.get("round", masters, masters, self._params)
+            multi_tensor.copy(masters, self._params, groups=groups)
             pairs = zip(self._params, self._masters, strict=True)
             self._versions = {id(p): (p._version, m._version) for p, m in pairs}
         self._touched.clear()

@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 
-from ..kernels.expr import Pass
-from ._base import FusedOptimizer, Hyper, check_number
-from ._options import MasterForm, Options
-from ._rows import NUMBER, Kept, Rows, StateLayout
+from ..kernels.expr import elementwise_kernel
+from ..kernels.tensor_table import Number
+from .base import FusedOptimizer, Hyper, Step
+from .options import FusedOptions, MasterForm, check_hyperparameters
+from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
 
-__all__ = ["FusedAdagrad", "adagrad"]
+__all__ = ["FusedAdagrad", "adagrad", "adagrad_scalars"]
 
 
+@elementwise_kernel()
 def adagrad(
     grad: Any, param: Any, sum: Any, *, factor: Any, l2: Any, decay: Any, rate: Any, eps: Any
 ) -> dict[str, Any]:
@@ -23,7 +25,22 @@ def adagrad(
     return {"param": param * decay - grad / (sum.sqrt() + eps) * rate, "sum": sum}
 
 
-_ADAGRAD = Pass("adagrad", adagrad)
+def adagrad_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Number]:
+    """The numbers of ``adagrad``.
+
+    Args:
+        group: ``lr``, ``eps``, ``weight_decay``, ``adagrad_w_mode`` and ``lr_decay``.
+        t: which step this is, counted from 1; used only with ``lr_decay``.
+        factor: what gradients are to be multiplied by.
+    """
+    lr, weight_decay, decoupled = group["lr"], group["weight_decay"], group["adagrad_w_mode"]
+    return {
+        "factor": factor,
+        "l2": 0.0 if decoupled else weight_decay,
+        "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
+        "rate": lr / (1.0 + (t - 1.0) * group["lr_decay"]) if group["lr_decay"] else lr,
+        "eps": group["eps"],
+    }
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -38,10 +55,10 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: weight decay apart from the gradient; False adds it to the gradient.
         lr_decay: the rate is divided by 1 + (step - 1) * lr_decay.
         initial_accumulator_value: where the sum starts.
-        master_weights: see ``Options``.
+        master_weights: see ``FusedOptions``.
         maximize: go up the gradient.
-        max_grad_norm: see ``Options``.
-        rounding: see ``Options``.
+        max_grad_norm: see ``FusedOptions``.
+        rounding: see ``FusedOptions``.
         seed: of stochastic rounding.
 
     Raises:
@@ -65,11 +82,8 @@ class FusedAdagrad(FusedOptimizer):
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
-        check_number("lr", lr)
-        check_number("eps", eps)
-        check_number("weight_decay", weight_decay)
-        check_number("lr_decay", lr_decay)
-        check_number("initial_accumulator_value", initial_accumulator_value)
+        sums = {"lr_decay": lr_decay, "initial_accumulator_value": initial_accumulator_value}
+        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay, **sums)
         defaults = {
             "lr": lr,
             "eps": eps,
@@ -79,22 +93,11 @@ class FusedAdagrad(FusedOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "maximize": maximize,
         }
-        options = Options(max_grad_norm, master_weights, None, rounding, seed)
+        options = FusedOptions(max_grad_norm, master_weights, None, rounding, seed)
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
 
     def _layout(self, group: Hyper) -> StateLayout:
-        return {"step": NUMBER, "sum": Kept(torch.float32, group["initial_accumulator_value"])}
+        return {"step": NUMBER, "sum": StateSpec(torch.float32, group["initial_accumulator_value"])}
 
-    def _update(
-        self, group: Hyper, rows: Rows, t: torch.Tensor | None, factor: torch.Tensor | float, skip: torch.Tensor | None
-    ) -> None:
-        assert t is not None
-        lr, weight_decay, decoupled = group["lr"], group["weight_decay"], group["adagrad_w_mode"]
-        scalars = {
-            "factor": factor,
-            "l2": 0.0 if decoupled else weight_decay,
-            "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
-            "rate": lr / (1.0 + (t - 1.0) * group["lr_decay"]) if group["lr_decay"] else lr,
-            "eps": group["eps"],
-        }
-        rows.run(_ADAGRAD, scalars, skip)
+    def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
+        rows.launch(adagrad, adagrad_scalars(group, step.t, step.factor), step.skip)

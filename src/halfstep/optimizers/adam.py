@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 
-from ..kernels.expr import Pass
-from ._base import FusedOptimizer, Hyper, check_number
-from ._options import MasterForm, Options
-from ._rows import NUMBER, Kept, Rows, StateLayout
+from ..kernels.expr import elementwise_kernel
+from ..kernels.tensor_table import Number
+from .base import FusedOptimizer, Hyper, Step
+from .options import FusedOptions, MasterForm, check_hyperparameters
+from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
 
-__all__ = ["FusedAdam", "adam", "amsgrad"]
+__all__ = ["FusedAdam", "adam", "adam_scalars", "amsgrad"]
 
 
+@elementwise_kernel()
 def adam(
     grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any,
     *, factor: Any, l2: Any, decay: Any, new1: Any, beta2: Any, new2: Any, step_size: Any, root: Any, eps: Any,
@@ -29,6 +31,7 @@ def adam(
     return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
+@elementwise_kernel()
 def amsgrad(
     grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any,
     *, factor: Any, l2: Any, decay: Any, new1: Any, beta2: Any, new2: Any, step_size: Any, root: Any, eps: Any,
@@ -42,8 +45,28 @@ def amsgrad(
     return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": max_exp_avg_sq}
 
 
-_ADAM = Pass("adam", adam)
-_AMSGRAD = Pass("amsgrad", amsgrad)
+def adam_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Number]:
+    """The numbers of ``adam`` and ``amsgrad``.
+
+    Args:
+        group: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``adam_w_mode`` and ``bias_correction``.
+        t: which step this is, counted from 1, in float64.
+        factor: what gradients are to be multiplied by.
+    """
+    beta1, beta2 = group["betas"]
+    lr, weight_decay, decoupled = group["lr"], group["weight_decay"], group["adam_w_mode"]
+    corrected = group["bias_correction"]
+    return {
+        "factor": factor,
+        "l2": 0.0 if decoupled else weight_decay,
+        "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
+        "new1": 1.0 - beta1,
+        "beta2": beta2,
+        "new2": 1.0 - beta2,
+        "step_size": lr / (1.0 - beta1**t) if corrected else lr,
+        "root": (1.0 - beta2**t).rsqrt() if corrected else 1.0,
+        "eps": group["eps"],
+    }
 
 
 class FusedAdam(FusedOptimizer):
@@ -63,11 +86,11 @@ class FusedAdam(FusedOptimizer):
         amsgrad: keep the largest second moment.
         set_grad_none: what ``zero_grad()`` does by default.
         capturable: kept for Apex and torch; every step can be captured in a CUDA graph.
-        master_weights: see ``Options``.
+        master_weights: see ``FusedOptions``.
         maximize: go up the gradient.
-        max_grad_norm: see ``Options``; clips within the step.
-        state_dtype: of ``exp_avg``; see ``Options``.
-        rounding: see ``Options``.
+        max_grad_norm: see ``FusedOptions``; clips within the step.
+        state_dtype: of ``exp_avg``; see ``FusedOptions``.
+        rounding: see ``FusedOptions``.
         seed: of stochastic rounding.
 
     Raises:
@@ -94,11 +117,7 @@ class FusedAdam(FusedOptimizer):
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
-        check_number("lr", lr)
-        check_number("betas[0]", betas[0], below=1.0)
-        check_number("betas[1]", betas[1], below=1.0)
-        check_number("eps", eps)
-        check_number("weight_decay", weight_decay)
+        check_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -110,33 +129,14 @@ class FusedAdam(FusedOptimizer):
             "capturable": capturable,
             "maximize": maximize,
         }
-        options = Options(max_grad_norm, master_weights, state_dtype, rounding, seed)
+        options = FusedOptions(max_grad_norm, master_weights, state_dtype, rounding, seed)
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
 
     def _layout(self, group: Hyper) -> StateLayout:
-        second = Kept(torch.float32)
-        layout = {"step": NUMBER, "exp_avg": Kept(self.options.state_dtype or torch.float32), "exp_avg_sq": second}
+        second = StateSpec(torch.float32)
+        layout = {"step": NUMBER, "exp_avg": StateSpec(self.options.state_dtype or torch.float32), "exp_avg_sq": second}
         return {**layout, "max_exp_avg_sq": second} if group["amsgrad"] else layout
 
-    def _update(
-        self, group: Hyper, rows: Rows, t: torch.Tensor | None, factor: torch.Tensor | float, skip: torch.Tensor | None
-    ) -> None:
-        assert t is not None
-        beta1, beta2 = group["betas"]
-        lr, weight_decay = group["lr"], group["weight_decay"]
-        step_size, root = lr, 1.0
-        if group["bias_correction"]:
-            step_size, root = lr / (1.0 - beta1**t), (1.0 - beta2**t).rsqrt()
-        decoupled = group["adam_w_mode"]
-        scalars = {
-            "factor": factor,
-            "l2": 0.0 if decoupled else weight_decay,
-            "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
-            "new1": 1.0 - beta1,
-            "beta2": beta2,
-            "new2": 1.0 - beta2,
-            "step_size": step_size,
-            "root": root,
-            "eps": group["eps"],
-        }
-        rows.run(_AMSGRAD if group["amsgrad"] else _ADAM, scalars, skip)
+    def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
+        kernel = amsgrad if group["amsgrad"] else adam
+        rows.launch(kernel, adam_scalars(group, step.t, step.factor), step.skip)

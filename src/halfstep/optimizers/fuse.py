@@ -16,11 +16,11 @@ from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
 from ..kernels.shards import is_sharded
 from ..masters.split import master_value
-from ._base import FusedOptimizer, Hyper
-from ._options import MasterForm, Options
-from ._schedulers import count_steps, counts_steps
 from .adagrad import FusedAdagrad
 from .adam import FusedAdam
+from .base import FusedOptimizer, Hyper
+from .options import FusedOptions, MasterForm
+from .schedulers import count_steps, counts_steps
 from .sgd import FusedSGD
 
 __all__ = ["can_fuse", "fuse", "unfuse"]
@@ -39,7 +39,7 @@ class OfTorch(FusedOptimizer):
     plain: ClassVar[type[torch.optim.Optimizer]]
     _counts: ClassVar[bool] = True  # torch expects a ``step`` wherever there is state
 
-    options = Options()
+    options = FusedOptions()
     set_grad_none = True
     grad_norm = None
     _warned = False
@@ -128,7 +128,7 @@ class Adagrad(OfTorch, FusedAdagrad, torch.optim.Adagrad):
         return {**super()._hyper(group), "adagrad_w_mode": False, "initial_accumulator_value": initial}
 
 
-_TWINS: dict[type[torch.optim.Optimizer], type[OfTorch]] = {cls.plain: cls for cls in (Adam, AdamW, SGD, Adagrad)}
+_FUSED: dict[type[torch.optim.Optimizer], type[OfTorch]] = {cls.plain: cls for cls in (Adam, AdamW, SGD, Adagrad)}
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
@@ -162,9 +162,9 @@ def fuse(
 
     Args:
         optimizer: of exactly one of these classes, not yet given to ``amp.initialize``.
-        master_weights: see ``Options``.
-        max_grad_norm: see ``Options``.
-        state_dtype: see ``Options``.
+        master_weights: see ``FusedOptions``.
+        max_grad_norm: see ``FusedOptions``.
+        state_dtype: see ``FusedOptions``.
 
     Returns:
         The optimizer.
@@ -173,12 +173,12 @@ def fuse(
         ArgumentTypeError: for an optimizer of another class, or a parameter that is no real floating-point tensor.
         ArgumentValueError: for anything else that ``can_fuse`` names.
     """
-    options = Options(max_grad_norm, master_weights, state_dtype)
+    options = FusedOptions(max_grad_norm, master_weights, state_dtype)
     obstacle = _obstacle(optimizer)
     if obstacle is not None:
         raise obstacle
     fused: Any = optimizer
-    _become(fused, _TWINS[type(optimizer)])
+    _become(fused, _FUSED[type(optimizer)])
     fused.options, fused._groups, fused._started = options, {}, {}
     _drop_spoilt_masters(fused)
     return optimizer
@@ -225,8 +225,8 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
 def _obstacle(optimizer: torch.optim.Optimizer) -> HalfstepError | None:
     """Why this optimizer cannot be fused."""
     kind = type(optimizer)
-    if kind not in _TWINS:
-        names = ", ".join(f"torch.optim.{cls.__name__}" for cls in _TWINS)
+    if kind not in _FUSED:
+        names = ", ".join(f"torch.optim.{cls.__name__}" for cls in _FUSED)
         fused = " that is fused already" if isinstance(optimizer, FusedOptimizer) else ""
         return ArgumentTypeError(f"fuse takes {names}, not {kind.__name__}{fused}.")
     if hasattr(optimizer, "_amp_stash"):

@@ -7,18 +7,28 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentValueError
-from ..kernels.expr import Pass
-from ._base import FusedOptimizer, Hyper, check_number
-from ._options import MasterForm, Options
-from ._rows import NUMBER, Kept, Rows, StateLayout
+from ..kernels.expr import elementwise_kernel
+from ..kernels.tensor_table import Number
+from .base import FusedOptimizer, Hyper, Step
+from .options import FusedOptions, MasterForm, check_hyperparameters
+from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
 
-__all__ = ["FusedLAMB", "FusedMixedPrecisionLamb"]
+__all__ = [
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "lamb_apply",
+    "lamb_direction",
+    "lamb_moments",
+    "lamb_scalars",
+    "trust_ratio",
+]
 
 
 def _direction(param: Any, exp_avg: Any, exp_avg_sq: Any, scale: Any, root: Any, eps: Any, decay: Any) -> Any:
     return exp_avg * scale / (exp_avg_sq.sqrt() * root + eps) + param * decay
 
 
+@elementwise_kernel(squares=("weight", "direction"))
 def lamb_moments(
     grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any,
     *, factor: Any, l2: Any, beta1: Any, new1: Any, beta2: Any, new2: Any, scale: Any, root: Any, eps: Any, decay: Any,
@@ -31,6 +41,7 @@ def lamb_moments(
     return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "weight": param, "direction": direction}
 
 
+@elementwise_kernel()
 def lamb_apply(
     param: Any, exp_avg: Any, exp_avg_sq: Any, *, scale: Any, root: Any, eps: Any, decay: Any, rate: Any
 ) -> dict[str, Any]:
@@ -38,12 +49,13 @@ def lamb_apply(
     return {"param": param - _direction(param, exp_avg, exp_avg_sq, scale, root, eps, decay) * rate}
 
 
+@elementwise_kernel()
 def lamb_direction(
     grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any, update: Any,
     *, factor: Any, l2: Any, beta1: Any, new1: Any, beta2: Any, new2: Any, scale: Any, root: Any, eps: Any, decay: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The first pass with the direction stored, for those who work out its norm themselves."""
-    moments = lamb_moments(
+    moments = lamb_moments.fn(
         grad, param, exp_avg, exp_avg_sq,
         factor=factor, l2=l2, beta1=beta1, new1=new1, beta2=beta2, new2=new2,
         scale=scale, root=root, eps=eps, decay=decay,
@@ -56,8 +68,28 @@ def trust_ratio(weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
     return torch.where((weight > 0) & (direction > 0), weight / direction, 1.0)
 
 
-_MOMENTS = Pass("lamb_moments", lamb_moments, squares=("weight", "direction"))
-_APPLY = Pass("lamb_apply", lamb_apply)
+def lamb_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Number]:
+    """The numbers of the three kernels, but for the ``rate`` of ``lamb_apply``.
+
+    Args:
+        group: ``betas``, ``eps``, ``weight_decay``, ``adam_w_mode``, ``bias_correction`` and ``grad_averaging``.
+        t: which step this is, counted from 1, in float64.
+        factor: what gradients are to be multiplied by.
+    """
+    beta1, beta2 = group["betas"]
+    weight_decay, decoupled, corrected = group["weight_decay"], group["adam_w_mode"], group["bias_correction"]
+    return {
+        "factor": factor,
+        "l2": 0.0 if decoupled else weight_decay,
+        "decay": weight_decay if decoupled else 0.0,
+        "beta1": beta1,
+        "new1": 1.0 - beta1 if group["grad_averaging"] else 1.0,
+        "beta2": beta2,
+        "new2": 1.0 - beta2,
+        "scale": (1.0 - beta1**t).reciprocal() if corrected else 1.0,
+        "root": (1.0 - beta2**t).rsqrt() if corrected else 1.0,
+        "eps": group["eps"],
+    }
 
 
 class FusedLAMB(FusedOptimizer):
@@ -77,12 +109,12 @@ class FusedLAMB(FusedOptimizer):
         adam_w_mode: weight decay apart from the gradient; False adds it to the gradient.
         grad_averaging: weigh the gradient by 1 - betas[0] in the first moment; False takes it whole.
         set_grad_none: what ``zero_grad()`` does by default.
-        max_grad_norm: see ``Options``; None does not clip.
+        max_grad_norm: see ``FusedOptions``; None does not clip.
         use_nvlamb: scale by the ratio of norms also where ``weight_decay`` is 0.
-        master_weights: see ``Options``.
+        master_weights: see ``FusedOptions``.
         maximize: go up the gradient.
-        state_dtype: of ``exp_avg``; see ``Options``.
-        rounding: see ``Options``.
+        state_dtype: of ``exp_avg``; see ``FusedOptions``.
+        rounding: see ``FusedOptions``.
         seed: of stochastic rounding.
 
     Raises:
@@ -112,11 +144,7 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise ArgumentValueError("amsgrad=True: LAMB has no AMSGrad variant; leave it False.")
-        check_number("lr", lr)
-        check_number("betas[0]", betas[0], below=1.0)
-        check_number("betas[1]", betas[1], below=1.0)
-        check_number("eps", eps)
-        check_number("weight_decay", weight_decay)
+        check_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -128,39 +156,20 @@ class FusedLAMB(FusedOptimizer):
             "use_nvlamb": use_nvlamb,
             "maximize": maximize,
         }
-        options = Options(max_grad_norm or None, master_weights, state_dtype, rounding, seed)
+        options = FusedOptions(max_grad_norm or None, master_weights, state_dtype, rounding, seed)
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
 
     def _layout(self, group: Hyper) -> StateLayout:
-        first = Kept(self.options.state_dtype or torch.float32)
-        return {"step": NUMBER, "exp_avg": first, "exp_avg_sq": Kept(torch.float32)}
+        first = StateSpec(self.options.state_dtype or torch.float32)
+        return {"step": NUMBER, "exp_avg": first, "exp_avg_sq": StateSpec(torch.float32)}
 
-    def _update(
-        self, group: Hyper, rows: Rows, t: torch.Tensor | None, factor: torch.Tensor | float, skip: torch.Tensor | None
-    ) -> None:
-        assert t is not None
-        beta1, beta2 = group["betas"]
-        weight_decay, decoupled = group["weight_decay"], group["adam_w_mode"]
-        corrected = group["bias_correction"]
-        shared = {
-            "scale": (1.0 - beta1**t).reciprocal() if corrected else 1.0,
-            "root": (1.0 - beta2**t).rsqrt() if corrected else 1.0,
-            "eps": group["eps"],
-            "decay": weight_decay if decoupled else 0.0,
-        }
-        moments = {
-            "factor": factor,
-            "l2": 0.0 if decoupled else weight_decay,
-            "beta1": beta1,
-            "new1": 1.0 - beta1 if group["grad_averaging"] else 1.0,
-            "beta2": beta2,
-            "new2": 1.0 - beta2,
-        }
-        weight, direction = rows.run(_MOMENTS, {**shared, **moments}, skip).sqrt()
+    def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
+        scalars = lamb_scalars(group, step.t, step.factor)
+        weight, direction = rows.launch(lamb_moments, scalars, step.skip).sqrt()
         rate = group["lr"]
-        if weight_decay or group["use_nvlamb"]:
+        if group["weight_decay"] or group["use_nvlamb"]:
             rate = rate * trust_ratio(weight, direction)
-        rows.run(_APPLY, {**shared, "rate": rate}, skip)
+        rows.launch(lamb_apply, {**scalars, "rate": rate}, step.skip)
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
@@ -180,7 +189,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         max_grad_norm: as in ``FusedLAMB``.
         use_nvlamb: as in ``FusedLAMB``.
         reduced_precision_dtype: kept for Apex; every 16-bit parameter gets a master.
-        master_weights: see ``Options``.
+        master_weights: see ``FusedOptions``.
 
     Raises:
         ArgumentValueError: for a value out of range, or ``amsgrad``.
@@ -222,4 +231,4 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         )
 
     def _layout(self, group: Hyper) -> StateLayout:
-        return {**super()._layout(group), "step": Kept(None, float(self._first_step))}
+        return {**super()._layout(group), "step": StateSpec(None, float(self._first_step))}

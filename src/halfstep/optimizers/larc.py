@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 
 from ..casting.weight_copies import memory_of, widen_gradients
-from ..kernels.expr import Pass
-from ..kernels.grouping import Plan
+from ..kernels.expr import elementwise_kernel
+from ..kernels.grouping import group_rows
+from ..kernels.launch import launch
 from ..kernels.shards import Domain, complete_sum, domain_of, locals_of
-from ..kernels.tensor_table import Batch
-from ._base import Hyper
+from ..kernels.tensor_table import TensorTable
+from .base import Hyper
 
 __all__ = ["LARC"]
 
 
-def _norms(grad: Any, param: Any) -> dict[str, Any]:
+@elementwise_kernel(squares=("grad_norm", "param_norm"))
+def larc_norms(grad: Any, param: Any) -> dict[str, Any]:
+    """The sums of squares of a gradient and its parameter."""
     return {"grad_norm": grad, "param_norm": param}
 
 
-def _rescale(grad: Any, param: Any, *, l2: Any, rate: Any) -> dict[str, Any]:
+@elementwise_kernel()
+def larc_rescale(grad: Any, param: Any, *, l2: Any, rate: Any) -> dict[str, Any]:
+    """The gradient with weight decay, times the rate of its parameter."""
     return {"grad": (grad + param * l2) * rate}
-
-
-_NORMS = Pass("larc_norms", _norms, squares=("grad_norm", "param_norm"))
-_RESCALE = Pass("larc_rescale", _rescale)
 
 
 class LARC:
@@ -57,7 +59,7 @@ class LARC:
         self.trust_coefficient = trust_coefficient
         self.eps = eps
         self.clip = clip
-        self._batches: dict[int, tuple[list[torch.Tensor], Plan, list[tuple[Batch, Domain]]]] = {}
+        self._tables: dict[int, tuple[list[torch.Tensor], list[list[int]], list[tuple[TensorTable, Domain]]]] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not there yet while a copy is being made
@@ -65,7 +67,7 @@ class LARC:
         return getattr(self.optim, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_batches": {}}
+        return {**self.__dict__, "_tables": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -108,28 +110,28 @@ class LARC:
         if not params:
             return
         widen_gradients(params)  # 16 bits would lose the weight decay
-        for batch, domain in self._renewed(index, params, [p.grad for p in params]):
-            grad_norm, param_norm = complete_sum(batch.run(_NORMS, {}), domain).sqrt()
+        for table, domain in self._renewed(index, params, [p.grad for p in params]):
+            grad_norm, param_norm = complete_sum(launch(table, larc_norms, {}), domain).sqrt()
             rate = self.trust_coefficient * param_norm / (grad_norm + param_norm * decay + self.eps)
             if self.clip:
                 rate = (rate / group["lr"]).clamp(max=1.0)
             used = (param_norm != 0) & (grad_norm != 0)
             l2 = torch.where(used, decay, 0.0)
-            batch.run(_RESCALE, {"l2": l2, "rate": torch.where(used, rate, 1.0)})
+            launch(table, larc_rescale, {"l2": l2, "rate": torch.where(used, rate, 1.0)})
 
     def _renewed(
         self, index: int, params: list[torch.Tensor], grads: Sequence[torch.Tensor]
-    ) -> list[tuple[Batch, Domain]]:
-        entry = self._batches.get(index)
-        if entry is not None and list(map(id, entry[0])) == list(map(id, params)):
-            parts = [locals_of([grads[i] for i in rows]) for rows in entry[1].rows]
-            if all(batch.renew(part) for (batch, _), part in zip(entry[2], parts, strict=True)):
-                return entry[2]
-        plan = Plan(grads, params)
-        batches = []
-        for rows in plan.rows:
-            part = {"grad": [grads[i] for i in rows], "param": [memory_of(params[i]) for i in rows]}
-            batch = Batch.of(**{name: locals_of(tensors) for name, tensors in part.items()})
-            batches.append((batch, domain_of(params[rows[0]])))
-        self._batches[index] = (params, plan, batches)
-        return batches
+    ) -> list[tuple[TensorTable, Domain]]:
+        """The tables of a group with this step's gradients, made anew where something else changed."""
+        known, groups, tables = self._tables.get(index, ([], [], []))
+        if len(known) == len(params) and all(map(is_, known, params)):
+            parts = [locals_of([grads[i] for i in rows]) for rows in groups]
+            if all(table.renew(part) for (table, _), part in zip(tables, parts, strict=True)):
+                return tables
+        groups, tables = group_rows(grads, params), []
+        for rows in groups:
+            grad, param = [grads[i] for i in rows], [memory_of(params[i]) for i in rows]
+            table = TensorTable.of(grad=locals_of(grad), param=locals_of(param))
+            tables.append((table, domain_of(params[rows[0]])))
+        self._tables[index] = (params, groups, tables)
+        return tables

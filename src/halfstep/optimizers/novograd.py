@@ -7,15 +7,17 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentValueError
-from ..kernels.expr import Pass
+from ..kernels.expr import elementwise_kernel
 from ..kernels.shards import complete_max
-from ._base import FusedOptimizer, Hyper, check_number
-from ._options import MasterForm, Options
-from ._rows import NUMBER, Kept, Rows, StateLayout
+from ..kernels.tensor_table import Number
+from .base import FusedOptimizer, Hyper, Step
+from .options import FusedOptions, MasterForm, check_hyperparameters
+from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
 
-__all__ = ["FusedNovoGrad", "novograd"]
+__all__ = ["FusedNovoGrad", "moving_norm", "novograd", "novograd_scalars"]
 
 
+@elementwise_kernel()
 def novograd(
     grad: Any, param: Any, exp_avg: Any,
     *, factor: Any, l2: Any, beta1: Any, new1: Any, rate: Any, decay: Any,
@@ -25,7 +27,36 @@ def novograd(
     return {"param": param * decay - exp_avg * rate, "exp_avg": exp_avg}
 
 
-_NOVOGRAD = Pass("novograd", novograd)
+def moving_norm(before: torch.Tensor, norm: torch.Tensor, beta2: float, norm_type: int) -> torch.Tensor:
+    """The moving norm of gradients after a step, from that before it and the norms of the step's gradients."""
+    if norm_type == 2:
+        return (beta2 * before.square() + (1.0 - beta2) * norm.square()).sqrt()
+    return beta2 * before + (1.0 - beta2) * norm
+
+
+def novograd_scalars(group: Hyper, t: torch.Tensor, factor: Number, moving: torch.Tensor) -> dict[str, Number]:
+    """The numbers of ``novograd``.
+
+    Args:
+        group: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``bias_correction``, ``reg_inside_moment`` and
+            ``grad_averaging``.
+        t: which step this is, counted from 1, in float64.
+        factor: what gradients are to be multiplied by.
+        moving: the moving norms: float64 of shape [rows].
+    """
+    beta1, beta2 = group["betas"]
+    lr, weight_decay, inside = group["lr"], group["weight_decay"], group["reg_inside_moment"]
+    corrected = group["bias_correction"]
+    denominator = (moving / (1.0 - beta2**t).sqrt() if corrected else moving) + group["eps"]
+    rate = lr / (1.0 - beta1**t) if corrected else lr
+    return {
+        "factor": factor / denominator if inside else factor,
+        "l2": weight_decay if inside else 0.0,
+        "beta1": beta1,
+        "new1": 1.0 - beta1 if group["grad_averaging"] else 1.0,
+        "rate": rate if inside else rate / denominator,
+        "decay": 1.0 if inside else 1.0 - lr * weight_decay,
+    }
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -46,11 +77,11 @@ class FusedNovoGrad(FusedOptimizer):
         norm_type: 2, or 0 for the largest magnitude.
         init_zero: start the norm at zero; False starts at the first gradient's.
         set_grad_none: what ``zero_grad()`` does by default.
-        master_weights: see ``Options``.
+        master_weights: see ``FusedOptions``.
         maximize: go up the gradient.
-        max_grad_norm: see ``Options``.
-        state_dtype: of ``exp_avg``; see ``Options``.
-        rounding: see ``Options``.
+        max_grad_norm: see ``FusedOptions``.
+        state_dtype: of ``exp_avg``; see ``FusedOptions``.
+        rounding: see ``FusedOptions``.
         seed: of stochastic rounding.
 
     Raises:
@@ -83,11 +114,7 @@ class FusedNovoGrad(FusedOptimizer):
             raise ArgumentValueError("amsgrad=True: NovoGrad has no AMSGrad variant here; leave it False.")
         if norm_type not in (0, 2):
             raise ArgumentValueError(f"norm_type={norm_type!r} must be 2, or 0 for the largest magnitude.")
-        check_number("lr", lr)
-        check_number("betas[0]", betas[0], below=1.0)
-        check_number("betas[1]", betas[1], below=1.0)
-        check_number("eps", eps)
-        check_number("weight_decay", weight_decay)
+        check_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -100,55 +127,28 @@ class FusedNovoGrad(FusedOptimizer):
             "init_zero": init_zero,
             "maximize": maximize,
         }
-        options = Options(max_grad_norm, master_weights, state_dtype, rounding, seed)
+        options = FusedOptions(max_grad_norm, master_weights, state_dtype, rounding, seed)
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
 
     def _layout(self, group: Hyper) -> StateLayout:
-        return {"step": NUMBER, "exp_avg": Kept(self.options.state_dtype or torch.float32), "exp_avg_sq": NUMBER}
+        return {"step": NUMBER, "exp_avg": StateSpec(self.options.state_dtype or torch.float32), "exp_avg_sq": NUMBER}
 
-    def _update(
-        self, group: Hyper, rows: Rows, t: torch.Tensor | None, factor: torch.Tensor | float, skip: torch.Tensor | None
-    ) -> None:
-        assert t is not None
-        beta1, beta2 = group["betas"]
-        lr, weight_decay, inside = group["lr"], group["weight_decay"], group["reg_inside_moment"]
-        moving = self._moving_norm(group, rows, t, abs(factor), skip)
-        corrected = group["bias_correction"]
-        denominator = (moving / (1.0 - beta2**t).sqrt() if corrected else moving) + group["eps"]
-        rate = lr / (1.0 - beta1**t) if corrected else lr
-        scalars = {
-            "factor": factor / denominator if inside else factor,
-            "l2": weight_decay if inside else 0.0,
-            "beta1": beta1,
-            "new1": 1.0 - beta1 if group["grad_averaging"] else 1.0,
-            "rate": rate if inside else rate / denominator,
-            "decay": 1.0 if inside else 1.0 - lr * weight_decay,
-        }
-        rows.run(_NOVOGRAD, scalars, skip)
-
-    def _moving_norm(
-        self, group: Hyper, rows: Rows, t: torch.Tensor, scale: Any, skip: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The norm of each gradient times ``scale``, averaged over the steps: float64 of shape [rows], and stored."""
-        beta2 = group["betas"][1]
-        stored = rows.vectors["exp_avg_sq"]
+    def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
+        stored, skip = rows.numbers["exp_avg_sq"], step.skip
         before = stored.double()
-        if group["norm_type"] == 2:
-            squares = rows.squares if rows.squares is not None else self._read_gradients(rows)
-            norm = squares.sqrt() * scale
-            after = (beta2 * before.square() + (1.0 - beta2) * norm.square()).sqrt()
-        else:
-            norm = _largest(rows) * scale
-            after = beta2 * before + (1.0 - beta2) * norm
+        scale: Any = abs(step.factor)
+        norm = (rows.squared_norms().sqrt() if group["norm_type"] == 2 else _largest(rows)) * scale
+        after = moving_norm(before, norm, group["betas"][1], group["norm_type"])
         if not group["init_zero"]:
-            after = torch.where(t == 1.0, norm, after)
+            after = torch.where(step.t == 1.0, norm, after)
         stored.copy_(after if skip is None else torch.where(skip != 0, before, after))
-        return torch.as_tensor(after)
+        rows.launch(novograd, novograd_scalars(group, step.t, step.factor, after), skip)
 
 
-def _largest(rows: Rows) -> torch.Tensor:
-    grads = rows.batch.columns["grad"][1][0]
-    result = torch.zeros(len(grads), dtype=torch.float64, device=rows.batch.device)
+def _largest(rows: ParamRows) -> torch.Tensor:
+    """The largest magnitude of each gradient: float64 of shape [rows]."""
+    grads = rows.table.columns["grad"][1][0]
+    result = torch.zeros(len(grads), dtype=torch.float64, device=rows.device)
     filled = [i for i, g in enumerate(grads) if g.numel()]
     if filled:
         result[filled] = torch.stack(torch._foreach_norm([grads[i] for i in filled], torch.inf)).double()

@@ -7,19 +7,22 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentValueError
-from ..kernels.expr import Pass
-from ._base import FusedOptimizer, Hyper, check_number
-from ._options import MasterForm, Options
-from ._rows import NUMBER, GroupRows, Kept, Rows, StateLayout
+from ..kernels.expr import elementwise_kernel
+from ..kernels.tensor_table import Number
+from .base import FusedOptimizer, Hyper, Step
+from .options import FusedOptions, MasterForm, check_hyperparameters
+from .param_rows import NUMBER, GroupRows, ParamRows, StateLayout, StateSpec
 
-__all__ = ["FusedSGD", "momentum_sgd", "sgd"]
+__all__ = ["FusedSGD", "momentum_sgd", "sgd", "sgd_scalars"]
 
 
+@elementwise_kernel()
 def sgd(grad: Any, param: Any, *, factor: Any, l2: Any, lr: Any) -> dict[str, Any]:
     """One element of gradient descent with L2 weight decay."""
     return {"param": param - (grad * factor + param * l2) * lr}
 
 
+@elementwise_kernel()
 def momentum_sgd(
     grad: Any, param: Any, momentum_buffer: Any,
     *, factor: Any, l2: Any, old: Any, new: Any, direct: Any, smoothed: Any, late_l2: Any, lr: Any,
@@ -34,8 +37,26 @@ def momentum_sgd(
     return {"param": param - step * lr, "momentum_buffer": momentum_buffer}
 
 
-_SGD = Pass("sgd", sgd)
-_MOMENTUM_SGD = Pass("momentum_sgd", momentum_sgd)
+def sgd_scalars(group: Hyper, new: Number, factor: Number) -> dict[str, Number]:
+    """The numbers of ``sgd`` and ``momentum_sgd``.
+
+    Args:
+        group: ``lr``, ``momentum``, ``weight_decay``, ``nesterov`` and ``wd_after_momentum``.
+        new: the share of the gradient that enters the buffer.
+        factor: what gradients are to be multiplied by.
+    """
+    momentum, weight_decay, nesterov = group["momentum"], group["weight_decay"], group["nesterov"]
+    late = group["wd_after_momentum"] and momentum
+    return {
+        "factor": factor,
+        "l2": 0.0 if late else weight_decay,
+        "lr": group["lr"],
+        "old": momentum,
+        "new": new,
+        "direct": 1.0 if nesterov else 0.0,
+        "smoothed": momentum if nesterov else 1.0,
+        "late_l2": weight_decay if late else 0.0,
+    }
 
 
 class FusedSGD(FusedOptimizer):
@@ -54,11 +75,11 @@ class FusedSGD(FusedOptimizer):
         wd_after_momentum: apply weight decay to the step, not to what enters the buffer.
         materialize_master_grads: kept for Apex; gradients are never copied here.
         set_grad_none: what ``zero_grad()`` does by default.
-        master_weights: see ``Options``.
+        master_weights: see ``FusedOptions``.
         maximize: go up the gradient.
-        max_grad_norm: see ``Options``.
-        state_dtype: of ``momentum_buffer``; see ``Options``.
-        rounding: see ``Options``.
+        max_grad_norm: see ``FusedOptions``.
+        state_dtype: of ``momentum_buffer``; see ``FusedOptions``.
+        rounding: see ``FusedOptions``.
         seed: of stochastic rounding.
 
     Raises:
@@ -84,9 +105,7 @@ class FusedSGD(FusedOptimizer):
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
-        check_number("lr", lr)
-        check_number("momentum", momentum)
-        check_number("weight_decay", weight_decay)
+        check_hyperparameters(lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ArgumentValueError(
                 f"nesterov=True with momentum={momentum} and dampening={dampening}: it needs momentum above 0 and no "
@@ -102,7 +121,7 @@ class FusedSGD(FusedOptimizer):
             "maximize": maximize,
         }
         self.materialize_master_grads = materialize_master_grads
-        options = Options(max_grad_norm, master_weights, state_dtype, rounding, seed)
+        options = FusedOptions(max_grad_norm, master_weights, state_dtype, rounding, seed)
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
 
     def _gather(self) -> list[tuple[Hyper, GroupRows]]:
@@ -115,27 +134,13 @@ class FusedSGD(FusedOptimizer):
     def _layout(self, group: Hyper) -> StateLayout:
         if not group["momentum"]:
             return {}
-        layout = {"momentum_buffer": Kept(self.options.state_dtype or torch.float32)}
+        layout = {"momentum_buffer": StateSpec(self.options.state_dtype or torch.float32)}
         return {"step": NUMBER, **layout} if group["dampening"] else layout
 
-    def _update(
-        self, group: Hyper, rows: Rows, t: torch.Tensor | None, factor: torch.Tensor | float, skip: torch.Tensor | None
-    ) -> None:
-        momentum, dampening, weight_decay = group["momentum"], group["dampening"], group["weight_decay"]
-        late = group["wd_after_momentum"] and momentum
-        scalars = {"factor": factor, "l2": 0.0 if late else weight_decay, "lr": group["lr"]}
-        if not momentum:
-            rows.run(_SGD, scalars, skip)
-            return
-        new: float | torch.Tensor = 1.0
-        if dampening:
-            assert t is not None
-            new = 1.0 - dampening * (t > 1.0).to(t)  # the first step takes the gradient whole; the buffer is zero then
-        scalars |= {
-            "old": momentum,
-            "new": new,
-            "direct": 1.0 if group["nesterov"] else 0.0,
-            "smoothed": momentum if group["nesterov"] else 1.0,
-            "late_l2": weight_decay if late else 0.0,
-        }
-        rows.run(_MOMENTUM_SGD, scalars, skip)
+    def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
+        new: Number = 1.0
+        if group["momentum"] and group["dampening"]:
+            # The first step takes the gradient whole; the buffer is zero then.
+            new = 1.0 - group["dampening"] * (step.t > 1.0).to(step.t)
+        kernel = momentum_sgd if group["momentum"] else sgd
+        rows.launch(kernel, sgd_scalars(group, new, step.factor), step.skip)

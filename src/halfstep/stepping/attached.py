@@ -20,8 +20,8 @@ from ..core.errors import UsageError
 from ..distributed.ddp_sync import BackwardRecord, any_overflow, share_overflow
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
-from ..optimizers._rows import SparseGradient
 from ..optimizers.fuse import OfTorch, unfuse
+from ..optimizers.param_rows import SparseGradient
 from .backward import BackwardPasses
 from .closure import ClosureOverflowed, guarded
 from .dynamic_class import dress, undress

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..casting.dynamo import eager
-from ..optimizers._schedulers import count_steps, counts_steps
+from ..optimizers.schedulers import count_steps, counts_steps
 
 __all__ = ["base_of", "dress", "undress"]
 

@@ -24,8 +24,7 @@ from torch import nn
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentValueError, UsageError
 from ...core.torch_compat import unflatten_dense_tensors
-from ...kernels import eager
-from ...kernels.grouping import Plan
+from ...kernels import multi_tensor
 
 __all__ = [
     "clip_grad_norm",
@@ -82,7 +81,7 @@ def model_grads_to_master_grads(
     with torch.no_grad():
         grads, targets = (_flat_rows if flat_master else _rows)(model_params, master_params)
         if grads:
-            eager.copy(Plan(grads, targets), grads, targets)
+            multi_tensor.copy(grads, targets)
 
 
 def master_params_to_model_params(
@@ -104,8 +103,7 @@ def master_params_to_model_params(
         else:
             _check_lengths(model_params, master_params)
             masters = list(master_params)
-        params = list(model_params)
-        eager.copy(Plan(masters, params), masters, params)
+        multi_tensor.copy(masters, list(model_params))
 
 
 def to_python_float(t: Any) -> float:

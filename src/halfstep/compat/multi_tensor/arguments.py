@@ -1,30 +1,18 @@
-"""What all of these operations take: lists of tensors, a flag, and numbers for single rows."""
+"""What all of these operations take: lists of tensors, a flag, and numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ...core.errors import ArgumentTypeError, ArgumentValueError
 from ...kernels import multi_tensor as ops
-from ...kernels.expr import Pass
+from ...kernels.tensor_table import Number
 
-__all__ = [
-    "Flag",
-    "Lists",
-    "Number",
-    "corrections",
-    "row_by_row",
-    "skip_of",
-    "take",
-    "unscale",
-]
-
+__all__ = ["Flag", "Lists", "Number", "as_float64", "skip_of", "take", "unscale"]
 
 Lists = Sequence[Sequence[torch.Tensor]]
-Number = float | torch.Tensor
 
 
 class Flag:
@@ -56,28 +44,12 @@ def skip_of(flag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor
     return flag.to(tensors[0].device if tensors else flag.device, torch.float32).reshape(())
 
 
-def corrections(beta1: float, beta2: float, step: Number, corrected: int) -> tuple[Number, Number]:
-    """What the first moment, and the root of the second, are to be multiplied by."""
-    if not corrected:
-        return 1.0, 1.0
-    t = torch.as_tensor(step, dtype=torch.float64).reshape(())
-    return (1.0 - beta1**t).reciprocal(), (1.0 - beta2**t).rsqrt()
+def as_float64(number: Number) -> torch.Tensor:
+    """A number, or a tensor of one element, as a 0-dim float64 tensor."""
+    return torch.as_tensor(number, dtype=torch.float64).reshape(())
 
 
 def unscale(flag: torch.Tensor, grads: list[torch.Tensor], inv_scale: Number) -> None:
     """Multiply gradients by a factor in place, unless the flag is set."""
     factor = inv_scale.reshape(()) if isinstance(inv_scale, torch.Tensor) else inv_scale
-    ops.run(ops.SCALE, {"factor": factor}, None, skip=skip_of(flag, grads), source=grads, target=grads)
-
-
-def row_by_row(
-    pass_: Pass,
-    scalars: dict[str, Any],
-    numbers: dict[str, torch.Tensor],
-    skip: torch.Tensor | None,
-    **columns: list[torch.Tensor],
-) -> None:
-    """A pass with numbers of shape [rows], row by row of the lists."""
-    for i in range(len(next(iter(columns.values())))):
-        row = {name: [tensors[i]] for name, tensors in columns.items()}
-        ops.run(pass_, {**scalars, **{name: value[i] for name, value in numbers.items()}}, None, skip=skip, **row)
+    ops.run(ops.scale_kernel, {"factor": factor}, skip=skip_of(flag, grads), source=grads, target=grads)

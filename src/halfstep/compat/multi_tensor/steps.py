@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...kernels import multi_tensor as ops
-from ...kernels.expr import Pass
-from ...optimizers.adagrad import adagrad
-from ...optimizers.adam import adam
-from ...optimizers.lamb import lamb_apply, lamb_direction, lamb_moments, trust_ratio
-from ...optimizers.novograd import novograd
-from ...optimizers.sgd import momentum_sgd, sgd
-from .arguments import Lists, Number, corrections, row_by_row, skip_of, take, unscale
+from ...optimizers.adagrad import adagrad, adagrad_scalars
+from ...optimizers.adam import adam, adam_scalars
+from ...optimizers.lamb import lamb_apply, lamb_direction, lamb_moments, lamb_scalars, trust_ratio
+from ...optimizers.novograd import moving_norm, novograd, novograd_scalars
+from ...optimizers.sgd import momentum_sgd, sgd, sgd_scalars
+from .arguments import Lists, Number, as_float64, skip_of, take, unscale
 
 __all__ = [
     "multi_tensor_adagrad",
@@ -25,15 +26,6 @@ __all__ = [
     "multi_tensor_novograd",
     "multi_tensor_sgd",
 ]
-
-_ADAM = Pass("adam", adam)
-_ADAGRAD = Pass("adagrad", adagrad)
-_SGD = Pass("sgd", sgd)
-_MOMENTUM_SGD = Pass("momentum_sgd", momentum_sgd)
-_NOVOGRAD = Pass("novograd", novograd)
-_LAMB_MOMENTS = Pass("lamb_moments", lamb_moments, squares=("weight", "direction"))
-_LAMB_APPLY = Pass("lamb_apply", lamb_apply)
-_LAMB_DIRECTION = Pass("lamb_direction", lamb_direction)
 
 
 def multi_tensor_sgd(
@@ -52,19 +44,20 @@ def multi_tensor_sgd(
     """Gradient descent for lists ``[gradients, parameters, momenta]`` and, as a fourth, 16-bit copies. Obeys."""
     grads, params, buffers = take(lists, 3, 4)[:3]
     skip = skip_of(noop_flag, params)
-    late = wd_after_momentum and momentum
-    scalars: dict[str, Number] = {"factor": scale, "l2": 0.0 if late else wd, "lr": lr}
+    group = {
+        "lr": lr,
+        "momentum": momentum,
+        "weight_decay": wd,
+        "nesterov": nesterov,
+        "wd_after_momentum": wd_after_momentum,
+    }
+    scalars = sgd_scalars(group, 1.0 if first_run else 1.0 - dampening, scale)
     if momentum:
-        scalars |= {
-            "old": 0.0 if first_run else momentum,
-            "new": 1.0 if first_run else 1.0 - dampening,
-            "direct": 1.0 if nesterov else 0.0,
-            "smoothed": momentum if nesterov else 1.0,
-            "late_l2": wd if late else 0.0,
-        }
-        ops.run(_MOMENTUM_SGD, scalars, None, skip=skip, grad=grads, param=params, momentum_buffer=buffers)
+        if first_run:
+            scalars["old"] = 0.0  # whatever is in the buffer
+        ops.run(momentum_sgd, scalars, skip=skip, grad=grads, param=params, momentum_buffer=buffers)
     else:
-        ops.run(_SGD, scalars, None, skip=skip, grad=grads, param=params)
+        ops.run(sgd, scalars, skip=skip, grad=grads, param=params)
     if len(lists) == 4:
         ops.copy(params, lists[3])
 
@@ -139,14 +132,9 @@ def multi_tensor_adagrad(
 ) -> None:
     """Adagrad for lists ``[gradients, parameters, sums]``; mode 0 is L2, 1 decays apart from the gradient. Obeys."""
     grads, params, sums = take(lists, 3)
-    scalars = {
-        "factor": 1.0,
-        "l2": 0.0 if mode else weight_decay,
-        "decay": 1.0 - lr * weight_decay if mode else 1.0,
-        "rate": lr,
-        "eps": eps,
-    }
-    ops.run(_ADAGRAD, scalars, None, skip=skip_of(noop_flag, params), grad=grads, param=params, sum=sums)
+    group = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adagrad_w_mode": mode, "lr_decay": 0.0}
+    scalars = adagrad_scalars(group, torch.ones(()), 1.0)
+    ops.run(adagrad, scalars, skip=skip_of(noop_flag, params), grad=grads, param=params, sum=sums)
 
 
 def multi_tensor_novograd(
@@ -176,25 +164,21 @@ def multi_tensor_novograd(
     if norm_type == 2:
         _, norms = ops.l2norm(grads, per_tensor=True)
         assert norms is not None
-        after = (beta2 * before.square() + (1.0 - beta2) * norms.double().square()).sqrt()
     else:
-        largest = [g.abs().amax() if g.numel() else g.new_zeros(()) for g in grads]
-        after = beta2 * before + (1.0 - beta2) * torch.stack(largest).double()
+        norms = torch.stack([g.abs().amax() if g.numel() else g.new_zeros(()) for g in grads])
+    after = moving_norm(before, norms.double(), beta2, norm_type)
     grad_norms.copy_(torch.where(skip != 0, before, after))
-    first, second = corrections(beta1, beta2, step, bias_correction)
-    denominator = after * second + eps
-    inside = moment_mode == 0
-    numbers = {
-        "factor": 1.0 / denominator if inside else torch.ones_like(denominator),
-        "rate": torch.as_tensor(lr * first) * (torch.ones_like(denominator) if inside else 1.0 / denominator),
+    group = {
+        "lr": lr,
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "bias_correction": bias_correction,
+        "reg_inside_moment": moment_mode == 0,
+        "grad_averaging": grad_averaging,
     }
-    scalars = {
-        "l2": weight_decay if inside else 0.0,
-        "beta1": beta1,
-        "new1": 1.0 - beta1 if grad_averaging else 1.0,
-        "decay": 1.0 if inside else 1.0 - lr * weight_decay,
-    }
-    row_by_row(_NOVOGRAD, scalars, numbers, skip, grad=grads, param=params, exp_avg=exp_avg)
+    scalars = novograd_scalars(group, as_float64(step), 1.0, after)
+    ops.run(novograd, scalars, skip=skip, grad=grads, param=params, exp_avg=exp_avg)
 
 
 def multi_tensor_lamb(
@@ -220,26 +204,24 @@ def multi_tensor_lamb(
     """
     grads, params, exp_avg, exp_avg_sq = take(lists, 4)
     skip = skip_of(noop_flag, params)
-    norm, limit = (torch.as_tensor(x, dtype=torch.float64) for x in (global_grad_norm, max_grad_norm))
-    norm, limit = norm.reshape(()), limit.reshape(()).to(norm.device)
-    scale, root = corrections(beta1, beta2, step, bias_correction)
-    shared: dict[str, Number] = {"scale": scale, "root": root, "eps": eps, "decay": weight_decay if mode else 0.0}
-    moments: dict[str, Number] = {
-        "factor": torch.where((limit > 0) & (norm > limit), limit / norm, 1.0),
-        "l2": 0.0 if mode else weight_decay,
-        "beta1": beta1,
-        "new1": 1.0 - beta1 if grad_averaging else 1.0,
-        "beta2": beta2,
-        "new2": 1.0 - beta2,
+    norm = as_float64(global_grad_norm)
+    limit = as_float64(max_grad_norm).to(norm.device)
+    group = {
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "adam_w_mode": mode,
+        "bias_correction": bias_correction,
+        "grad_averaging": grad_averaging,
     }
-    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    sums = ops.run(_LAMB_MOMENTS, {**shared, **moments}, None, skip=skip, grad=grads, param=params, **state)
-    rate = torch.as_tensor(lr, dtype=torch.float64).expand(len(params)).clone()
-    for rows, squares in sums:
-        weight, direction = squares.sqrt()
-        if weight_decay or use_nvlamb:
-            rate[rows] *= trust_ratio(weight, direction).to(rate.device)
-    row_by_row(_LAMB_APPLY, shared, {"rate": rate}, skip, param=params, **state)
+    factor = torch.where((limit > 0) & (norm > limit), limit / norm, 1.0)
+    scalars = lamb_scalars(group, as_float64(step), factor)
+    state: dict[str, Any] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    weight, direction = ops.run(lamb_moments, scalars, skip=skip, grad=grads, param=params, **state).sqrt()
+    rate = torch.as_tensor(lr, dtype=torch.float64, device=weight.device)
+    if weight_decay or use_nvlamb:
+        rate = rate * trust_ratio(weight, direction)
+    ops.run(lamb_apply, {**scalars, "rate": rate}, skip=skip, param=params, **state)
 
 
 def multi_tensor_lamb_mp(
@@ -289,21 +271,19 @@ def multi_tensor_lamb_stage1_cuda(
     whatever the flag says, on any device.
     """
     grads, params, exp_avg, exp_avg_sq, updates = take(lists, 5)
-    scale, root = corrections(beta1, beta2, step + 1, 1)
-    norm = torch.as_tensor(global_grad_norm, dtype=torch.float64).reshape(())
-    shared = {
-        "factor": torch.where(norm > max_global_grad_norm, max_global_grad_norm / norm, 1.0),
-        "l2": 0.0,
-        "beta1": beta1,
-        "new1": 1.0 - beta1,
-        "beta2": beta2,
-        "new2": 1.0 - beta2,
-        "scale": scale,
-        "root": root,
+    norm = as_float64(global_grad_norm)
+    group = {
+        "betas": (beta1, beta2),
         "eps": epsilon,
+        "weight_decay": per_tensor_decay,
+        "adam_w_mode": True,
+        "bias_correction": True,
+        "grad_averaging": True,
     }
-    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "update": updates}
-    row_by_row(_LAMB_DIRECTION, shared, {"decay": per_tensor_decay}, None, grad=grads, param=params, **state)
+    factor = torch.where(norm > max_global_grad_norm, max_global_grad_norm / norm, 1.0)
+    scalars = lamb_scalars(group, as_float64(step + 1), factor)
+    state: dict[str, Any] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "update": updates}
+    ops.run(lamb_direction, scalars, grad=grads, param=params, **state)
 
 
 def multi_tensor_lamb_stage2_cuda(
@@ -324,7 +304,7 @@ def multi_tensor_lamb_stage2_cuda(
     rate = trust_ratio(per_tensor_param_norm, per_tensor_update_norm) * lr
     if not (weight_decay or use_nvlamb):
         rate = torch.full_like(rate, lr)
-    row_by_row(ops.AXPBY, {"a": 1.0}, {"b": -rate}, None, x=params, y=updates, target=params)
+    ops.run(ops.axpby_kernel, {"a": 1.0, "b": -rate}, x=params, y=updates, target=params)
 
 
 def _adam(
@@ -340,18 +320,14 @@ def _adam(
     weight_decay: float,
 ) -> None:
     grads, params, exp_avg, exp_avg_sq = lists
-    lr = lr.reshape(()) if isinstance(lr, torch.Tensor) else lr
-    first, root = corrections(beta1, beta2, step, bias_correction)
-    scalars = {
-        "factor": 1.0,
-        "l2": 0.0 if mode else weight_decay,
-        "decay": 1.0 - lr * weight_decay if mode else 1.0,
-        "new1": 1.0 - beta1,
-        "beta2": beta2,
-        "new2": 1.0 - beta2,
-        "step_size": lr * first,
-        "root": root,
+    group = {
+        "lr": lr.reshape(()) if isinstance(lr, torch.Tensor) else lr,
+        "betas": (beta1, beta2),
         "eps": eps,
+        "weight_decay": weight_decay,
+        "adam_w_mode": mode,
+        "bias_correction": bias_correction,
     }
-    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    ops.run(_ADAM, scalars, None, skip=skip_of(flag, params), grad=grads, param=params, **state)
+    scalars = adam_scalars(group, as_float64(step), 1.0)
+    state: dict[str, Any] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    ops.run(adam, scalars, skip=skip_of(flag, params), grad=grads, param=params, **state)

@@ -1,1 +1,1 @@
-"""A traced update on each backend: ``torch._foreach``, C++ by the system's compiler, and Triton."""
+"""A traced kernel on each backend: ``torch._foreach``, C++ by the system's compiler, and Triton."""

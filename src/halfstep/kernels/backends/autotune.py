@@ -1,4 +1,4 @@
-"""How a kernel is cut into programs: measured once for each kernel on each kind of GPU, then read from the cache."""
+"""The launch configuration of a kernel: measured once for each kernel on each kind of GPU, then read from the cache."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from ...core.files import cache_directory, replacing
 
-__all__ = ["CUTS", "DEFAULT", "Cut", "fastest"]
+__all__ = ["CONFIGS", "DEFAULT", "LaunchConfig", "fastest"]
 
 logger = logging.getLogger("halfstep")
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The shape of a launch.
+class LaunchConfig:
+    """How a kernel is divided into programs.
 
     Attributes:
         elements: how many one program works on; a power of two.
@@ -30,25 +30,35 @@ class Cut:
     warps: int
 
 
-DEFAULT = Cut(4096, 8)
+DEFAULT = LaunchConfig(4096, 8)
 """Where nothing is measured: few elements, the interpreter, a graph being captured."""
 
-CUTS = (Cut(1024, 4), Cut(2048, 4), Cut(2048, 8), Cut(4096, 4), DEFAULT, Cut(8192, 8), Cut(8192, 16))
+CONFIGS = (
+    LaunchConfig(1024, 4),
+    LaunchConfig(2048, 4),
+    LaunchConfig(2048, 8),
+    LaunchConfig(4096, 4),
+    DEFAULT,
+    LaunchConfig(8192, 8),
+    LaunchConfig(8192, 16),
+)
 
 
-def fastest(identity: str, measure: Callable[[Cut], float], cuts: Sequence[Cut] = CUTS) -> Cut:
-    """The cut that takes the least time, from the cache if it was measured before.
+def fastest(
+    identity: str, measure: Callable[[LaunchConfig], float], configs: Sequence[LaunchConfig] = CONFIGS
+) -> LaunchConfig:
+    """The configuration that takes the least time, from the cache if it was measured before.
 
     Args:
         identity: what the answer depends on: the kernel's source, the GPU's name, the compiler's version.
-        measure: milliseconds a launch takes with a cut; infinity if it cannot run so.
-        cuts: to choose from.
+        measure: milliseconds that a launch takes; infinity if it cannot run so.
+        configs: to choose from.
     """
-    path = cache_directory() / f"cut-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
+    path = cache_directory() / f"launch-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
     known = _read(path)
-    if known is not None and known in cuts:
+    if known is not None and known in configs:
         return known
-    times = {cut: measure(cut) for cut in cuts}
+    times = {config: measure(config) for config in configs}
     best = min(times, key=times.__getitem__)
     if not math.isfinite(times[best]):
         return DEFAULT
@@ -58,9 +68,8 @@ def fastest(identity: str, measure: Callable[[Cut], float], cuts: Sequence[Cut] 
     return best
 
 
-def _read(path: os.PathLike[str]) -> Cut | None:
+def _read(path: Path) -> LaunchConfig | None:
     try:
-        with open(path, encoding="utf-8") as file:
-            return Cut(**json.load(file))
+        return LaunchConfig(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # not measured yet, or not written by this version
         return None

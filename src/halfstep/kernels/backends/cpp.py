@@ -1,22 +1,22 @@
-"""The CPU backend: a pass printed as one C++ loop, built once by the system's compiler, over a table of pointers.
+"""The CPU backend: a kernel printed as one C++ loop over a table of pointers, built once by the system's compiler.
 
-One call covers every row of a batch: the cost of a small tensor is a few nanoseconds, not a dispatcher call.
+One call covers every row of a table: the cost of a small tensor is a few nanoseconds, not a dispatcher call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
 
 import torch
 
-from ..expr import Pass, Program, trace
+from ..codegen import GeneratedLauncher, Layout, layout_of, scalar_names
+from ..expr import ElementwiseKernel, Trace, trace
 from ..storage import Storage
-from ..tensor_table import Batch, Launch, Scalars, ScalarTable
-from . import compiler as cxx
+from ..tensor_table import TensorTable
+from . import compiler
 
-__all__ = ["CompiledLaunch"]
+__all__ = ["CppLauncher"]
 
 _CHUNK = 32768  # elements: 128 KiB of fp32, so that a thread's piece stays in its L2 cache
 _SERIAL = 65536  # fewer elements than this are not worth waking threads for
@@ -101,7 +101,6 @@ static inline double sum_of_squares(const acc* x, int64_t n, int* wrong) {
   return exact;
 }
 static inline acc larger(acc a, acc b) { return (a > b || a != a) ? a : b; }
-static inline acc smaller(acc a, acc b) { return (a < b || a != a) ? a : b; }
 """
 
 _ENTRY = """
@@ -126,90 +125,50 @@ _OPERATIONS = {
     "sub": "{} - {}",
     "mul": "{} * {}",
     "div": "{} / {}",
-    "neg": "-{}",
     "sqrt": "std::sqrt({})",
-    "abs": "std::fabs({})",
     "maximum": "larger({}, {})",
-    "minimum": "smaller({}, {})",
 }
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What a kernel is generated for besides its pass: where each column's pointers are and what they point to."""
-
-    columns: tuple[tuple[str, int, Storage], ...]
-    compute_dtype: torch.dtype
-
-
-class CompiledLaunch(Launch):
-    """One pass over one batch, as a call into a library.
+class CppLauncher(GeneratedLauncher):
+    """One kernel over one table, as a call into a library.
 
     Raises:
         subprocess.SubprocessError: if the compiler refuses the source.
     """
 
-    def __init__(self, pass_: Pass, batch: Batch) -> None:
-        program = trace(pass_)
-        self._table = table = batch.table(_CHUNK)
-        self._rows = len(batch)
-        self._elements = int(table.count.sum())
-        layout = layout_of(program, batch)
-        self._scalars = ScalarTable(
-            scalar_names(program, layout.columns), len(batch), batch.compute_dtype, batch.device
-        )
-        self._partial = torch.zeros(len(pass_.squares), table.chunks, dtype=torch.float64)
-        self._written = written_parts(program, batch)
-        self._run = _kernel(pass_, layout)
+    def __init__(self, kernel: ElementwiseKernel, table: TensorTable) -> None:
+        layout = layout_of(kernel, table)
+        super().__init__(kernel, layout, table, _CHUNK)
+        self._elements = int(self._pointers.count.sum())
+        self._library_call = _library_call(kernel, layout)
 
-    def __call__(
-        self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Run it; see ``Launch``."""
-        table, partial = self._table, self._partial
-        sums = torch.zeros(partial.shape[0], self._rows, dtype=torch.float64)
-        if table.chunks == 0:
-            return sums
+    def _run(
+        self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, sums: torch.Tensor
+    ) -> None:
+        pointers, partial = self._pointers, self._partial
         if skip is not None and partial.numel():
-            partial.zero_()  # a skipped pass writes nothing
-        table.stage_in()
-        self._run(
-            table.chunks,
-            table.row.data_ptr(),
-            table.start.data_ptr(),
-            table.count.data_ptr(),
+            partial.zero_()  # a call that is skipped writes nothing
+        self._library_call(
+            pointers.chunks,
+            pointers.row.data_ptr(),
+            pointers.start.data_ptr(),
+            pointers.count.data_ptr(),
             self._rows,
-            table.pointers.data_ptr(),
-            self._scalars.fill(scalars).data_ptr(),
+            pointers.addresses.data_ptr(),
+            numbers.data_ptr(),
             None if skip is None else skip.data_ptr(),
             None if found is None else found.data_ptr(),
             partial.data_ptr(),
             torch.get_num_threads() if self._elements >= _SERIAL else 1,
         )
-        table.stage_out(self._written)
-        return sums.index_add_(1, table.row, partial) if partial.numel() else sums
-
-
-def layout_of(program: Program, batch: Batch) -> Layout:
-    """Where a batch has the columns of a program."""
-    columns = tuple((name, batch.slots[name], batch.columns[name][0]) for name in program.columns)
-    return Layout(columns, batch.compute_dtype)
-
-
-def written_parts(program: Program, batch: Batch) -> list[int]:
-    """The slots of the table that a program writes to."""
-    return [batch.slots[name] + k for name in program.stores for k in range(len(batch.columns[name][0].dtypes))]
-
-
-def scalar_names(program: Program, columns: tuple[tuple[str, int, Storage], ...]) -> tuple[str, ...]:
-    """The lines of the scalar table: the pass's own, and a seed where a column is rounded stochastically."""
-    random = any(storage.kind == "stochastic" for _, _, storage in columns)
-    return (*program.scalars, *(("seed",) if random else ()))
+        if partial.numel():
+            sums.index_add_(1, pointers.row, partial)
 
 
 @functools.cache
-def _kernel(pass_: Pass, layout: Layout) -> ctypes._NamedFuncPointer:
-    library = cxx.build(pass_.name, source(pass_, layout))
+def _library_call(kernel: ElementwiseKernel, layout: Layout) -> ctypes._NamedFuncPointer:
+    library = compiler.build(kernel.name, source(kernel, layout))
     run = library.run
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     run.argtypes = [integer, *[pointer] * 3, integer, *[pointer] * 5, ctypes.c_int]
@@ -217,10 +176,10 @@ def _kernel(pass_: Pass, layout: Layout) -> ctypes._NamedFuncPointer:
     return run
 
 
-def source(pass_: Pass, layout: Layout) -> str:
-    """The C++ of a pass."""
-    program = trace(pass_)
-    names = scalar_names(program, layout.columns)
+def source(kernel: ElementwiseKernel, layout: Layout) -> str:
+    """The C++ of a kernel."""
+    traced = trace(kernel)
+    names = scalar_names(kernel, layout)
     setup = [f"const acc s_{name} = scalars[{i} * rows + r];" for i, name in enumerate(names) if name != "seed"]
     if "seed" in names:
         setup.append(f"const uint32_t seed = bits_of((float)scalars[{names.index('seed')} * rows + r]);")
@@ -229,21 +188,21 @@ def source(pass_: Pass, layout: Layout) -> str:
             kind = _C_TYPES.get(dtype, "int16_t")
             setup.append(f"{kind}* const {name}{part} = ({kind}*)table[{slot + part} * rows + r] + begin;")
     storages = {name: storage for name, _, storage in layout.columns}
-    body = [_line(i, node.op, node.args, storages) for i, node in enumerate(program.nodes)]
-    for name, index in program.stores.items():
+    body = [_line(i, node.op, node.args, storages) for i, node in enumerate(traced.nodes)]
+    for name, index in traced.stores.items():
         body.extend(_stores(name, storages[name], f"v{index}"))
     clauses, finish = "", []
-    if program.checks:
+    if traced.checks:
         setup.append("int wrong = 0;")
         finish.append("bad |= wrong;")
-    if unsummed := [i for i in program.checks if i not in program.squares]:
+    if unsummed := [i for i in traced.checks if i not in traced.squares]:
         body.extend(f"wrong |= !(std::fabs(v{i}) <= std::numeric_limits<acc>::max());" for i in unsummed)
         clauses = " reduction(|:wrong)"
     loops = _loop("0", "n", clauses, body)
-    if program.squares:
-        setup.extend(f"double q{i} = 0.0;" for i in range(len(program.squares)))
-        finish.extend(f"partial[{i} * chunks + c] = q{i};" for i in range(len(program.squares)))
-        loops = _summing_loops(program, clauses, body)
+    if traced.squares:
+        setup.extend(f"double q{i} = 0.0;" for i in range(len(traced.squares)))
+        finish.extend(f"partial[{i} * chunks + c] = q{i};" for i in range(len(traced.squares)))
+        loops = _summing_loops(traced, clauses, body)
     parts = {"setup": _indent(setup, 4), "loops": _indent(loops, 4), "finish": _indent(finish, 4)}
     acc = _C_TYPES[layout.compute_dtype]
     return _PRELUDE % {"acc": acc} + _ENTRY % parts
@@ -258,11 +217,11 @@ def _loop(begin: str, end: str, clauses: str, body: list[str]) -> list[str]:
     ]
 
 
-def _summing_loops(program: Program, clauses: str, body: list[str]) -> list[str]:
+def _summing_loops(traced: Trace, clauses: str, body: list[str]) -> list[str]:
     """The values of short runs are kept in L1 and their squares summed there; the sums are added up in double."""
-    count = range(len(program.squares))
-    kept = [f"run{i}[i - from] = v{index};" for i, index in enumerate(program.squares)]
-    flags = ["&wrong" if index in program.checks else "&ignored" for index in program.squares]
+    count = range(len(traced.squares))
+    kept = [f"run{i}[i - from] = v{index};" for i, index in enumerate(traced.squares)]
+    flags = ["&wrong" if index in traced.checks else "&ignored" for index in traced.squares]
     return [
         *(f"acc run{i}[{_RUN}];" for i in count),
         "int ignored = 0;",

@@ -1,4 +1,4 @@
-"""A pass run on lists of tensors by ``torch._foreach``: the reference lowering, on any device and of any layout."""
+"""The ``eager`` backend, the reference: a kernel run on lists of tensors by ``torch._foreach``, anywhere."""
 
 from __future__ import annotations
 
@@ -7,56 +7,54 @@ from typing import Any
 
 import torch
 
-from ..expr import Pass, trace
+from ..expr import ElementwiseKernel, trace
 from ..storage import honoured, join, round_stochastic, split
-from ..tensor_table import Batch, Launch, Scalars
+from ..tensor_table import Launcher, Number, Scalars, TensorTable
 
-__all__ = ["ForeachLaunch"]
+__all__ = ["ForeachLauncher"]
 
 _Numbers = float | list[float] | list[torch.Tensor]
 
 
-class ForeachLaunch(Launch):
-    """One pass over one batch.
+class ForeachLauncher(Launcher):
+    """One kernel over one table.
 
-    Arithmetic is rounded after every operation, as in the other backends. On a CPU ``skip`` is read, which costs
-    nothing there; elsewhere the old values are selected on the device.
+    Every operation is rounded, as in the other backends. On a CPU ``skip`` is read, which costs nothing there. On
+    other devices the old values are selected without reading it.
     """
 
-    def __init__(self, pass_: Pass, batch: Batch) -> None:
-        self._program = trace(pass_)
-        self._fn = pass_.fn
-        self._pass = pass_
-        self._batch = batch
+    def __init__(self, kernel: ElementwiseKernel, table: TensorTable) -> None:
+        self._kernel = kernel
+        self._trace = trace(kernel)
+        self._table = table
 
     def __call__(
         self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run it; see ``Launch``."""
-        batch, program = self._batch, self._program
-        rows = len(batch)
-        sums = torch.zeros(len(self._pass.squares), rows, dtype=torch.float64, device=batch.device)
-        on_cpu = batch.device.type == "cpu"
-        if rows == 0 or (on_cpu and skip is not None and skip.item()):
+        """Run it; see ``Launcher``."""
+        table, traced, kernel = self._table, self._trace, self._kernel
+        sums = torch.zeros(len(kernel.squares), len(table), dtype=torch.float64, device=table.device)
+        on_cpu = table.device.type == "cpu"
+        if len(table) == 0 or (on_cpu and skip is not None and skip.item()):
             return sums
-        loaded = {name: _load(batch, name) for name in program.loads}
-        # A column that is only written still is an argument of the function; nothing may be computed from it.
-        columns = [Lanes(loaded[name]) if name in loaded else None for name in program.columns]
-        numbers = {name: _PerRow(_numbers(scalars[name], batch)) for name in program.scalars}
-        outputs = self._fn(*columns, **numbers)
-        for i, name in enumerate(self._pass.squares):
+        loaded = {name: _load(table, name) for name in traced.loads}
+        # A column that is only written is an argument of the function, too; nothing may be computed from it.
+        columns = [Lanes(loaded[name]) if name in loaded else None for name in traced.columns]
+        numbers = {name: _PerRow(_numbers(scalars[name], table)) for name in traced.scalars}
+        outputs = kernel.fn(*columns, **numbers)
+        for i, name in enumerate(kernel.squares):
             sums[i] = _norms(outputs[name].tensors).square()
-        for name in self._pass.checks:
+        for name in kernel.checks:
             filled = [t for t in outputs[name].tensors if t.numel()]
             if found is not None and filled:
                 largest = torch.stack(torch._foreach_norm(filled, torch.inf))
                 found.copy_(torch.maximum(found, (~largest.isfinite()).any().to(found)))
-        for name in program.stores:
+        for name in traced.stores:
             values = outputs[name].tensors
             if skip is not None and not on_cpu:
-                old = loaded[name] if name in loaded else _load(batch, name)
+                old = loaded[name] if name in loaded else _load(table, name)
                 values = [torch.where(skip != 0, o, v) for o, v in zip(old, values, strict=True)]
-            _store(batch, name, values, scalars)
+            _store(table, name, values, scalars)
         return sums
 
 
@@ -88,24 +86,13 @@ class Lanes:
     __radd__ = __add__
     __rmul__ = __mul__
 
-    def __neg__(self) -> Lanes:
-        return Lanes(list(torch._foreach_neg(self.tensors)))
-
     def sqrt(self) -> Lanes:
         """The square roots."""
         return Lanes(list(torch._foreach_sqrt(self.tensors)))
 
-    def abs(self) -> Lanes:
-        """The magnitudes."""
-        return Lanes(list(torch._foreach_abs(self.tensors)))
-
     def maximum(self, other: Lanes) -> Lanes:
         """The larger values; NaN where either is."""
         return Lanes(list(torch._foreach_maximum(self.tensors, other.tensors)))
-
-    def minimum(self, other: Lanes) -> Lanes:
-        """The smaller values; NaN where either is."""
-        return Lanes(list(torch._foreach_minimum(self.tensors, other.tensors)))
 
 
 class _PerRow:
@@ -117,32 +104,32 @@ class _PerRow:
         self.numbers = numbers
 
 
-def _numbers(value: float | torch.Tensor, batch: Batch) -> _Numbers:
-    """Numbers rounded to the batch's compute dtype, in a form that ``_foreach`` takes; nothing is read from CUDA."""
+def _numbers(value: Number, table: TensorTable) -> _Numbers:
+    """Numbers rounded to the table's compute dtype, in a form that ``_foreach`` takes; nothing is read from CUDA."""
     if not isinstance(value, torch.Tensor):
         return float(value)
-    value = value.to(batch.device, batch.compute_dtype, non_blocking=True)
-    if batch.device.type == "cpu":
+    value = value.to(table.device, table.compute_dtype, non_blocking=True)
+    if table.device.type == "cpu":
         return float(value) if value.dim() == 0 else value.tolist()
-    return list(value.expand(len(batch)).unbind())
+    return list(value.expand(len(table)).unbind())
 
 
-def _load(batch: Batch, name: str) -> list[torch.Tensor]:
-    storage, parts = batch.columns[name]
+def _load(table: TensorTable, name: str) -> list[torch.Tensor]:
+    storage, parts = table.columns[name]
     if storage.kind == "split":
         return [join(weight, remainder) for weight, remainder in zip(*parts, strict=True)]
     source = parts[0]
     if storage.kind == "plain":
         source = [honoured(master, weight) for master, weight in zip(*parts, strict=True)]
-    if storage.dtypes[0] == batch.compute_dtype:
+    if storage.dtypes[0] == table.compute_dtype:
         return source
-    wide = [torch.empty_like(t, dtype=batch.compute_dtype) for t in source]
+    wide = [torch.empty_like(t, dtype=table.compute_dtype) for t in source]
     torch._foreach_copy_(wide, source)
     return wide
 
 
-def _store(batch: Batch, name: str, values: list[torch.Tensor], scalars: Scalars) -> None:
-    storage, parts = batch.columns[name]
+def _store(table: TensorTable, name: str, values: list[torch.Tensor], scalars: Scalars) -> None:
+    storage, parts = table.columns[name]
     if storage.kind == "split":
         for value, weight, remainder in zip(values, *parts, strict=True):
             high, low = split(value)
@@ -151,7 +138,7 @@ def _store(batch: Batch, name: str, values: list[torch.Tensor], scalars: Scalars
     elif storage.kind == "stochastic":
         seeds = scalars["seed"]
         assert isinstance(seeds, torch.Tensor)
-        for value, weight, seed in zip(values, parts[0], seeds.to(batch.device).unbind(), strict=True):
+        for value, weight, seed in zip(values, parts[0], seeds.to(table.device).unbind(), strict=True):
             # Elements are numbered as they lie in the weight's memory, or in C order if it has holes.
             laid = torch.empty_like(weight, dtype=torch.float32).copy_(value)
             weight.copy_(round_stochastic(laid, seed))

@@ -1,4 +1,4 @@
-"""The CUDA backend: a pass printed as a Triton kernel over a table of pointers, one launch for a batch of any size.
+"""The CUDA backend: a kernel printed for Triton over a table of pointers, one launch for a table of any size.
 
 Under ``TRITON_INTERPRET=1`` the same kernels run on a CPU, slowly: so their numerics are tested without a GPU.
 """
@@ -16,16 +16,17 @@ from typing import Any
 import torch
 
 from ...core.files import cache_directory, replacing
-from ..expr import Pass, trace
+from ..codegen import GeneratedLauncher, Layout, layout_of, scalar_names
+from ..expr import ElementwiseKernel, trace
 from ..storage import Storage
-from ..tensor_table import Batch, Launch, Scalars, ScalarTable
-from . import autotune as tuning
-from .cpp import Layout, layout_of, scalar_names, written_parts
+from ..tensor_table import TensorTable
+from . import autotune
+from .autotune import LaunchConfig
 
-__all__ = ["TritonLaunch"]
+__all__ = ["TritonLauncher"]
 
 _SCRATCH = 2**20  # elements of each of the four rows that a kernel is timed on
-_WORTHWHILE = 2**22  # a batch of fewer elements is not waited for
+_WORTHWHILE = 2**22  # a table of fewer elements is not worth measuring for
 _TYPES = {
     torch.float32: "tl.float32",
     torch.float64: "tl.float64",
@@ -151,64 +152,47 @@ _OPERATIONS = {
     "add": "{} + {}",
     "sub": "{} - {}",
     "mul": "{} * {}",
-    "neg": "-{}",
-    "abs": "tl.abs({})",
     "maximum": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
-    "minimum": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
 }
 
 
-class TritonLaunch(Launch):
-    """One pass over one batch: one launch, and a second small one where squares are summed."""
+class TritonLauncher(GeneratedLauncher):
+    """One kernel over one table: one launch, and a second small one where squares are summed."""
 
-    def __init__(self, pass_: Pass, batch: Batch, cut: tuning.Cut | None = None) -> None:
-        program = trace(pass_)
-        layout = layout_of(program, batch)
-        self._module = _module(pass_, layout, _interpreted())
-        self._cut = cut or _cut(pass_, batch, layout)
-        self._table = table = batch.table(self._cut.elements)
-        self._rows = len(batch)
-        self._device = batch.device
-        names = scalar_names(program, layout.columns)
-        self._scalars = ScalarTable(names, len(batch), batch.compute_dtype, batch.device)
-        self._zero = torch.zeros((), device=batch.device)
-        self._partial = torch.zeros(len(pass_.squares), table.chunks, dtype=torch.float64, device=batch.device)
-        self._written = written_parts(program, batch)
+    def __init__(self, kernel: ElementwiseKernel, table: TensorTable, config: LaunchConfig | None = None) -> None:
+        layout = layout_of(kernel, table)
+        self._module = _module(kernel, layout, _interpreted())
+        self._config = config or _config(kernel, table, layout)
+        super().__init__(kernel, layout, table, self._config.elements)
+        self._device = table.device
+        self._zero = torch.zeros((), device=table.device)
 
-    def __call__(
-        self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Run it; see ``Launch``."""
-        table, partial = self._table, self._partial
-        sums = torch.zeros(partial.shape[0], self._rows, dtype=torch.float64, device=partial.device)
-        if table.chunks == 0:
-            return sums
+    def _run(
+        self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, sums: torch.Tensor
+    ) -> None:
+        pointers, partial = self._pointers, self._partial
         # Where nobody looks at the flag, the checks still need somewhere to write.
         seen = found if found is not None else torch.empty_like(self._zero)
-        table.stage_in()
-        numbers = self._scalars.fill(scalars)
         with _on(self._device):
-            self._module.kernel[(table.chunks,)](
-                table.row,
-                table.start,
-                table.count,
-                table.pointers,
+            self._module.kernel[(pointers.chunks,)](
+                pointers.row,
+                pointers.start,
+                pointers.count,
+                pointers.addresses,
                 numbers,
                 self._zero if skip is None else skip,
                 seen,
                 partial,
                 self._rows,
-                table.chunks,
-                ALIGNED=table.aligned,
-                BLOCK=self._cut.elements,
-                num_warps=self._cut.warps,
+                pointers.chunks,
+                ALIGNED=pointers.aligned,
+                BLOCK=self._config.elements,
+                num_warps=self._config.warps,
             )
             if partial.numel():
                 self._module.row_sums[(self._rows, partial.shape[0])](
-                    table.first, partial, sums, table.chunks, BLOCK=256
+                    pointers.first, partial, sums, pointers.chunks, BLOCK=256
                 )
-        table.stage_out(self._written)
-        return sums
 
 
 def _on(device: torch.device) -> AbstractContextManager[None]:
@@ -220,41 +204,41 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _cut(pass_: Pass, batch: Batch, layout: Layout) -> tuning.Cut:
-    """How to cut a batch. Kernels write in place, so they are timed on tensors of our own."""
-    first = next(iter(batch.columns.values()))[1][0]
+def _config(kernel: ElementwiseKernel, table: TensorTable, layout: Layout) -> LaunchConfig:
+    """The launch configuration for a table. Kernels write in place, so they are timed on tensors of our own."""
+    first = next(iter(table.columns.values()))[1][0]
     if _interpreted() or sum(t.numel() for t in first) < _WORTHWHILE or torch.cuda.is_current_stream_capturing():
-        return tuning.DEFAULT
+        return autotune.DEFAULT
     from triton import __version__ as version
     from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench
 
     def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
-        return [torch.ones(_SCRATCH, dtype=dtype, device=batch.device) for _ in range(4)]
+        return [torch.ones(_SCRATCH, dtype=dtype, device=table.device) for _ in range(4)]
 
-    def measure(cut: tuning.Cut) -> float:
-        launch = TritonLaunch(pass_, scratch, cut)
+    def measure(config: LaunchConfig) -> float:
+        launcher = TritonLauncher(kernel, scratch, config)
         try:
-            return float(do_bench(lambda: launch(scalars), return_mode="median"))
+            return float(do_bench(lambda: launcher(scalars), return_mode="median"))
         except OutOfResources:
             return float("inf")
 
-    with _on(batch.device):
-        columns = {name: (storage, tuple(map(tensors, storage.dtypes))) for name, (storage, _) in batch.columns.items()}
-        scratch = Batch(columns, batch.compute_dtype)
-        scalars = dict.fromkeys(scalar_names(trace(pass_), layout.columns), 0.5)
-        gpu = torch.cuda.get_device_name(batch.device)
-        return tuning.fastest("\n".join((source(pass_, layout), gpu, version)), measure)
+    with _on(table.device):
+        columns = {name: (storage, tuple(map(tensors, storage.dtypes))) for name, (storage, _) in table.columns.items()}
+        scratch = TensorTable(columns, table.compute_dtype)
+        scalars = dict.fromkeys(scalar_names(kernel, layout), 0.5)
+        gpu = torch.cuda.get_device_name(table.device)
+        return autotune.fastest("\n".join((source(kernel, layout), gpu, version)), measure)
 
 
 @functools.cache
-def _module(pass_: Pass, layout: Layout, interpreted: bool) -> Any:
+def _module(kernel: ElementwiseKernel, layout: Layout, interpreted: bool) -> Any:
     """The generated module, which Triton compiles or interprets for good when it is loaded.
 
     It is written to the cache because Triton reads the source of its kernels from their file.
     """
-    text = source(pass_, layout)
-    path = cache_directory() / f"{pass_.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.py"
+    text = source(kernel, layout)
+    path = cache_directory() / f"{kernel.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.py"
     if not path.exists():
         with replacing(path, shared=True) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
@@ -266,10 +250,10 @@ def _module(pass_: Pass, layout: Layout, interpreted: bool) -> Any:
     return module
 
 
-def source(pass_: Pass, layout: Layout) -> str:
-    """The Triton source of a pass."""
-    program = trace(pass_)
-    names = scalar_names(program, layout.columns)
+def source(kernel: ElementwiseKernel, layout: Layout) -> str:
+    """The Triton source of a kernel."""
+    traced = trace(kernel)
+    names = scalar_names(kernel, layout)
     acc = _TYPES[layout.compute_dtype]
     lines = []
     storages = {name: storage for name, _, storage in layout.columns}
@@ -281,14 +265,14 @@ def source(pass_: Pass, layout: Layout) -> str:
             lines.append(f"if ALIGNED:\n        {pointer} = tl.multiple_of({pointer}, 16)")
     if "seed" in names:
         lines.append(f"seed = bits_of(tl.load(scalars + {names.index('seed')} * rows + r))")
-    for i, node in enumerate(program.nodes):
+    for i, node in enumerate(traced.nodes):
         lines.append(_line(i, node.op, node.args, storages, names, acc))
-    for name, index in program.stores.items():
+    for name, index in traced.stores.items():
         lines.extend(_stores(name, storages[name], f"v{index}"))
-    for i, index in enumerate(program.squares):
+    for i, index in enumerate(traced.squares):
         lines.append(f"wide{i} = tl.where(alive, v{index}, 0.0).to(tl.float64)")
         lines.append(f"tl.store(partial + {i} * chunks + chunk, tl.sum(wide{i} * wide{i}))")
-    for index in program.checks:
+    for index in traced.checks:
         lines.append(f"odd{index} = (v{index} != v{index}) | (tl.abs(v{index}) == float('inf'))")
         lines.append(f"bad{index} = tl.sum((alive & odd{index}).to(tl.int32))")
         lines.append(f"tl.store(found, 1.0, mask=bad{index} > 0)")

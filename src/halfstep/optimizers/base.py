@@ -1,46 +1,48 @@
 """The common part of the fused optimizers: what a step is, from gradients to weights, whatever the update.
 
-A subclass names the state it keeps and runs its passes on rows of parameters. One read of the gradients gives their
-norm and whether they are finite, where that is asked for; the passes unscale, clip, update and round. Nothing is read
-back from the device.
+A subclass names the state it keeps and launches its kernels on rows of parameters. Where clipping or an overflow check
+is asked for, one read of the gradients gives their norm and whether they are finite. The kernels unscale, clip, update
+and round. Nothing is read back from the device.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ..casting.weight_copies import WeightCopies
-from ..core.dtypes import HALF_DTYPES, dtype_name
-from ..core.errors import ArgumentTypeError, ArgumentValueError
-from ..kernels.expr import Pass
+from ..core.dtypes import HALF_DTYPES
+from ..core.errors import ArgumentTypeError
 from ..kernels.shards import is_sharded
 from ..kernels.storage import honoured, split
+from ..kernels.tensor_table import Number
 from ..masters.split import master_value
-from ._options import Options
-from ._rows import NUMBER, GroupRows, Rows, StateLayout
+from .lost_updates import warn_of_lost_updates
+from .options import FusedOptions
+from .param_rows import NUMBER, GroupRows, ParamRows, StateLayout
 
-__all__ = ["FusedOptimizer", "Hyper", "check_number"]
+__all__ = ["FusedOptimizer", "Hyper", "Step"]
 
 Hyper = dict[str, Any]
 """A parameter group: its hyperparameters by name."""
 
 
-def _gradients(grad: Any) -> dict[str, Any]:
-    return {"seen": grad}
+class Step(NamedTuple):
+    """One step of some rows.
 
+    Attributes:
+        t: which step of each row this is, counted from 1: float64 of shape [rows]. None if the state has no ``step``.
+        factor: what gradients are to be multiplied by: 1 / loss scale, clipping, the sign of ``maximize``.
+        skip: 0-dim float32 tensor; where it is not 0 nothing may change.
+    """
 
-_INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-"""Where torch and halfstep lie."""
-
-_READ_GRADIENTS = Pass("read_gradients", _gradients, squares=("seen",), checks=("seen",))
+    t: Any
+    factor: Number
+    skip: torch.Tensor | None
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -50,7 +52,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     that is 0, and ``grad_scale`` is divided out, both on the device.
 
     Attributes:
-        options: see ``Options``.
+        options: see ``FusedOptions``.
         copies: the 16-bit copies of fp32 weights that its steps write as well, if it was told to; see ``keep_copies``.
         grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
     """
@@ -58,12 +60,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     copies: WeightCopies | None = None
 
-    def __init__(self, params: Any, defaults: Hyper, options: Options, *, set_grad_none: bool = True) -> None:
+    def __init__(self, params: Any, defaults: Hyper, options: FusedOptions, *, set_grad_none: bool = True) -> None:
         self.options = options
         self.set_grad_none = set_grad_none
         self.grad_norm: torch.Tensor | None = None
         self._groups: dict[int, GroupRows] = {}
-        self._started: dict[int, torch.Tensor] = {}
+        self._started: dict[int, torch.Tensor] = {}  # where masters start from, by the identity of the parameter
         self._warned = False
         super().__init__(params, defaults)
 
@@ -77,17 +79,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What is kept for a parameter, by the name it has in ``state[param]``."""
         raise NotImplementedError
 
-    def _update(
-        self, group: Hyper, rows: Rows, t: torch.Tensor | None, factor: torch.Tensor | float, skip: torch.Tensor | None
-    ) -> None:
+    def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
         """Update the rows.
 
         Args:
             group: hyperparameters; ``lr`` may be a tensor.
             rows: parameters, gradients and state.
-            t: which step this is, counted from 1: float64 of shape [rows]; None if the layout has no ``step``.
-            factor: what gradients are to be multiplied by: 1 / loss scale, clipping, the sign of ``maximize``.
-            skip: 0-dim float32 tensor; where it is not 0 nothing may change.
+            step: its number, the factor of gradients and the flag.
         """
         raise NotImplementedError
 
@@ -111,7 +109,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         scaler = kwargs.pop("grad_scaler", None)
         if any(value is not None for value in kwargs.values()):
-            _refuse_arguments(type(self).__name__, kwargs)
+            raise ArgumentTypeError(
+                f"{type(self).__name__}.step takes closure= and grad_scaler=, not {', '.join(kwargs)}. Gradients are "
+                "read from the parameters, 16-bit copies are written with master_weights=, and a scaler passes its "
+                "scale by torch's contract."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -121,9 +123,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not all_rows:
             return loss
         if not self._warned:
-            self._warn_of_lost_updates()
+            self._warned = True
+            if not self.options.master_weights and self.options.rounding == "nearest":
+                warn_of_lost_updates(type(self).__name__, self.param_groups)
         grad_scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        device = all_rows[0].batch.device
+        device = all_rows[0].device
         skip = None if skip is None else skip.to(device, torch.float32, non_blocking=True).reshape(())
         if scaler is not None and scaler.is_enabled():
             grad_scale = scaler._get_scale_async()
@@ -295,11 +299,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return [None if p.grad is None else self.copies.begin_write(p) for p in params]
 
     def _factor(
-        self, all_rows: list[Rows], grad_scale: torch.Tensor | None, skip: torch.Tensor | None, *, check: bool
-    ) -> tuple[torch.Tensor | float, torch.Tensor | None]:
+        self, all_rows: list[ParamRows], grad_scale: torch.Tensor | None, skip: torch.Tensor | None, *, check: bool
+    ) -> tuple[Number, torch.Tensor | None]:
         """What to multiply gradients by, and the flag, from at most one read of them."""
-        device = all_rows[0].batch.device
-        inverse: torch.Tensor | float = 1.0
+        device = all_rows[0].device
+        inverse: Number = 1.0
         if grad_scale is not None:
             inverse = grad_scale.to(device, non_blocking=True).double().reshape(()).reciprocal()
         limit = self.options.max_grad_norm
@@ -307,9 +311,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             return inverse, skip
         total = torch.zeros((), dtype=torch.float64, device=device)
         for rows in all_rows:
-            found = None if skip is None else torch.zeros((), device=rows.batch.device)
-            rows.squares = self._read_gradients(rows, found)
-            total += rows.squares.sum().to(device, non_blocking=True)
+            found = None if skip is None else torch.zeros((), device=rows.device)
+            total += rows.squared_norms(found).sum().to(device, non_blocking=True)
             if found is not None and skip is not None:
                 skip = torch.maximum(skip, found.to(device, non_blocking=True))
         if limit is None:
@@ -318,77 +321,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.grad_norm = norm.float()
         return inverse * (limit / (norm + 1e-6)).clamp(max=1.0), skip
 
-    @staticmethod
-    def _read_gradients(rows: Rows, found: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of squares of each gradient as it is, float64 of shape [rows], in one read."""
-        return rows.run(_READ_GRADIENTS, {}, None, found)[0]
-
-    def _step_rows(self, group: Hyper, rows: Rows, factor: torch.Tensor | float, skip: torch.Tensor | None) -> None:
-        device = rows.batch.device
+    def _step_rows(self, group: Hyper, rows: ParamRows, factor: Number, skip: torch.Tensor | None) -> None:
         if isinstance(factor, torch.Tensor):
-            factor = factor.to(device, non_blocking=True)
+            factor = factor.to(rows.device, non_blocking=True)
         if skip is not None:
-            skip = skip.to(device, non_blocking=True)
+            skip = skip.to(rows.device, non_blocking=True)
         if group.get("maximize"):
             factor = -factor
-        steps = rows.vectors.get("step")
-        t = None if steps is None else steps.double() + 1.0
-        self._update(group, rows, t, factor, skip)
-        rows.squares = None
-        if steps is not None:
-            steps.add_(1.0 if skip is None else 1.0 - skip)
-
-    def _warn_of_lost_updates(self) -> None:
-        self._warned = True
-        if self.options.master_weights or self.options.rounding == "stochastic":
-            return
-        for group in self.param_groups:
-            lr = group["lr"]
-            halves = {p.dtype for p in group["params"] if p.dtype in HALF_DTYPES}
-            if isinstance(lr, torch.Tensor) or not halves:
-                continue
-            dtype = max(halves, key=lambda d: torch.finfo(d).eps)
-            half_ulp = torch.finfo(dtype).eps / 4  # of a weight just below a power of two
-            decay = lr * group.get("weight_decay", 0.0)
-            small = {name: x for name, x in (("lr", lr), ("lr * weight_decay", decay)) if 0 < x < half_ulp}
-            if small:
-                given = " and ".join(f"{name} = {x:g}" for name, x in small.items())
-                warnings.warn(
-                    f"{type(self).__name__} updates {dtype_name(dtype)} weights in place with {given}: a relative "
-                    f"change below {half_ulp:g} rounds away. Pass master_weights=True to keep it, or "
-                    "rounding='stochastic' for bfloat16.",
-                    UserWarning,
-                    stacklevel=_callers_level(),
-                )
-                return
-
-
-def check_number(name: str, value: object, *, low: float = 0.0, below: float | None = None) -> None:
-    """Refuse a hyperparameter outside of [low, below); a tensor is taken as it is.
-
-    Raises:
-        ArgumentValueError: if the number is outside.
-        ArgumentTypeError: if it is no number.
-    """
-    if isinstance(value, torch.Tensor):
-        return
-    if not isinstance(value, (int, float)):
-        raise ArgumentTypeError(f"{name} must be a number, not {value!r}.")
-    if not value >= low or (below is not None and not value < below):
-        limits = f"at least {low:g}" + ("" if below is None else f" and below {below:g}")
-        raise ArgumentValueError(f"{name}={value!r} must be {limits}.")
-
-
-def _callers_level() -> int:
-    """The ``stacklevel`` of whoever called the step, however many wrappers of torch's and ours lie between."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _refuse_arguments(name: str, kwargs: Iterable[str]) -> NoReturn:
-    raise ArgumentTypeError(
-        f"{name}.step takes closure= and grad_scaler=, not {', '.join(kwargs)}. Gradients are read from the "
-        "parameters, 16-bit copies are written with master_weights=, and a scaler passes its scale by torch's contract."
-    )
+        taken = rows.numbers.get("step")
+        t = None if taken is None else taken.double() + 1.0
+        self._update(group, rows, Step(t, factor, skip))
+        if taken is not None:
+            taken.add_(1.0 if skip is None else 1.0 - skip)

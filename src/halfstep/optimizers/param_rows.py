@@ -1,4 +1,4 @@
-"""The parameters of one group that step together: their batch of tensors, and their step counts in one vector."""
+"""The parameters of one group that step together: their table of tensors, and their step counts in one vector."""
 
 from __future__ import annotations
 
@@ -10,45 +10,62 @@ import torch
 
 from ..casting.weight_copies import memory_of
 from ..core.errors import ArgumentTypeError, UsageError
-from ..kernels.expr import Pass
+from ..kernels.expr import ElementwiseKernel, elementwise_kernel
+from ..kernels.grouping import group_rows
+from ..kernels.launch import launch
 from ..kernels.shards import Domain, complete_sum, domain_of, is_sharded, local, locals_of
 from ..kernels.storage import Storage, copied, dense
-from ..kernels.tensor_table import Batch, Scalars
+from ..kernels.tensor_table import Column, Scalars, TensorTable
 from ..masters import split
-from ._options import Options
+from .options import FusedOptions
 
-__all__ = ["NUMBER", "GroupRows", "Kept", "Rows", "SparseGradient", "StateLayout"]
+__all__ = ["NUMBER", "GroupRows", "ParamRows", "SparseGradient", "StateLayout", "StateSpec"]
 
 
 class SparseGradient(UsageError):  # noqa: N818 - what it says
     """A fused step was given a sparse gradient."""
 
 
-class Kept(NamedTuple):
+class StateSpec(NamedTuple):
     """One thing an update keeps for a parameter: a tensor like it, or one float32 number where ``dtype`` is None."""
 
     dtype: torch.dtype | None
     initial: float = 0.0
 
 
-NUMBER = Kept(None)
-StateLayout = Mapping[str, Kept]
+NUMBER = StateSpec(None)
+StateLayout = Mapping[str, StateSpec]
 
 _ODD = 0x85EBCA6B, 0x9E3779B1  # large odd constants: parameters and steps draw from far-apart seeds
 
 
-class Rows:
+@elementwise_kernel(squares=("seen",), checks=("seen",))
+def read_gradients(grad: Any) -> dict[str, Any]:
+    """The sum of squares of a gradient, and whether it is finite."""
+    return {"seen": grad}
+
+
+class ParamRows:
     """Parameters of one device, one dtype of weights and one of gradients, with their state; of sharded ones, the parts
     that lie here.
 
     The numbers of the state (``step``) are 0-dim views of one vector each, so that all of them advance at once.
 
+    Args:
+        params: the parameters.
+        grads: their gradients.
+        states: the state of each.
+        layout: what an update keeps.
+        options: how weights are stored.
+        positions: the place of each parameter in the optimizer, from which its seeds are made.
+        copies: 16-bit copies of fp32 parameters to write as well, or None.
+
     Attributes:
-        batch: columns ``grad``, ``param`` and the tensors of the state.
+        table: columns ``grad``, ``param`` and the tensors of the state.
+        device: where it lies.
         weights: the parameters, without gradients.
-        vectors: the numbers of the state, float32 of shape [rows].
+        numbers: the numbers of the state, float32 of shape [rows].
         domain: the processes that hold the other parts.
-        squares: sums of squares of this step's scaled gradients, float64 of shape [rows], if they have been read.
     """
 
     def __init__(
@@ -57,75 +74,99 @@ class Rows:
         grads: list[torch.Tensor],
         states: list[dict[str, Any]],
         layout: StateLayout,
-        options: Options,
-        numbers: list[int],
+        options: FusedOptions,
+        positions: list[int],
         copies: list[torch.Tensor] | None,
     ) -> None:
         self.states = states
         self.weights = [local(memory_of(p)) for p in params]
         self.domain: Domain = domain_of(params[0])
+        self.device = params[0].device
         self._sharded = is_sharded(params[0])
-        device, dtype = params[0].device, params[0].dtype
-        storage = options.storage(dtype)
+        storage = options.storage(params[0].dtype)
         for param, state in zip(params, states, strict=True):
             _prepare(param, state, layout, storage)
-        self.vectors = {name: _vector(states, name, device) for name, kept in layout.items() if kept.dtype is None}
-        tensors = {name: [state[name] for state in states] for name, kept in layout.items() if kept.dtype is not None}
-        columns: dict[str, tuple[Storage, tuple[list[torch.Tensor], ...]]] = {
-            "grad": (dense(grads[0].dtype), (locals_of(grads),)),
-            "param": (storage, _parts(self.weights, states, storage)),
-        }
+        self.numbers = {name: _vector(states, name, self.device) for name, kept in layout.items() if kept.dtype is None}
+        columns: dict[str, Column] = {"grad": (dense(grads[0].dtype), (locals_of(grads),))}
         if copies is not None:  # an fp32 weight is the master of its copy
             columns["param"] = (copied(copies[0].dtype), (self.weights, copies))
-        columns.update({name: (dense(column[0].dtype), (locals_of(column),)) for name, column in tensors.items()})
+        else:
+            columns["param"] = (storage, _parts(self.weights, states, storage))
+        for name, kept in layout.items():
+            if kept.dtype is not None:
+                columns[name] = (dense(states[0][name].dtype), (locals_of([state[name] for state in states]),))
         _check_shapes(columns)
-        # The second part of a weight's storage lives in the state too and can be replaced there.
+        # The second part of a weight's storage lies in the state, too, and can be replaced there.
         extra = {"split": "remainder", "plain": "master"}.get(storage.kind)
         names = [*layout, *([extra] if extra else [])]
         self._expected = {name: [state[name] for state in states] for name in names}
-        self.batch = Batch(columns)
-        self._seeds = torch.tensor(numbers, device=device) * _ODD[0] + options.seed
-        self.squares: torch.Tensor | None = None
+        self.table = TensorTable(columns)
+        self._seeds = torch.tensor(positions, device=self.device) * _ODD[0] + options.seed
         self._random = storage.kind == "stochastic"
+        self._squares: torch.Tensor | None = None
 
     def renew(self, grads: list[torch.Tensor]) -> bool:
         """Take this step's gradients; False if they or the state are not what this was made for."""
+        self._squares = None
         try:
             for name, tensors in self._expected.items():
                 if not all(map(is_, [state[name] for state in self.states], tensors)):
                     return False
         except KeyError:
             return False
-        return self.batch.renew(locals_of(grads) if self._sharded else grads)
+        return self.table.renew(locals_of(grads) if self._sharded else grads)
 
-    def run(
-        self, pass_: Pass, scalars: Scalars, skip: torch.Tensor | None, found: torch.Tensor | None = None
+    def launch(
+        self,
+        kernel: ElementwiseKernel,
+        scalars: Scalars,
+        skip: torch.Tensor | None = None,
+        found: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run a pass on the batch; stochastic rounding gets its seeds from the step counts.
+        """Run a kernel on the table; stochastic rounding gets its seeds from the step counts.
 
         Returns:
             The sums of squares it names, of whole tensors where they are sharded.
         """
         if self._random:
-            drawn = (self._seeds + self.vectors["step"].long() * _ODD[1]) & 0xFFFF_FFFF
+            drawn = (self._seeds + self.numbers["step"].long() * _ODD[1]) & 0xFFFF_FFFF
             scalars = {**scalars, "seed": torch.where(drawn > 0x7FFF_FFFF, drawn - (1 << 32), drawn).to(torch.int32)}
-        sums = self.batch.run(pass_, scalars, skip=skip, found=found)
-        if self.domain and pass_.squares:
+        sums = launch(self.table, kernel, scalars, skip=skip, found=found)
+        if self.domain and kernel.squares:
             complete_sum(sums, self.domain)
             if found is not None:  # what is not finite elsewhere shows in the sum
                 found.logical_or_(sums.isfinite().all().logical_not_())
         return sums
 
+    def squared_norms(self, found: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of squares of each gradient as it is, float64 of shape [rows]; read once in a step.
+
+        Args:
+            found: 0-dim float32 tensor, set to 1.0 if a gradient that is read holds inf or NaN.
+        """
+        if self._squares is None:
+            self._squares = self.launch(read_gradients, {}, None, found)[0]
+        return self._squares
+
 
 class GroupRows:
-    """All the rows of one parameter group, kept from step to step while nothing but gradients changes."""
+    """All the rows of one parameter group, kept from step to step while nothing but gradients changes.
+
+    Args:
+        params: of the group.
+        state: of the optimizer.
+        layout: what its update keeps.
+        options: of the optimizer.
+        first: the place of the first parameter in the optimizer.
+        copies: for each parameter, the 16-bit copy that is to be written as well, or None.
+    """
 
     def __init__(
         self,
         params: Sequence[torch.Tensor],
         state: Mapping[torch.Tensor, dict[str, Any]],
         layout: StateLayout,
-        options: Options,
+        options: FusedOptions,
         first: int,
         copies: list[torch.Tensor | None],
     ) -> None:
@@ -137,24 +178,23 @@ class GroupRows:
         self._state = state
         grads = [p.grad for p in params]
         self._missing = [g is None for g in grads]
-        kinds: dict[tuple[torch.device, torch.dtype, torch.dtype, Domain, bool], list[int]] = {}
-        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            if grad is not None:
-                _refuse(param, grad)
-                kind = (param.device, param.dtype, grad.dtype, domain_of(param), copies[i] is not None)
-                kinds.setdefault(kind, []).append(i)
-        self._positions = list(kinds.values())
+        there = [i for i, grad in enumerate(grads) if grad is not None]
+        for i in there:
+            _refuse(params[i], grads[i])  # type: ignore[arg-type]
+        here: list[Any] = [None if grad is None else local(grad) for grad in grads]
+        columns = [[column[i] for i in there] for column in (params, here, copies)]
+        self._positions = [[there[k] for k in rows] for rows in group_rows(*columns)]
         self.rows = [
-            Rows(
-                [params[i] for i in rows],
-                [g for i in rows if (g := grads[i]) is not None],
-                [state[params[i]] for i in rows],
+            ParamRows(
+                [params[i] for i in positions],
+                [grads[i] for i in positions],  # type: ignore[misc]
+                [state[params[i]] for i in positions],
                 layout,
                 options,
-                [first + i for i in rows],
-                [copies[i] for i in rows] if copies[rows[0]] is not None else None,  # type: ignore[misc]
+                [first + i for i in positions],
+                None if copies[positions[0]] is None else [copies[i] for i in positions],  # type: ignore[misc]
             )
-            for rows in self._positions
+            for positions in self._positions
         ]
 
     def renew(
@@ -213,7 +253,7 @@ def _prepare(param: torch.Tensor, state: dict[str, Any], layout: StateLayout, st
     split.adapt(param, state, storage)
 
 
-def _check_shapes(columns: Mapping[str, tuple[Storage, tuple[list[torch.Tensor], ...]]]) -> None:
+def _check_shapes(columns: Mapping[str, Column]) -> None:
     """Kernels trust the shapes of what they are given."""
     weights = columns["param"][1][-1]
     for name, (_, parts) in columns.items():

@@ -1,9 +1,9 @@
-"""What all fused optimizers can be told beside the arguments of their update."""
+"""What all fused optimizers can be told beside the arguments of their update, and the check of those arguments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -11,13 +11,13 @@ from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..kernels.storage import SPLIT, Storage, dense, plain, stochastic
 
-__all__ = ["MasterForm", "Options"]
+__all__ = ["FusedOptions", "MasterForm", "check_hyperparameters"]
 
 MasterForm = Literal["split", "plain"] | bool | None
 
 
 @dataclass(frozen=True)
-class Options:
+class FusedOptions:
     """How one optimizer stores weights and state, and whether it clips.
 
     Attributes:
@@ -85,3 +85,28 @@ class Options:
         if self.master_weights:
             return SPLIT
         return stochastic(dtype) if self.rounding == "stochastic" else dense(dtype)
+
+
+def check_hyperparameters(**given: Any) -> None:
+    """Refuse numbers below 0, and ``betas`` outside of [0, 1). Tensors are taken as they are.
+
+    Raises:
+        ArgumentValueError: if a number is outside.
+        ArgumentTypeError: if it is no number.
+    """
+    for name, value in given.items():
+        if name == "betas":
+            _check_number("betas[0]", value[0], below=1.0)
+            _check_number("betas[1]", value[1], below=1.0)
+        else:
+            _check_number(name, value)
+
+
+def _check_number(name: str, value: object, *, below: float | None = None) -> None:
+    if isinstance(value, torch.Tensor):
+        return
+    if not isinstance(value, (int, float)):
+        raise ArgumentTypeError(f"{name} must be a number, not {value!r}.")
+    if not value >= 0 or (below is not None and not value < below):
+        limits = "at least 0" + ("" if below is None else f" and below {below:g}")
+        raise ArgumentValueError(f"{name}={value!r} must be {limits}.")

@@ -1,4 +1,4 @@
-"""The multi-tensor operations against float64, whatever the lists hold, and the plans that sort them."""
+"""The multi-tensor operations against float64, whatever the lists hold, and the groups that they are split into."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.kernels import eager
-from halfstep.kernels.grouping import Plan, PlanCache
+from halfstep.kernels import backend, multi_tensor
+from halfstep.kernels.grouping import TensorGroups, TensorGroupsCache
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = [FP16, BF16, FP32, FP64]
@@ -79,7 +79,7 @@ def test_copy_is_a_cast(kinds: list[Kind], data: st.DataObject) -> None:
     sources = [kind.make() for kind in kinds]
     targets = [kind._replace(dtype=data.draw(st.sampled_from(DTYPES))).make(salt=1) for kind in kinds]
     before = [source.clone() for source in sources]
-    eager.copy(Plan(sources, targets), sources, targets)
+    multi_tensor.copy(sources, targets)
     for source, was, target in zip(sources, before, targets, strict=True):
         assert torch.equal(target, source.to(target.dtype))
         assert torch.equal(source, was)
@@ -90,7 +90,7 @@ def test_copy_rounds_to_nearest_and_overflows_to_inf(dtype: torch.dtype) -> None
     eps = torch.finfo(dtype).eps
     source = torch.tensor([1 + eps / 2, 1 + 1.5 * eps, 1 + 0.51 * eps, 3.4e38, -3.4e38, math.nan, math.inf])
     target = torch.empty(7, dtype=dtype)
-    eager.copy(Plan([source], [target]), [source], [target])
+    multi_tensor.copy([source], [target])
     assert target[:3].tolist() == [1.0, 1 + 2 * eps, 1 + eps]  # ties go to even
     assert target[3:5].tolist() == [math.inf, -math.inf]
     assert target[5].isnan()
@@ -107,7 +107,7 @@ def test_unscale_in_place(kinds: list[Kind], inv_scale: float) -> None:
     pointers = [tensor.data_ptr() for tensor in tensors]
     inv, found_inf = torch.tensor(inv_scale), flag()
     references = [tensor.double() * inv.double() for tensor in tensors]
-    eager.unscale_(Plan(tensors), tensors, inv, found_inf)
+    multi_tensor.unscale_(tensors, inv, found_inf)
     for tensor, reference in zip(tensors, references, strict=True):
         assert_close(tensor, reference)
     assert [tensor.data_ptr() for tensor in tensors] == pointers
@@ -125,7 +125,7 @@ def test_unscale_into_fp32(kinds: list[Kind], inv_scale: float, scaled: bool, ac
     factor = 1.0 if inv is None else inv.double()
     added = [source.double() * factor for source in sources]
     held = [target.double() if accumulate else torch.zeros_like(target, dtype=FP64) for target in targets]
-    eager.unscale_into(Plan(sources, targets), sources, targets, inv, found_inf, accumulate=accumulate)
+    multi_tensor.unscale_into(sources, targets, inv, found_inf, accumulate=accumulate)
     for target, had, new in zip(targets, held, added, strict=True):
         assert_close(target, had + new, had.abs() + new.abs())
     assert all(torch.equal(source, was) for source, was in zip(sources, before, strict=True))
@@ -137,14 +137,14 @@ def test_accumulation_is_in_fp32(dtype: torch.dtype) -> None:
     small = torch.finfo(dtype).eps / 4
     grads, target = [torch.full((3,), value, dtype=dtype) for value in (1.0, small, small)], torch.zeros(3)
     for grad in grads:
-        eager.unscale_into(Plan([grad], [target]), [grad], [target], torch.tensor(1.0), flag(), accumulate=True)
+        multi_tensor.unscale_into([grad], [target], torch.tensor(1.0), flag(), accumulate=True)
     assert target.tolist() == [1 + 2 * small] * 3
 
 
 def test_sixteen_bit_gradients_keep_what_is_below_their_range() -> None:
     # 2**-24 is the least of float16; divided by a scale of 2**16 it is a good float32 number.
     grad, target = torch.full((2,), 2.0**-24, dtype=FP16), torch.empty(2)
-    eager.unscale_into(Plan([grad], [target]), [grad], [target], torch.tensor(2.0**-16), flag(), accumulate=False)
+    multi_tensor.unscale_into([grad], [target], torch.tensor(2.0**-16), flag(), accumulate=False)
     assert target.tolist() == [2.0**-40] * 2
 
 
@@ -163,11 +163,10 @@ def test_finds_what_is_not_finite_anywhere(dtype: torch.dtype, bad: str, size: i
             tensors[which][position] = BAD[bad]
             found_inf = flag()
             if accumulate is None:
-                eager.unscale_(Plan(tensors), tensors, torch.tensor(0.5), found_inf)
+                multi_tensor.unscale_(tensors, torch.tensor(0.5), found_inf)
             else:
                 targets = [torch.ones(size) for _ in range(3)]
-                plan = Plan(tensors, targets)
-                eager.unscale_into(plan, tensors, targets, torch.tensor(0.5), found_inf, accumulate=accumulate)
+                multi_tensor.unscale_into(tensors, targets, torch.tensor(0.5), found_inf, accumulate=accumulate)
             assert found_inf.item() == 1.0, (which, position)
 
 
@@ -178,7 +177,7 @@ def test_finds_it_in_any_layout(layout: str, bad: str) -> None:
     tensor[1, 3, 2] = BAD[bad]
     for tensors in ([tensor], [torch.ones((), dtype=FP32), torch.ones(0), tensor]):
         found_inf = flag()
-        eager.unscale_(Plan(tensors), tensors, torch.tensor(1.0), found_inf)
+        multi_tensor.unscale_(tensors, torch.tensor(1.0), found_inf)
         assert found_inf.item() == 1.0
 
 
@@ -189,7 +188,7 @@ def test_the_largest_numbers_are_finite(dtype: torch.dtype, sign: int) -> None:
     values = [sign * info.max, info.smallest_normal, info.smallest_normal * info.eps, 0.0]
     for inv_scale in (1.0, 0.5):
         tensors, found_inf = [torch.tensor(values, dtype=dtype)], flag()
-        eager.unscale_(Plan(tensors), tensors, torch.tensor(inv_scale), found_inf)
+        multi_tensor.unscale_(tensors, torch.tensor(inv_scale), found_inf)
         assert found_inf.item() == 0.0
         assert tensors[0][0].item() == sign * info.max * inv_scale
 
@@ -200,31 +199,31 @@ def test_large_sixteen_bit_numbers_that_sum_past_their_range(dtype: torch.dtype)
     largest = min(torch.finfo(dtype).max, 1e38)
     grad, target = torch.full((4,), largest, dtype=dtype), torch.full((4,), largest)
     found_inf = flag()
-    eager.unscale_into(Plan([grad], [target]), [grad], [target], torch.tensor(1.0), found_inf, accumulate=True)
+    multi_tensor.unscale_into([grad], [target], torch.tensor(1.0), found_inf, accumulate=True)
     assert found_inf.item() == 0.0
     assert target.isfinite().all()
 
 
 def test_found_inf_stays_set() -> None:
     tensors, found_inf = [torch.ones(3)], torch.ones(())
-    eager.unscale_(Plan(tensors), tensors, torch.tensor(1.0), found_inf)
+    multi_tensor.unscale_(tensors, torch.tensor(1.0), found_inf)
     assert found_inf.item() == 1.0
 
 
 def test_a_copy_without_scale_looks_for_nothing() -> None:
     for accumulate in (False, True):
         grad, target, found_inf = torch.tensor([math.inf], dtype=FP16), torch.zeros(1), flag()
-        eager.unscale_into(Plan([grad], [target]), [grad], [target], None, found_inf, accumulate=accumulate)
+        multi_tensor.unscale_into([grad], [target], None, found_inf, accumulate=accumulate)
         assert target.item() == math.inf
         assert found_inf.item() == 0.0
 
 
 def test_empty_lists() -> None:
     found_inf = flag()
-    eager.copy(Plan([], []), [], [])
-    eager.unscale_(Plan([]), [], torch.tensor(1.0), found_inf)
-    eager.unscale_into(Plan([], []), [], [], torch.tensor(1.0), found_inf, accumulate=True)
-    eager.scale_(Plan([]), [], torch.tensor(1.0))
+    multi_tensor.copy([], [])
+    multi_tensor.unscale_([], torch.tensor(1.0), found_inf)
+    multi_tensor.unscale_into([], [], torch.tensor(1.0), found_inf, accumulate=True)
+    multi_tensor.scale_([], torch.tensor(1.0))
     assert found_inf.item() == 0.0
 
 
@@ -235,7 +234,7 @@ def test_empty_lists() -> None:
 @given(KINDS, st.sampled_from([1.0, 2.0, 3.0, math.inf]))
 def test_norm_is_of_one_long_vector(kinds: list[Kind], p: float) -> None:
     tensors = [kind.make() for kind in kinds]
-    found = eager.norm(Plan(tensors), tensors, p)
+    found = multi_tensor.norm(tensors, p)
     everything = torch.cat([tensor.double().flatten() for tensor in tensors])
     reference = torch.linalg.vector_norm(everything, p) if everything.numel() else torch.zeros((), dtype=FP64)
     assert found.dim() == 0
@@ -247,15 +246,15 @@ def test_norm_is_of_one_long_vector(kinds: list[Kind], p: float) -> None:
 def test_norm_adds_squares_in_fp32(dtype: torch.dtype) -> None:
     large = [torch.full((100,), 30000.0, dtype=dtype) for _ in range(3)]  # a square is past float16's range
     expected = 300**0.5 * large[0][0].item()
-    assert eager.norm(Plan(large), large).item() == pytest.approx(expected, rel=1e-6)
+    assert multi_tensor.norm(large).item() == pytest.approx(expected, rel=1e-6)
     ones = [torch.ones(100_000, dtype=dtype)]  # more addends than a 16-bit sum can count
-    assert eager.norm(Plan(ones), ones).item() == pytest.approx(100_000**0.5, rel=1e-6)
+    assert multi_tensor.norm(ones).item() == pytest.approx(100_000**0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", BAD)
 def test_norm_of_what_is_not_finite(bad: str) -> None:
     tensors = [torch.ones(5, dtype=FP16), torch.tensor([1.0, BAD[bad], 1.0])]
-    assert not eager.norm(Plan(tensors), tensors).isfinite()
+    assert not multi_tensor.norm(tensors).isfinite()
 
 
 @few
@@ -264,20 +263,48 @@ def test_scale_in_place(kinds: list[Kind], factor: float) -> None:
     tensors = [kind.make() for kind in kinds]
     held = torch.tensor(factor)
     references = [tensor.double() * held.double() for tensor in tensors]
-    eager.scale_(Plan(tensors), tensors, held)
+    multi_tensor.scale_(tensors, held)
     for tensor, reference in zip(tensors, references, strict=True):
         assert_close(tensor, reference)
 
 
-# ---- plans
+# ---- kernels on lists
+
+
+@pytest.mark.parametrize("on", ["eager", "compiled"])
+def test_a_number_of_each_row_goes_with_its_row(on: str) -> None:
+    sources = [torch.full((3,), float(i), dtype=dtype) for i, dtype in enumerate([FP32, FP16, FP32, BF16, FP16])]
+    targets = [torch.empty(3) for _ in sources]
+    factors = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], dtype=FP64)
+    with backend(on):
+        multi_tensor.run(multi_tensor.scale_kernel, {"factor": factors}, source=sources, target=targets)
+    assert [target.tolist() for target in targets] == [[i * 2.0**i] * 3 for i in range(5)]
+
+
+@pytest.mark.parametrize("on", ["eager", "compiled"])
+def test_parameters_are_written_and_autograd_is_told(on: str) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    with backend(on):
+        writes = [
+            lambda: multi_tensor.copy([torch.full((3,), 2.0, dtype=BF16)], [param]),
+            lambda: multi_tensor.scale([param], [param], 2.0),
+        ]
+        for write, expected in zip(writes, (2.0, 4.0), strict=True):
+            version = param._version
+            write()
+            assert param.tolist() == [expected] * 3
+            assert param._version > version
+
+
+# ---- groups
 
 
 @few
 @given(KINDS, st.data())
-def test_a_plan_sorts_rows_and_loses_none(kinds: list[Kind], data: st.DataObject) -> None:
+def test_groups_sort_rows_and_lose_none(kinds: list[Kind], data: st.DataObject) -> None:
     first = [kind.make() for kind in kinds]
     second = [kind._replace(dtype=data.draw(st.sampled_from(DTYPES))).make() for kind in kinds]
-    groups = Plan(first, second).split(first, second)
+    groups = TensorGroups(first, second).split(first, second)
     rows = [(id(a), id(b)) for lefts, rights in groups for a, b in zip(lefts, rights, strict=True)]
     assert sorted(rows) == sorted((id(a), id(b)) for a, b in zip(first, second, strict=True))
     pairs = [{(a.dtype, b.dtype) for a, b in zip(lefts, rights, strict=True)} for lefts, rights in groups]
@@ -285,55 +312,55 @@ def test_a_plan_sorts_rows_and_loses_none(kinds: list[Kind], data: st.DataObject
     assert len(set.union(*pairs)) == len(groups)  # as few groups as there are kinds
 
 
-def test_a_plan_keeps_the_order_within_a_group_and_of_groups() -> None:
+def test_groups_keep_the_order_within_a_group_and_of_groups() -> None:
     tensors = [torch.ones(1, dtype=dtype) for dtype in (FP32, FP16, FP32, BF16, FP16)]
-    groups = [group for (group,) in Plan(tensors).split(tensors)]
+    groups = [group for (group,) in TensorGroups(tensors).split(tensors)]
     places = {id(tensor): i for i, tensor in enumerate(tensors)}
     assert [[places[id(tensor)] for tensor in group] for group in groups] == [[0, 2], [1, 4], [3]]
 
 
-def test_a_plan_serves_later_tensors_of_the_same_kind() -> None:
+def test_groups_serve_later_tensors_of_the_same_kind() -> None:
     kinds = (FP16, FP32, FP16)
-    plan = Plan([torch.ones(2, dtype=dtype) for dtype in kinds])
+    groups = TensorGroups([torch.ones(2, dtype=dtype) for dtype in kinds])
     later = [torch.full((2,), 4.0, dtype=dtype) for dtype in kinds]
-    eager.unscale_(plan, later, torch.tensor(0.25), flag())
+    multi_tensor.unscale_(later, torch.tensor(0.25), flag(), groups=groups)
     assert all(torch.equal(t, torch.ones_like(t)) for t in later)
 
 
-def test_a_plan_keeps_no_tensor() -> None:
+def test_groups_keep_no_tensor() -> None:
     tensor = torch.ones(3)
     gone = weakref.ref(tensor)
-    plan = Plan([tensor])
+    groups = TensorGroups([tensor])
     del tensor
     gc.collect()
     assert gone() is None
-    assert plan.split([torch.ones(1)])
+    assert groups.split([torch.ones(1)])
 
 
 def test_devices_are_groups_too() -> None:
     tensors = [torch.ones(1), torch.ones(1, device="meta"), torch.ones(1)]
-    assert [len(group) for (group,) in Plan(tensors).split(tensors)] == [2, 1]
+    assert [len(group) for (group,) in TensorGroups(tensors).split(tensors)] == [2, 1]
 
 
 def test_columns_of_unequal_length() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        Plan([torch.ones(1), torch.ones(1)], [torch.ones(1)])
+        TensorGroups([torch.ones(1), torch.ones(1)], [torch.ones(1)])
 
 
-def test_the_cache_returns_the_same_plan_while_the_owners_are_the_same() -> None:
-    cache = PlanCache()
+def test_the_cache_returns_the_same_groups_while_the_owners_are_the_same() -> None:
+    cache = TensorGroupsCache()
     owners = [torch.ones(1), torch.ones(1)]
-    plan = cache.get("slot", owners, owners)
-    assert cache.get("slot", list(owners), [torch.ones(1), torch.ones(1)]) is plan
-    assert cache.get("other slot", owners, owners) is not plan
-    assert cache.get("slot", owners, owners) is plan
+    groups = cache.get("slot", owners, owners)
+    assert cache.get("slot", list(owners), [torch.ones(1), torch.ones(1)]) is groups
+    assert cache.get("other slot", owners, owners) is not groups
+    assert cache.get("slot", owners, owners) is groups
 
 
-def test_the_cache_plans_anew_for_other_owners() -> None:
-    cache = PlanCache()
+def test_the_cache_groups_anew_for_other_owners() -> None:
+    cache = TensorGroupsCache()
     a, b, c = (torch.ones(1) for _ in range(3))
-    plan = cache.get("slot", [a, b], [a, b])
-    seen = [plan]
+    groups = cache.get("slot", [a, b], [a, b])
+    seen = [groups]
     for owners in ([a], [b, a], [a, b, c], [c]):  # fewer, another order, more, others
         again = cache.get("slot", owners, owners)
         assert again is not seen[-1]
@@ -342,7 +369,7 @@ def test_the_cache_plans_anew_for_other_owners() -> None:
 
 
 def test_the_cache_keeps_its_owners_so_that_an_identity_is_not_reused() -> None:
-    cache = PlanCache()
+    cache = TensorGroupsCache()
     owner = torch.ones(1)
     alive = weakref.ref(owner)
     cache.get("slot", [owner], [owner])
@@ -352,23 +379,23 @@ def test_the_cache_keeps_its_owners_so_that_an_identity_is_not_reused() -> None:
     other = torch.ones(1)
     cache.get("slot", [other], [other])
     gc.collect()
-    assert alive() is None  # and no longer than its plan
+    assert alive() is None  # and no longer than its groups
 
 
-@pytest.mark.parametrize("became", DTYPES)
-def test_gradients_that_changed_dtype_under_an_old_plan(became: torch.dtype) -> None:
+@pytest.mark.parametrize("became", DTYPES, ids=str)
+def test_gradients_that_changed_dtype_under_old_groups(became: torch.dtype) -> None:
     # model.float() keeps the identity of every parameter, so the cache does not see it.
-    cache = PlanCache()
+    cache = TensorGroupsCache()
     owners = [torch.ones(2), torch.ones(2)]
     for dtypes in ((FP16, FP32), (became, became), (became, FP16)):
         grads = [torch.full((2,), 8.0, dtype=dtype) for dtype in dtypes]
         targets = [torch.empty(2), torch.empty(2)]
         found_inf = flag()
-        plan = cache.get("slot", owners, grads)
-        eager.unscale_(plan, grads, torch.tensor(0.5), found_inf)
+        groups = cache.get("slot", owners, grads)
+        multi_tensor.unscale_(grads, torch.tensor(0.5), found_inf, groups=groups)
         assert [grad.tolist() for grad in grads] == [[4.0, 4.0]] * 2
-        into = cache.get("into", owners, grads, targets)
-        eager.unscale_into(into, grads, targets, torch.tensor(0.5), found_inf, accumulate=False)
+        both = cache.get("into", owners, grads, targets)
+        multi_tensor.unscale_into(grads, targets, torch.tensor(0.5), found_inf, accumulate=False, groups=both)
         assert [target.tolist() for target in targets] == [[2.0, 2.0]] * 2
         assert found_inf.item() == 0.0
 
@@ -380,11 +407,11 @@ def test_gradients_that_changed_dtype_under_an_old_plan(became: torch.dtype) -> 
 def test_lists_over_two_devices(dtype: torch.dtype, home: str) -> None:
     tensors = [torch.full((5,), 4.0, dtype=dtype, device=device) for device in ("cpu", "cuda", "cpu")]
     inv, found_inf = torch.tensor(0.5, device=home), torch.zeros((), device=home)
-    plan = Plan(tensors)
-    eager.unscale_(plan, tensors, inv, found_inf)
+    groups = TensorGroups(tensors)
+    multi_tensor.unscale_(tensors, inv, found_inf, groups=groups)
     assert all((t == 2.0).all() for t in tensors)
     assert found_inf.item() == 0.0
-    assert eager.norm(plan, tensors).item() == pytest.approx(60**0.5, rel=1e-6)
+    assert multi_tensor.norm(tensors, groups=groups).item() == pytest.approx(60**0.5, rel=1e-6)
     tensors[1][2] = math.inf
-    eager.unscale_(plan, tensors, inv, found_inf)
+    multi_tensor.unscale_(tensors, inv, found_inf, groups=groups)
     assert found_inf.item() == 1.0

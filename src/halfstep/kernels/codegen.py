@@ -1,0 +1,84 @@
+"""What the backends that generate source code have in common: where a kernel finds its columns, and how it is run."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from .expr import ElementwiseKernel, trace
+from .storage import Storage
+from .tensor_table import Launcher, Scalars, ScalarTable, TensorTable
+
+__all__ = ["GeneratedLauncher", "Layout", "layout_of", "scalar_names"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What source code is generated for besides its kernel.
+
+    Attributes:
+        columns: name, number of the first part in the table of pointers, and storage of each column.
+        compute_dtype: float32 or float64.
+    """
+
+    columns: tuple[tuple[str, int, Storage], ...]
+    compute_dtype: torch.dtype
+
+
+def layout_of(kernel: ElementwiseKernel, table: TensorTable) -> Layout:
+    """Where a table has the columns of a kernel."""
+    slots = table.slots
+    columns = tuple((name, slots[name], table.columns[name][0]) for name in trace(kernel).columns)
+    return Layout(columns, table.compute_dtype)
+
+
+def scalar_names(kernel: ElementwiseKernel, layout: Layout) -> tuple[str, ...]:
+    """The lines of the scalar table: the kernel's own, and a seed where a column is rounded stochastically."""
+    random = any(storage.kind == "stochastic" for _, _, storage in layout.columns)
+    return (*trace(kernel).scalars, *(("seed",) if random else ()))
+
+
+class GeneratedLauncher(Launcher):
+    """A generated kernel made ready for a table.
+
+    Args:
+        kernel: what runs.
+        layout: that of the table.
+        table: the rows.
+        chunk: how many elements of a row one piece of work has.
+    """
+
+    def __init__(self, kernel: ElementwiseKernel, layout: Layout, table: TensorTable, chunk: int) -> None:
+        self._rows = len(table)
+        self._pointers = pointers = table.pointers(chunk)
+        self._scalars = ScalarTable(scalar_names(kernel, layout), len(table), table.compute_dtype, table.device)
+        self._partial = torch.zeros(len(kernel.squares), pointers.chunks, dtype=torch.float64, device=table.device)
+        places = {name: range(slot, slot + len(storage.dtypes)) for name, slot, storage in layout.columns}
+        self._written = [part for name in trace(kernel).stores for part in places[name]]
+
+    def __call__(
+        self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run it; see ``Launcher``."""
+        partial, pointers = self._partial, self._pointers
+        sums = torch.zeros(partial.shape[0], self._rows, dtype=torch.float64, device=partial.device)
+        if pointers.chunks:
+            pointers.stage_in()
+            self._run(self._scalars.fill(scalars), skip, found, sums)
+            pointers.stage_out(self._written)
+        return sums
+
+    @abstractmethod
+    def _run(
+        self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, sums: torch.Tensor
+    ) -> None:
+        """Run the generated code.
+
+        Args:
+            numbers: the table of scalars.
+            skip: as in ``Launcher``.
+            found: as in ``Launcher``.
+            sums: zeros, which the sums of squares are added to.
+        """
