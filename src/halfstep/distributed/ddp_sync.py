@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from ..core.errors import UsageError
 from ..gradients.ledger import get_grads, set_grads
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..gradients.master_registry import master_of, write_master
+from ..kernels.grouping import group_rows
 from .ddp_hook import Reduction, changes_gradients, known_wrappers, reduction_of, wrappers_seen
 
 __all__ = ["BackwardRecord", "RankSync", "any_overflow", "share_overflow"]
@@ -284,13 +284,16 @@ def _share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup) -> 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Tensors grouped by device and dtype, in lists of at most ``_BUCKET`` elements or of one tensor."""
-    chunks: dict[Any, list[list[torch.Tensor]]] = {}
-    for tensor in tensors:
-        lists = chunks.setdefault((tensor.device, tensor.dtype), [[]])
-        if lists[-1] and sum(t.numel() for t in lists[-1]) + tensor.numel() > _BUCKET:
-            lists.append([])
-        lists[-1].append(tensor)
-    return [chunk for lists in chunks.values() for chunk in lists]
+    chunks: list[list[torch.Tensor]] = []
+    for rows in group_rows(tensors):
+        room = -1  # none yet
+        for tensor in (tensors[i] for i in rows):
+            if tensor.numel() > room:
+                chunks.append([])
+                room = _BUCKET
+            chunks[-1].append(tensor)
+            room -= tensor.numel()
+    return chunks
 
 
 def _flat_buckets(owners: list[torch.Tensor]) -> list[list[torch.Tensor]]:
