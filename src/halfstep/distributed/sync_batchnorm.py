@@ -11,7 +11,20 @@ from torch import nn
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.torch_compat import BatchNorm, InstanceNorm, SyncBatchNormFunction
 
-__all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
+__all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group", "normalize"]
+
+
+def normalize(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    inv_std: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """``(x - mean) * inv_std * weight + bias``; the arguments broadcast and have one dtype."""
+    y = (x - mean) * inv_std
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
 
 
 class _Sum(torch.autograd.Function):
@@ -99,11 +112,9 @@ class SyncBatchNorm(BatchNorm):
         else:
             mean, var = self._statistics(wide, together)
         shape = [1, -1, *[1] * (x.dim() - 2)]
-        scale = (var + self.eps).rsqrt()
-        y = (wide - mean.view(shape)) * scale.view(shape)
-        if self.weight is not None:
-            y = y * self.weight.to(wide.dtype).view(shape) + self.bias.to(wide.dtype).view(shape)
-        return y.to(x.dtype)
+        given: Any = mean, (var + self.eps).rsqrt(), self.weight, self.bias
+        of_channels: list[Any] = [None if t is None else t.to(wide.dtype).view(shape) for t in given]
+        return normalize(wide, *of_channels).to(x.dtype)
 
     def _on_cuda(self, x: torch.Tensor) -> torch.Tensor:
         group = dist.group.WORLD if self.process_group is None else self.process_group

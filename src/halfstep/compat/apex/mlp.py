@@ -27,8 +27,7 @@ def mlp_function(bias: bool, activation: str, *args: torch.Tensor) -> torch.Tens
     Raises:
         ArgumentTypeError: for another activation.
     """
-    if activation not in _ACTIVATIONS:
-        raise ArgumentTypeError(f"activation={activation!r} must be 'none', 'relu' or 'sigmoid'.")
+    _check_activation(activation)
     x, *rest = args
     weights, biases = (rest[: len(rest) // 2], rest[len(rest) // 2 :]) if bias else (rest, [None] * len(rest))
     for weight, b in zip(weights, biases, strict=True):
@@ -50,8 +49,7 @@ class MLP(nn.Module):
 
     def __init__(self, mlp_sizes: list[int], bias: bool = True, activation: str = "relu") -> None:
         super().__init__()
-        if activation not in _ACTIVATIONS:
-            raise ArgumentTypeError(f"activation={activation!r} must be 'none', 'relu' or 'sigmoid'.")
+        _check_activation(activation)
         self.mlp_sizes = list(mlp_sizes)
         self.bias = bias
         self.activation = activation
@@ -80,3 +78,8 @@ class MLP(nn.Module):
     def extra_repr(self) -> str:
         """The arguments."""
         return f"MLP sizes: {self.mlp_sizes}, Bias={self.bias}, activation={self.activation}"
+
+
+def _check_activation(activation: str) -> None:
+    if activation not in _ACTIVATIONS:
+        raise ArgumentTypeError(f"activation={activation!r} must be 'none', 'relu' or 'sigmoid'.")

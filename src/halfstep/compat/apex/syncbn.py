@@ -5,9 +5,9 @@ Inputs are [N, C, ...], or [..., C] in the functions with ``c_last``. Statistics
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+
+from ...distributed.sync_batchnorm import normalize
 
 __all__ = [
     "batchnorm_backward",
@@ -75,7 +75,7 @@ def batchnorm_forward_c_last(
     fuse_relu: bool = False,
 ) -> torch.Tensor:
     """``(input - mean) * inv_std * weight + shift + z``, and ReLU, in the dtype of the input."""
-    y = _affine(input, mean, inv_std, weight, shift)
+    y = _normalize(input, mean, inv_std, weight, shift)
     y = y if z is None else y + z.float()
     return (y.relu() if fuse_relu else y).to(input.dtype)
 
@@ -134,9 +134,8 @@ def batchnorm_backward(
     count: torch.Tensor,
 ) -> torch.Tensor:
     """The gradient of the input, from the sums over all batches and the number of values in them."""
-    backward: Callable[..., torch.Tensor] = batchnorm_backward_c_last
-    grad = backward(_last(grad_output), _last(input), mean, inv_std, weight, sum_dy, sum_dy_xmu, count)
-    return grad.movedim(-1, 1).to(input.dtype)
+    tensors = _last(grad_output), _last(input), mean, inv_std, weight, sum_dy, sum_dy_xmu, count
+    return batchnorm_backward_c_last(*tensors).movedim(-1, 1).to(input.dtype)
 
 
 def relu_bw_c_last(
@@ -149,12 +148,12 @@ def relu_bw_c_last(
     shift: Maybe,
 ) -> torch.Tensor:
     """``grad_output`` where the normalized sum was above zero."""
-    y = _affine(input, mean, inv_std, weight, shift)
+    y = _normalize(input, mean, inv_std, weight, shift)
     y = y if z is None else y + z.float()
     return torch.where(y > 0, grad_output, 0.0).to(grad_output.dtype)
 
 
-def _affine(x: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: Maybe, shift: Maybe) -> torch.Tensor:
-    y = (x.float() - mean) * inv_std
-    y = y if weight is None else y * weight.float()
-    return y if shift is None else y + shift.float()
+def _normalize(x: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: Maybe, shift: Maybe) -> torch.Tensor:
+    """``normalize`` in fp32."""
+    weight, shift = (None if t is None else t.float() for t in (weight, shift))
+    return normalize(x.float(), mean, inv_std, weight, shift)
