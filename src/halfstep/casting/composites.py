@@ -15,8 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from torch.overrides import _pop_mode, _push_mode
-
+from ..core.torch_compat import pop_function_mode, push_function_mode
 from .dispatch import CastMode, Rule
 
 __all__ = ["composite_rule", "is_composite_of", "refresh_globals"]
@@ -63,11 +62,11 @@ def composite_rule(func: Callable[..., Any]) -> Rule:
     copy = _copy(func)
 
     def run(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        _push_mode(mode)
+        push_function_mode(mode)
         try:
             return copy(*args, **kwargs)
         finally:
-            _pop_mode()
+            pop_function_mode()
 
     return run
 

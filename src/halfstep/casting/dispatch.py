@@ -9,11 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _get_function_stack_at, _len_torch_function_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
+from torch.overrides import TorchFunctionMode
 
 from ..core.oplists.tables import NATIVE
+from ..core.torch_compat import (
+    DeviceContext,
+    function_mode_at,
+    function_mode_count,
+    pop_function_mode,
+    push_function_mode,
+)
 from .emulation import EmulatedKinds
 from .weight_cache import WeightCache
 
@@ -84,15 +89,15 @@ class CastMode(TorchFunctionMode):
 
 def function_modes() -> list[TorchFunctionMode]:
     """The function modes on this thread's stack, the innermost last."""
-    return [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
+    return [function_mode_at(i) for i in range(function_mode_count())]
 
 
 def set_function_modes(modes: list[TorchFunctionMode]) -> None:
     """Replace the stack of this thread."""
-    for _ in range(_len_torch_function_stack()):
-        _pop_mode()
+    for _ in range(function_mode_count()):
+        pop_function_mode()
     for mode in modes:
-        _push_mode(mode)
+        push_function_mode(mode)
 
 
 def is_installed(mode: CastMode) -> bool:

@@ -16,11 +16,10 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.overrides import TorchFunctionMode
 
 from ..core.oplists.tables import NATIVE
+from ..core.torch_compat import FrameAction, FrameExecStrategy, enter_autocast, exit_autocast, set_code_exec_strategy
 from .config import CastingConfig, config_of
 from .dispatch import CastMode, function_modes, set_function_modes
 from .thread_state import thread
@@ -39,7 +38,7 @@ def not_by_itself(hook: F) -> F:
     Where a whole module call is compiled, its hooks are a part of that. But of a module of the user's Dynamo compiles
     ``forward``, and each hook as a program of its own (torch 2.13): there a hook must put things in force for real.
     """
-    set_code_exec_strategy(hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    set_code_exec_strategy(hook.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
     return hook
 
 
@@ -76,7 +75,7 @@ def enter_scope(casting: CastingConfig) -> None:
     """Put a casting of the user's in force, in a ``with`` block: there Dynamo keeps native autocast too."""
     mode = _modes[_prepare_mode(casting.key, False)]
     native = [
-        _enter_autocast(device, mode.dtype, device in mode.native, False) for device in mode.devices if device in NATIVE
+        enter_autocast(device, mode.dtype, device in mode.native, False) for device in mode.devices if device in NATIVE
     ]
     _push(mode, casting.key, True, native)
 
@@ -104,7 +103,7 @@ def leave() -> None:
         before, thread.key, thread.explicit, native = record
         set_function_modes(before)
         for entered in native:
-            _exit_autocast(entered)
+            exit_autocast(entered)
 
 
 def is_running() -> bool:

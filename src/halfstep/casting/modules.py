@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from ..core.dtypes import dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, UsageError
+from ..core.torch_compat import BatchNorm
 from ..gradients.master_registry import master_of, write_master
 from ..kernels.shards import is_sharded
 from . import dynamo, sessions

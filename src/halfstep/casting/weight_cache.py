@@ -7,6 +7,7 @@ import weakref
 
 import torch
 
+from ..core.torch_compat import dispatch_mode_count, functorch_level, jit_tracing_state
 from . import weight_copies
 
 __all__ = ["WeightCache", "clear_in_all_threads"]
@@ -22,8 +23,6 @@ _ONLY_THE_GRAPH = 3
 """How many references a weight has that only a graph holds: the graph's, a variable's and that of the call."""
 
 _is_grad_enabled = torch.is_grad_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_tracing = torch._C._get_tracing_state
 
 _clears = 0
 
@@ -84,13 +83,13 @@ class WeightCache:
                 and address == weight.data_ptr()
                 and (has_graph == weight.requires_grad or not _is_grad_enabled())
                 and (not inference or torch.is_inference_mode_enabled())
-                and not (_dispatch_modes() or _tracing())
+                and not (dispatch_mode_count() or jit_tracing_state())
             ):
                 return cast
         return self._make(weight, dtype, wide)
 
     def _make(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool) -> torch.Tensor:
-        recording = _dispatch_modes() or _tracing() or torch._C._functorch.peek_interpreter_stack() is not None
+        recording = dispatch_mode_count() or jit_tracing_state() or functorch_level() is not None
         temporary = recording or weight.is_inference()
         cast = None if temporary else weight_copies.fresh_copy(weight, dtype)
         if cast is None:

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..core import data_writes as writes
 from ..core.dtypes import is_half
+from ..core.torch_compat import storage_owners
 from ..gradients.ledger import set_grads
 
 __all__ = ["WeightCopies", "adding_in_fp32", "forget", "fresh_copy", "keep_cast", "memory_of", "widen_gradients"]
@@ -23,7 +24,6 @@ _MIN_ELEMENTS = 2**14  # a smaller weight is cast as fast as autograd is told of
 _MAX_LOSSES = 8  # after so many copies that went stale unused, none is kept: something else writes to this weight
 
 _FP32 = torch.float32
-_use_count = torch._C._storage_Use_Count
 
 
 class _Copy:
@@ -57,7 +57,7 @@ class _Copy:
         return (
             self.version == weight._version
             and self.memory.data_ptr() == weight.data_ptr()
-            and _use_count(weight.untyped_storage()._cdata) <= 3
+            and storage_owners(weight.untyped_storage()._cdata) <= 3
         )
 
     def drop(self) -> None:
@@ -131,7 +131,8 @@ class WeightCopies:
         copy = self._mine.get(id(param))
         if copy is None or copy.value is None or copy.weight() is not param:
             return None
-        in_use = _use_count(copy.value.untyped_storage()._cdata) > 2  # more than ``value`` and the storage asked here
+        owners = storage_owners(copy.value.untyped_storage()._cdata)
+        in_use = owners > 2  # ``value``, and the storage object made for this question
         if in_use or not copy.is_fresh(param):
             copy.drop()
             return None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import FunctionSchema
 from torch._C import _dispatch_get_all_op_names as all_op_names
 from torch._C import _get_function_stack_at as function_mode_at
 from torch._C import _get_tracing_state as jit_tracing_state
@@ -33,13 +34,18 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 __all__ = [
+    "C_NAMESPACES",
     "HAS_GRAD_DTYPE",
-    "NAMESPACES",
     "BatchNorm",
+    "DeviceContext",
     "FrameAction",
     "FrameExecStrategy",
+    "FunctionSchema",
     "InstanceNorm",
     "OpOverload",
     "OpOverloadPacket",
@@ -51,10 +57,12 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "export_errors",
+    "foreach_unscale_",
     "function_mode_at",
     "function_mode_count",
     "functorch_level",
     "has_comm_hook",
+    "is_traceable_wrapper_subclass",
     "is_view",
     "jit_tracing_state",
     "new_optimizer_state",
@@ -67,6 +75,7 @@ __all__ = [
     "storage_owners",
     "subclass_over",
     "subclass_without_memory",
+    "tree_map_only",
     "unflatten_dense_tensors",
     "update_scale_",
     "values_of",
@@ -75,7 +84,7 @@ __all__ = [
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 """Since torch 2.13 the gradient of a parameter may have another dtype than the parameter."""
 
-NAMESPACES: dict[str, Any] = {
+C_NAMESPACES: dict[str, Any] = {
     "functions": torch._C._VariableFunctions,
     "nn": torch._C._nn,
     **{name: getattr(torch._C, f"_{name}") for name in ("linalg", "fft", "special")},
@@ -84,6 +93,9 @@ NAMESPACES: dict[str, Any] = {
 
 update_scale_: Callable[..., torch.Tensor] = torch._amp_update_scale_
 """``update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)``, in place."""
+
+foreach_unscale_: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
+"""``foreach_unscale_(grads, found_inf, inv_scale)``, in place: multiply, and set ``found_inf`` to 1 for inf or NaN."""
 
 subclass_over: Callable[..., Any] = torch.Tensor._make_subclass
 """``subclass_over(cls, tensor, requires_grad)``: a tensor of another class with the same memory."""

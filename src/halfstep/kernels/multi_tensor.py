@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..core.torch_compat import foreach_unscale_
 from .expr import ElementwiseKernel, elementwise_kernel, trace
 from .grouping import TensorGroups, group_rows
 from .launch import backend_for, launch
@@ -265,10 +266,10 @@ def _unscale_group(group: list[torch.Tensor], inv_scale: torch.Tensor, found_inf
     if inv_scale.device != device or inv_scale.dtype is not torch.float32:
         inv_scale = inv_scale.to(device, torch.float32, non_blocking=True)
     if found_inf.device == device:
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
+        foreach_unscale_(group, found_inf, inv_scale)
         return
     local = torch.zeros((), device=device)
-    torch._amp_foreach_non_finite_check_and_unscale_(group, local, inv_scale)
+    foreach_unscale_(group, local, inv_scale)
     found_inf.copy_(torch.maximum(found_inf, local.to(found_inf.device, non_blocking=True)))
 
 

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ..core.dtypes import is_half
-from ..core.torch_compat import subclass_over, subclass_without_memory
+from ..core.torch_compat import subclass_over, subclass_without_memory, tree_map_only
 from ..gradients.ledger import get_grads, set_grads
 
 __all__ = ["MasterParameter", "SplitMasterParameter"]

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
+from ..core.torch_compat import is_traceable_wrapper_subclass
 from ..kernels.shards import is_sharded
 from ..masters.split import master_value
 from .adagrad import FusedAdagrad

@@ -13,6 +13,7 @@ import torch
 from torch.overrides import get_overridable_functions
 
 from ..errors import ArgumentTypeError, ArgumentValueError
+from ..torch_compat import C_NAMESPACES, FunctionSchema, OpOverload, OpOverloadPacket, all_op_names, schemas_of_op
 from .tables import KEEPS_DTYPE, LISTED, PADDLE_NAMES, pairs, words
 
 __all__ = ["Spelling", "computes", "known_names", "resolve", "spellings"]
@@ -35,22 +36,18 @@ _SYNONYMS = pairs("""
     """)
 
 
-def _private(name: str) -> Any:
-    return getattr(torch._C, "_" + name)
-
-
 _NAMESPACES: tuple[tuple[Any, str], ...] = (
-    (torch._C._VariableFunctions, ""),
+    (C_NAMESPACES["functions"], ""),
     (torch, ""),
     (torch.functional, ""),
     (torch.Tensor, ""),
-    (torch._C._nn, ""),
+    (C_NAMESPACES["nn"], ""),
     (torch.nn.functional, ""),
-    (_private("linalg"), ""),
+    (C_NAMESPACES["linalg"], ""),
     (torch.linalg, "linalg_"),
-    (_private("fft"), ""),
+    (C_NAMESPACES["fft"], ""),
     (torch.fft, "fft_"),
-    (_private("special"), ""),
+    (C_NAMESPACES["special"], ""),
     (torch.special, "special_"),
 )
 _CALLABLES = (
@@ -64,7 +61,7 @@ _CALLABLES = (
 @functools.cache
 def _aten() -> frozenset[str]:
     """The base names of all ATen ops."""
-    names = torch._C._dispatch_get_all_op_names()
+    names = all_op_names()
     return frozenset(name[6:].partition(".")[0] for name in names if name.startswith("aten::"))
 
 
@@ -149,7 +146,7 @@ def resolve(op: object) -> tuple[str, ...]:
             f"{op!r} is no op of torch or Paddle.{hint} Write it as in torch, 'softmax', 'torch.nn.functional.softmax' "
             "or 'aten::softmax', or pass the torch function itself."
         )
-    if isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(op, (OpOverload, OpOverloadPacket)):
         return resolve(str(getattr(op, "overloadpacket", op)))
     if callable(op):
         try:
@@ -176,12 +173,12 @@ def computes(name: str) -> bool:
         return True
     if name in KEEPS_DTYPE or name not in known_names() or name.startswith(_INTERNAL_PREFIXES):
         return False
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    schemas = schemas_of_op(f"aten::{name}")
     pure = [s for s in schemas if not any(a.is_out for a in s.arguments)]
     return any(_makes_values(schema) for schema in pure)
 
 
-def _makes_values(schema: torch._C.FunctionSchema) -> bool:
+def _makes_values(schema: FunctionSchema) -> bool:
     takes = any(str(a.type) in _TENSORS for a in schema.arguments)
     gives = [r for r in schema.returns if str(r.type) in _TENSORS]
     return takes and bool(gives) and all(r.alias_info is None for r in gives)

@@ -1,0 +1,111 @@
+"""Imports inside of halfstep follow the map in ARCHITECTURE.md: they point down only, and never in a circle.
+
+Every import counts, also one inside of a function or under ``TYPE_CHECKING``.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src" / "halfstep"
+
+
+def name_of(path: Path) -> str:
+    """``halfstep.kernels.expr`` for a file, ``halfstep.kernels`` for the ``__init__.py`` of a folder."""
+    parts = path.relative_to(SOURCES.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for path in SOURCES.rglob("*.py")}
+
+
+def imported_by(module: str, text: str, *, is_package: bool) -> Iterator[str]:
+    """The modules of halfstep that the text of a module imports."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in FILES)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                found = next((name for name in (f"{base}.{alias.name}", base) if name in FILES), None)
+                if found is not None and found != module:
+                    yield found
+
+
+IMPORTS = {
+    module: sorted(set(imported_by(module, path.read_text(), is_package=path.name == "__init__.py")))
+    for module, path in FILES.items()
+}
+
+
+def rooms() -> dict[str, int]:
+    """The rooms on the map, and the height of each: rooms on one line have one height."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    picture = re.search(r"```rooms\n(.*?)```", text, re.DOTALL)
+    assert picture is not None, "ARCHITECTURE.md has no picture of the rooms"
+    lines = [re.split(r"\s{2,}", line)[0] for line in reversed(picture[1].splitlines()) if line[:1].strip()]
+    return {room: height for height, line in enumerate(lines) for room in line.split(", ")}
+
+
+HEIGHT = rooms()
+
+
+def room_of(module: str) -> str:
+    """The folder or file below ``halfstep`` that a module is in; ``halfstep`` for the package itself."""
+    return module.split(".")[1] if "." in module else module
+
+
+def wrong(module: str, target: str) -> bool:
+    """Whether an import goes up, or across to a room of the same height."""
+    here, there = room_of(module), room_of(target)
+    return here != there and HEIGHT[there] >= HEIGHT[here]
+
+
+def test_the_map_shows_every_room_and_no_other() -> None:
+    there = {room_of(module) for module in FILES} - {"_version", "__main__"}
+    assert set(HEIGHT) == there
+
+
+@pytest.mark.parametrize("module", sorted(set(FILES) - {"halfstep.__main__"}))
+def test_imports_point_down(module: str) -> None:
+    targets = [target for target in IMPORTS[module] if target != "halfstep._version"]
+    assert [target for target in targets if wrong(module, target)] == []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    # A package imports what is in it, and what is in it may be imported by way of the package.
+    graph = {module: [t for t in targets if not t.startswith(f"{module}.")] for module, targets in IMPORTS.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from ..core.errors import UsageError", "halfstep.core.errors"),
+        ("from .. import core", "halfstep.core"),
+        ("import halfstep.core.errors", "halfstep.core.errors"),
+        ("def f():\n    from ..amp import session", "halfstep.amp.session"),
+        ("if TYPE_CHECKING:\n    from ..amp.session import session_of", "halfstep.amp.session"),
+    ],
+)
+def test_an_import_is_found_wherever_it_stands(text: str, found: str) -> None:
+    assert list(imported_by("halfstep.kernels.expr", text, is_package=False)) == [found]
+
+
+def test_an_import_upward_and_one_across_are_wrong() -> None:
+    assert wrong("halfstep.kernels.expr", "halfstep.amp.session")
+    assert wrong("halfstep.static.amp", "halfstep.model.model")
+    assert not wrong("halfstep.amp.session", "halfstep.kernels.expr")
+    assert not wrong("halfstep.kernels.expr", "halfstep.kernels.storage")
