@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .NOTPARALLEL:
-.PHONY: demo test coverage lint docs bench clean
+.PHONY: demo test quick coverage lint docs bench clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/halfstep demo
@@ -26,6 +26,10 @@ coverage: $(VENV)/.installed-coverage
 	$(BIN)/coverage combine
 	$(BIN)/coverage html
 	$(BIN)/coverage report
+
+# Some tests of every folder, in a minute or so; what is left out is marked exhaustive.
+quick: $(VENV)/.installed-test
+	$(BIN)/python -m pytest --timeout=300 -m "not exhaustive"
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

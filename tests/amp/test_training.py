@@ -100,6 +100,7 @@ def everything(model: nn.Module, optim: torch.optim.Optimizer) -> list[torch.Ten
 # ---- the result
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("make", OPTIMIZERS)
@@ -491,6 +492,7 @@ def test_step_hooks_and_return_value(level: str) -> None:
 # ---- checkpoints
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("make", ["SGD momentum", "Adam", "AdamW fused"])

@@ -90,6 +90,7 @@ def slots(shapes: tuple[tuple[int, ...], ...], column: str, half: torch.dtype) -
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("group", "spelling"), ROWS, ids=[f"{g.split(' ')[0]}-{s}" for g, s in ROWS])

@@ -241,6 +241,7 @@ def test_no_product_runs_in_16_bits(emulate: bool, level: str, dtype: torch.dtyp
     assert products.dtypes == ({FP32} if emulate else {dtype})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", HALVES)
 def test_model_fit_and_graph_mode(dtype: torch.dtype) -> None:
     x, y = data()
@@ -272,6 +273,7 @@ def test_model_fit_and_graph_mode(dtype: torch.dtype) -> None:
         assert products.dtypes == {FP32}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings(INDUCTOR)
 @pytest.mark.parametrize(
     ("backend", "level", "dtype"),
@@ -299,6 +301,7 @@ def test_compiled(dtype: torch.dtype, backend: str, level: str) -> None:
         torch.testing.assert_close(fast, eager, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings(INDUCTOR)
 def test_a_compiled_float16_overflow_is_seen() -> None:
     torch._dynamo.reset()

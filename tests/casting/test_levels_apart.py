@@ -76,6 +76,7 @@ def outside() -> torch.dtype:
 CASES = list(itertools.product(LEVELS, HALVES))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("second", "second_dtype"), CASES)
 @pytest.mark.parametrize(("first", "first_dtype"), CASES)
 def test_two_models_after_each_other(
@@ -210,6 +211,7 @@ class Broken(Wide):
         return y, F.softmax(y, -1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 @pytest.mark.parametrize("kind", [Wide, Broken])
 @pytest.mark.parametrize("around", ["nothing", "O1", "O0"])
@@ -308,6 +310,7 @@ def test_torch_autocast_around_a_model_has_no_say(around: str, level: str, besid
     del other
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("emulate", [True, False])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("inside", AROUND)
@@ -355,6 +358,7 @@ def test_a_checkpoint_where_autocast_is_off(reentrant: bool) -> None:
     assert dtypes == [FP32, FP32]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_a_compiled_checkpoint(level: str) -> None:
     torch._dynamo.reset()
@@ -520,6 +524,7 @@ def test_wrong_lists_change_nothing(arguments: dict[str, Any], kind: type[Except
 # ---- torch.export
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # of what is open in the thread
 @pytest.mark.parametrize("emulate", ["auto", True])
 @pytest.mark.parametrize("strict", [False, True])

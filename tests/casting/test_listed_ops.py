@@ -245,6 +245,7 @@ def run(
 BOTH = pytest.mark.parametrize("both", [False, True], ids=["alone", "both"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("half", HALVES)
 @BOTH
 @pytest.mark.parametrize("device", DEVICES)
@@ -254,6 +255,7 @@ def test_half(name: str, device: str, both: bool, half: torch.dtype) -> None:
     assert run(name, half, [half, torch.float32], device, both) == {half}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("half", HALVES)
 @BOTH
 @pytest.mark.parametrize("device", DEVICES)
@@ -268,6 +270,7 @@ def test_float(name: str, device: str, both: bool, half: torch.dtype) -> None:
 TRUTH_VALUES = {"eq", "ne", "ge", "gt", "le", "lt", "equal", "isclose", "allclose"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("half", HALVES)
 @BOTH
 @pytest.mark.parametrize("device", DEVICES)
@@ -296,6 +299,7 @@ def test_banned(name: str, device: str, both: bool, half: torch.dtype) -> None:
 HAS_FP32_WEIGHTS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", sorted(set(public(HALF | FLOAT.keys() | PROMOTE | SEQUENCE)) - HAS_FP32_WEIGHTS))
@@ -307,6 +311,7 @@ NO_16_BITS = {"float_power", "nuclear_norm", "quantile", "nanquantile", "view_as
 TAKES_16_BITS = [n for n, reason in FLOAT.items() if n not in NO_16_BITS and reason not in ("linalg", "fft", "complex")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("use_promote", [True, False])
 @BOTH

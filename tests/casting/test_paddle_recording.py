@@ -168,6 +168,7 @@ DIFFERENT_OPS, DIFFERENT_LISTS = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FACTS["ops"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
@@ -178,6 +179,7 @@ def test_op(name: str, half: torch.dtype, device: str) -> None:
             assert ours == theirs, level
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", sorted(DIFFERENT_OPS))
 def test_documented_difference_is_one(name: str, device: str) -> None:
@@ -203,6 +205,7 @@ def custom_row(key: str, device: str) -> tuple[list[str], list[str]]:
     return [text.removesuffix("*") for text in FACTS["custom_lists"][key].values()], ours
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("key", FACTS["custom_lists"])
 def test_custom_list(key: str, device: str) -> None:

@@ -535,6 +535,7 @@ def test_compile_fullgraph(inside: bool) -> None:
     assert weight.grad.dtype is FP32
 
 
+@pytest.mark.exhaustive
 def test_a_policy_switch_recompiles() -> None:
     torch._dynamo.reset()
     fast, weight = torch.compile(forward, backend="aot_eager", fullgraph=True), torch.randn(4, 4)
@@ -552,6 +553,7 @@ def test_a_policy_switch_recompiles() -> None:
     assert found == [(BF16, FP32), (FP16, FP32), (FP32, FP32), (BF16, BF16), (FP32, FP32), (BF16, FP32)]
 
 
+@pytest.mark.exhaustive
 def test_compiled_backward_is_not_cast() -> None:
     torch._dynamo.reset()
     x = torch.randn(4, 4, dtype=FP32)

@@ -98,6 +98,7 @@ def both(run: Callable[[], list[torch.Tensor]]) -> None:
 # ---- steady state
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", HALVES)
@@ -315,6 +316,7 @@ DOORS: dict[str, Callable[[Net, Any], None]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("often", ["every step", "once"])
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 @pytest.mark.parametrize("dtype", HALVES)
@@ -489,6 +491,7 @@ WAYS: dict[str, Callable[[Net, Any], None]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scale", [1.0, "dynamic"])
 @pytest.mark.parametrize("optimizer", ["momentum", "Adam"])
 @pytest.mark.parametrize("dtype", HALVES)
@@ -649,6 +652,7 @@ def test_larc() -> None:
     both(run)
 
 
+@pytest.mark.exhaustive
 def test_compiled_models_cast_in_the_graph() -> None:
     def run() -> list[torch.Tensor]:
         torch._dynamo.reset()
@@ -731,6 +735,7 @@ def _ddp(rank: int, worth: int) -> list[torch.Tensor]:
         return values(model)
 
 
+@pytest.mark.exhaustive
 def test_distributed_data_parallel(ranks: Ranks) -> None:
     ours, theirs = ranks.run(_ddp, 1), ranks.run(_ddp, 2**60)
     for a, b in zip(ours, theirs, strict=True):

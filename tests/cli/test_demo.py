@@ -95,6 +95,7 @@ def test_missing_extras_are_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> 
     assert "pip install 'halfstep[demo]'" in text
 
 
+@pytest.mark.exhaustive
 def test_a_machine_without_units_is_told_so_and_trains_at_full_width(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_skipped_steps_and_a_moving_scale_are_told(tmp_path: Path) -> None:
     assert "a &lt;note&gt;" in page
 
 
+@pytest.mark.exhaustive
 def test_levels_of_one_seed_start_alike_and_see_the_same_data() -> None:
     settings = Settings(LEVELS, CPU, torch.bfloat16, epochs=1, width=8)
     runs = training.train(settings)
@@ -138,6 +140,7 @@ def test_levels_of_one_seed_start_alike_and_see_the_same_data() -> None:
     assert runs[3].held_bytes < runs[0].held_bytes * 0.6
 
 
+@pytest.mark.exhaustive
 def test_16_bit_levels_learn_as_well_as_fp32() -> None:
     accuracy: dict[str, list[float]] = {"O0": [], "O1": [], "O2": []}
     for seed in range(3):
@@ -149,6 +152,7 @@ def test_16_bit_levels_learn_as_well_as_fp32() -> None:
     assert mean["O2"] > mean["O0"] - 1, accuracy
 
 
+@pytest.mark.exhaustive
 def test_help_lists_the_subcommands_without_importing_them() -> None:
     code = (
         "import sys; from click.testing import CliRunner; from halfstep.cli.app import app;"
@@ -169,6 +173,7 @@ def test_unknown_subcommand() -> None:
     assert "No such command 'dmeo'" in run("dmeo", exit_code=2)
 
 
+@pytest.mark.exhaustive
 def test_module_and_version() -> None:
     output = subprocess.run([sys.executable, "-m", "halfstep", "--version"], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == f"halfstep, version {__version__}"

@@ -124,6 +124,7 @@ def test_the_compiler_that_torch_would_call(monkeypatch: pytest.MonkeyPatch) -> 
     assert row(run(monkeypatch, columns=200), "C++ compiler")[1] == sys.executable
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_is_not_imported() -> None:
     # A broken Triton is one of the things that a doctor is called for.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.exhaustive  # each test starts a process
+
 TRAIN = """
 import sys
 import torch

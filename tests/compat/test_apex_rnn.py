@@ -223,6 +223,7 @@ def test_wrong_arguments(arguments: Any, kind: type[Exception], message: str) ->
         stackedRNN(*arguments)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])

@@ -224,6 +224,7 @@ with open(args.out, "w") as file:
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "asked", "told"),
     [
@@ -279,6 +280,7 @@ model(x).sum().backward()
 """
 
 
+@pytest.mark.exhaustive
 def test_a_script_with_cuda_all_over_it_runs_on_the_cpu(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(CUDA_SCRIPT)

@@ -47,6 +47,7 @@ LEAST_DB = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("overflow_at", [(), (3,)], ids=["clean", "overflow"])
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -293,6 +293,7 @@ def losses_of(*arguments: str) -> list[float]:
     return list(map(float, done.stdout.split()))
 
 
+@pytest.mark.exhaustive
 def test_what_it_writes_does_the_same(tmp_path: Path) -> None:
     original, migrated = tmp_path / "original.py", tmp_path / "migrated.py"
     original.write_text(SCRIPT)
@@ -302,6 +303,7 @@ def test_what_it_writes_does_the_same(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.exhaustive
 def test_what_it_writes_for_torch_runs(tmp_path: Path) -> None:
     source = SCRIPT.replace('"O2", verbosity=0', '"O1"').replace("convert_syncbn_model(", "(")
     source = source.replace("from apex.parallel import convert_syncbn_model\n", "")

@@ -48,6 +48,7 @@ def modules_after(statement: str) -> set[str]:
     return set(found)
 
 
+@pytest.mark.exhaustive
 def test_import_drags_in_nothing_but_torch() -> None:
     added = modules_after("import halfstep") - modules_after("import torch")
     dragged = sorted(name for name in added if any(name == u or name.startswith(u + ".") for u in UNWANTED))
@@ -59,11 +60,13 @@ def test_import_drags_in_nothing_but_torch() -> None:
     assert not foreign
 
 
+@pytest.mark.exhaustive
 def test_import_adds_little_time_to_torch() -> None:
     code = "import time, torch; began = time.perf_counter(); import halfstep; print(time.perf_counter() - began)"
     assert min(float(fresh_interpreter(code)) for _ in range(3)) < 0.5
 
 
+@pytest.mark.exhaustive
 def test_import_changes_nothing_in_torch() -> None:
     code = """
 import torch
@@ -100,6 +103,7 @@ def test_version_agrees() -> None:
     assert re.match(r"\d+\.\d+\.\d+", halfstep.__version__)
 
 
+@pytest.mark.exhaustive
 def test_wheel(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)

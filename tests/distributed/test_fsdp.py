@@ -331,6 +331,7 @@ def resume(rank: int, folder: str, masters: Any) -> list[torch.Tensor]:
     return whole(model.parameters())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("masters", [None, "split", "plain"])
 def test_saved_on_two_ranks_and_loaded_on_one_and_four(ranks: Ranks, tmp_path: Path, masters: Any) -> None:
     (expected, _) = ranks.run(save, str(tmp_path), masters)
@@ -357,6 +358,7 @@ def killed_while_saving(rank: int, folder: str, killed: int) -> None:
         dcp.save({"model": state, "optimizer": optimizer_state}, storage_writer=writer)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("killed", [0, 1])
 def test_killed_while_saving_shards_the_folder_before_is_whole(tmp_path: Path, killed: int) -> None:
     others = Ranks(2)

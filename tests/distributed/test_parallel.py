@@ -147,6 +147,7 @@ def weights_of(x: torch.Tensor) -> torch.Tensor:
     return torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view_as(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("group", ["ranks", "four_ranks"])
 @pytest.mark.parametrize("channel_last", [False, True])
 @pytest.mark.parametrize("dims", [0, 1, 2])
@@ -249,6 +250,7 @@ def test_groups(ranks: Ranks) -> None:
 # ---- multiproc
 
 
+@pytest.mark.exhaustive
 def test_multiproc_runs_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -58,6 +58,7 @@ def test_time_limits(limits: dict[str, float], rounds: int, monkeypatch: pytest.
     assert len(timing.seconds) == rounds
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("dtype", "optimizer"), [("bfloat16", "sgd"), ("float16", "adam")])
 def test_simplenet(dtype: str, optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "made" / "s.json"
@@ -76,6 +77,7 @@ def test_simplenet(dtype: str, optimizer: str, tmp_path: Path, capsys: pytest.Ca
     assert (a @ a).dtype is torch.float32
 
 
+@pytest.mark.exhaustive
 def test_emulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "e.json"
     flags = ["--device", "cpu", "--dtype", "bfloat16", "--no-native", "--steps", "1", "--max-seconds", "0"]
@@ -142,6 +144,7 @@ def test_gpu_check_writes_its_record(
     assert set(record["benchmarks"]) == set(gpu_check.BENCHMARKS)
 
 
+@pytest.mark.exhaustive
 def test_runs_without_click_and_rich() -> None:
     code = (
         "import sys; sys.modules.update(click=None, rich=None); from benchmarks.__main__ import main;"

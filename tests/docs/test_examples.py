@@ -42,6 +42,7 @@ def test_every_example_is_tested_and_has_a_readme() -> None:
         assert f"]({folder})" in (EXAMPLES / "README.md").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["with_amp", "with_fp16_optimizer", "with_closure", "by_hand"])
 def test_simple(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +56,7 @@ def images(somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(somewhere / "images")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_imagenet_and_resuming(level: str, images: str, somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main = load("imagenet/main", monkeypatch).main
@@ -67,6 +69,7 @@ def test_imagenet_and_resuming(level: str, images: str, somewhere: Path, monkeyp
     assert {value.dtype for value in state["model"].values()} == {torch.float32, torch.int64}
 
 
+@pytest.mark.exhaustive
 def test_imagenet_on_two_processes(images: str) -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     script = [str(EXAMPLES / "imagenet/main.py"), images, "--size", "8", "--device", "cpu"]
@@ -81,6 +84,7 @@ def test_imagenet_on_two_processes(images: str) -> None:
     assert "epoch 2: loss" in done.stdout, done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_dcgan(
     level: str, somewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -92,6 +96,7 @@ def test_dcgan(
     assert "scales [1.0, 1.0, 1.0], 0 steps skipped" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [["--tied"], ["--model", "GRU", "--static-loss-scale", "128"]])
 def test_word_language_model(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["--device", "cpu", "--characters", "60000", "--vocabulary", "500", "--width", "64", "--epochs", "1"]

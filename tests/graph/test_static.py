@@ -318,6 +318,7 @@ def test_the_cut_is_a_minimum(data: st.DataObject) -> None:
 # ---- programs and executors
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_training_learns_and_trains_the_models_own_parameters(level: str, compiled: bool) -> None:

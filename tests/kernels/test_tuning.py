@@ -73,6 +73,7 @@ def trained(size: int, device: str) -> list[torch.Tensor]:
     return [p.detach().clone() for p in params] + [optimizer.state[p]["remainder"] for p in params]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(HAS_CUDA, reason="Triton compiles here and does not interpret")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_config_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, config: LaunchConfig) -> None:

@@ -288,6 +288,7 @@ def test_hooks_run_once(cls: Any, direction: str) -> None:
     assert calls == ["before", "after", "everywhere", "saved"]
 
 
+@pytest.mark.exhaustive
 def test_hooks_run_once_where_torch_has_made_no_optimizer_of_the_class(tmp_path: Path) -> None:
     """torch puts its hooks around the step of a class when a process makes the first one: here, none is made."""
     optim = fuse(make(torch.optim.AdamW, weights()))

@@ -119,6 +119,7 @@ def form_name(form: tuple[Any, Any, Any]) -> str:
     return "-".join(str(x).removeprefix("torch.") for x in form)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "setting"),
     [("eager", "bare"), ("eager", "clip-overflow"), *(("compiled", setting) for setting in SETTINGS)],
@@ -130,6 +131,7 @@ def test_twenty_steps_follow_the_papers(name: str, case: Case, form: tuple[Any, 
         run_against_reference(case, form, setting, steps=20, overflow_at=6)
 
 
+@pytest.mark.exhaustive
 @needs_triton
 @pytest.mark.parametrize("form", FORMS, ids=form_name)
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -137,6 +137,7 @@ EDITS: dict[str, tuple[Callable[[list[Any]], Any], Callable[[torch.Tensor], torc
 }
 
 
+@pytest.mark.exhaustive
 @in_both_halves
 @with_both_masters
 @pytest.mark.parametrize("edit", EDITS)

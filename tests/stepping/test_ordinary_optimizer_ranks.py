@@ -294,6 +294,7 @@ def test_a_copy_of_model_and_optimizer_trains(
     near(truth(twins[0]) - truth(net()), truth(pair[0]) - truth(net()), 0.02)
 
 
+@pytest.mark.exhaustive
 @in_both_halves
 @with_both_masters
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam"])
@@ -386,6 +387,7 @@ def test_a_model_that_comes_in_16_bits_is_taken(
 # ---- row 18: a whole step compiled
 
 
+@pytest.mark.exhaustive
 @in_both_halves
 @with_both_masters
 @pytest.mark.parametrize("level", ["O1", "O2"])

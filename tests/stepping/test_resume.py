@@ -16,6 +16,8 @@ import torch
 from halfstep.core.files import save_whole
 from halfstep.parallel import save_checkpoint
 
+pytestmark = pytest.mark.exhaustive  # each test starts torchrun, several times
+
 TRAIN = Path(__file__).resolve().parents[2] / "examples/distributed/train.py"
 SMALL = ["--device", "cpu", "--steps", "8", "--save-every", "2", "--width", "16", "--length", "16", "--batch-size", "4"]
 SMALL += ["--characters", "20000", "--layers", "1", "--dtype", "float16"]
