@@ -207,7 +207,10 @@ class _Fp32Trainer:
 
 
 def load(path: str | PathLike[str]) -> Program:
-    """Read what ``Program.save`` wrote; its parameters are its own."""
+    """Read what ``Program.save`` wrote; its parameters are its own.
+
+    Read only files that you trust: ``torch.export.load`` unpickles the graph, which can run code (torch 2.13).
+    """
     saved: Mapping[str, Any] = torch.load(Path(path), weights_only=True)
     facts = json.loads(saved["facts"])
     return Program(torch.export.load(io.BytesIO(saved["graph"])), facts["feed_names"], facts["has_loss"])
