@@ -214,21 +214,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         master_weights: MasterForm = True,
     ) -> None:
         self._first_step = step
-        super().__init__(
-            params,
-            lr,
-            bias_correction,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            adam_w_mode,
-            grad_averaging,
-            True,
-            max_grad_norm,
-            use_nvlamb,
-            master_weights=master_weights,
-        )
+        numbers = lr, bias_correction, betas, eps, weight_decay
+        switches = amsgrad, adam_w_mode, grad_averaging, True
+        super().__init__(params, *numbers, *switches, max_grad_norm, use_nvlamb, master_weights=master_weights)
 
     def _layout(self, group: Hyper) -> StateLayout:
         return {**super()._layout(group), "step": StateSpec(None, float(self._first_step))}
