@@ -25,6 +25,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::halfstep.amp.PrecisionWarning")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and not {"ranks", "four_ranks"}.isdisjoint(item.fixturenames):
+            item.add_marker(pytest.mark.exhaustive)  # it starts processes
+
+
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """The part of an id that one argument makes, where pytest would only number it or leave a number without a name."""
     if val is None or isinstance(val, bool | int | float):

@@ -396,6 +396,7 @@ def test_a_fused_step_in_another_thread() -> None:
     assert (model(X) - before).abs().max() > 0.5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 @pytest.mark.parametrize("inlined", [False, True])
 def test_an_interrupt_behind_a_graph_break(inlined: bool) -> None:
@@ -418,6 +419,7 @@ def test_an_interrupt_behind_a_graph_break(inlined: bool) -> None:
     assert torch._C._len_torch_function_stack() == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_exempted_model(compiled: bool) -> None:
     torch._dynamo.reset()

@@ -515,6 +515,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.
     return x @ weight, torch.exp(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("inside", [True, False])
 def test_compile_fullgraph(inside: bool) -> None:
     torch._dynamo.reset()

@@ -735,7 +735,6 @@ def _ddp(rank: int, worth: int) -> list[torch.Tensor]:
         return values(model)
 
 
-@pytest.mark.exhaustive
 def test_distributed_data_parallel(ranks: Ranks) -> None:
     ours, theirs = ranks.run(_ddp, 1), ranks.run(_ddp, 2**60)
     for a, b in zip(ours, theirs, strict=True):

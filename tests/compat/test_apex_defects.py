@@ -296,6 +296,7 @@ def test_float64_stays_float64() -> None:
     assert (x + y.half()).dtype is torch.cat([x, y.half()]).dtype is torch.float64
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_next_fold_starts_afresh_and_the_last_is_freed(level: str) -> None:
     """A second initialize was an error or wrapped everything twice, and nothing was ever freed: #392, #439, #626."""

@@ -99,6 +99,7 @@ def test_several_losses() -> None:
     assert_follows(model, *[[t, t + 5] for t in range(5)])
 
 
+@pytest.mark.exhaustive
 def test_the_automatic_loss_scale() -> None:
     """Start large; inf or NaN: reduce and skip; N good updates: increase. N is 2,000 and the factor 2."""
     model = network()

@@ -395,6 +395,7 @@ def test_tofp16_and_small_change() -> None:
     assert clip_grad_norm is torch.nn.utils.clip_grad_norm_
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark_of_flat_masters(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flat_masters", "--device", "cpu", "--shapes", "3x4", "2x8", "--steps", "1"]) == 0
     assert "flat, fused AdamW" in capsys.readouterr().out

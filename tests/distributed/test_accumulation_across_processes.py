@@ -165,7 +165,6 @@ def assert_near(results: list[dict[str, Any]], expected: list[torch.Tensor], lev
         torch.testing.assert_close(a.double(), b, rtol=0, atol=close)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=in_words)
 @pytest.mark.parametrize("half", HALVES)
@@ -175,7 +174,6 @@ def test_every_pattern(ranks: Ranks, level: str, pattern: str, half: str) -> Non
     assert_near(results, reference(2, pattern), level, half)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("pattern", ["s", "uus", "su", "xus"], ids=in_words)
 @pytest.mark.parametrize("wrapper", [w for w in WRAPPERS if w != "plain"])
@@ -187,7 +185,6 @@ def test_every_wrapper(ranks: Ranks, level: str, pattern: str, wrapper: str) -> 
     assert_near(results, reference(2, pattern), level, "bf16")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=in_words)
 @pytest.mark.parametrize("wrapper", APEX_WRAPPERS)
@@ -251,7 +248,6 @@ def train_branches(rank: int, level: str, case: str, optimizer: str, loss_scale:
     return result
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", BRANCHES)
 @pytest.mark.parametrize("optimizer", ["sgd", "ours"])
@@ -319,7 +315,6 @@ def count_reductions(rank: int, level: str, pattern: str, loss_scale: float) -> 
     return sum(event.count for event in profile.key_averages() if event.key == "c10d::allreduce_")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("pattern", ["s", "us", "uuus", "uu"], ids=in_words)
 @pytest.mark.parametrize(("loss_scale", "flags"), [(1.0, 0), (128.0, 1)])
@@ -384,7 +379,6 @@ def test_a_pass_that_fails_unsynced_leaves_what_was_there(
     ranks.run(fail, level, wrapper, optimizer)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("pattern", ["s", "us", "su", "dds"], ids=in_words)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -438,7 +432,6 @@ def test_fp16_optimizer(ranks: Ranks, pattern: str, poison: tuple[int, int, int]
     assert_near(results, reference(2, pattern, skip=None if poison is None else 1), "O2", "fp16")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("pattern", ["us", "su", "uuus"], ids=in_words)
 @pytest.mark.parametrize("poison", [None, (2, 1, 0)])

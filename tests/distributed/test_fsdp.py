@@ -331,7 +331,6 @@ def resume(rank: int, folder: str, masters: Any) -> list[torch.Tensor]:
     return whole(model.parameters())
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("masters", [None, "split", "plain"])
 def test_saved_on_two_ranks_and_loaded_on_one_and_four(ranks: Ranks, tmp_path: Path, masters: Any) -> None:
     (expected, _) = ranks.run(save, str(tmp_path), masters)

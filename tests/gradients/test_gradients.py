@@ -70,6 +70,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scale", [None, 256.0])
 @in_both_halves
 @with_both_masters

@@ -63,6 +63,7 @@ def test_rule(rule: dict[str, Any], flags: list[bool]) -> None:
     assert trace == reference(flags, rule)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=1000, deadline=None)
 @given(rule=RULES, flags=FLAGS)
 def test_loss_scaler(rule: dict[str, Any], flags: list[bool]) -> None:
@@ -74,6 +75,7 @@ def test_loss_scaler(rule: dict[str, Any], flags: list[bool]) -> None:
     assert trace == reference(flags, rule)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=300, deadline=None)
 @given(rule=RULES, flags=FLAGS)
 def test_scale_loss(rule: dict[str, Any], flags: list[bool]) -> None:

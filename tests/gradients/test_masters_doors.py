@@ -288,6 +288,7 @@ def test_a_master_rests_while_its_parameter_is_in_no_group(half: torch.dtype) ->
     assert torch.equal(model.state_dict()["weight"], kept)
 
 
+@pytest.mark.exhaustive
 @in_both_halves
 @with_both_masters
 def test_gradients_are_16_bit_again_when_the_optimizer_is_gone(fused: bool, half: torch.dtype) -> None:

@@ -110,6 +110,7 @@ def casts_of_autocast(name: str, run: Callable[[], object]) -> int:
 # ---- the casting pass
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 def test_no_more_casts_than_autocast_makes(name: str) -> None:
     model, program, (x, y) = captured(name)
@@ -548,6 +549,7 @@ def test_explain_and_black_values() -> None:
     assert lines[-1] == "casts: 4 before, 3 after"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("emulate", [False, True])
 def test_the_backend_with_convolutions_and_other_batch_sizes(emulate: bool) -> None:
     torch._dynamo.reset()
@@ -562,6 +564,7 @@ def test_the_backend_with_convolutions_and_other_batch_sizes(emulate: bool) -> N
         assert model[1].num_batches_tracked == count, "to trace is not to compute"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("inductor", [False, True])
 def test_the_pass_as_a_backend_of_torch_compile(inductor: bool) -> None:
     torch.manual_seed(0)

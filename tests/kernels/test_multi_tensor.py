@@ -368,6 +368,7 @@ def test_the_cache_groups_anew_for_other_owners() -> None:
         seen.append(again)
 
 
+@pytest.mark.exhaustive
 def test_the_cache_keeps_its_owners_so_that_an_identity_is_not_reused() -> None:
     cache = TensorGroupsCache()
     owner = torch.ones(1)

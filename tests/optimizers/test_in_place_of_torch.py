@@ -141,6 +141,7 @@ def test_resuming_is_exact(way: str, masters: Any) -> None:
 # ---- masters
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("on", BACKENDS)
 def test_split_masters_are_an_fp32_master_bit_for_bit(on: str) -> None:
     """1,000 steps against the same optimizer on fp32 weights."""
@@ -175,6 +176,7 @@ def test_split_and_join_lose_no_bit(bits: list[int]) -> None:
     assert (error <= nearest).all() or not finite.to(BF16).isfinite().all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtype", "masters"), [(BF16, "split"), (BF16, "plain"), (FP16, "plain"), (BF16, True), (FP16, True)]
 )

@@ -223,6 +223,7 @@ def test_a_master_has_fp32_values_and_the_gradient_of_its_parameter(how: str, fu
 # ---- an ordinary optimizer
 
 
+@pytest.mark.exhaustive
 @in_both_halves
 @with_both_masters
 @pytest.mark.parametrize("level", LEVELS)
