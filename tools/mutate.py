@@ -1,6 +1,6 @@
 """Mutation testing: change one small thing in the sources, and see whether a test fails.
 
-    python tools/mutate.py src/halfstep/engine/unscaling.py --tests tests/test_gradients.py --sample 60
+    python tools/mutate.py src/halfstep/gradients/unscale.py --tests tests/gradients --sample 60
 
 The tests run once with a tracer that notes which of them execute which lines of the given files. Then each mutant is
 written into a scratch copy of the project, and the tests that reach its line run there until one fails. A mutant that
@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="how many at once (1)")
     options = parser.parse_args()
     os.chdir(ROOT)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     given = [Path(source) for source in options.sources]
     paths = sorted(map(str, (path for each in given for path in (each.rglob("*.py") if each.is_dir() else [each]))))
     every = [mutant for path in paths for mutant in mutants_of(path)]
@@ -237,7 +238,7 @@ def main() -> None:
         for mutant, outcome in outcomes(mutants, tests_of, seconds, scratches):
             score[mutant.path][outcome] += 1
             if outcome != "killed":
-                print(f"{outcome}: {mutant}", flush=True)
+                print(f"{outcome}: {mutant}")
     for path, counts in [*sorted(score.items()), ("all", sum(score.values(), Counter()))]:
         killed = counts["killed"] + counts["timed out"]
         print(f"{killed:4} of {counts.total():4} killed ({killed / counts.total():4.0%})  {path}")

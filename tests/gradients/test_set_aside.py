@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from halfstep.core.dtypes import halves
-from halfstep.gradients.ledger import Gradients, set_grads, widen
+from halfstep.gradients import ledger as module
+from halfstep.gradients.ledger import Gradients, get_grads, set_grads, widen
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SCALE = torch.tensor(128.0)
@@ -285,6 +286,23 @@ def test_widen_changes_16_bit_gradients_alone(half: torch.dtype) -> None:
     assert p.grad.dtype is FP32
     assert q.grad is before
     assert values(p, q, r) == [[1.0] * 2, [2.0] * 2, []]
+
+
+@in_both_halves
+def test_before_grad_dtype_a_wide_gradient_has_a_narrow_image(
+    monkeypatch: pytest.MonkeyPatch, half: torch.dtype
+) -> None:
+    monkeypatch.setattr(module, "HAS_GRAD_DTYPE", False)
+    p, q, single = param(dtype=half), param(dtype=half), param()
+    grads = [torch.full((2,), 1 + TINY), torch.ones(2, dtype=half), torch.full((2,), 1 + TINY)]
+    set_grads([p, q, single], grads)
+    assert [x.grad.dtype for x in (p, q, single)] == [half, half, FP32]
+    assert all(found is grad for found, grad in zip(get_grads([p, q, single]), grads, strict=True))
+    assert p.grad.tolist() == [1.0, 1.0]
+    p.grad.mul_(0.5)
+    assert get_grads([p])[0] is p.grad, "who edits the image makes it the gradient"
+    p.grad = None
+    assert get_grads([p]) == [None]
 
 
 # ---- between passes and step

@@ -296,6 +296,13 @@ def test_a_scalar_table_writes_what_changed() -> None:
     assert ScalarTable([], 2, F64, torch.device("cpu")).fill({}).shape == (1, 2)
 
 
+def test_a_backend_is_chosen_for_a_block(on: str) -> None:
+    with kernels.backend("eager") as chosen:
+        assert isinstance(chosen, kernels.backend)
+        assert kernels.backend_for("cpu") == "eager"
+    assert kernels.backend_for("cpu") == on
+
+
 def test_autograd_learns_of_a_write() -> None:
     x, out = torch.ones(3), torch.zeros(3)
     version = out._version

@@ -124,6 +124,16 @@ def test_plain_masters_are_seen_written_and_in_place_for_a_while() -> None:
     assert (keeper_of(half), keeper_of(single)) == (keeper, None)
 
 
+def test_a_parameter_that_is_trained_later_has_a_master_when_it_is_asked_for() -> None:
+    half, later = params(BF16)
+    later.requires_grad_(False)
+    optimizer = torch.optim.SGD([half, later], lr=1.0)
+    keeper = MasterKeeper(optimizer, True)
+    assert [p.dtype for p in keeper.master_params()] == [FP32, BF16]
+    later.requires_grad_(True)
+    assert [p.dtype for p in keeper.master_params()] == [FP32, FP32]
+
+
 def look_inside(keeper: MasterKeeper, optimizer: torch.optim.Optimizer) -> float:
     with keeper.in_place():
         inside, single = optimizer.param_groups[0]["params"]
