@@ -1,0 +1,241 @@
+"""The op lists as values: what the name of an op means, which rule it has and why, and lists that are changed."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import OpLists, oplists
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
+from halfstep.core.oplists.names import computes, known_names
+from halfstep.core.oplists.tables import BANNED, LISTED
+from halfstep.oplists import LIST_LEVELS, RULES, Entry, entries, resolve
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("softmax", "softmax"),
+        ("  softmax ", "softmax"),
+        ("aten::softmax", "softmax"),
+        ("aten::softmax.int", "softmax"),
+        ("aten::add_.Tensor", "add"),
+        ("F.softmax", "softmax"),
+        ("torch.nn.functional.softmax", "softmax"),
+        ("torch.Tensor.add_", "add"),
+        ("torch.linalg.norm", "linalg_norm"),
+        ("linalg.norm", "linalg_norm"),
+        ("torch.fft.rfft", "fft_rfft"),
+        ("torch.special.expm1", "expm1"),
+        ("torch.special.erfcx", "special_erfcx"),
+        ("__matmul__", "matmul"),
+        ("__iadd__", "add"),
+        ("__rsub__", "sub"),
+        ("true_divide", "div"),
+        ("concat", "cat"),
+        ("arccos_", "acos"),
+        ("reduce_sum", "sum"),
+        ("elementwise_add", "add"),
+    ],
+)
+def test_a_name_may_be_written_in_many_ways(name: str, op: str) -> None:
+    assert resolve(name) == (op,)
+
+
+def test_a_name_of_paddle_may_stand_for_several_ops() -> None:
+    assert resolve("pool2d") == ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (torch.softmax, "softmax"),
+        (torch.Tensor.softmax, "softmax"),
+        (nn.functional.softmax, "softmax"),
+        (torch.Tensor.__matmul__, "matmul"),
+        (torch.Tensor.mul_, "mul"),
+        (operator.add, "add"),
+        (operator.itruediv, "div"),
+        (torch.linalg.norm, "linalg_norm"),
+        (torch.fft.rfft, "fft_rfft"),
+        (torch.special.expm1, "expm1"),
+        (torch.ops.aten.softmax, "softmax"),
+        (torch.ops.aten.softmax.int, "softmax"),
+    ],
+)
+def test_a_function_of_torch_is_its_op(function: Any, op: str) -> None:
+    assert resolve(function) == (op,)
+
+
+class NotHashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self) -> None:
+        """Does nothing."""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ("sofmax", ArgumentValueError, r"'sofmax' is no op of torch or Paddle\. Did you mean 'softmax'"),
+        ("qqqqqqqqq", ArgumentValueError, r"'qqqqqqqqq' is no op of torch or Paddle\. Write it as in torch"),
+        ("aten::no_such_op.int", ArgumentValueError, "'aten::no_such_op.int' is no op"),
+        (len, ArgumentValueError, r"is no op of torch; functions of your own are cast by amp\.half_function"),
+        (NotHashable(), ArgumentValueError, "NotHashable object .* is no op of torch"),
+        (3, ArgumentTypeError, "an op is given by its name or as a torch function, not as 3"),
+    ],
+    ids=["misspelled", "like nothing", "not in ATen", "another function", "not hashable", "a number"],
+)
+def test_what_is_no_op_is_refused(wrong: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        resolve(wrong)
+    with pytest.raises(error):
+        OpLists.default().rule(wrong)
+
+
+# ---- what computes
+
+
+@pytest.mark.parametrize("name", ["exp", "add", "softmax", "bmm", "linalg_norm", "sort"])
+def test_these_compute(name: str) -> None:
+    assert computes(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["view", "transpose", "empty_like", "to_sparse", "is_nonzero", "_cast_Float", "no_such_op", "ones"]
+)
+def test_views_factories_and_conversions_do_not_compute(name: str) -> None:
+    assert not computes(name)
+
+
+# ---- rules
+
+
+@pytest.mark.parametrize(
+    ("lists", "op", "rule", "reason"),
+    [
+        (OpLists.default(), torch.matmul, "half", "matrix-unit"),
+        (OpLists.default(), "exp", "float", None),
+        (OpLists.default(), "torch.add", "promote", ""),
+        (OpLists.default(), "torch.cat", "sequence-promote", ""),
+        (OpLists.default(), "binary_cross_entropy", "banned", "overflow"),
+        (OpLists.default(), "relu", "free", ""),
+        (OpLists.custom(level="O2"), "exp", "free", ""),
+        (OpLists.custom(level="O2"), "mse_loss", "promote", ""),
+        (OpLists.custom(level="O2"), "binary_cross_entropy", "float", "loss"),
+        (OpLists.custom(level="O2", use_promote=False), "exp", "half", "default"),
+        (OpLists.custom(level="O2", use_promote=False), "view", "free", ""),
+        (OpLists.custom(level="OD"), "exp", "float", None),
+        (OpLists.custom(level="OD"), "relu", "float", "default"),
+        (OpLists.custom(level="OD"), "linear", "half", "matrix-unit"),
+        (OpLists.custom(level="OD"), "view", "free", ""),
+        (OpLists.native(), "matmul", "free", ""),
+        (OpLists.custom(["exp"], ["matmul"]), "exp", "half", "custom"),
+        (OpLists.custom(["exp"], ["matmul"]), "matmul", "float", "custom"),
+    ],
+    ids=str,
+)
+def test_an_op_has_a_rule_and_a_reason(lists: OpLists, op: object, rule: str, reason: str | None) -> None:
+    assert lists.rule(op) == rule
+    (name,) = resolve(op)
+    (entry,) = entries([op], lists=lists)
+    assert (entry.op, entry.rule) == (name, rule)
+    assert entry.reason == lists.reason(name)
+    if reason is None:
+        assert entry.reason
+    else:
+        assert entry.reason == reason
+
+
+def test_a_name_for_ops_of_different_rules_has_none() -> None:
+    lists = OpLists.custom(black=["max_pool2d"])
+    assert lists.rule("max_pool2d") == "float"
+    with pytest.raises(ArgumentValueError, match=r"'pool2d' stands for .*max_pool2d.*, which have different rules"):
+        lists.rule("pool2d")
+
+
+# ---- tables to read
+
+
+def test_entries_show_every_public_op_on_a_list_in_the_order_of_the_rules() -> None:
+    found = entries()
+    assert {entry.op for entry in found} == {name for name in LISTED if not name.startswith("_")}
+    order = [list(RULES).index(entry.rule) for entry in found]
+    assert order == sorted(order)
+    assert {entry.op for entry in found if entry.rule == "banned"} == set(BANNED)
+    assert all(entry.op in known_names() for entry in found)
+
+
+def test_entries_show_what_the_user_moved() -> None:
+    lists = OpLists.custom(["relu"], ["tril"])
+    assert {"relu", "tril"}.isdisjoint(entry.op for entry in entries())
+    assert [entry for entry in entries(lists=lists) if entry.reason == "custom"] == [
+        Entry("relu", "half", "custom", "free"),
+        Entry("tril", "float", "custom", "free"),
+    ]
+
+
+def test_entries_of_some_ops_keep_their_order_and_compare_with_a_device() -> None:
+    asked = ["softmax", torch.matmul, "relu"]
+    found = entries(asked, device="cuda")
+    assert [(entry.op, entry.rule, entry.native) for entry in found] == [
+        ("softmax", "float", "float"),
+        ("matmul", "half", "half"),
+        ("relu", "free", "free"),
+    ]
+    on = {device: entries(["layer_norm"], device=device)[0].native for device in ("cpu", "cuda", "mars")}
+    assert on["mars"] == "free"
+    assert on["cuda"] == "float"
+
+
+# ---- lists as values
+
+
+def test_lists_are_changed_by_making_others() -> None:
+    lists = OpLists.custom(["gelu"], level="O2")
+    other = lists.replace(promote=False, black=("exp",))
+    assert (lists.promote, lists.black) == (True, ())
+    assert other == OpLists.custom(["gelu"], ["exp"], level="O2", use_promote=False)
+    assert str(other) == "O2!promote+gelu-exp"
+    assert lists.replace() == lists
+
+
+@pytest.mark.parametrize("text", ["O1", "O2!promote", "OD+gelu", "O1+exp+gelu-linear-matmul", "native"])
+def test_lists_are_printed_and_parsed(text: str) -> None:
+    assert str(OpLists.parse(f" {text} ")) == text
+
+
+@pytest.mark.parametrize("text", ["", "O7", "O1+", "O1 +gelu", "gelu"])
+def test_other_texts_are_no_lists(text: str) -> None:
+    with pytest.raises(ArgumentValueError, match="do not read LEVEL"):
+        OpLists.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"level": "O7"}, ArgumentValueError, "level='O7' has no op lists; use one of " + ", ".join(LIST_LEVELS)),
+        ({"white": ["exp"], "level": "native"}, ArgumentValueError, "level='native' is torch.autocast as it is"),
+        ({"white": ["exp"], "black": [torch.exp]}, ArgumentValueError, "exp cannot run in both precisions"),
+        ({"white": "exp"}, ArgumentTypeError, r"the white list is the string 'exp'; pass a list of ops, \['exp'\]"),
+        ({"black": 3}, ArgumentTypeError, "the black list must be a list, tuple or set of ops, not 3"),
+    ],
+)
+def test_wrong_lists_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        OpLists.custom(**arguments)
+
+
+def test_no_list_is_an_empty_list() -> None:
+    assert OpLists.custom(None, None) == OpLists.default() == OpLists()
+
+
+def test_the_public_module_offers_the_same() -> None:
+    assert oplists.OpLists is OpLists
+    assert all(getattr(oplists, name) is not None for name in oplists.__all__)
