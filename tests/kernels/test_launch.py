@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -250,6 +251,41 @@ def test_every_backend_rounds_alike(on: str) -> None:
             stepped(stochastic(BF16), ([weight],), seed=torch.tensor([5], dtype=torch.int32))
             weights.append(weight)
     assert torch.equal(*weights)
+
+
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="Triton does not interpret here"
+)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("seed", [5, -1])
+def test_triton_rounds_stochastically_as_the_others_do(on: str, seed: int) -> None:
+    weights = []
+    for name in (on, "triton"):
+        with kernels.backend(name):
+            weight = torch.linspace(-2.0, 2.0, 5000).to(BF16)
+            weight[:3] = torch.tensor([math.inf, -math.inf, torch.finfo(BF16).max])
+            stepped(stochastic(BF16), ([weight],), seed=torch.tensor([seed], dtype=torch.int32))
+            weights.append(weight)
+    assert torch.equal(*weights)
+    assert weights[1][:2].tolist() == [math.inf, -math.inf]
+    assert float((weights[1] != torch.linspace(-2.0, 2.0, 5000).to(BF16)).double().mean()) > 0.1
+
+
+@INTERPRETED
+@pytest.mark.parametrize("dtype", [F32, F64, BF16, FP16], ids=str)
+def test_triton_computes_every_operation_as_the_others_do(on: str, dtype: torch.dtype) -> None:
+    results = []
+    for name in (on, "triton"):
+        with kernels.backend(name):
+            x, y, out, found = some(0, dtype)[:3], some(1, dtype)[:3], some(2, dtype)[:3], zero()
+            sums = launch(TensorTable.of(x=x, y=y, out=out), ALL, {"a": 0.25, "b": 4.0}, found=found)
+            results.append((out, sums))
+            assert found == 0
+    for ours, theirs in zip(*[out for out, _ in results], strict=True):
+        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-6, atol=0.0)
 
 
 def test_a_batch_computes_in_double_if_a_column_is() -> None:
