@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from halfstep import kernels
+from halfstep.core.errors import ArgumentValueError, UsageError
+from halfstep.kernels import launch as launch_module
 from halfstep.kernels import multi_tensor as ops
 from halfstep.kernels.expr import ElementwiseKernel, trace
 from halfstep.kernels.launch import launch
@@ -337,6 +339,47 @@ def test_a_backend_is_chosen_for_a_block(on: str) -> None:
         assert isinstance(chosen, kernels.backend)
         assert kernels.backend_for("cpu") == "eager"
     assert kernels.backend_for("cpu") == on
+
+
+# ---- which backend
+
+
+def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with kernels.backend("compiled"), pytest.raises(UsageError, match="runs on the CPU, not on cuda; choose 'auto'"):
+        kernels.backend_for("cuda")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with kernels.backend("triton"):
+        for device in ("cpu", "cuda"):
+            with pytest.raises(UsageError, match="needs the triton package"):
+                kernels.backend_for(device)
+    with kernels.backend("auto"):
+        assert kernels.backend_for("cuda") == "eager"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with kernels.backend("triton"):
+        assert kernels.backend_for("cuda:1") == "triton"
+        with pytest.raises(UsageError, match="runs on CUDA, not on cpu; choose 'auto', or set TRITON_INTERPRET=1"):
+            kernels.backend_for("cpu")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert kernels.backend_for("cpu") == "triton"
+    with kernels.backend("auto"):
+        assert kernels.backend_for("cuda") == "triton"
+        assert kernels.backend_for("mps") == "eager"
+
+
+def test_the_environment_chooses_where_nobody_did(monkeypatch: pytest.MonkeyPatch, on: str) -> None:
+    monkeypatch.setenv("HALFSTEP_BACKEND", "quick")
+    assert kernels.backend_for("cpu") == on
+    token = launch_module._chosen.set(None)
+    try:
+        with pytest.raises(ArgumentValueError, match="HALFSTEP_BACKEND: 'quick' is no backend; choose one of auto"):
+            kernels.backend_for("cpu")
+        monkeypatch.setenv("HALFSTEP_BACKEND", "eager")
+        assert kernels.backend_for("cpu") == "eager"
+        monkeypatch.setenv("HALFSTEP_BACKEND", "")
+        assert kernels.backend_for("meta") == "eager"
+    finally:
+        launch_module._chosen.reset(token)
 
 
 def test_autograd_learns_of_a_write() -> None:

@@ -225,6 +225,38 @@ def test_empty_lists() -> None:
     multi_tensor.unscale_into([], [], torch.tensor(1.0), found_inf, accumulate=True)
     multi_tensor.scale_([], torch.tensor(1.0))
     assert found_inf.item() == 0.0
+    for per_tensor in (False, True):
+        norm, each = multi_tensor.l2norm([], per_tensor=per_tensor)
+        assert (norm.item(), norm.shape) == (0.0, ())
+        assert each is None if not per_tensor else each.shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [*BAD, None])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("on", ["eager", "compiled"])
+def test_large_sixteen_bit_gradients_are_added_in_fp32(on: str, scaled: bool, bad: str | None) -> None:
+    """A compiled backend does this in one pass over the memory."""
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(multi_tensor._LARGE + 1, generator=generator).to(BF16)
+    target = torch.randn(grad.shape, generator=generator)
+    if bad is not None:
+        grad[-1] = BAD[bad]
+    expected = target.double() + grad.double() * (1 / 3 if scaled else 1.0)
+    found_inf = flag()
+    with backend(on):
+        inv_scale = torch.tensor(1 / 3) if scaled else None
+        multi_tensor.unscale_into([grad], [target], inv_scale, found_inf, accumulate=True)
+    assert found_inf.item() == float(scaled and bad is not None)
+    size = expected.abs() + grad.double().abs()
+    assert_close(target[:-1], expected[:-1], size[:-1])
+    assert target[-1].isfinite() == (bad is None)
+
+
+def test_a_scale_of_another_dtype_is_rounded_to_fp32() -> None:
+    grad, found_inf = torch.full((2,), 3.0), flag()
+    multi_tensor.unscale_([grad], torch.tensor(1 / 3, dtype=FP64), found_inf)
+    assert torch.equal(grad, torch.full((2,), 3.0) * torch.tensor(1 / 3))
+    assert found_inf.item() == 0.0
 
 
 # ---- norm and scale
@@ -269,6 +301,23 @@ def test_scale_in_place(kinds: list[Kind], factor: float) -> None:
 
 
 # ---- kernels on lists
+
+
+@pytest.mark.parametrize("on", ["eager", "compiled"])
+def test_kernels_on_lists_find_what_is_not_finite(on: str) -> None:
+    for bad, place in ((math.inf, "xs"), (math.nan, "ys"), (None, "")):
+        lists = {"xs": [torch.ones(3), torch.ones(2, dtype=BF16)], "ys": [torch.ones(3), torch.ones(2, dtype=FP64)]}
+        if bad is not None:
+            lists[place][1][0] = bad
+        targets = [torch.zeros(3), torch.zeros(2)]
+        found_inf = torch.zeros(1)
+        with backend(on):
+            multi_tensor.axpby(2.0, lists["xs"], 3.0, lists["ys"], targets, found_inf)
+        assert found_inf.tolist() == [0.0 if bad is None else 1.0], "in any group, in a flag of any shape"
+        assert targets[0].tolist() == [5.0] * 3
+        with backend(on):
+            multi_tensor.axpby(2.0, lists["xs"], 3.0, lists["ys"], targets)
+        assert targets[0].tolist() == [5.0] * 3
 
 
 @pytest.mark.parametrize("on", ["eager", "compiled"])
