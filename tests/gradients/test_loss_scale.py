@@ -27,6 +27,7 @@ from halfstep.core.loss_scale import (
 )
 from halfstep.core.policy import Policy
 from halfstep.fp16_utils import FP16_Optimizer
+from halfstep.gradients import async_reader
 from halfstep.gradients.async_reader import AsyncReader
 from halfstep.gradients.loss_scaler import DeviceLossScaler
 from tests.support.apex_recording import golden, grid
@@ -427,6 +428,83 @@ def test_late_reader_hands_out_rows_in_order() -> None:
     assert copy.deepcopy(reader).poll() == []
     assert pickle.loads(pickle.dumps(reader)).poll() == []
     assert reader.poll() == [(1.0, 0.0)]
+
+
+class Event:
+    """An event of a device that the test lets pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.recorded_on: list[str] = []
+        self.passed = False
+        self.waits = 0
+
+    def record(self, stream: str) -> None:
+        self.recorded_on.append(stream)
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.passed = True
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """The events of a reader on the CPU that reads as on an accelerator."""
+    made: list[Event] = []
+
+    class Slot(async_reader._Slot):
+        __slots__ = ()
+
+        def __init__(self, device: torch.device, width: int) -> None:
+            super().__init__(device, width)
+            made.append(Event(device))
+            self.passed = made[-1]
+
+    monkeypatch.setattr(async_reader, "_Slot", Slot)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
+    return made
+
+
+def test_late_reader_hands_out_only_what_has_arrived(events: list[Event]) -> None:
+    reader = AsyncReader(1)
+    for i in range(3):
+        reader.post(torch.tensor(float(i)))
+    assert [event.recorded_on for event in events] == [["stream of cpu"]] * 3
+    assert reader.poll() == []
+    events[1].passed = True
+    assert reader.poll() == [], "a row does not overtake another"
+    events[0].passed = True
+    assert reader.poll() == [(0.0,), (1.0,)]
+    assert [event.waits for event in events] == [0, 0, 0]
+    reader.post(torch.tensor(3.0))
+    assert len(events) == 3, "memory is used again"
+    assert reader.poll(wait=True) == [(2.0,), (3.0,)]
+    assert sum(event.waits for event in events) == 2
+
+
+def test_late_reader_posts_nothing_into_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = AsyncReader(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(async_reader, "capturing", lambda device: True)
+        reader.post(torch.tensor(1.0))
+    reader.post(torch.tensor(2.0))
+    assert reader.poll(wait=True) == [(2.0,)]
+    assert not async_reader.capturing(torch.device("cpu"))
+
+
+def test_late_reader_has_memory_for_the_device_that_posts() -> None:
+    reader = AsyncReader(1)
+    reader.post(torch.tensor(1.0))
+    reader.poll()
+    (slot,) = reader._free
+    slot.device = torch.device("meta")  # as if the model had moved since
+    reader.post(torch.tensor(2.0))
+    assert reader.poll() == [(2.0,)]
+    (other,) = reader._free
+    assert (other is slot, other.device) == (False, torch.device("cpu"))
 
 
 # ---- collapse

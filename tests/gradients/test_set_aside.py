@@ -83,6 +83,16 @@ def test_what_was_never_scaled_or_added_to_may_stay_narrow(stays_narrow: bool, h
     assert values(p) == [[3.0] * 2]
 
 
+def test_only_the_gradient_that_is_added_to_becomes_fp32() -> None:
+    first, second, gradients = param(1.0, BF16), param(dtype=BF16), wide(stays_narrow=True)
+    gradients.begin([first, second], None)
+    arrive(first, TINY)
+    arrive(second, 3.0)
+    gradients.finish([first, second], None, torch.zeros(()))
+    assert (first.grad.dtype, second.grad.dtype) == (FP32, BF16)
+    assert values(first, second) == [[1 + TINY] * 2, [3.0] * 2]
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_a_pass_without_scale_and_masters_adds_up_in_place(dtype: torch.dtype) -> None:
     p, gradients = param(1.0, dtype), plain()

@@ -134,6 +134,41 @@ def test_a_parameter_that_is_trained_later_has_a_master_when_it_is_asked_for() -
     assert [p.dtype for p in keeper.master_params()] == [FP32, FP32]
 
 
+@pytest.mark.parametrize("masters", [True, False])
+def test_a_closure_sees_the_parameters_in_their_places(masters: bool) -> None:
+    half = params(BF16)[0]
+    optimizer = torch.optim.SGD([half], lr=1.0)
+    keeper = MasterKeeper(optimizer, masters)
+    set_grads([half], [torch.ones(2, dtype=FP32 if masters else BF16)])
+
+    def place() -> torch.Tensor:
+        found: torch.Tensor = optimizer.param_groups[0]["params"][0]
+        return found
+
+    with keeper.in_place():
+        master = place()
+        assert (master is half) is not masters
+        with torch.no_grad():
+            master.fill_(1.0 + 2.0**-12)
+        with keeper.out_of_place():
+            assert place() is half
+            assert half.tolist() == [1.0, 1.0], "the parameter has been rounded from its master"
+            half.grad = torch.full((2,), 4.0).to(half.grad.dtype)  # type: ignore[union-attr]
+        assert place() is master
+        assert place().grad.tolist() == [4.0, 4.0]  # type: ignore[union-attr]
+        assert place().grad.dtype is (FP32 if masters else BF16)  # type: ignore[union-attr]
+    assert place() is half
+
+
+def test_without_grad_dtype_gradients_of_copied_weights_are_those_of_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HAS_GRAD_DTYPE", False)
+    copied, other = params(FP32)
+    optimizer = CopyingOptimizer([copied, other], lr=1.0)
+    keeper = MasterKeeper(optimizer, False, BF16)
+    assert optimizer.asked is BF16, "the copies are written all the same"
+    assert (keeper.gradients.any_wide, keeper.gradients.wide([copied, other])) == (False, [])
+
+
 def look_inside(keeper: MasterKeeper, optimizer: torch.optim.Optimizer) -> float:
     with keeper.in_place():
         inside, single = optimizer.param_groups[0]["params"]

@@ -81,6 +81,8 @@ def test_copies_and_pickles_are_ordinary_parameters(fused: bool, half: torch.dty
     view, _ = amp.master_params(optimizer)
     first, second = copy.deepcopy([view, view])
     assert first is second
+    memo: dict[int, Any] = {}
+    assert view.__deepcopy__(memo) is view.__deepcopy__(memo), "also for who calls it without copy.deepcopy"
     for made in (first, pickle.loads(pickle.dumps(view))):
         assert type(made) is nn.Parameter
         assert made.requires_grad

@@ -107,6 +107,20 @@ def test_the_optimizer_holds_masters_only_while_it_steps() -> None:
     assert optimizer.state[p]["momentum_buffer"].dtype is torch.float32
 
 
+def test_while_masters_are_in_place_they_count_and_not_their_parameters() -> None:
+    p = param()
+    masters, optimizer = PlainMasters(), sgd(p)
+    masters.enter(optimizer)
+    with torch.no_grad():
+        p.fill_(5.0)
+    assert master_of(masters, p) == 1.0
+    masters.leave(optimizer)
+    assert p.tolist() == [1.0, 1.0]
+    with torch.no_grad():
+        p.fill_(5.0)
+    assert master_of(masters, p) == 5.0
+
+
 def test_leaving_twice_does_nothing() -> None:
     p = param()
     masters, optimizer = PlainMasters(), sgd(p)
