@@ -439,3 +439,58 @@ def test_four_ranks(four_ranks: Ranks, level: str, pattern: str, poison: tuple[i
     results = four_ranks.run(train, level, "fp16", pattern, "plain", "sgd", 3, poison)
     assert_same(results)
     assert_near(results, reference(4, pattern, skip=None if poison is None else 1), level, "fp16")
+
+
+def words(rank: int, step: int, micro: int) -> torch.Tensor:
+    """Rows of a table with 7 rows; some occur twice, some on one rank alone."""
+    return torch.tensor([[0, 1 + rank, 1 + rank], [3, 4 + (step + micro) % 3, 0]])
+
+
+def words_net() -> nn.Sequential:
+    model = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Flatten(), nn.Linear(9, 2))
+    fill(model[0], weight=grid((7, 3), 1))
+    fill(model[2], weight=grid((2, 9), 3), bias=grid((2,), 4))
+    return model
+
+
+def train_words(rank: int, level: str, pattern: str) -> dict[str, Any]:
+    model: Any = words_net()
+    optim: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optim = amp.initialize(
+        model, optim, opt_level=level, dtype=torch.bfloat16, loss_scale=128.0, fused=False, verbosity=0
+    )
+    model = DistributedDataParallel(model)
+    sparse = []
+    for step in range(3):
+        for micro, how in enumerate(pattern):
+            micro_step(model, optim, how, words(rank, step, micro))
+        optim.step()
+        sparse.append(model.module[0].weight.grad.is_sparse)
+        optim.zero_grad()
+    result = {
+        "masters": [p.detach().clone() for p in amp.master_params(optim)],
+        "params": [p.detach().clone() for p in model.parameters()],
+        "scales": [],
+        "skipped": amp.steps_skipped(optim),
+        "sparse": sparse,
+    }
+    amp.deactivate()
+    return result
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("pattern", ["s", "us", "uu", "su", "dds"], ids=in_words)
+def test_sparse_gradients_become_means_too(ranks: Ranks, level: str, pattern: str) -> None:
+    model = words_net()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        losses = [model(words(rank, step, micro)).square().mean() for rank in range(2) for micro in range(len(pattern))]
+        (sum(losses) / 2).backward()  # type: ignore[union-attr]
+        optim.step()
+        optim.zero_grad()
+    results = ranks.run(train_words, level, pattern)
+    assert_same(results)
+    assert (results[0]["skipped"], results[0]["sparse"]) == (0, [True] * 3)
+    for found, exact in zip(results[0]["masters"], model.parameters(), strict=True):
+        torch.testing.assert_close(found, exact.detach(), rtol=0, atol=1e-5 if level == "O0" else 0.02)
