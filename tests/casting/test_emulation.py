@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep import Model, amp, static
+from halfstep import Model, OpLists, amp, static
 from halfstep.casting import config, emulation
 from halfstep.casting.op_casting import OpCasting
 from halfstep.core import hardware
@@ -380,6 +380,26 @@ def test_forms_that_write_into_a_tensor_are_left_alone() -> None:
         b = a.clone().addmm_(a, a)
     assert torch.equal(out, torch.mm(a, a))
     assert b.dtype is BF16
+
+
+def test_only_floating_arguments_are_rounded() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    mask = torch.tensor([True, False, True]).expand(3, 3)
+    with OpCasting(BF16, emulate=True):
+        found = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    half = q.bfloat16().float()
+    expected = F.scaled_dot_product_attention(half, half, half, attn_mask=mask)
+    assert found.dtype is BF16
+    torch.testing.assert_close(found, expected.bfloat16(), rtol=2.0**-7, atol=2.0**-7)
+
+
+def test_the_lists_of_torch_are_emulated_too() -> None:
+    a, b = torch.randn(16, 64), torch.randn(64, 32)
+    with OpCasting(BF16, OpLists.native(), emulate=True):
+        found, free = a @ b, torch.exp(a.bfloat16())
+    half = (a.bfloat16().float(), b.bfloat16().float())
+    assert (found.dtype, free.dtype) == (BF16, BF16)
+    assert torch.equal(found, (half[0] @ half[1]).bfloat16())
 
 
 def test_an_einsum_of_one_tensor_stays_a_view() -> None:

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from halfstep import OpLists, amp, static
-from halfstep.casting import torch_patches
-from halfstep.casting.op_casting import thread_mode
+from halfstep.casting import dynamo, torch_patches
+from halfstep.casting.dispatch import function_modes
+from halfstep.casting.op_casting import NO_CASTING, OpCasting, leave_model, thread_mode
 from halfstep.casting.sessions import process_casting
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 
@@ -394,6 +395,75 @@ def test_a_fused_step_in_another_thread() -> None:
     thread.start()
     thread.join()
     assert (model(X) - before).abs().max() > 0.5
+
+
+def behind_a_graph_break(body: Callable[[], None]) -> None:
+    """Run code as compiled code does behind a graph break: a frame of Dynamo's is on the stack."""
+    torch._dynamo.disable(body)()
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["model", "scope"])
+def test_a_scope_behind_a_graph_break_decides_and_gives_back(explicit: bool) -> None:
+    casting = OpCasting(BF16, devices=["cpu"])
+    before = torch._C._len_torch_function_stack()
+
+    def body() -> None:
+        (dynamo.enter_scope if explicit else dynamo.enter_model)(casting)
+        assert (outside(), torch.is_autocast_enabled("cpu")) == (BF16, explicit)
+        for other, dtype in ((NO_CASTING, FP32), (OpCasting(FP16, devices=["cpu"]), FP16)):
+            with other:
+                assert outside() is dtype
+            assert outside() is BF16
+        if explicit:
+            dynamo.leave()
+        else:
+            leave_model(object())  # the hook of the model, which is not compiled
+
+    behind_a_graph_break(body)
+    assert (outside(), torch.is_autocast_enabled("cpu")) == (FP32, False)
+    assert torch._C._len_torch_function_stack() == before
+    leave_model(object())
+    assert outside() is FP32
+
+
+def test_a_model_in_compiled_code_changes_nothing_where_a_scope_decides_or_its_casts_are_in_force() -> None:
+    mine, other, nothing = (OpCasting(dtype, enabled=dtype is not None, emulate=False) for dtype in (BF16, FP16, None))
+
+    def body() -> None:
+        dynamo.enter_model(nothing)
+        assert outside() is FP32
+        dynamo.enter_model(mine)
+        modes = function_modes()
+        dynamo.enter_model(mine)
+        assert function_modes() == modes
+        dynamo.leave()
+        dynamo.enter_scope(mine)
+        dynamo.enter_model(other)
+        assert outside() is BF16
+        for expected in (BF16, BF16, FP32, FP32):
+            dynamo.leave()
+            assert outside() is expected
+
+    behind_a_graph_break(body)
+
+
+@pytest.mark.parametrize("begin", [amp.disable_casts, lambda: amp.auto_cast(dtype=FP16)], ids=["off", "fp16"])
+def test_what_interrupted_compiled_code_left_is_put_back(begin: Callable[[], Any]) -> None:
+    before = torch._C._len_torch_function_stack()
+
+    def body() -> None:
+        dynamo.enter_model(OpCasting(BF16))
+        dynamo.enter_scope(OpCasting(BF16, OpLists.custom(["exp"])))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        behind_a_graph_break(body)
+    assert outside() is BF16
+    with begin():
+        assert outside() is (FP32 if begin is amp.disable_casts else FP16)
+    assert outside() is FP32
+    assert torch._C._len_torch_function_stack() == before
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.exhaustive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import OpLists, amp
+from halfstep.casting import torch_patches
 from halfstep.casting.op_casting import OpCasting, active_casting
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 
@@ -498,6 +500,72 @@ def test_out_and_in_place_forms(out: bool) -> None:
         with pytest.raises(amp.UnsafeOpError, match=r"exp_ .* x = x\.exp\(\.\.\.\)"):
             half.exp_()
         X.clone().exp_()
+
+
+@pytest.mark.parametrize(
+    ("lists", "call"),
+    [
+        ({"custom_white_list": ["exp"]}, lambda out: torch.exp(X, out=out)),
+        ({}, lambda out: torch.mm(X, X.mT, out=out)),
+        ({"custom_black_list": ["mm"]}, lambda out: torch.mm(X, X.mT, out=out)),
+        ({}, lambda out: torch.addcdiv(X, X.bfloat16(), X + 3, out=out)),
+        ({}, lambda out: torch.cat([X, X.bfloat16()], out=out)),
+    ],
+    ids=["half", "half, by torch", "float", "promote", "sequence-promote"],
+)
+def test_nothing_is_cast_for_a_result_that_has_its_tensor(lists: dict[str, Any], call: Any) -> None:
+    expected, found = torch.empty(0), torch.empty(0)
+    call(expected)
+    with scope(**lists):
+        assert call(found) is found
+    assert found.dtype is FP32
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_casts_are_logged_if_asked_for(emulate: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="halfstep")
+    with OpCasting(BF16, verbose=True, emulate=emulate):
+        torch.exp(torch.mm(X, X.mT.bfloat16()))
+    assert caplog.messages == ["Float->BFloat16 (mm)", "BFloat16->Float (exp)"]
+
+
+def test_without_a_cache_nothing_is_kept() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    with OpCasting(BF16, cache=False):
+        (X @ weight).float().sum().backward()
+        assert (X @ weight).float().sum().item() == pytest.approx(0.0, abs=0.1)
+        weight.data.fill_(2.0)
+        assert torch.equal(X @ weight, (X.bfloat16() @ torch.full((4, 4), 2.0, dtype=BF16)))
+    assert torch.equal(weight.grad[0], weight.grad[0][0].expand(4))
+
+
+def test_a_thread_without_casts_checkpoints_as_ever() -> None:
+    found: list[torch.dtype] = []
+
+    def run() -> None:
+        x = X.clone().requires_grad_()
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            found.append((x @ x.mT).dtype)
+            return x.sin()
+
+        checkpoint(body, x, use_reentrant=False).sum().backward()
+
+    with scope():
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert found == [FP32, FP32]
+
+
+def test_a_function_that_this_torch_lacks_is_not_wrapped() -> None:
+    owner = types.SimpleNamespace(there=len)
+    before = dict(torch_patches._originals)
+    torch_patches._wrap(owner, "absent", lambda own: own)
+    torch_patches._replace(owner, "absent", 1)
+    assert vars(owner) == {"there": len}
+    assert torch_patches._originals == before
 
 
 def test_a_16_bit_result_that_is_asked_for() -> None:

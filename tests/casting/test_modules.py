@@ -1,0 +1,254 @@
+"""What hangs on a module: casts of weights, arguments and results, what is saved and loaded, and how all of it goes."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from halfstep import amp
+from halfstep.casting import modules, sessions
+from halfstep.casting.containers import cast_tree, map_tensors, tensors_in
+from halfstep.casting.modules import ModelCasting, add_hooks, cast_module, device_types, has_casting, remove_hooks
+from halfstep.casting.op_casting import OpCasting
+from halfstep.core.errors import ArgumentTypeError, UsageError
+from halfstep.gradients import master_registry
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+# ---- containers
+
+
+class Pair(NamedTuple):
+    x: Any
+    n: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    x: Any
+    label: str = "cat"
+
+
+class Box:
+    """Not a container, and asked to convert itself."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def to(self, dtype: torch.dtype) -> Box:
+        return Box(self.value.to(dtype))
+
+
+CONTAINERS: dict[str, Any] = {
+    "list": (lambda x: [x, 1], lambda c: c[0]),
+    "tuple": (lambda x: (x, "s"), lambda c: c[0]),
+    "named tuple": (lambda x: Pair(x, 3), lambda c: c.x),
+    "dict": (lambda x: {"x": x, "n": None}, lambda c: c["x"]),
+    "ordered dict": (lambda x: collections.OrderedDict(x=x), lambda c: c["x"]),
+    "set": (lambda x: {x}, lambda c: next(iter(c))),
+    "frozen set": (lambda x: frozenset([x]), lambda c: next(iter(c))),
+    "data class": (lambda x: Sample(x), lambda c: c.x),
+    "packed sequence": (lambda x: pack_sequence([x]), lambda c: c.data),
+    "its own": (Box, lambda c: c.value),
+    "nest": (lambda x: [{"deep": (x,)}], lambda c: c[0]["deep"][0]),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_container_is_cast_and_keeps_its_type(kind: str) -> None:
+    make, get = CONTAINERS[kind]
+    value = make(torch.ones(2))
+    cast = cast_tree(value, BF16)
+    assert type(cast) is type(value)
+    assert (get(cast).dtype, get(value).dtype) == (BF16, FP32), "and the one that was given stays as it is"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CONTAINERS if kind != "its own"])
+def test_a_container_without_anything_to_cast_is_the_same_object(kind: str) -> None:
+    make, _ = CONTAINERS[kind]
+    for dtype in (BF16, torch.int64):
+        value = make(torch.ones(2).to(dtype))
+        assert cast_tree(value, BF16) is value
+
+
+@pytest.mark.parametrize(
+    "value", [None, "text", b"bytes", 3, 1.5, 2j, nn.Linear(1, 1), torch.Tensor, object()], ids=str
+)
+def test_anything_else_passes(value: object) -> None:
+    assert cast_tree(value, BF16) is value
+
+
+def test_tensors_are_found_and_replaced_in_nests() -> None:
+    a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
+    nest = [a, {"b": (b, "text")}, Pair(c, 3)]
+    assert [id(t) for t in tensors_in(nest, 5)] == [id(a), id(b), id(c)]
+    found = map_tensors(lambda t: t.numel(), nest)
+    assert found == [1, {"b": (1, "text")}, Pair(2, 3)]
+    assert type(found[2]) is Pair
+
+
+# ---- weights
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.linear(x)))
+
+
+def test_a_model_is_cast_but_for_what_is_kept() -> None:
+    model = Net()
+    model.linear.weight.grad = torch.ones(4, 4)
+    before = model.linear.weight
+    cast_module(model, BF16, keep=lambda module: isinstance(module, nn.BatchNorm1d))
+    assert model.linear.weight is before
+    assert (before.dtype, before.grad.dtype) == (BF16, BF16)
+    assert (model.norm.weight.dtype, model.norm.running_mean.dtype) == (FP32, FP32)
+    assert (model.head.weight.dtype, model.count.dtype) == (BF16, torch.int64)
+
+
+def test_a_filter_chooses_other_dtypes_by_name() -> None:
+    model = Net()
+    cast_module(model, BF16, module_filter=lambda module, name: "float32" if name == "head" else None)
+    assert (model.linear.weight.dtype, model.head.weight.dtype) == (BF16, FP32)
+    assert model(torch.ones(3, 4, dtype=BF16)).dtype is BF16
+    with pytest.raises(UsageError, match=r"The weight linear\.weight was cast to bfloat16 and is float32 now"):
+        model.float()(torch.ones(3, 4))
+
+
+def test_a_weight_that_is_shared_with_a_kept_module_stays() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    model[0].bias = model[1].bias
+    cast_module(model, BF16, keep=lambda module: isinstance(module, nn.LayerNorm))
+    assert (model[0].weight.dtype, model[0].bias.dtype) == (BF16, FP32)
+
+
+def test_a_probe_that_is_gone_is_not_missed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    cast_module(model, BF16)
+    model[0] = nn.Identity()
+    assert model(torch.ones(1, 4, dtype=BF16)).dtype is BF16
+
+
+def test_recurrent_weights_lie_in_one_piece_after_the_cast() -> None:
+    model = nn.LSTM(3, 3)
+    cast_module(model, BF16)
+    packed = pack_sequence([torch.ones(2, 3, dtype=BF16)])
+    assert isinstance(packed, PackedSequence)
+    out, _ = model(packed)
+    assert out.data.dtype is BF16
+
+
+# ---- hooks
+
+
+def test_hooks_are_put_on_and_taken_off() -> None:
+    model, calls = Net(), []
+    model.register_forward_hook(lambda *_: calls.append("user"))
+    add_hooks(model, inputs=FP64, outputs=FP16, saved=FP64, casting=OpCasting(BF16))
+    cast_module(model, FP64)
+    assert model(torch.ones(3, 4)).dtype is FP16
+    assert has_casting(model)
+    assert model.state_dict()["linear.weight"].dtype is FP64
+    model.to(FP32)
+    remove_hooks(model)
+    assert not has_casting(model)
+    assert model(torch.ones(3, 4)).dtype is FP32
+    assert model.state_dict()["linear.weight"].dtype is FP32
+    assert calls == ["user", "user"], "what the user hung on it stays"
+
+
+def test_no_hook_that_was_not_asked_for() -> None:
+    model = Net()
+    add_hooks(model)
+    assert not (model._forward_pre_hooks)
+    assert not (model._forward_hooks)
+    assert not (model._state_dict_hooks)
+
+
+def test_a_copy_saves_its_own_values_and_the_model_those_of_its_masters(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    model.register_parameter("none", None)
+    model.register_buffer("hidden", torch.ones(1), persistent=False)
+    add_hooks(model, saved=FP32)
+    cast_module(model, BF16)
+    master = torch.full((2, 2), 1.0 + 2.0**-12)
+    written: list[torch.Tensor] = []
+
+    def write_master(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+        if param is not model.weight:
+            return None
+        written.append(value)
+        return value.to(BF16)
+
+    monkeypatch.setattr(modules, "master_of", lambda t: master if t is model.weight else None)
+    monkeypatch.setattr(modules, "write_master", write_master)
+    saved, copied = model.state_dict(), copy.deepcopy(model).state_dict()
+    assert saved.keys() == copied.keys() == {"weight"}
+    assert torch.equal(saved["weight"], master)
+    assert copied["weight"].dtype is BF16
+    loaded = {"weight": torch.full((2, 2), 3.0 + 2.0**-12)}
+    model.load_state_dict(loaded)
+    assert [torch.equal(value, loaded["weight"]) for value in written] == [True]
+    assert model.weight.tolist() == [[3.0, 3.0]] * 2
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({"weight": torch.ones(3, 3)})
+    assert len(written) == 1, "what does not fit is not written to the master"
+    assert master_registry.master_of(model.weight) is None
+
+
+def test_a_model_is_exempted_once_and_nothing_else_is() -> None:
+    model = amp.exempt(amp.exempt(Net()))
+    assert len(model._forward_pre_hooks) == 1
+    assert has_casting(model, explicit=True)
+    assert not has_casting(model)
+    with amp.auto_cast(dtype=BF16):
+        assert model(torch.ones(3, 4)).dtype is FP32
+    with pytest.raises(ArgumentTypeError, match=r"amp\.exempt takes a torch\.nn\.Module, not int"):
+        amp.exempt(3)  # type: ignore[type-var]
+
+
+# ---- devices
+
+
+def test_the_devices_of_models() -> None:
+    assert device_types([nn.Identity()]) is None
+    assert device_types([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")]) == {"cpu", "meta"}
+
+
+def test_a_model_that_has_not_moved_keeps_its_casting_whatever_it_is_given() -> None:
+    model, casting = nn.Linear(4, 4), OpCasting(BF16, devices=["cpu"])
+    hook = ModelCasting(casting)
+    hook._move(model)
+    assert hook.casting is casting
+    hook._move(nn.Identity())
+    assert hook.casting is casting
+    hook._move(nn.Linear(4, 4, device="meta"))
+    assert hook.casting.devices == ("cpu", "meta")
+
+
+def test_only_the_session_of_the_moved_model_follows_it() -> None:
+    one, two = (OpCasting(BF16, devices=["cpu"]) for _ in range(2))
+    for casting in (one, two):
+        sessions.begin_session(casting)
+    try:
+        new = sessions.moved_to("cuda", one)
+        assert new.devices == ("cpu", "cuda")
+        assert sessions.process_casting() is two
+        sessions.end_session(two)
+        assert sessions.process_casting() is new
+    finally:
+        sessions.deactivate()
