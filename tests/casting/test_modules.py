@@ -174,9 +174,7 @@ def test_hooks_are_put_on_and_taken_off() -> None:
 def test_no_hook_that_was_not_asked_for() -> None:
     model = Net()
     add_hooks(model)
-    assert not (model._forward_pre_hooks)
-    assert not (model._forward_hooks)
-    assert not (model._state_dict_hooks)
+    assert [len(h) for h in (model._forward_pre_hooks, model._forward_hooks, model._state_dict_hooks)] == [0, 0, 0]
 
 
 def test_a_copy_saves_its_own_values_and_the_model_those_of_its_masters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,6 +253,69 @@ def test_sparse_gradients_under_a_scaler(ours: bool, unscale: bool, half: torch.
     torch.testing.assert_close(*results)
 
 
+@in_both_halves
+@pytest.mark.parametrize("face", ["scale_loss", "GradScaler", "torch's GradScaler"])
+def test_a_first_sparse_gradient_that_overflows_changes_nothing(face: str, half: torch.dtype) -> None:
+    """The fused step finds out late that it cannot take it: after the loss scale has been looked at."""
+    results = []
+    for fused in (True, False):
+        model: Any = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Flatten(), nn.Linear(32, 4))
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p)
+        model, optimizer = start(half, fused, model=model)
+        options = {"init_scale": 64.0}
+        told = fused or face != "torch's GradScaler"  # which calls no step where it knows of an overflow
+        scaler: Any = amp.GradScaler(**options) if face == "GradScaler" else torch.amp.GradScaler("cpu", **options)
+        for factor in (float("inf"), 1.0, 1.0):
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            loss = model(torch.arange(16).view(4, 4) % 8).float().sum() * factor
+            if face == "scale_loss":
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            if told:
+                assert bool(optimizer.step_was_skipped) is (factor != 1.0)
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, before[name]) is (factor != 1.0)
+            optimizer.zero_grad()
+        assert int(amp.steps_skipped(optimizer)) == int(told)
+        results.append(model.state_dict()["0.weight"])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["a step of its own", "a scheduler"])
+def test_an_optimizer_that_goes_on_unfused_keeps_what_is_on_it(counted: bool) -> None:
+    calls: list[str] = []
+
+    def make(params: Any) -> Any:
+        optimizer: Any = torch.optim.SGD(params, lr=0.1)
+        own = optimizer.step
+        if counted:
+            optimizer.step = lambda *args, **options: calls.append("step") or own(*args, **options)
+        return optimizer
+
+    model, optimizer = start(BF16, True, make, nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 4)))
+    scheduler = None if counted else torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(3):
+        before = model.state_dict()["0.weight"].clone()
+        with amp.scale_loss(model(torch.arange(4)).float().square().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(model.state_dict()["0.weight"], before)
+        if scheduler is not None:
+            scheduler.step()  # warns if no step was counted
+    if scheduler is None:
+        assert len(calls) >= 3
+    else:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
 @with_both_masters
 @in_both_halves
 def test_an_overflow_goes_with_the_gradients_it_was_found_in(half: torch.dtype, fused: bool) -> None:
@@ -324,6 +387,29 @@ def test_weights_of_an_optimizer_that_amp_does_not_know_keep_16_bit_gradients() 
     model(X).float().square().mean().backward()
     assert {p.grad.dtype for p in model[0].parameters()} == {BF16}
     other.step()
+
+
+def test_a_block_that_cannot_open_for_one_optimizer_leaves_the_others_as_they_were() -> None:
+    models: Any = [nn.Linear(8, 4), nn.Linear(8, 4)]
+    both: Any = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    models, both = amp.initialize(models, both, opt_level="O2", dtype=BF16, loss_scale=128.0, verbosity=0)
+
+    def loss() -> torch.Tensor:
+        return sum(model(X).float().sum() for model in models)  # type: ignore[return-value]
+
+    with amp.scale_loss(loss(), both) as scaled_loss:
+        scaled_loss.backward()
+    before = [p.grad.clone() for model in models for p in model.parameters()]
+    with amp.scale_loss(models[1](X).float().sum(), both[1]) as scaled_loss:
+        with pytest.raises(UsageError, match="is open already"), amp.scale_loss(loss(), both):
+            pytest.fail("the block was opened")
+        scaled_loss.backward()
+    found = [p.grad for model in models for p in model.parameters()]
+    factors = (1.0, 1.0, 2.0, 2.0)  # the open block of the second goes on
+    assert all(torch.equal(g, b * factor) for g, b, factor in zip(found, before, factors, strict=True))
+    with amp.scale_loss(loss(), both) as scaled_loss:  # no block of the first is open
+        scaled_loss.backward()
+    assert torch.equal(models[0].weight.grad, 2 * before[0])
 
 
 def test_a_refused_block_is_closed_for_all_its_optimizers() -> None:

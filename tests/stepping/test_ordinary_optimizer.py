@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from halfstep import amp
 from halfstep.core.errors import UsageError
+from halfstep.stepping.attached import attached_to
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -421,6 +422,59 @@ def test_accelerate_learns_of_a_skip(ours: bool, fused: bool, half: torch.dtype)
         assert skipped_says_accelerate(optimizer, scaler) is skipped
         assert torch.equal(before, truth(model)) is skipped
         optimizer.zero_grad()
+
+
+class Counting(torch.optim.SGD):
+    """Has a class of its own, and says so to scalers where a test tells it to."""
+
+
+@in_both_halves
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_on_the_instance_is_called_at_every_step_that_is_taken(when: str, half: torch.dtype) -> None:
+    """As a profiler or a wrapper puts it there, before ``amp.initialize`` or after it."""
+    called: list[str] = []
+
+    def counted(optimizer: Any) -> Any:
+        original = optimizer.step
+
+        def step(*args: Any, **options: Any) -> Any:
+            called.append("step")
+            return original(*args, **options)
+
+        optimizer.step = step
+        return optimizer
+
+    def make(params: Any) -> Any:
+        return counted(sgd(params)) if when == "before" else sgd(params)
+
+    model, optimizer = start(half, fused=False, make=make)
+    if when == "after":
+        optimizer = counted(optimizer)
+    weights = truth(model)
+    train(model, optimizer, [0])
+    assert called == ["step"]
+    near(weights - truth(model), gradient(half), 0.05)
+    weights = truth(model)
+    backward(model, optimizer, 1, float("inf"))
+    optimizer.step()
+    assert torch.equal(truth(model), weights)
+    assert called == ["step"] * (1 if when == "before" else 2)
+
+
+def test_an_optimizer_may_change_what_it_tells_scalers() -> None:
+    model, optimizer = start(fused=False, make=lambda params: Counting(params, lr=1.0))
+    assert not optimizer._step_supports_amp_scaling
+    optimizer._step_supports_amp_scaling = True
+    assert optimizer._step_supports_amp_scaling
+    assert attached_to(optimizer).stepping.takes_flags  # type: ignore[union-attr]
+    optimizer.step = lambda: None
+    assert not optimizer._step_supports_amp_scaling, "who put a step there wants to see whether it is called"
+    del optimizer.step
+    assert optimizer._step_supports_amp_scaling
+    optimizer._step_supports_amp_scaling = False
+    before = truth(model)
+    train(model, optimizer, [0])
+    assert not torch.equal(truth(model), before)
 
 
 def test_grad_scaler_has_what_others_read_of_torch_s() -> None:
