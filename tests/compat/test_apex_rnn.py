@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from halfstep.apex.RNN.cells import gru_step
 from halfstep.apex.RNN.models import RNNCell, bidirectionalRNN, stackedRNN
 from torch import nn
 
@@ -115,6 +116,16 @@ def test_output_size_projects_the_state(name: str, output_size: int) -> None:
         theirs = nn.LSTM(IN, H, 2, proj_size=output_size)
         copied(net, theirs)
         torch.testing.assert_close(y, theirs(x)[0])
+
+
+def test_a_step_of_a_gru_is_torch_s() -> None:
+    theirs, x, hidden = nn.GRUCell(IN, H), torch.randn(B, IN), torch.randn(B, H)
+    weights = (theirs.weight_ih, theirs.weight_hh)
+    assert torch.equal(gru_step(x, hidden, *weights, theirs.bias_ih, theirs.bias_hh), theirs(x, hidden))
+    with torch.no_grad():
+        theirs.bias_ih.zero_()
+        theirs.bias_hh.zero_()
+    assert torch.equal(gru_step(x, hidden, *weights), theirs(x, hidden))
 
 
 def test_a_gru_has_no_projection() -> None:

@@ -330,6 +330,33 @@ def test_normalization(kind: str, inputs: torch.dtype, weights: torch.dtype) -> 
     assert function(x, shape).dtype is inputs
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [4, (4,), [3, 4]], ids=str)
+def test_normalization_by_functions(shape: Any, inputs: torch.dtype, weights: torch.dtype) -> None:
+    from halfstep.apex import normalization as ours
+
+    dims = [shape] if isinstance(shape, int) else list(shape)
+    x = torch.linspace(-1, 1, 24).view(2, 3, 4).to(inputs)
+    weight = torch.linspace(1, 2, 12).view(3, 4)[-1 if len(dims) == 1 else slice(None)].to(weights)
+    bias = weight - 1
+    layer = F.layer_norm(x.double(), dims, weight.double(), bias.double(), 1e-6)
+    rms = F.rms_norm(x.double(), dims, weight.double(), 1e-6)
+    found = [
+        (ours.fused_layer_norm_affine(x, weight, bias, shape), layer, inputs),
+        (ours.mixed_dtype_fused_layer_norm_affine(x, weight, bias, shape), layer, weights),
+        (ours.fused_rms_norm_affine(x, weight, shape), rms, inputs),
+        (ours.mixed_dtype_fused_rms_norm_affine(x, weight, shape), rms, weights),
+        (ours.manual_rms_norm(x, dims, weight, 1e-6), rms, weights),
+        (ours.manual_rms_norm(x, dims, None, 1e-6), F.rms_norm(x.double(), dims, None, 1e-6), inputs),
+        (ours.fused_layer_norm(x, shape), F.layer_norm(x.double(), dims, None, None, 1e-6), inputs),
+        (ours.fused_rms_norm(x, shape), F.rms_norm(x.double(), dims, None, 1e-6), inputs),
+    ]
+    for y, exact, dtype in found:
+        assert y.dtype is dtype
+        torch.testing.assert_close(y.double(), exact, atol=0.02, rtol=0.02)
+
+
 def test_mlp() -> None:
     from halfstep.apex.mlp import MLP
 

@@ -186,6 +186,36 @@ def test_optimizer_steps(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, [*params, *chain(*kept)], strict=True))
 
 
+def test_capturable_adam_is_adam_on_unscaled_gradients() -> None:
+    params, grads = some(), [g * 8 for g in some(seed=1)]
+    same, moments, others = [p.clone() for p in params], [zeros(params), zeros(params)], [zeros(params), zeros(params)]
+    arguments = (0.01, 0.9, 0.999, 1e-8, torch.tensor([1]), 1, 1, 0.1)
+    multi_tensor_applier(multi_tensor.multi_tensor_adam, flag(), [some(seed=1), same, *others], *arguments)
+    lists = [grads, params, *moments]
+    for noop in (0, 1):
+        multi_tensor_applier(multi_tensor.multi_tensor_adam_capturable, flag(noop), lists, *arguments, 0.125)
+        assert all(torch.equal(a, b) for a, b in zip(params, same, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(chain(*moments), chain(*others), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(grads, some(seed=1), strict=True))
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_lamb_for_mixed_precision_is_lamb_on_unscaled_gradients(copied: bool) -> None:
+    params, grads = some(), [g * 8 for g in some(seed=1)]
+    same, moments, others = [p.clone() for p in params], [zeros(params), zeros(params)], [zeros(params), zeros(params)]
+    arguments = (0.01, 0.9, 0.999, 1e-6, 1, 1, 0.1, 1, 1, torch.tensor([20.0]), 10.0, None)
+    multi_tensor_applier(multi_tensor.multi_tensor_lamb, flag(), [some(seed=1), same, *others], *arguments)
+    copies = [p.bfloat16() for p in params]
+    lists = [grads, params, *moments, *([copies] if copied else [])]
+    for noop, found_inf in ((0, 0.0), (1, 0.0), (0, 1.0)):  # the last two change nothing
+        flags = (torch.tensor([found_inf]), torch.tensor(0.125))
+        multi_tensor_applier(multi_tensor.multi_tensor_lamb_mp, flag(noop), lists, *arguments, *flags)
+        assert all(torch.equal(a, b) for a, b in zip(params, same, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(chain(*moments), chain(*others), strict=True))
+        for copy, param, before in zip(copies, params, some(), strict=True):
+            assert torch.equal(copy, (param if copied else before).bfloat16())
+
+
 @pytest.mark.parametrize(("decay", "nvlamb"), [(0.1, None), (0.0, None), (0.0, True)])
 def test_lamb_in_two_stages_is_lamb(decay: float, nvlamb: bool | None) -> None:
     params, updates, noop = some(seed=3), zeros(some()), flag(1)  # neither stage obeys

@@ -428,3 +428,25 @@ def test_larc_bounds_the_rate() -> None:
     local = 0.02 * 4.0 / (6.0 + 0.1 * 4.0 + 1e-8)
     assert param.tolist() == pytest.approx([2.0 - local * (3.0 + 0.1 * 2.0)] * 4)
     assert optim.param_groups[0]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("way", ["pickled", "copied"])
+def test_larc_is_printed_and_copied_with_its_optimizer(way: str) -> None:
+    def step(optim: Any) -> list[float]:
+        (param,) = optim.param_groups[0]["params"]
+        param.grad = torch.full((4,), 3.0)
+        optim.step()
+        found: list[float] = param.tolist()
+        return found
+
+    param = nn.Parameter(torch.full((4,), 2.0))
+    optim = optimizers.LARC(torch.optim.SGD([param], lr=1.0, momentum=0.9), trust_coefficient=0.5, clip=False, eps=0.1)
+    step(optim)
+    assert repr(optim) == f"LARC({optim.optim!r})"
+    other = copy.deepcopy(optim) if way == "copied" else pickle.loads(pickle.dumps(optim))
+    assert (other.trust_coefficient, other.clip, other.eps) == (0.5, False, 0.1)
+    assert other.param_groups[0]["params"][0] is not param
+    before = param.tolist()
+    after = step(other)
+    assert param.tolist() == before, "the copy moves its own parameter"
+    assert step(optim) == after, "from the same momentum"
