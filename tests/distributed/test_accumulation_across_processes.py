@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import amp, parallel
@@ -41,6 +42,7 @@ APEX_WRAPPERS: dict[str, dict[str, Any]] = {
     "mean in two": {"gradient_predivide_factor": 2.0},
     "sum, small buckets": {"gradient_average": False, "message_size": 3},
 }
+USERS_HOOK = "plain, with a communication hook of the user's"
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-4),
@@ -103,6 +105,9 @@ def train(
     )
     if wrapper in WRAPPERS:
         model = DistributedDataParallel(model, **WRAPPERS[wrapper])
+    elif wrapper == USERS_HOOK:
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, allreduce_hook)
     else:
         model = parallel.DistributedDataParallel(model, **APEX_WRAPPERS[wrapper])
     scales, grads = [], []
@@ -476,6 +481,16 @@ def train_words(rank: int, level: str, pattern: str) -> dict[str, Any]:
     }
     amp.deactivate()
     return result
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("pattern", ["s", "us", "suus", "uu"], ids=in_words)
+def test_a_communication_hook_of_the_user_s_sends_what_was_accumulated(ranks: Ranks, level: str, pattern: str) -> None:
+    results = ranks.run(train, level, "fp16", pattern, USERS_HOOK)
+    assert_same(results)
+    assert results[0]["skipped"] == 0
+    assert_near(results, reference(2, pattern), level, "fp16")
 
 
 @pytest.mark.exhaustive

@@ -17,6 +17,7 @@ from torch import nn
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.fp16_utils import FP16_Optimizer
+from halfstep.kernels import multi_tensor
 from tests.support.processes import Ranks
 
 BF16 = torch.bfloat16
@@ -65,6 +66,24 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 def whole(tensors: Any) -> list[torch.Tensor]:
     # Neither gloo nor NCCL sends int16.
     return [(t.int() if t.dtype is torch.int16 else t.detach()).full_tensor().clone() for t in tensors]
+
+
+def grouped_summands(rank: int) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    summand = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    try:
+        multi_tensor.scale_([summand], torch.tensor(2.0))
+    except UsageError as error:
+        return str(error)
+    return f"nobody minded {summand}"
+
+
+def test_tensors_of_which_processes_hold_summands_are_refused(ranks: Ranks) -> None:
+    for message in ranks.run(grouped_summands):
+        assert message.startswith("A tensor of shape (2,) is placed as (Partial(sum),): its processes hold summands.")
 
 
 def train(rank: int, name: str, face: str, poison: int | None = None, micros: int = 1) -> dict[str, Any]:
