@@ -329,6 +329,25 @@ def test_a_sparse_gradient_travels_alone(monkeypatch: pytest.MonkeyPatch, dtype:
     assert table.grad.to_dense().tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="a rank without the gradient of a sparse parameter sends zeros, and the ranks wait for each other",
+)
+def test_ranks_send_alike_if_one_of_them_has_no_sparse_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sent_with(grad: torch.Tensor | None) -> list[tuple[torch.layout, torch.Size]]:
+        table: Any = nn.Parameter(torch.zeros(3, 2))
+        table.grad = grad
+        seen: list[tuple[torch.layout, torch.Size]] = []
+        other_rank(monkeypatch, lambda tensor: seen.append((tensor.layout, tensor.shape)))
+        wrapper = Wrapper(table)
+        ranks = with_wrappers(wrapper)
+        ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
+        ranks.average_unsynced([table], [])
+        return seen
+
+    assert sent_with(torch.ones(3, 2).to_sparse()) == sent_with(None)
+
+
 def test_flat_buckets_hold_one_dtype_and_not_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BUCKET", 4)
     sizes = [(2, FP32), (2, FP32), (1, FP32), (9, FP32), (1, BF16), (3, BF16)]
