@@ -101,7 +101,7 @@ def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: 
 # ---- casts
 
 
-def _cast(mode: CastMode, value: Any, target: torch.dtype, name: str, cache: WeightCache | None) -> Any:
+def _cast(mode: CastMode, value: Any, target: torch.dtype, name: str, cache: WeightCache | None = None) -> Any:
     """An argument with its fp32 and 16-bit tensors in another dtype, also those inside of lists, tuples and dicts."""
     if not isinstance(value, torch.Tensor):
         if isinstance(value, _CONTAINERS):
@@ -147,7 +147,9 @@ def to_half(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwar
 
 def to_float(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Cast every 16-bit argument to fp32, unless the caller asks for a 16-bit result: some ops refuse to narrow."""
-    if kwargs and kwargs.get("dtype") in HALF_DTYPES:
+    if not kwargs:  # as _call_in, with a call less
+        return func(*[_cast(mode, a, torch.float32, name) for a in args])
+    if kwargs.get("dtype") in HALF_DTYPES:
         return func(*args, **kwargs)
     return _call_in(torch.float32, name, mode, func, args, kwargs)
 
