@@ -13,6 +13,7 @@ from torch import nn
 
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
+from halfstep.optimizers.fuse import OfTorch, fuse
 
 BF16, FP16 = torch.bfloat16, torch.float16
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
@@ -288,12 +289,22 @@ def test_a_first_sparse_gradient_that_overflows_changes_nothing(face: str, half:
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("counted", [True, False], ids=["a step of its own", "a scheduler"])
+STEP_CALLS_ITSELF = pytest.mark.xfail(
+    strict=True,
+    raises=RecursionError,
+    reason="a fused step taken before amp.initialize calls the class's step, which is the attached one, after unfuse",
+)
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [pytest.param(True, marks=STEP_CALLS_ITSELF, id="a step of its own"), pytest.param(False, id="a scheduler")],
+)
 def test_an_optimizer_that_goes_on_unfused_keeps_what_is_on_it(counted: bool) -> None:
     calls: list[str] = []
 
     def make(params: Any) -> Any:
-        optimizer: Any = torch.optim.SGD(params, lr=0.1)
+        optimizer: Any = fuse(torch.optim.SGD(params, lr=0.1))
         own = optimizer.step
         if counted:
             optimizer.step = lambda *args, **options: calls.append("step") or own(*args, **options)
@@ -301,6 +312,7 @@ def test_an_optimizer_that_goes_on_unfused_keeps_what_is_on_it(counted: bool) ->
 
     model, optimizer = start(BF16, True, make, nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 4)))
     scheduler = None if counted else torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert isinstance(optimizer, OfTorch)
     for _ in range(3):
         before = model.state_dict()["0.weight"].clone()
         with amp.scale_loss(model(torch.arange(4)).float().square().sum(), optimizer) as scaled_loss:
@@ -308,6 +320,7 @@ def test_an_optimizer_that_goes_on_unfused_keeps_what_is_on_it(counted: bool) ->
         optimizer.step()
         optimizer.zero_grad()
         assert not torch.equal(model.state_dict()["0.weight"], before)
+        assert not isinstance(optimizer, OfTorch)
         if scheduler is not None:
             scheduler.step()  # warns if no step was counted
     if scheduler is None:
