@@ -138,6 +138,14 @@ def test_on_each_backend(backend: str) -> None:
     both(run)
 
 
+def test_a_weight_without_a_copy_has_none_to_forget() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight_copies.forget(weight)
+    with amp.auto_cast(dtype=BF16):
+        weight.data.fill_(2.0)
+        assert torch.equal(weight @ weight, torch.full((2, 2), 8.0, dtype=BF16))
+
+
 def test_small_weights_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_copies, "_MIN_ELEMENTS", 48)
     model, optim = make()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halfstep.core.dtypes import halves
-from halfstep.gradients import ledger as module
+from halfstep.gradients import ledger
 from halfstep.gradients.ledger import Gradients, get_grads, set_grads, widen
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -288,6 +288,33 @@ def test_gradients_cleared_to_zeros_under_a_wrapper_are_of_the_parameter_s_dtype
     assert values(single) == [[1.0] * 2]
 
 
+def test_without_grad_dtype_a_gradient_of_another_dtype_is_kept_beside_its_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ledger, "HAS_GRAD_DTYPE", False)
+    p, same = param(dtype=BF16), torch.full((2,), 3.0, dtype=BF16)
+    set_grads([p], [same])
+    assert p.grad is same
+    assert ledger.get_grads([p]) == [same]
+    fine = torch.full((2,), 1 + TINY)
+    set_grads([p], [fine])
+    assert (p.grad.dtype, p.grad.tolist()) == (BF16, [1.0, 1.0])
+    assert ledger.get_grads([p])[0] is fine
+    p.grad.mul_(0.5)
+    assert ledger.get_grads([p])[0] is p.grad, "the image was changed, so it is the gradient"
+    set_grads([p], [fine])
+    p.grad = same
+    assert ledger.get_grads([p]) == [same]
+
+
+def test_without_grad_dtype_cleared_gradients_under_a_wrapper_are_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "HAS_GRAD_DTYPE", False)
+    single, gradients = param(1.0), Gradients(everybody, stays_narrow=False, wrapped=everybody)
+    single.data = single.data.bfloat16()  # its gradient has another dtype now
+    gradients.clear([single])
+    assert (single.grad.dtype, single.grad.tolist()) == (BF16, [0.0, 0.0])
+
+
 @in_both_halves
 def test_widen_changes_16_bit_gradients_alone(half: torch.dtype) -> None:
     p, q, r = param(1.0, half), param(2.0), param()
@@ -302,7 +329,7 @@ def test_widen_changes_16_bit_gradients_alone(half: torch.dtype) -> None:
 def test_before_grad_dtype_a_wide_gradient_has_a_narrow_image(
     monkeypatch: pytest.MonkeyPatch, half: torch.dtype
 ) -> None:
-    monkeypatch.setattr(module, "HAS_GRAD_DTYPE", False)
+    monkeypatch.setattr(ledger, "HAS_GRAD_DTYPE", False)
     p, q, single = param(dtype=half), param(dtype=half), param()
     grads = [torch.full((2,), 1 + TINY), torch.ones(2, dtype=half), torch.full((2,), 1 + TINY)]
     set_grads([p, q, single], grads)
