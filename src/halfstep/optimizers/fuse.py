@@ -30,6 +30,11 @@ _MASTERS = {"remainder": torch.int16, "master": torch.float32}
 """What a step keeps beside torch's state for a 16-bit parameter. Plain torch casts it to 16 bits when it loads it."""
 
 
+def _torch_class(optimizer: object) -> Any:
+    """The class of torch's that an optimizer has, behind a class of ours that was made on the fly."""
+    return next(cls for cls in type(optimizer).__mro__ if getattr(torch.optim, cls.__name__, None) is cls)
+
+
 class OfTorch(FusedOptimizer):
     """The common part of torch's optimizers in fused form.
 
@@ -51,7 +56,7 @@ class OfTorch(FusedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """As ``FusedOptimizer.step``, or as torch's own after ``unfuse``."""
-        own: Any = _hooked_step if isinstance(self, OfTorch) else type(self).step
+        own: Any = _hooked_step if isinstance(self, OfTorch) else _torch_class(self).step
         return own(self, closure, **kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap hooks around it: both of its ways have them
