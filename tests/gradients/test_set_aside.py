@@ -221,11 +221,7 @@ def test_carried_gradients_of_a_pass_without_scale_stay_as_they_are() -> None:
         ("dense", "dense"),
         ("dense", "sparse"),
         ("sparse", "sparse"),
-        pytest.param(
-            "sparse",
-            "dense",
-            marks=pytest.mark.xfail(raises=RuntimeError, strict=True, reason="torch adds sparse to dense only"),
-        ),
+        ("sparse", "dense"),
     ],
 )
 def test_sparse_and_dense_gradients_add_up(first: str, second: str, half: torch.dtype) -> None:

@@ -260,8 +260,9 @@ class Gradients:
             if grad is None:
                 set_grads([param], [before])
             elif grad.is_sparse or before.is_sparse or grad.dtype is not before.dtype:
-                # torch adds no sparse tensors of 16 bits
-                total = widened(before) + widened(grad)
+                # torch adds no sparse tensors of 16 bits, and nothing dense to a sparse one
+                first, second = (grad, before) if before.is_sparse else (before, grad)
+                total = widened(first) + widened(second)
                 set_grads([param], [total if is_half(param) and self.wide([param]) else total.to(before.dtype)])
             else:
                 grad.add_(before)
