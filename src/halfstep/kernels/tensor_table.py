@@ -98,6 +98,13 @@ class TensorTable:
         self.columns[name] = (storage, (tensors,))
         return all(pointers.renew(tensors) for pointers in self._pointers.values())
 
+    def release(self) -> None:
+        """Let go of the first column, which ``renew`` brings anew: so gradients that are cleared are freed."""
+        name = next(iter(self.columns))
+        self.columns[name] = (self.columns[name][0], ([],))
+        for pointers in self._pointers.values():
+            pointers.release()
+
     def pointers(self, chunk: int) -> PointerTable:
         """The pointers and chunks of this table, made once for each chunk size."""
         if chunk not in self._pointers:
@@ -158,6 +165,10 @@ class PointerTable:
         if moved:
             self._write()
         return True
+
+    def release(self) -> None:
+        """Let go of the tensors of the first column."""
+        self._lists[0] = []
 
     def stage_in(self) -> None:
         """Before a kernel runs: bring the staged rows' values into their contiguous copies."""

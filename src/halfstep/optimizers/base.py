@@ -139,6 +139,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for rows in group_rows.rows:
                 self._step_rows(group, rows, factor, skip)
                 increment_version(rows.weights)  # kernels write to them behind autograd's back
+                rows.table.release()
         if self.copies is not None:
             self.copies.end_write()
         return loss
