@@ -31,38 +31,31 @@ def nothing(p: torch.Tensor) -> None:
     pass
 
 
-CASES: dict[tuple[bool, int, Callable[[torch.Tensor], None]], bool] = {
-    # noted precisely, losses since, what happened to the gradient -> unscaled still
-    (True, 0, nothing): True,
-    (True, 0, add): True,  # clipped, say
-    (True, 0, replace): False,
-    (True, 1, nothing): True,  # the other loss brought nothing to it
-    (True, 1, add): False,
-    (True, 1, replace): False,
-    (False, 0, nothing): True,
-    (False, 0, replace): True,
-    (False, 1, nothing): False,
-    (False, 1, add): False,
+CASES: dict[tuple[int, Callable[[torch.Tensor], None]], bool] = {
+    # losses since it was noted, what happened to the gradient -> unscaled still
+    (0, nothing): True,
+    (0, add): True,  # clipped, say
+    (0, replace): False,
+    (1, nothing): True,  # the other loss brought nothing to it
+    (1, add): False,
+    (1, replace): False,
 }
 
 
-@pytest.mark.parametrize(("precise", "losses", "change"), CASES)
-def test_a_gradient_is_unscaled_until_something_is_added(
-    precise: bool, losses: int, change: Callable[[torch.Tensor], None]
-) -> None:
+@pytest.mark.parametrize(("losses", "change"), CASES)
+def test_a_gradient_is_unscaled_until_something_is_added(losses: int, change: Callable[[torch.Tensor], None]) -> None:
     p, other = params()
-    once = UnscaledOnce(precise)
+    once = UnscaledOnce()
     assert once.among([p, other]) == []
     once.note([p])
     once.losses += losses
     change(p)
-    assert [id(q) for q in once.among([other, p])] == ([id(p)] if CASES[precise, losses, change] else [])
+    assert [id(q) for q in once.among([other, p])] == ([id(p)] if CASES[losses, change] else [])
 
 
-@pytest.mark.parametrize("precise", [True, False])
-def test_a_parameter_noted_twice_is_found_once_and_without_a_gradient_not_at_all(precise: bool) -> None:
+def test_a_parameter_noted_twice_is_found_once_and_without_a_gradient_not_at_all() -> None:
     p, q = params()
-    once = UnscaledOnce(precise)
+    once = UnscaledOnce()
     once.note([p, q])
     once.note([p])
     assert [id(r) for r in once.among([p, q])] == [id(p), id(q)]
@@ -73,16 +66,13 @@ def test_a_parameter_noted_twice_is_found_once_and_without_a_gradient_not_at_all
 def test_a_gradient_that_came_after_the_note_is_still_scaled() -> None:
     (p,) = params(1)
     p.grad = None
-    once = UnscaledOnce(precise=True)
+    once = UnscaledOnce()
     once.note([p])
     replace(p)
     assert once.among([p]) == []
 
 
-LATE = "in the first iteration with two optimizers, only the number of losses tells whether a gradient is unscaled"
-
-
-@pytest.mark.parametrize("first_with_two", [0, pytest.param(1, marks=pytest.mark.xfail(strict=True, reason=LATE))])
+@pytest.mark.parametrize("first_with_two", [0, 1])
 def test_a_loss_between_two_optimizers_does_not_touch_what_they_share(first_with_two: int) -> None:
     shared, own = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     first, second = torch.optim.SGD([shared], lr=0.0), torch.optim.SGD([shared, own], lr=0.0)

@@ -113,16 +113,13 @@ class GradScaler(ScalerSettings):
     def _prepare(self) -> None:
         self._known: WeakKeyDictionary[torch.optim.Optimizer, AttachedOptimizer] = WeakKeyDictionary()
         self._scaled = False  # whether a loss ever was
-        self._several = False  # whether an iteration ever had several optimizers
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._begin_iteration(first=True)
+        self._begin_iteration()
 
-    def _begin_iteration(self, *, first: bool = False) -> None:
+    def _begin_iteration(self) -> None:
         # Under torch's name and in its shape, for those who look there.
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(new_optimizer_state)
-        self._several = self._several or len(self._optimizers) > 1
-        self._optimizers = []
-        self._done = UnscaledOnce(precise=first or self._several)
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._done = UnscaledOnce()
 
     # ---- the training step, in its order
 

@@ -313,38 +313,28 @@ def _none(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 class UnscaledOnce:
     """Which gradients of this iteration are unscaled already, for parameters in two optimizers of one scaler.
 
-    A gradient counts as unscaled if no loss was scaled since it was noted, or if it is the same tensor at the same
-    version as when it was noted.
-
-    Args:
-        precise: whether tensors and versions are noted. Without them only the number of losses is compared.
+    A gradient counts as unscaled if it is the tensor that was noted, and either no loss was scaled since then or its
+    version is the same.
 
     Attributes:
         losses: how many losses were scaled in this iteration.
     """
 
-    def __init__(self, precise: bool) -> None:
+    def __init__(self) -> None:
         self.losses = 0
-        self._precise = precise
-        self._noted: list[tuple[int, Sequence[torch.Tensor], dict[int, tuple[torch.Tensor, int]]]] = []
+        self._noted: list[tuple[int, Sequence[torch.Tensor], list[torch.Tensor | None], list[int | None]]] = []
 
     def note(self, params: Sequence[torch.Tensor]) -> None:
         """These gradients are unscaled now."""
-        grads = [(id(p), grad) for p in params if (grad := p.grad) is not None] if self._precise else []
-        marks = {key: (grad, grad._version) for key, grad in grads}
-        self._noted.append((self.losses, params, marks))
+        grads = [p.grad for p in params]
+        self._noted.append((self.losses, params, grads, [None if g is None else g._version for g in grads]))
 
     def among(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those parameters whose gradients are unscaled already."""
-        mine = {id(p): p for p in params if p.grad is not None} if self._noted else {}
+        mine = {id(p) for p in params if p.grad is not None} if self._noted else set()
         found: dict[int, torch.Tensor] = {}
-        for losses, noted, marks in self._noted:
-            for param in [p for p in noted if id(p) in mine]:
-                mark = marks.get(id(param))
-                if mark is None:
-                    same = not self._precise and losses == self.losses
-                else:
-                    same = param.grad is mark[0] and (losses == self.losses or mark[1] == mark[0]._version)
-                if same:
+        for losses, *noted in self._noted:
+            for param, grad, version in zip(*noted, strict=True):
+                if id(param) in mine and param.grad is grad and (losses == self.losses or version == grad._version):
                     found[id(param)] = param
         return list(found.values())
