@@ -43,6 +43,7 @@ def demo_output(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return text, (out / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.exhaustive
 def test_one_table_with_every_level(demo_output: tuple[str, str]) -> None:
     text, _ = demo_output
     rows = {cells[0]: cells for line in text.splitlines() if (cells := line.split()) and cells[0] in LEVELS}

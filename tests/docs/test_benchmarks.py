@@ -117,6 +117,7 @@ def test_gpu_check_without_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("script", "status", "said"), [("print('fine')", 0, "fine"), ("exit(3)", 3, ""), ("while True: pass", None, "")]
 )

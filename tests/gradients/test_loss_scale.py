@@ -53,6 +53,7 @@ def numbers(state: LossScaleState) -> tuple[float, int, int]:
 # ---- against the reference
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=1500, deadline=None)
 @given(rule=RULES, flags=FLAGS)
 def test_rule(rule: dict[str, Any], flags: list[bool]) -> None:
