@@ -3,13 +3,10 @@
 This is ``halfstep.compat.apex`` under its public name, and so is every module below it.
 """
 
-import sys
-
 from .compat import apex
 from .compat.apex import install, uninstall
-from .compat.install import SecondNames
+from .compat.install import second_name
 
 __all__ = ["install", "uninstall"]
 
-sys.meta_path.insert(0, SecondNames({__name__: apex.__name__}))
-sys.modules[__name__] = apex
+second_name(__name__, apex)

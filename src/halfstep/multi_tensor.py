@@ -1,9 +1,8 @@
-"""``apex.multi_tensor_apply`` and ``amp_C``: the multi-tensor operations under the names and arguments Apex gave them.
+"""``amp_C`` and ``apex.multi_tensor_apply``: ``halfstep.compat.multi_tensor`` under its public name."""
 
-Each takes ``(chunk_size, noop_flag, tensor_lists, *args)``. ``chunk_size`` is accepted and not needed. ``noop_flag`` is
-a tensor with one element: operations that check set it to 1 if they read inf or NaN, operations that obey change
-nothing where it is not 0. Nothing is read back from the device. Lists may mix dtypes.
-"""
-
+from .compat import multi_tensor
+from .compat.install import second_name
 from .compat.multi_tensor import *  # noqa: F403
 from .compat.multi_tensor import __all__ as __all__
+
+second_name(__name__, multi_tensor)

@@ -378,3 +378,31 @@ def test_fused_dense() -> None:
     assert isinstance(FusedDense(4, 2), nn.Linear)
     with pytest.raises(ArgumentValueError, match="bias=False"):
         FusedDenseGeluDense(4, 8, 2, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "stands_for"),
+    [
+        ("halfstep.apex.parallel.LARC", "halfstep.compat.apex.parallel.LARC"),
+        ("halfstep.fp16_utils", "halfstep.compat.fp16_utils"),
+        ("halfstep.fp16_utils.loss_scaler", "halfstep.compat.fp16_utils.loss_scaler"),
+        ("halfstep.multi_tensor", "halfstep.compat.multi_tensor"),
+        ("halfstep.multi_tensor.steps", "halfstep.compat.multi_tensor.steps"),
+    ],
+)
+def test_a_public_path_is_the_module_itself(name: str, stands_for: str) -> None:
+    assert importlib.import_module(name) is importlib.import_module(stands_for)
+
+
+@pytest.mark.parametrize("name", ["halfstep.static.backend", "halfstep.parallel.multiproc"])
+def test_a_public_module_can_be_imported(name: str) -> None:
+    assert importlib.import_module(name).__all__
+
+
+def test_a_module_runs_under_its_second_name() -> None:
+    spec = importlib.util.find_spec("halfstep.apex.parallel.multiproc")
+    assert spec is not None
+    assert spec.origin is not None
+    assert spec.loader.get_code(spec.name).co_filename == spec.origin  # type: ignore[union-attr]
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("halfstep.fp16_utils.nothing")

@@ -8,11 +8,11 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from ..core.errors import UsageError
 
-__all__ = ["SecondNames", "install", "uninstall"]
+__all__ = ["install", "second_name", "uninstall"]
 
 _EXTENSIONS = ("amp_C", "apex_C", "syncbn")
 _TOP = {"apex": "halfstep.compat.apex", **{name: f"halfstep.compat.apex.{name}" for name in _EXTENSIONS}}
@@ -37,7 +37,8 @@ class SecondNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         own = None if ours is None else importlib.util.find_spec(ours)
         if own is None:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=own.submodule_search_locations is not None)
+        is_package = own.submodule_search_locations is not None
+        return importlib.machinery.ModuleSpec(fullname, self, origin=own.origin, is_package=is_package)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Our module itself."""
@@ -52,11 +53,24 @@ class SecondNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
+    def get_code(self, fullname: str) -> CodeType | None:
+        """The code of our module, for ``python -m`` with a second name."""
+        own = importlib.util.find_spec(self._ours(fullname) or fullname)
+        assert own is not None
+        assert isinstance(own.loader, importlib.abc.InspectLoader)
+        return own.loader.get_code(own.name)
+
     def _ours(self, fullname: str) -> str | None:
         for name, ours in self.names.items():
             if fullname == name or fullname.startswith(f"{name}."):
                 return ours + fullname[len(name) :]
         return None
+
+
+def second_name(name: str, module: ModuleType) -> None:
+    """Let a module, and everything below it, be imported under a second name too."""
+    sys.meta_path.insert(0, SecondNames({name: module.__name__}))
+    sys.modules[name] = module
 
 
 _finder = SecondNames(_TOP)
