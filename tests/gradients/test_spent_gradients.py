@@ -31,3 +31,24 @@ def test_cleared_gradients_are_freed(half: torch.dtype, level: str, backend: str
             grads = [weakref.ref(p.grad) for p in model.parameters()]
             optimizer.zero_grad()
             assert [grad() for grad in grads] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: optimizers.LARC(torch.optim.SGD(params, lr=0.1)),
+        lambda params: optimizers.FusedLAMB(params),
+        lambda params: optimizers.FusedNovoGrad(params),
+        lambda params: optimizers.FusedAdam(params, max_grad_norm=1.0),
+    ],
+    ids=["LARC", "LAMB", "NovoGrad", "Adam that clips"],
+)
+def test_an_optimizer_by_itself_frees_them(make: Any) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = make(list(model.parameters()))
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        grads = [weakref.ref(p.grad) for p in model.parameters()]
+        optimizer.zero_grad()
+        assert [grad() for grad in grads] == [None, None]

@@ -118,6 +118,7 @@ class LARC:
             used = (param_norm != 0) & (grad_norm != 0)
             l2 = torch.where(used, decay, 0.0)
             launch(table, larc_rescale, {"l2": l2, "rate": torch.where(used, rate, 1.0)})
+            table.release()
 
     def _renewed(
         self, index: int, params: list[torch.Tensor], grads: Sequence[torch.Tensor]
