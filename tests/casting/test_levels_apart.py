@@ -212,6 +212,45 @@ class Broken(Wide):
         return y, F.softmax(y, -1)
 
 
+class Methods(nn.Module):
+    """Calls methods that ``torch.Tensor`` has in Python on an intermediate result."""
+
+    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.linear(x))
+
+
+PYTHON_METHODS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "pow": lambda y: y**2,
+    "rpow": lambda y: 2.0**y,
+    "rsub": lambda y: 2.0 - y,
+    "norm": lambda y: y.norm(),
+    "split": lambda y: y.split(2, -1)[0],
+    "unflatten": lambda y: y.unflatten(-1, (2, 2)),
+    "exp": lambda y: y.exp(),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("method", PYTHON_METHODS)
+def test_a_compiled_method_is_cast_as_it_is_in_eager_mode(method: str, level: str, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    model = Methods(PYTHON_METHODS[method])
+    amp.initialize(model, opt_level=level, dtype=dtype, cast_model_outputs=dtype, verbosity=0)
+    inner: list[torch.dtype] = []
+    model.call = lambda y: inner.append((out := PYTHON_METHODS[method](y)).dtype) or out
+    expected, fast = model(X), torch.compile(model, backend="eager", fullgraph=True)
+    found = fast(X)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    assert inner[0] is inner[1]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 @pytest.mark.parametrize("kind", [Wide, Broken])

@@ -5,7 +5,8 @@ The table holds only the callables that need something. Any other call costs one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,19 +23,45 @@ from ..core.torch_compat import (
 from .emulation import EmulatedKinds
 from .weight_cache import WeightCache
 
-__all__ = ["CastMode", "Rule", "function_modes", "install", "is_installed", "set_function_modes", "uninstall"]
+__all__ = [
+    "CastMode",
+    "Rule",
+    "function_modes",
+    "install",
+    "is_installed",
+    "method_name",
+    "set_function_modes",
+    "uninstall",
+]
 
 Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """What is done to a call of an op: called with the mode, the op, its arguments and its keyword arguments."""
 
 _is_autocast_enabled = torch.is_autocast_enabled
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+
+_PYTHON_METHODS: dict[Callable[..., Any], str] = {
+    method: name for name in dir(torch.Tensor) if isinstance(method := getattr(torch.Tensor, name), FunctionType)
+}
+
+
+def method_name(func: Callable[..., Any]) -> str | None:
+    """The name of a method that ``torch.Tensor`` has in Python, such as ``norm``; None for anything else.
+
+    Dynamo does not find such a method as a key of a dictionary if the tensor is an intermediate result (torch 2.13).
+    """
+    return _PYTHON_METHODS.get(func)
+
+
+method_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
 
 
 class CastMode(TorchFunctionMode):
     """The mode of one thread. Scopes change its fields; it is on torch's stack while one of them needs it.
 
     Attributes:
-        table: the rule of each callable.
+        table: the rule of each callable; see ``build_table``.
         dtype: the 16-bit dtype.
         devices: types of the devices whose tensors are cast.
         native: those of them on which native autocast does a part of the work. Where someone turns it off, nothing is
@@ -48,7 +75,7 @@ class CastMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table: dict[Callable[..., Any], Rule] = {}
+        self.table: Mapping[Callable[..., Any] | str, Rule] = {}
         self.dtype = torch.bfloat16
         self.devices: tuple[str, ...] = ()
         self.native: tuple[str, ...] = ()
@@ -62,7 +89,7 @@ class CastMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one call of an op under its rule."""
-        rule = self.table.get(func)
+        rule = self.table.get(method_name(func) or func if _is_dynamo_compiling() else func)
         if rule is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return rule(self, func, args, kwargs or {})

@@ -14,7 +14,7 @@ from ..core.oplists.op_lists import native_rule
 from ..core.oplists.tables import BANNED, CLASS_OF, INNER_PRODUCT, NATIVE, SELF_MATCHING, SELF_PROMOTING
 from . import rules
 from .composites import composite_rule, is_composite_of
-from .dispatch import Rule
+from .dispatch import Rule, method_name
 
 __all__ = ["build_table"]
 
@@ -27,8 +27,10 @@ def build_table(
     *,
     explicit: bool = False,
     verbose: bool = False,
-) -> dict[Callable[..., Any], Rule]:
+) -> dict[Callable[..., Any] | str, Rule]:
     """The rule of each callable of torch under some lists; callables to leave alone are not in it.
+
+    Methods that ``torch.Tensor`` has in Python are in it under their names too (``method_name``).
 
     Args:
         lists: None casts nothing.
@@ -53,18 +55,20 @@ def build_table(
             return rule
         return rules.bind(rules.emulated, name, kind, listed == "half", rule)
 
-    table: dict[Callable[..., Any], Rule] = {}
+    table: dict[Callable[..., Any] | str, Rule] = {}
     for func, (name, inplace) in spellings().items():
         # 2 / x is written as x.reciprocal() * 2, and native autocast runs reciprocal in fp32 on CUDA.
         rule = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
         if rule is not None:
             table[func] = rule
-    cast = frozenset(spellings()[func][0] for func in table)
+    cast = frozenset(name for func, (name, _) in spellings().items() if func in table)
     for func in spellings():
         if func not in table and is_composite_of(func, cast):
             table[func] = composite_rule(func)
     table[torch.Tensor.data.__get__] = rules.forget_weight  # type: ignore[attr-defined]
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
+    table[torch.Tensor.unflatten] = rules.unflatten
+    table |= {method: rule for func, rule in table.items() if callable(func) and (method := method_name(func))}
     return table
 
 

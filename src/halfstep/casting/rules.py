@@ -35,6 +35,7 @@ __all__ = [
     "promote",
     "to_float",
     "to_half",
+    "unflatten",
     "without_native",
 ]
 
@@ -288,6 +289,11 @@ def _emulated_dtype(mode: CastMode, tensors: list[torch.Tensor], kind: str, lowe
 
 
 # ---- other calls that the mode has to see
+
+
+def unflatten(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """As it is. Dynamo cannot follow ``super()`` in ``Tensor.unflatten`` inside of a function mode (torch 2.13)."""
+    return (torch.unflatten if _is_dynamo_compiling() else func)(*args, **kwargs)
 
 
 def backward(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -230,6 +230,8 @@ def adding_in_fp32(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def careful(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # in a graph nothing uses the copies
+            return backward(*args, **kwargs)
         widen_gradients()
         outer = dict(_half_grads)  # a checkpoint runs a backward pass inside of another
         _half_grads.clear()
