@@ -15,6 +15,7 @@ BENCHMARKS = {
     "accumulation": "a window of passes on two processes: DistributedDataParallel under autocast, and O1, O2",
     "graph": "a captured graph with casts: torch.autocast, torch.compile under it, and static O1 and O2",
     "flat_masters": "a step with one flat fp32 master against one master for each parameter",
+    "train_step": "TrainStep on two small models, against torch's loop, eager and compiled",
     "walks": "the files and functions of halfstep that one batch calls, for five usual loops",
     "gpu_check": "the GPU tests and the benchmarks on CUDA, within 8 minutes, as JSON under $OUT",
 }

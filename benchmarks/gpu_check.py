@@ -29,6 +29,8 @@ BENCHMARKS = {
     "op_cost": ["op_cost"],
     "fused_step": ["fused_step"],
     "graph": ["graph"],
+    "train_step-float16": ["train_step", "--dtype", "float16"],
+    "train_step-bfloat16": ["train_step"],
     "simplenet-float16-small": ["simplenet", "--dtype", "float16", "--width", "1024", "--batch", "256"],
     "scaler-cost-100": ["scaler_cost", "--tensors", "100"],
 }

@@ -15,8 +15,19 @@ from .core.policy import Policy
 
 if TYPE_CHECKING:
     from .model import Model as Model
+    from .train_step import TrainStep as TrainStep
 
-__all__ = ["DynamicLossScale", "HalfstepError", "Model", "OpLists", "Policy", "StaticLossScale", "__version__", "amp"]
+__all__ = [
+    "DynamicLossScale",
+    "HalfstepError",
+    "Model",
+    "OpLists",
+    "Policy",
+    "StaticLossScale",
+    "TrainStep",
+    "__version__",
+    "amp",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +35,8 @@ def __getattr__(name: str) -> Any:
         from .model import Model
 
         return Model
+    if name == "TrainStep":
+        from .train_step import TrainStep
+
+        return TrainStep
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -71,8 +71,23 @@ def test_simplenet(dtype: str, optimizer: str, tmp_path: Path, capsys: pytest.Ca
     assert [timing["name"] for timing in record["timings"]] == names
     assert record["settings"]["dtype"] == dtype
     assert record["machine"]["torch"] == torch.__version__
+    assert set(record["settings"]["losses"]) == set(names)
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor calls it
+def test_train_step(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    assert main(["train_step", "--device", "cpu", "--models", "mlp", "--steps", "2", "--json", str(path)]) == 0
+    names = [timing["name"] for timing in json.loads(path.read_text())["timings"]]
+    assert [name.removesuffix(", mlp") for name in names] == [
+        "torch.autocast, eager",
+        "torch.autocast, torch.compile",
+        "TrainStep, eager",
+        "TrainStep, compiled",
+    ]
     a = torch.ones(2, 2)
     assert (a @ a).dtype is torch.float32
 

@@ -39,6 +39,11 @@ class ScalerSettings(torch.amp.GradScaler):
         if self._dynamic:
             self._scaler.rule = self._rule
 
+    @property
+    def loss_scaler(self) -> DeviceLossScaler:
+        """The present scale and the rule by which it moves."""
+        return self._scaler
+
     # ---- Paddle's names
 
     def is_enable(self) -> bool:

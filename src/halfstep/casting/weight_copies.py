@@ -114,6 +114,11 @@ class WeightCopies:
             ):
                 self._mine[id(param)] = _copies[id(param)] = _Copy(param, self.dtype, owner)
 
+    def stop(self) -> None:
+        """Have no copies from now on."""
+        self._writing.clear()
+        self._mine.clear()
+
     def having(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of some parameters that have a copy here: their gradients may be 16-bit."""
         mine = self._mine

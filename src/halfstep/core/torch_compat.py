@@ -8,7 +8,7 @@ made of.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import FunctionSchema
@@ -36,7 +36,9 @@ from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 __all__ = [
     "C_NAMESPACES",
@@ -52,6 +54,8 @@ __all__ = [
     "OptState",
     "SyncBatchNormFunction",
     "all_op_names",
+    "compile_errors",
+    "compile_with_autograd",
     "compile_with_inductor",
     "dispatch_mode_count",
     "enter_autocast",
@@ -72,10 +76,13 @@ __all__ = [
     "register_backend",
     "schemas_of_op",
     "set_code_exec_strategy",
+    "step_hooks",
     "storage_owners",
     "subclass_over",
     "subclass_without_memory",
+    "tree_flatten",
     "tree_map_only",
+    "tree_unflatten",
     "unflatten_dense_tensors",
     "update_scale_",
     "values_of",
@@ -109,6 +116,43 @@ def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Ca
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(module, inputs)  # type: ignore[return-value]
+
+
+def compile_with_autograd(function: F, backend: str = "inductor") -> F | None:
+    """Compile a function that calls ``torch.autograd.grad`` as one graph; None if this torch cannot.
+
+    16-bit values between fused ops are rounded, as they are in eager mode.
+    The first call of a new kind raises what is in ``compile_errors()`` if it cannot be one graph.
+    """
+    from torch._dynamo import config
+
+    if not hasattr(config, "trace_autograd_ops"):
+        return None
+    options: dict[str, Any] | None = {"emulate_precision_casts": True} if backend == "inductor" else None
+    compiled = torch.compile(function, fullgraph=True, backend=backend, options=options)
+
+    def call(*args: Any) -> Any:
+        before = config.trace_autograd_ops
+        config.trace_autograd_ops = True  # looked at while it traces, which any call may do
+        try:
+            return compiled(*args)
+        finally:
+            config.trace_autograd_ops = before
+
+    return call  # type: ignore[return-value]
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What ``torch.compile`` raises for a function that it cannot compile."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return (TorchDynamoException, FailOnRecompileLimitHit, InductorError)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> int:
+    """How many hooks there are on the step of an optimizer, not counting those on all optimizers."""
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
 def register_backend(name: str, backend: Callable[..., Any]) -> None:

@@ -194,6 +194,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.copies.watch(group["params"])
         return self.copies
 
+    def drop_copies(self) -> None:
+        """Write no copies from now on, and let forward passes cast the weights: a recorded one uses no copy."""
+        if self.copies is not None:
+            self.copies.stop()
+            self.copies = None
+
     def state_dict(self) -> dict[str, Any]:
         """What torch saves. The masters of sharded weights are in it in fp32: no backend of collectives sends int16."""
         saved = super().state_dict()

@@ -1,0 +1,342 @@
+"""Training steps recorded as CUDA graphs and replayed: the host launches one or two graphs instead of every kernel.
+
+A step is recorded in two parts, so that batches of many kinds share the second::
+
+    passes:  inputs in fixed places  ->  loss, gradients and overflow flag in fixed places     one graph a kind of batch
+    update:  gradients and flag in fixed places  ->  weights, state, loss scale                one graph
+
+Each kind of batch first takes ordinary steps, which let libraries choose their algorithms and allocate. Recording runs
+nothing; what was recorded is replayed at once, so every step trains. What lies outside of the graphs is compared at
+each call (``_look_around``); where it changed, everything is recorded anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..casting.op_casting import clear_cache
+from ..core.errors import UsageError
+from ..core.torch_compat import step_hooks, tree_flatten, tree_unflatten
+from ..distributed.ddp_sync import BackwardRecord, any_overflow
+from ..gradients.ledger import get_grads, set_grads
+from ..gradients.loss_scaler import DeviceLossScaler
+from ..optimizers.base import FusedOptimizer
+from ..stepping.attached import attached_to, observers
+from .recording import CudaGraph, GradientSlot
+from .signature import Signature
+
+__all__ = ["GraphedSteps"]
+
+logger = logging.getLogger("halfstep")
+
+_WARM_UP = 3  # ordinary steps of each kind of batch, as torch's notes on CUDA graphs have it
+_MOST_GRAPHS = 16
+_MOST_CHANGES = 8
+_PLAIN = (int, float, bool, str, bytes, type(None))
+
+T = TypeVar("T")
+
+
+class Steps(Protocol):
+    """The step that is recorded: ``TrainStep``."""
+
+    optimizer: torch.optim.Optimizer
+    accumulate: int
+
+    def backward(self, batch: tuple[Any, ...], signature: Signature, *, last: bool) -> torch.Tensor:
+        """Forward and backward passes."""
+
+    def update(self) -> None:
+        """Everything after them."""
+
+    def loss_scalers(self) -> list[DeviceLossScaler]:
+        """The loss scales that a step moves."""
+
+    def reads_device(self) -> str | None:
+        """Why a step waits for the device, if it does."""
+
+
+@dataclass
+class _Passes:
+    """The recorded passes of one kind of batch."""
+
+    graph: CudaGraph
+    inputs: list[Any]
+    loss: torch.Tensor
+    signature: Signature
+
+
+class _Refused(Exception):  # noqa: N818 - not an error: the step is taken in another way
+    """Something cannot be recorded."""
+
+
+class GraphedSteps:
+    """Takes the steps of a ``TrainStep`` by replaying graphs, where that is possible.
+
+    Args:
+        step: whose steps they are.
+    """
+
+    def __init__(self, step: Steps) -> None:
+        self._step = step
+        self._stream: Any = None
+        self._pool: Any = None
+        self._surroundings: dict[str, object] | None = None
+        self._kept: object = None
+        self._changed = ""
+        self._changes = 0
+        self._update: CudaGraph | None = None
+        self._rates: list[tuple[torch.Tensor | None, list[Any]]] = []
+        self._settled = -1  # ``_steps_taken`` after the latest step that met the gradients where graphs leave them
+        self._steps_taken = 0  # by calls of the optimizer's step, which replays do not make
+        self._hidden: GradientSlot | None = None  # has the gradients of this window while the parameters do not
+        self._forget()
+        step.optimizer.register_step_post_hook(self._count)
+
+    def __call__(self, batch: tuple[Any, ...], signature: Signature, position: int, *, last: bool) -> torch.Tensor:
+        """Take one step.
+
+        Args:
+            batch: for the step.
+            signature: of the batch; it is told how the step ran.
+            position: how many calls of the window came before.
+            last: whether the optimizer steps.
+
+        Returns:
+            The detached loss, a tensor of its own.
+        """
+        params = self._params()
+        device = params[0].device if params else torch.device("cpu")
+        reason = CudaGraph.obstacle(device) or self._obstacle(batch, params)
+        if reason is not None:
+            return self._plain(batch, signature, position, reason, last=last)
+        with CudaGraph.stream(device, self._stream) as self._stream:
+            if signature.calls > _WARM_UP * self._step.accumulate:
+                try:
+                    return self._graphed(batch, signature, min(position, 2), params, last=last)
+                except _Refused as refused:
+                    reason = str(refused)
+            return self._plain(batch, signature, position, reason, last=last)
+
+    # ---- without a graph
+
+    def _plain(
+        self, batch: tuple[Any, ...], signature: Signature, position: int, reason: str | None, *, last: bool
+    ) -> torch.Tensor:
+        if position:
+            self._reveal()
+        self._hidden = None
+        before = signature.reason
+        signature.runs, signature.reason = "eager", reason
+        loss = self._step.backward(batch, signature, last=last)
+        if last:
+            self._step.update()
+        if reason is not None and reason != before:
+            logger.warning("TrainStep(cuda_graph=True) takes steps without a graph: %s", reason)
+        return loss
+
+    # ---- with graphs
+
+    def _graphed(
+        self, batch: tuple[Any, ...], signature: Signature, position: int, params: list[torch.Tensor], *, last: bool
+    ) -> torch.Tensor:
+        self._look_around(params)
+        self._bring_in(position, params)
+        leaves, structure = tree_flatten(batch)
+        passes = self._passes.get((id(signature), position))
+        if passes is None:
+            passes = self._record_passes(leaves, structure, signature, position, last=last)
+        for place, value in zip(passes.inputs, leaves, strict=True):
+            if isinstance(value, torch.Tensor):
+                place.copy_(value, non_blocking=True)
+        passes.graph.replay()
+        self._hidden = self._slots[min(position, 1)]
+        loss = passes.loss.clone()
+        signature.runs, signature.reason = "CUDA graph", None
+        signature.replays += 1
+        if last:
+            self._graphed_update()
+        return loss
+
+    def _bring_in(self, position: int, params: list[torch.Tensor]) -> None:
+        """Put the gradients of the calls before in this window where the graphs of this position look for them."""
+        if position == 0:
+            self._hidden = None
+            if any(p.grad is not None for p in params):
+                raise _Refused("parameters have gradients from before the step")
+        elif self._hidden is None:
+            slot = self._slots.get(position - 1)
+            grads, flag = self._visible()
+            if slot is None or not slot.accepts(grads, flag):
+                raise _Refused("an earlier call in this window had no graph")
+            slot.take(grads, flag)
+            self._hide(slot)
+
+    def _record_passes(
+        self, leaves: list[Any], structure: Any, signature: Signature, position: int, *, last: bool
+    ) -> _Passes:
+        if len(self._passes) >= _MOST_GRAPHS:
+            raise _Refused(f"{_MOST_GRAPHS} kinds of batches have graphs already")
+        places = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+        index = min(position, 1)
+        incoming = self._hidden
+
+        def passes() -> tuple[torch.Tensor, GradientSlot]:
+            loss = self._step.backward(tree_unflatten(places, structure), signature, last=last)
+            grads, flag = self._visible()
+            slot = self._slots.get(index) or GradientSlot(grads, flag)
+            if not slot.accepts(grads, flag):
+                raise _Refused("its gradients are of another kind than those of the graphs before")
+            slot.take(grads, flag)
+            return loss, slot
+
+        self._reveal()
+        clear_cache()  # a graph must cast weights anew in each replay, and nobody else may use what it cast
+        if isinstance(self._step.optimizer, FusedOptimizer):
+            self._step.optimizer.drop_copies()
+        try:
+            graph, (loss, slot) = self._record(passes)
+        finally:  # nothing ran: what is there is what came in
+            self._hide(incoming)
+            clear_cache()
+        self._slots[index] = slot
+        made = self._passes[id(signature), position] = _Passes(graph, places, loss, signature)
+        return made
+
+    def _graphed_update(self) -> None:
+        """Update from the hidden gradients."""
+        if self._settled != self._steps_taken:
+            # One ordinary step tells the optimizer where the gradients are, which takes copies from the host.
+            self._update = None
+            self._reveal()
+            self._step.update()
+            self._settled = self._steps_taken
+            return
+        if self._update is None:
+            self._reveal()
+            try:
+                with self._rates_on_device():
+                    self._update, _ = self._record(self._step.update)
+            except _Refused as refused:
+                raise UsageError(
+                    f"TrainStep(cuda_graph=True): the step of {type(self._step.optimizer).__name__} cannot be recorded "
+                    f"({refused}), and is half recorded now. Make it capturable, or use cuda_graph=False."
+                ) from refused
+            self._settled = self._steps_taken
+        for group, (rate, known) in zip(self._step.optimizer.param_groups, self._rates, strict=True):
+            if rate is not None and group["lr"] != known[0]:
+                known[0] = group["lr"]
+                rate.fill_(float(group["lr"]))
+        self._update.replay()
+        increment_version(self._params())  # casts of the weights that somebody keeps are out of date
+        self._hidden = None
+
+    def _record(self, function: Callable[[], T]) -> tuple[CudaGraph, T]:
+        graph = CudaGraph(self._pool)
+        try:
+            result = graph.record(function)
+        except RuntimeError as error:
+            raise _Refused(str(error).strip().splitlines()[0]) from error
+        self._pool = graph.pool
+        return graph, result
+
+    @contextmanager
+    def _rates_on_device(self) -> Iterator[None]:
+        """Within the block learning rates are tensors that replays read."""
+        optimizer = self._step.optimizer
+        dtype = torch.float64 if isinstance(optimizer, FusedOptimizer) else torch.float32  # torch's kernels take this
+        given = [group["lr"] for group in optimizer.param_groups]
+        self._rates = []
+        for group, lr in zip(optimizer.param_groups, given, strict=True):
+            there = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
+            device = group["params"][0].device if group["params"] else None
+            rate = None if there else torch.full((), float(lr), dtype=dtype, device=device)
+            self._rates.append((rate, [lr]))
+            group["lr"] = lr if rate is None else rate
+        try:
+            yield
+        finally:
+            for group, lr in zip(optimizer.param_groups, given, strict=True):
+                group["lr"] = lr
+
+    # ---- what the parameters show
+
+    def _params(self) -> list[torch.Tensor]:
+        return [p for group in self._step.optimizer.param_groups for p in group["params"]]
+
+    def _visible(self) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+        """The gradients of the parameters, and whether one of the passes since the last step overflowed."""
+        attached = attached_to(self._step.optimizer)
+        records = [] if attached is None else attached.passes.records
+        return get_grads(self._params()), any_overflow(records) if records else None
+
+    def _reveal(self) -> None:
+        """Give the parameters the gradients that replays have left in a slot."""
+        if self._hidden is None:
+            return
+        pairs = [(p, g) for p, g in zip(self._params(), self._hidden.grads, strict=True) if g is not None]
+        set_grads([p for p, _ in pairs], [g for _, g in pairs])
+        attached = attached_to(self._step.optimizer)
+        if attached is not None and self._hidden.flag is not None:
+            attached.passes.records = [BackwardRecord(self._hidden.flag, None, shared=True)]
+        self._hidden = None
+
+    def _hide(self, slot: GradientSlot | None) -> None:
+        """Take the gradients from the parameters; those of the window are in a slot, if there are any."""
+        self._step.optimizer.zero_grad(set_to_none=True)
+        self._hidden = slot
+
+    # ---- what graphs cannot see
+
+    def _obstacle(self, batch: tuple[Any, ...], params: list[torch.Tensor]) -> str | None:
+        """Why steps cannot be recorded here and now."""
+        leaves, _ = tree_flatten(batch)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.device != params[0].device:
+                return f"a tensor of the batch is on {leaf.device}; move it to {params[0].device} before"
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                return f"the batch has a {type(leaf).__name__}, which may change unseen"
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            return "ranks exchange gradients"
+        if observers or step_hooks(self._step.optimizer) > 1:
+            return "somebody watches the optimizer's steps, which replays do not call"
+        if self._changes > _MOST_CHANGES:
+            return f"what the graphs had recorded changed {self._changes} times ({self._changed})"
+        return self._step.reads_device()
+
+    def _look_around(self, params: list[torch.Tensor]) -> None:
+        """Forget all graphs if something that they do not read themselves has changed."""
+        optimizer = self._step.optimizer
+        scalers = self._step.loss_scalers()
+        state = [v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+        numbers = [
+            {k: v for k, v in group.items() if k not in ("params", "lr") and not isinstance(v, torch.Tensor)}
+            for group in optimizer.param_groups
+        ]
+        now = {
+            "parameters": [(p.data_ptr(), p.requires_grad) for p in params],
+            "the optimizer's state": list(map(id, state)),
+            "hyperparameters other than lr": numbers,
+            "the loss scale's rule or state": [(id(s.state(params[0].device).scale), s.rule) for s in scalers],
+        }
+        if self._surroundings is not None and (changed := [k for k, v in now.items() if v != self._surroundings[k]]):
+            self._changes += 1
+            self._changed = ", ".join(changed)
+            self._forget()
+        self._surroundings = now
+        self._kept = (state, [s.state(params[0].device) for s in scalers])  # so that no identity is given out again
+
+    def _forget(self) -> None:
+        self._passes: dict[tuple[int, int], _Passes] = {}
+        self._slots: dict[int, GradientSlot] = {}
+        self._update, self._rates, self._settled = None, [], -1
+
+    def _count(self, *_: Any) -> None:
+        self._steps_taken += 1

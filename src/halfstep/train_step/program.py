@@ -1,0 +1,125 @@
+"""Forward pass, scaling of the loss and backward pass as one compiled graph.
+
+The update is left out of the graph on purpose: Inductor has no vector code for the int16 half of a split weight
+(torch 2.13, 16 to 29 times slower on a CPU than the fused step), and the fused step is one compiled kernel anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ..core.torch_compat import compile_errors, compile_with_autograd
+from ..gradients.ledger import add_grads
+from ..kernels.shards import is_sharded
+from .signature import Signature
+
+__all__ = ["Program"]
+
+logger = logging.getLogger("halfstep")
+
+Scaled = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
+
+
+class Program:
+    """The compiled passes of one training step.
+
+    Where they cannot be one graph, the forward and the backward pass are compiled apart, as ``torch.compile`` does, and
+    where that is not possible either they are eager. The log says so once.
+
+    Args:
+        loss: computes the loss of a batch.
+    """
+
+    def __init__(self, loss: Callable[[tuple[Any, ...]], torch.Tensor]) -> None:
+        self._loss = self._forward = loss
+        self._params: list[torch.Tensor] = []
+        self._whole = compile_with_autograd(self._passes)
+        self._runs = "compiled"
+        self._reason: str | None = None
+        if self._whole is None:
+            self._go_on("in parts", f"torch {torch.__version__} cannot put a backward pass into a graph")
+
+    def backward(
+        self,
+        batch: tuple[Any, ...],
+        signature: Signature,
+        optimizer: torch.optim.Optimizer,
+        scaled: Scaled,
+        share: int,
+    ) -> torch.Tensor:
+        """Run the passes, and leave the gradients in the parameters as ``loss.backward()`` would.
+
+        Args:
+            batch: for the loss.
+            signature: of the batch, which is told how it ran.
+            optimizer: whose parameters get gradients.
+            scaled: the block around a backward pass.
+            share: what the loss is divided by.
+
+        Returns:
+            The detached loss.
+        """
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if self._runs == "compiled" and (obstacle := _obstacle(params)):
+            self._go_on("in parts", obstacle)
+        signature.runs, signature.reason = self._runs, self._reason
+        if self._runs == "compiled":
+            try:
+                return self._run_whole(params, batch, scaled, share)
+            except compile_errors() as error:
+                self._go_on("in parts", _first_line(error))
+        return self._run_parts(batch, signature, scaled, share)
+
+    def _run_whole(
+        self, params: list[torch.Tensor], batch: tuple[Any, ...], scaled: Scaled, share: int
+    ) -> torch.Tensor:
+        assert self._whole is not None
+        self._params = params
+        # The block multiplies what it is given by the loss scale: a one becomes the scale.
+        with scaled(torch.full((), 1 / share, device=params[0].device)) as scale:
+            loss, grads = self._whole(scale, batch)
+            add_grads(params, grads)
+        return loss
+
+    def _passes(self, scale: torch.Tensor, batch: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """What is compiled."""
+        loss = self._loss(batch)
+        scaled_loss = loss.float() * scale if loss.dtype.itemsize == 2 else loss * scale
+        return loss.detach(), torch.autograd.grad(scaled_loss, self._params, allow_unused=True)
+
+    def _run_parts(self, batch: tuple[Any, ...], signature: Signature, scaled: Scaled, share: int) -> torch.Tensor:
+        try:
+            loss = self._forward(batch)
+        except compile_errors() as error:
+            self._go_on("eager", _first_line(error))
+            loss = self._loss(batch)
+        signature.runs, signature.reason = self._runs, self._reason
+        with scaled(loss / share if share > 1 else loss) as scaled_loss:
+            scaled_loss.backward()
+        return loss.detach()
+
+    def _go_on(self, runs: str, reason: str) -> None:
+        self._runs, self._reason = runs, reason
+        self._forward = torch.compile(self._loss) if runs == "in parts" else self._loss
+        logger.warning("TrainStep(compiled=True) runs %s: %s", runs, reason)
+
+
+def _obstacle(params: list[torch.Tensor]) -> str | None:
+    """Why the passes of these parameters cannot be one graph, if that is known before trying."""
+    if not params:
+        return "no parameter of the optimizer requires gradients"
+    if any(map(is_sharded, params)) or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
+        return "ranks exchange gradients while the backward pass runs, outside of a graph"
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in params):
+        return "a parameter has hooks on its gradient, which a graph would pass over"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,89 @@
+"""One recording of launches on a device, and the places where recordings leave gradients for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["CudaGraph", "GradientSlot"]
+
+T = TypeVar("T")
+
+
+class CudaGraph:
+    """One recording. All of a class share a stream and, in turn, the memory of ``pool``.
+
+    Args:
+        device: that it runs on.
+        pool: memory that other recordings use, too; None for new memory.
+    """
+
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
+        self._device = device
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    @staticmethod
+    def obstacle(device: torch.device) -> str | None:
+        """Why nothing can be recorded on a device."""
+        return None if device.type == "cuda" else f"CUDA graphs run on CUDA, and the parameters are on {device}"
+
+    @staticmethod
+    @contextmanager
+    def stream(device: torch.device, stream: Any) -> Iterator[Any]:
+        """Work on a stream of its own, made if it is None, in the order of the current stream's work."""
+        stream = stream or torch.cuda.Stream(device)
+        current = torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield stream
+        current.wait_stream(stream)
+
+    def record(self, function: Callable[[], T]) -> T:
+        """Record what a function launches; it does not run.
+
+        Raises:
+            RuntimeError: if it cannot be recorded, for example because it reads the device.
+        """
+        with torch.cuda.graph(self._graph, pool=self._pool, stream=torch.cuda.current_stream(self._device)):
+            result = function()
+        self._pool = self._graph.pool()
+        return result
+
+    def replay(self) -> None:
+        """Run what was recorded."""
+        self._graph.replay()
+
+    @property
+    def pool(self) -> Any:
+        """Its memory, for other recordings that run in turn with it."""
+        return self._pool
+
+
+@dataclass
+class GradientSlot:
+    """Gradients and overflow flag in fixed places."""
+
+    grads: list[torch.Tensor | None]
+    flag: torch.Tensor | None
+
+    def accepts(self, grads: Sequence[torch.Tensor | None], flag: torch.Tensor | None) -> bool:
+        """Whether gradients are of the kind that is kept here."""
+        kinds = [None if g is None else (g.dtype, g.shape, g.stride()) for g in grads]
+        own = [None if g is None else (g.dtype, g.shape, g.stride()) for g in self.grads]
+        return kinds == own and (flag is None) == (self.flag is None)
+
+    def take(self, grads: Sequence[torch.Tensor | None], flag: torch.Tensor | None) -> None:
+        """Copy gradients and flag here, unless they are here."""
+        pairs = [
+            (a, b) for a, b in zip(self.grads, grads, strict=True) if a is not None and b is not None and a is not b
+        ]
+        if pairs:
+            targets, sources = map(list, zip(*pairs, strict=True))
+            torch._foreach_copy_(targets, sources)
+        if self.flag is not None and flag is not None and flag is not self.flag:
+            self.flag.copy_(flag)

@@ -1,0 +1,259 @@
+"""``TrainStep``: forward, loss scaling, backward, clipping, the optimizer's step and the move of the scale as one call.
+
+This file has the step as a loop would write it. ``program`` compiles its forward and backward passes, and
+``graphed_steps`` records the whole of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..amp.grad_scaler import GradScaler
+from ..amp.scale_loss import scale_loss
+from ..core.dtypes import dtype_name
+from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..gradients.loss_scaler import DeviceLossScaler
+from ..optimizers.base import FusedOptimizer
+from ..stepping.attached import attached_to
+from .graphed_steps import GraphedSteps
+from .program import Program
+from .signature import Signature, signature_key
+
+__all__ = ["TrainStep"]
+
+_MOST_SIGNATURES = 64
+
+
+class TrainStep:
+    """One training step as one call.
+
+    ::
+
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+        step = halfstep.TrainStep(model, nn.CrossEntropyLoss(), optimizer, max_grad_norm=1.0)
+        for x, y in loader:
+            loss = step(x, y)
+            scheduler.step()
+
+    It does what this loop does, bit for bit, by whatever way the optimizer and the scaler were made ready::
+
+        loss = loss_fn(model(x), y)
+        with amp.scale_loss(loss / accumulate, optimizer) as scaled_loss:   # or scaler.scale(...), or neither
+            scaled_loss.backward()
+        if calls % accumulate == 0:
+            nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    With ``compiled=True`` the forward pass, the scaling of the loss and the backward pass are one compiled graph. The
+    update is the optimizer's own step: a fused optimizer's is one compiled kernel already. With ``cuda_graph=True``
+    all of it is recorded and replayed. Nothing is recorded or compiled again when the learning rate, the loss scale, a
+    skipped step or the accumulation changes, only for a batch of another kind; see ``signatures``.
+
+    Args:
+        model: a module, or any callable that returns what ``loss_fn`` takes. Its casts are its own: those of
+            ``amp.initialize`` or ``amp.decorate``, or an ``amp.auto_cast`` inside of the callable.
+        loss_fn: called with the output of the model and the last item of the batch; the items before it are the
+            model's arguments. None if the model takes the whole batch and returns the loss.
+        optimizer: any that steps without a closure.
+        scaler: a ``GradScaler`` of ``amp`` or torch, unless ``amp.initialize`` scales the losses.
+        max_grad_norm: clip the 2-norm of the optimizer's gradients to this; None does not. A fused optimizer clips
+            faster by itself, if its own ``max_grad_norm`` is set and this is not.
+        accumulate: step after so many calls. Each loss counts for one part in ``accumulate``; every call returns its
+            own loss as it is.
+        compiled: compile the forward and backward passes.
+        cuda_graph: record steps on a CUDA device, and replay them.
+
+    Attributes:
+        grad_norm: the norm before the latest clipping, a 0-dim tensor; None before the first, and without
+            ``max_grad_norm``.
+
+    Raises:
+        ArgumentTypeError: for an argument of the wrong type, or an optimizer that needs a closure.
+        ArgumentValueError: for a number out of range, or a model none of whose parameters the optimizer has.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        max_grad_norm: float | None = None,
+        accumulate: int = 1,
+        compiled: bool = False,
+        cuda_graph: bool = False,
+    ) -> None:
+        _check(model, loss_fn, optimizer, scaler, max_grad_norm, accumulate)
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.max_grad_norm = max_grad_norm
+        self.accumulate = accumulate
+        self.grad_norm: torch.Tensor | None = None
+        self._calls = 0  # since the latest step
+        self._known: dict[Hashable, Signature] = {}
+        self._program = Program(self.loss) if compiled else None
+        self._graphed = GraphedSteps(self) if cuda_graph else None
+
+    @property
+    def signatures(self) -> list[Signature]:
+        """The kinds of batches met so far, and how the steps of each are taken; the latest 64."""
+        return list(self._known.values())
+
+    def __call__(self, *batch: Any) -> torch.Tensor:
+        """Take one step, or one part of it with ``accumulate``.
+
+        Args:
+            *batch: the arguments of the model and, with a ``loss_fn``, the target as the last one.
+
+        Returns:
+            The loss, a detached 0-dim tensor on its device. Nothing waits for it.
+        """
+        signature = self._signature(batch)
+        last = self._calls + 1 == self.accumulate
+        if self._graphed is not None:
+            loss = self._graphed(batch, signature, self._calls, last=last)
+        else:
+            loss = self.backward(batch, signature, last=last)
+            if last:
+                self.update()
+        self._calls = 0 if last else self._calls + 1
+        return loss
+
+    # ---- the parts of a step, in their order
+
+    def loss(self, batch: tuple[Any, ...]) -> torch.Tensor:
+        """The loss of a batch.
+
+        Raises:
+            ArgumentTypeError: if it is no floating tensor.
+            ArgumentValueError: if it has more than one element.
+        """
+        loss = self.model(*batch) if self.loss_fn is None else self.loss_fn(self.model(*batch[:-1]), batch[-1])
+        if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+            kind = dtype_name(loss.dtype) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            maker = "model" if self.loss_fn is None else "loss_fn"
+            raise ArgumentTypeError(f"TrainStep: {maker} must return a floating tensor as loss, not {kind}.")
+        if loss.numel() != 1:
+            raise ArgumentValueError(
+                f"TrainStep: the loss has shape {tuple(loss.shape)}; reduce it to one number, for example by mean()."
+            )
+        return loss.reshape(())
+
+    def backward(self, batch: tuple[Any, ...], signature: Signature, *, last: bool) -> torch.Tensor:
+        """Forward and backward passes; returns the detached loss."""
+        with self._unsynced() if not last else nullcontext():
+            if self._program is not None:
+                return self._program.backward(batch, signature, self.optimizer, self._scaled, self.accumulate)
+            loss = self.loss(batch)
+            with self._scaled(loss / self.accumulate if self.accumulate > 1 else loss) as scaled_loss:
+                scaled_loss.backward()
+            return loss.detach()
+
+    def update(self) -> None:
+        """Clip, step, move the scale of the scaler, and clear the gradients."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.scaler is not None:
+            if self.max_grad_norm is not None:
+                self.scaler.unscale_(self.optimizer)
+                self.grad_norm = nn.utils.clip_grad_norm_(params, self.max_grad_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            if self.max_grad_norm is not None:
+                self.grad_norm = nn.utils.clip_grad_norm_(params, self.max_grad_norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    # ---- what a recording of it must know
+
+    def loss_scalers(self) -> list[DeviceLossScaler]:
+        """The loss scales that a step moves."""
+        if isinstance(self.scaler, GradScaler):
+            return [self.scaler.loss_scaler] if self.scaler.is_enable() else []
+        attached = attached_to(self.optimizer)
+        return [] if attached is None or attached.session is None else attached.session.loss_scalers[:1]
+
+    def reads_device(self) -> str | None:
+        """Why a step waits for the device; None if it does not."""
+        name = type(self.optimizer).__name__
+        if self.scaler is not None and self.scaler.is_enabled() and not isinstance(self.scaler, GradScaler):
+            return "a torch.amp.GradScaler reads the device in its step; use halfstep.amp.GradScaler"
+        takes_flags = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        if not takes_flags and any(not scaler.neutral for scaler in self.loss_scalers()):
+            return (
+                f"{name} does not skip a step by itself, so the host reads whether it overflowed; use a fused optimizer"
+            )
+        capturable = all(group.get("capturable", group.get("fused")) for group in self.optimizer.param_groups)
+        if not capturable and not isinstance(self.optimizer, FusedOptimizer):
+            return f"{name} reads numbers on the host; use halfstep.optimizers.fuse(optimizer), or capturable=True"
+        return None
+
+    # ---- inside
+
+    def _scaled(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """The block of a backward pass, with the loss to call it on."""
+        if self.scaler is not None:
+            return nullcontext(self.scaler.scale(loss))
+        attached = attached_to(self.optimizer)
+        if attached is not None and attached.session is not None:
+            return scale_loss(loss, self.optimizer)
+        return nullcontext(loss)
+
+    def _unsynced(self) -> AbstractContextManager[None]:
+        """Ranks need not exchange gradients before the last pass of a window."""
+        if isinstance(self.model, DistributedDataParallel):
+            return self.model.no_sync()
+        return nullcontext()
+
+    def _signature(self, batch: tuple[Any, ...]) -> Signature:
+        key, new = signature_key(batch, bool(getattr(self.model, "training", True)))
+        signature = self._known.get(key)
+        if signature is None:
+            if len(self._known) >= _MOST_SIGNATURES:
+                del self._known[next(iter(self._known))]
+            signature = self._known[key] = new
+        signature.calls += 1
+        return signature
+
+
+def _check(
+    model: Any, loss_fn: Any, optimizer: Any, scaler: Any, max_grad_norm: float | None, accumulate: object
+) -> None:
+    if not callable(model):
+        raise ArgumentTypeError(f"TrainStep: model must be a module or another callable, not {type(model).__name__}.")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ArgumentTypeError(
+            f"TrainStep: loss_fn must be called with (output, target), or be None if the model returns the loss; it "
+            f"is a {type(loss_fn).__name__}."
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentTypeError(
+            f"TrainStep: optimizer must be a torch.optim.Optimizer that steps without a closure, not "
+            f"{type(optimizer).__name__}."
+        )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentTypeError(
+            f"TrainStep: scaler must be an amp.GradScaler, a torch.amp.GradScaler or None, not "
+            f"{type(scaler).__name__}. amp.initialize needs none: its loss scale comes with the optimizer."
+        )
+    if max_grad_norm is not None and (not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0):
+        raise ArgumentValueError(f"TrainStep: max_grad_norm={max_grad_norm!r} must be a number above 0, or None.")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ArgumentValueError(f"TrainStep: accumulate={accumulate!r} must be a whole number from 1 up.")
+    if isinstance(model, nn.Module):
+        mine = {id(p) for p in model.parameters()}
+        if mine and not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            raise ArgumentValueError(
+                "TrainStep: the optimizer has none of the model's parameters, so the model would not be trained. Make "
+                "the optimizer from model.parameters(), after the model is in its place (moved, wrapped, replaced)."
+            )

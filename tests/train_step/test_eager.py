@@ -1,0 +1,249 @@
+"""``TrainStep`` does what the loop in its documentation does, bit for bit, and refuses what it cannot do."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep import HalfstepError, TrainStep, amp, optimizers
+from tests.support.processes import Ranks
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SCALERS: dict[str, Callable[[], Any]] = {
+    "no scaler": lambda: None,
+    "amp.GradScaler": lambda: amp.GradScaler(init_loss_scaling=2.0**10, decr_every_n_nan_or_inf=1),
+    "torch.amp.GradScaler": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**10),
+    "disabled": lambda: amp.GradScaler(enable=False),
+}
+SETUPS = [
+    (level, dtype, optimizer, "no scaler")
+    for level, dtype in [("O0", FP16), ("O1", BF16), ("O1", FP16), ("O2", BF16), ("O2", FP16), ("O3", BF16)]
+    for optimizer in (torch.optim.SGD, torch.optim.AdamW, optimizers.FusedAdam)
+] + [
+    (level, FP16, torch.optim.AdamW, scaler)
+    for level in (None, "decorate")
+    for scaler in ("no scaler", "amp.GradScaler", "torch.amp.GradScaler", "disabled")
+    if (level, scaler) != ("decorate", "torch.amp.GradScaler")
+]
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def brought_up(level: str | None, dtype: torch.dtype, make: Any) -> tuple[Any, Any]:
+    model: Any = mlp()
+    optimizer: Any = make(model.parameters(), lr=0.01)
+    if level == "decorate":
+        return amp.decorate(models=model, optimizers=optimizer, level="O2", dtype=dtype)
+    if level is not None:
+        return amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
+    return model, optimizer
+
+
+def forward_of(model: nn.Module, level: str | None, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model, within the scope that one from ``amp.decorate`` is called in."""
+    if level != "decorate":
+        return model
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with amp.auto_cast(level="O2", dtype=dtype):
+            return model(x)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def batch(i: int, overflow: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    x = torch.randn(4, 6, generator=generator)
+    if overflow:
+        x[0, 0] = math.inf
+    return x, torch.randn(4, 3, generator=generator)
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output.float(), target)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("level", "dtype", "make", "scaler"), SETUPS)
+def test_it_is_the_loop(level: str | None, dtype: Any, make: Any, scaler: str, accumulate: int, clip: Any) -> None:
+    model, optimizer = brought_up(level, dtype, make)
+    theirs, their_optimizer = brought_up(level, dtype, make)
+    their_scaler, forward = SCALERS[scaler](), forward_of(theirs, level, dtype)
+    step = TrainStep(
+        forward_of(model, level, dtype),
+        loss_of,
+        optimizer,
+        scaler=SCALERS[scaler](),
+        accumulate=accumulate,
+        max_grad_norm=clip,
+    )
+    scales = (dtype is FP16 and level in ("O1", "O2")) or scaler in ("amp.GradScaler", "torch.amp.GradScaler")
+    for i in range(4 * accumulate):
+        x, y = batch(i, overflow=scales and i == 2 * accumulate - 1)
+        found = step(x, y)
+        loss = loss_of(forward(x), y)
+        part = loss / accumulate if accumulate > 1 else loss
+        if their_scaler is not None:
+            their_scaler.scale(part).backward()
+        elif level is not None and level != "decorate":
+            with amp.scale_loss(part, their_optimizer) as scaled:
+                scaled.backward()
+        else:
+            part.backward()
+        if (i + 1) % accumulate == 0:
+            params = [p for group in their_optimizer.param_groups for p in group["params"]]
+            if their_scaler is not None:
+                if clip is not None:
+                    their_scaler.unscale_(their_optimizer)
+                    norm = nn.utils.clip_grad_norm_(params, clip)
+                their_scaler.step(their_optimizer)
+                their_scaler.update()
+            else:
+                if clip is not None:
+                    norm = nn.utils.clip_grad_norm_(params, clip)
+                their_optimizer.step()
+            their_optimizer.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+            if clip is not None:
+                assert step.grad_norm is not None
+                torch.testing.assert_close(step.grad_norm, norm, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(found, loss.detach(), rtol=0, atol=0, equal_nan=True)
+        for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p, q)
+    assert not found.requires_grad
+    assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), mlp().to(BF16).parameters(), strict=True))
+    (signature,) = step.signatures
+    assert (signature.runs, signature.reason, signature.calls) == ("eager", None, 4 * accumulate)
+    assert signature.inputs == ("float32[4, 6] cpu", "float32[4, 3] cpu")
+
+
+def test_the_model_may_return_the_loss_of_the_whole_batch() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(lambda given: loss_of(model(given["x"]), given["y"]), None, optimizer)
+    x, y = batch(0, False)
+    first = step({"x": x, "y": y})
+    assert first == loss_of(mlp()(x), y)
+    assert step({"x": x, "y": y}) < first
+
+
+def test_each_kind_of_batch_has_a_signature_and_few_are_kept() -> None:
+    model = mlp()
+    step = TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
+    for rows in (4, 2, 4, 4):
+        step(torch.ones(rows, 6), torch.zeros(rows, 3))
+    model.eval()
+    step(torch.ones(2, 6), torch.zeros(2, 3))
+    assert [(s.inputs[0], s.training, s.calls) for s in step.signatures] == [
+        ("float32[4, 6] cpu", True, 3),
+        ("float32[2, 6] cpu", True, 1),
+        ("float32[2, 6] cpu", False, 1),
+    ]
+    for rows in range(1, 100):
+        step(torch.ones(rows, 6), torch.zeros(rows, 3))
+    assert len(step.signatures) == 64
+
+
+def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "model": (lambda: TrainStep(3, F.mse_loss, linear()[1]), TypeError, "model must be a module or another callable"),
+    "loss": (lambda: TrainStep(linear()[0], "mse", linear()[1]), TypeError, "loss_fn must be called with"),
+    "optimizer": (lambda: TrainStep(linear()[0], None, linear()[0]), TypeError, "optimizer must be a torch.optim"),
+    "closure": (
+        lambda: TrainStep((m := linear()[0]), None, torch.optim.LBFGS(m.parameters())),
+        TypeError,
+        "steps without a closure, not LBFGS",
+    ),
+    "strangers": (lambda: TrainStep(linear()[0], None, linear()[1]), ValueError, "none of the model's parameters"),
+    "scaler": (lambda: TrainStep(*_with(None), scaler=2.0**16), TypeError, "scaler must be an amp.GradScaler"),
+    "norm of 0": (lambda: TrainStep(*_with(None), max_grad_norm=0), ValueError, "max_grad_norm=0 must be a number"),
+    "norm as text": (lambda: TrainStep(*_with(None), max_grad_norm="1"), ValueError, "max_grad_norm='1'"),
+    "no window": (lambda: TrainStep(*_with(None), accumulate=0), ValueError, "accumulate=0 must be a whole number"),
+    "half a window": (lambda: TrainStep(*_with(None), accumulate=1.5), ValueError, "accumulate=1.5"),
+    "no tensor": (
+        lambda: TrainStep(*_with(lambda o, y: 1.0))(X, X),
+        TypeError,
+        "loss_fn must return a floating tensor",
+    ),
+    "integers": (
+        lambda: TrainStep(*_with(lambda o, y: o.sum().long()))(X, X),
+        TypeError,
+        "as loss, not int64",
+    ),
+    "no number": (
+        lambda: TrainStep(*_with(lambda o, y: o - y))(X, X),
+        ValueError,
+        r"the loss has shape \(2, 2\); reduce it",
+    ),
+}
+X = torch.ones(2, 2)
+
+
+def _with(loss_fn: Any) -> tuple[Any, Any, Any]:
+    model, optimizer = linear()
+    return model, loss_fn, optimizer
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_uses_are_refused(wrong: str) -> None:
+    call, kind, message = WRONG[wrong]
+    with pytest.raises(kind, match=message) as caught:
+        call()
+    assert isinstance(caught.value, HalfstepError)
+
+
+def test_a_failed_forward_pass_changes_nothing() -> None:
+    model, optimizer = brought_up("O2", BF16, optimizers.FusedAdam)
+    step = TrainStep(model, loss_of, optimizer, accumulate=2)
+    step(*batch(0, False))
+    before = [p.clone() for p in model.parameters()], [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError):
+        step(torch.ones(4, 5), torch.ones(4, 3))
+    assert all(map(torch.equal, before[0], model.parameters()))
+    assert all(map(torch.equal, before[1], [p.grad for p in model.parameters()]))
+    step(*batch(1, False))
+    assert not all(map(torch.equal, before[0], model.parameters()))
+
+
+def windows_on_ranks(rank: int, level: str | None, half: torch.dtype) -> list[torch.Tensor]:
+    model, optimizer = brought_up(level, half, torch.optim.AdamW)
+    step = TrainStep(DistributedDataParallel(model), loss_of, optimizer, accumulate=2)
+    for i in range(4):
+        step(*batch(2 * i + rank, False))
+    return [p.detach().float().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("level", "half"), [(None, BF16), ("O2", BF16), ("O2", FP16)])
+def test_ranks_step_with_the_mean_over_all_batches(ranks: Ranks, level: str | None, half: torch.dtype) -> None:
+    first, second = ranks.run(windows_on_ranks, level, half)
+    assert all(map(torch.equal, first, second))
+    model, optimizer = brought_up(level, half, torch.optim.AdamW)
+    step = TrainStep(model, loss_of, optimizer, accumulate=4)
+    for i in range(8):
+        step(*batch(i, False))
+    for p, q in zip(model.parameters(), first, strict=True):
+        torch.testing.assert_close(p.float(), q, rtol=2e-2, atol=2e-3)
+
+
+def test_it_is_made_again_around_copies() -> None:
+    model, optimizer = brought_up("O2", BF16, optimizers.FusedAdam)
+    TrainStep(model, loss_of, optimizer)(*batch(0, False))
+    again, copied = copy.deepcopy((model, optimizer))
+    first = TrainStep(model, loss_of, optimizer)(*batch(1, False))
+    assert TrainStep(again, loss_of, copied)(*batch(1, False)) == first

@@ -1,0 +1,355 @@
+"""``TrainStep(cuda_graph=True)``: recorded steps train as eager ones do, and nothing that changes goes unseen.
+
+The recordings are tapes (``tests.support.tape``), on the CPU. The last test is for a real CUDA device.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from halfstep import DynamicLossScale, TrainStep, amp, optimizers
+from halfstep.stepping.attached import observers
+from halfstep.train_step import graphed_steps
+from tests.support.tape import imitation
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with imitation() as tape:
+        monkeypatch.setattr(graphed_steps, "CudaGraph", tape)
+        yield
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output.float(), target)
+
+
+def batch(i: int, rows: int = 4, *, overflow: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    x = torch.randn(rows, 6, generator=generator)
+    if overflow:
+        x[0, 0] = math.inf
+    return x, torch.randn(rows, 3, generator=generator)
+
+
+def made(level: str | None, dtype: torch.dtype, make: Any, scaled: bool, **options: Any) -> tuple[Any, Any, TrainStep]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 160), nn.Tanh(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 3))
+    optimizer: Any = make(model.parameters(), lr=1e-3)
+    if level is not None:
+        rule = DynamicLossScale(init_scale=2.0**10, growth_interval=5) if dtype is FP16 and level != "O0" else None
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, loss_scale=rule, verbosity=0)
+    scaler = amp.GradScaler(init_loss_scaling=2.0**10, decr_every_n_nan_or_inf=1) if scaled else None
+    return model, optimizer, TrainStep(model, loss_of, optimizer, scaler=scaler, **options)
+
+
+def pair(
+    level: str | None = "O2",
+    dtype: torch.dtype = BF16,
+    make: Any = optimizers.FusedAdam,
+    scaled: bool = False,
+    **options: Any,
+) -> tuple[tuple[Any, Any, TrainStep], tuple[Any, Any, TrainStep]]:
+    """One training with graphs, and the same without."""
+    return made(level, dtype, make, scaled, cuda_graph=True, **options), made(level, dtype, make, scaled, **options)
+
+
+def alike(ours: Any, theirs: Any) -> bool:
+    return all(map(torch.equal, ours[0].parameters(), theirs[0].parameters()))
+
+
+def take(ours: Any, theirs: Any, i: int, **kind: Any) -> None:
+    """A step of both, which must agree to the bit."""
+    found, expected = ours[2](*batch(i, **kind)), theirs[2](*batch(i, **kind))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert alike(ours, theirs), f"step {i}"
+
+
+@pytest.mark.usefixtures("tapes")
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    ("level", "dtype", "make", "scaled"),
+    [
+        ("O0", BF16, optimizers.FusedAdam, False),
+        ("O1", BF16, optimizers.FusedAdam, False),
+        ("O1", FP16, optimizers.FusedSGD, False),
+        ("O2", BF16, optimizers.FusedLAMB, False),
+        ("O2", FP16, optimizers.FusedAdam, False),
+        ("O2", FP16, torch.optim.AdamW, False),
+        ("O2", BF16, torch.optim.SGD, False),
+        ("O2", BF16, optimizers.FusedNovoGrad, False),
+        (None, FP32, optimizers.FusedAdam, True),
+        (None, FP32, optimizers.FusedAdam, False),
+    ],
+)
+def test_replays_train_as_eager_steps_do(
+    level: str | None, dtype: Any, make: Any, scaled: bool, clip: float | None, accumulate: int
+) -> None:
+    ours, theirs = pair(level, dtype, make, scaled, accumulate=accumulate, max_grad_norm=clip)
+    if level == "O1" and clip is not None:
+        for one in (ours, theirs):  # 16-bit copies let gradients be 16-bit, which clipping rounds
+            one[1].drop_copies()
+    scales = scaled or (dtype is FP16 and level in ("O1", "O2"))
+    for i in range(12 * accumulate):
+        for one in (ours, theirs):
+            one[1].param_groups[0]["lr"] = 1e-3 * (1 + i // accumulate % 3)
+        take(ours, theirs, i, rows=3 if i % 5 == 4 else 4, overflow=scales and i in (2, 7, 9 * accumulate))
+    first = ours[2].signatures[0]
+    assert (first.runs, first.reason) == ("CUDA graph", None)
+    assert first.replays >= 4 * accumulate
+    if scaled:
+        assert ours[2].scaler.get_scale() == theirs[2].scaler.get_scale() < 2.0**10
+    elif scales:
+        assert amp.state_dict(optimizer=ours[1]) == amp.state_dict(optimizer=theirs[1])
+        assert amp.steps_skipped(ours[1]) == amp.steps_skipped(theirs[1]) >= 2
+
+
+def load_weights(one: Any) -> None:
+    one[0].load_state_dict({name: value * 0.5 for name, value in one[0].state_dict().items()})
+
+
+def load_state(one: Any) -> None:
+    saved = one[1].state_dict()
+    for state in saved["state"].values():
+        state["exp_avg"] = state["exp_avg"] * 3
+    one[1].load_state_dict(saved)
+
+
+def load_scale(one: Any) -> None:
+    saved = amp.state_dict(optimizer=one[1])
+    saved["loss_scaler0"]["loss_scale"] = 32.0
+    amp.load_state_dict(saved, optimizer=one[1])
+
+
+def move_memory(one: Any) -> None:
+    for param in one[0].parameters():
+        param.data = param.data.clone()
+
+
+def change_betas(one: Any) -> None:
+    one[1].param_groups[0]["betas"] = (0.5, 0.6)
+
+
+def change_decay(one: Any) -> None:
+    one[1].param_groups[0]["weight_decay"] = 0.3
+
+
+def freeze(one: Any) -> None:
+    next(one[0].parameters()).requires_grad_(False)
+
+
+def step_by_hand(one: Any) -> None:
+    model, optimizer, _ = one
+    with amp.scale_loss(loss_of(model(batch(77)[0]), batch(77)[1]), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def write_weight(one: Any) -> None:
+    with torch.no_grad():
+        one[0][0].weight.mul_(0.9)
+
+
+def gradient_before(one: Any) -> None:
+    model, optimizer, _ = one
+    with amp.scale_loss(loss_of(model(batch(78)[0]), batch(78)[1]), optimizer) as scaled:
+        scaled.backward()
+
+
+def look_at_the_model(one: Any) -> None:
+    with torch.no_grad():
+        one[0](batch(5)[0])
+
+
+CHANGES = [
+    load_weights, load_state, load_scale, move_memory, change_betas, change_decay, freeze, step_by_hand, write_weight,
+    gradient_before, look_at_the_model,
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("tapes")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps_counts(change: Callable[[Any], None], level: str, accumulate: int) -> None:
+    ours, theirs = pair(level, FP16, accumulate=accumulate)
+    for i in range(8 * accumulate):
+        take(ours, theirs, i)
+    replays = ours[2].signatures[0].replays
+    assert replays
+    change(ours)
+    change(theirs)
+    for i in range(8 * accumulate):
+        take(ours, theirs, 100 + i)
+    assert ours[2].signatures[0].replays > replays
+    with torch.no_grad():
+        assert torch.equal(ours[0](batch(0)[0]), theirs[0](batch(0)[0]))
+
+
+@pytest.mark.usefixtures("tapes")
+def test_a_hyperparameter_that_changes_in_every_step_ends_recording() -> None:
+    ours, theirs = pair()
+    for i in range(30):
+        for one in (ours, theirs):
+            one[1].param_groups[0]["betas"] = (0.9 - 0.01 * i, 0.999)
+        take(ours, theirs, i)
+    (signature,) = ours[2].signatures
+    assert signature.runs == "eager"
+    assert signature.reason == "what the graphs had recorded changed 9 times (hyperparameters other than lr)"
+
+
+@pytest.mark.usefixtures("tapes")
+def test_only_so_many_kinds_of_batches_are_recorded() -> None:
+    ours, theirs = pair()
+    for rows in range(1, 20):
+        for i in range(5):
+            take(ours, theirs, i, rows=rows)
+    runs = [signature.runs for signature in ours[2].signatures]
+    assert runs == ["CUDA graph"] * 16 + ["eager"] * 3
+    assert ours[2].signatures[-1].reason == "16 kinds of batches have graphs already"
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return y / max(1.0, y.float().abs().max().item())
+
+
+@pytest.mark.usefixtures("tapes")
+def test_a_model_that_reads_the_device_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "halfstep")
+    trained = []
+    for graph in (True, False):
+        torch.manual_seed(0)
+        model: Any = Reads()
+        optimizer: Any = optimizers.FusedAdam(model.parameters(), lr=1e-2)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
+        step = TrainStep(model, loss_of, optimizer, cuda_graph=graph)
+        losses = [step(*batch(i)) for i in range(8)]
+        trained.append((losses, list(model.parameters()), step.signatures[0]))
+    assert torch.equal(torch.stack(trained[0][0]), torch.stack(trained[1][0]))
+    assert all(map(torch.equal, trained[0][1], trained[1][1]))
+    assert trained[0][2].runs == "eager"
+    assert "operation not permitted when stream is capturing" in str(trained[0][2].reason)
+    assert len(caplog.records) == 1
+
+
+class Watcher:
+    def before_step(self, attached: Any) -> None:
+        pass
+
+    def after_step(self, attached: Any) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("tapes")
+def test_who_watches_steps_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pair()
+    for i in range(6):
+        take(ours, theirs, i)
+    observers.append(Watcher())
+    try:
+        take(ours, theirs, 6)
+        assert ours[2].signatures[0].reason == "somebody watches the optimizer's steps, which replays do not call"
+    finally:
+        observers.pop()
+    seen = []
+    handle = ours[1].register_step_post_hook(lambda *_: seen.append(1))
+    take(ours, theirs, 7)
+    handle.remove()
+    assert seen == [1]
+    for i in range(8, 11):
+        take(ours, theirs, i)
+    assert (seen, ours[2].signatures[0].runs) == ([1], "CUDA graph")
+
+
+@pytest.mark.parametrize(
+    ("make", "scaler", "reason"),
+    [
+        (
+            torch.optim.SGD,
+            None,
+            "SGD reads numbers on the host; use halfstep.optimizers.fuse(optimizer), or capturable=True",
+        ),
+        (torch.optim.AdamW, None, "AdamW reads numbers on the host"),
+        (torch.optim.SGD, amp.GradScaler, "SGD does not skip a step by itself"),
+        (optimizers.FusedAdam, lambda: torch.amp.GradScaler("cpu"), "use halfstep.amp.GradScaler"),
+    ],
+)
+@pytest.mark.usefixtures("tapes")
+def test_what_reads_the_device_runs_eagerly(make: Any, scaler: Any, reason: str) -> None:
+    model = nn.Linear(6, 3)
+    step = TrainStep(model, loss_of, make(model.parameters(), lr=0.1), scaler=scaler and scaler(), cuda_graph=True)
+    for i in range(6):
+        step(*batch(i))
+    assert step.signatures[0].runs == "eager"
+    assert reason in str(step.signatures[0].reason)
+
+
+@pytest.mark.usefixtures("tapes")
+def test_a_batch_that_a_graph_would_keep_runs_eagerly() -> None:
+    model: Any = nn.Linear(6, 3)
+    optimizer = optimizers.FusedAdam(model.parameters())
+    step = TrainStep(lambda x, y, mask: loss_of(model(x), y) * float(mask[0]), None, optimizer, cuda_graph=True)
+    for i in range(6):
+        step(*batch(i), bytearray(b"1"))
+    assert step.signatures[0].reason == "the batch has a bytearray, which may change unseen"
+
+
+@pytest.mark.usefixtures("tapes")
+def test_each_loss_is_a_tensor_of_its_own() -> None:
+    ours, _ = pair()
+    losses = [ours[2](*batch(i)) for i in range(8)]
+    assert len({loss.item() for loss in losses}) == 8
+    assert not any(loss.requires_grad for loss in losses)
+
+
+def test_on_a_cpu_steps_are_eager_and_say_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "halfstep")
+    ours, theirs = pair()
+    for i in range(5):
+        take(ours, theirs, i)
+    (signature,) = ours[2].signatures
+    assert signature.reason == "CUDA graphs run on CUDA, and the parameters are on cpu"
+    assert [r.message.split(": ")[1] for r in caplog.records] == [signature.reason]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_on_cuda(dtype: torch.dtype, accumulate: int, compiled: bool) -> None:
+    trained = []
+    for options in ({"cuda_graph": True, "compiled": compiled}, {}):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3)).cuda()
+        optimizer: Any = optimizers.FusedAdam(model.parameters(), lr=1e-3)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
+        step = TrainStep(model, loss_of, optimizer, accumulate=accumulate, max_grad_norm=1.0, **options)
+        losses = []
+        for i in range(16 * accumulate):
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 + i % 3)
+            x, y = batch(i, overflow=dtype is FP16 and i in (3, 11))
+            losses.append(step(x.cuda(), y.cuda()).nan_to_num())
+        trained.append((torch.stack(losses), amp.steps_skipped(optimizer), step.signatures[0]))
+    torch.testing.assert_close(trained[0][0], trained[1][0], rtol=1e-2, atol=1e-3)
+    assert trained[0][1] == trained[1][1]
+    assert (trained[0][2].runs, trained[0][2].reason) == ("CUDA graph", None)
+    assert trained[0][2].replays >= 8 * accumulate
