@@ -57,10 +57,13 @@ def run(args: argparse.Namespace) -> int:
     dtype_name = args.dtype or ("float16" if on_cuda else "bfloat16")
     dtype: torch.dtype = getattr(torch, dtype_name)
     limits = {"rounds": args.steps, "min_seconds": args.min_seconds, "max_seconds": args.max_seconds}
+    entered = contenders(device, width, batch, dtype, args.optimizer)
     try:
-        timings = interleave(
-            contenders(device, width, batch, dtype, args.optimizer), device=device, baseline=BASELINE, **limits
-        )
+        timings = interleave(entered, device=device, baseline=BASELINE, **limits)
+        losses = {}
+        for contender in entered:  # they have taken equally many steps
+            with contender.around():
+                losses[contender.name] = float(contender.step())  # type: ignore[arg-type]
     finally:
         amp.deactivate()
     print(
@@ -68,9 +71,10 @@ def run(args: argparse.Namespace) -> int:
         f"{torch.get_num_threads()} threads"
     )
     print(table(timings, BASELINE))
+    print("losses at the end:", ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items()))
     if args.json:
         shape = {"width": width, "batch": batch, "optimizer": args.optimizer}
-        settings = {**shape, "dtype": dtype_name, "device": device.type, **limits}
+        settings = {**shape, "dtype": dtype_name, "device": device.type, "losses": losses, **limits}
         write_json(args.json, "simplenet", device, settings, BASELINE, timings)
     return 0
 
@@ -89,7 +93,7 @@ def contenders(device: torch.device, width: int, batch: int, dtype: torch.dtype,
         model.to(kind)
         return model, make(model.parameters(), lr=LEARNING_RATE, **arguments)
 
-    def level(name: str, make: Make) -> Callable[[], None]:
+    def level(name: str, make: Make) -> Callable[[], torch.Tensor]:
         return _level(name, *fresh(make), data, label, dtype)
 
     off = amp.disable_casts
@@ -108,28 +112,31 @@ def contenders(device: torch.device, width: int, batch: int, dtype: torch.dtype,
 
 def _plain(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor, label: torch.Tensor
-) -> Callable[[], None]:
-    def step() -> None:
-        F.mse_loss(model(data), label).backward()
+) -> Callable[[], torch.Tensor]:
+    def step() -> torch.Tensor:
+        loss = F.mse_loss(model(data), label)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return step
 
 
 def _autocast(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor, label: torch.Tensor, dtype: torch.dtype
-) -> Callable[[], None]:
+) -> Callable[[], torch.Tensor]:
     device = data.device.type
     scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         with torch.autocast(device, dtype):
             loss = F.mse_loss(model(data), label)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        return loss.detach()
 
     return step
 
@@ -141,14 +148,15 @@ def _level(
     data: torch.Tensor,
     label: torch.Tensor,
     dtype: torch.dtype,
-) -> Callable[[], None]:
+) -> Callable[[], torch.Tensor]:
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         loss = F.mse_loss(model(data), label)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return step
