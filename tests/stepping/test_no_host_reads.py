@@ -118,6 +118,24 @@ def test_grad_scaler(optimizer: str, clip: bool) -> None:
 
 
 @pytest.mark.parametrize("scale", ["dynamic", 128.0])
+@pytest.mark.parametrize("optimizer", [name for name in FUSED if name.startswith("Fused")])
+def test_gradient_release(optimizer: str, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfstep.optimizers.release._BUCKET", 1)
+    model = network()
+    optim: Any = FUSED[optimizer](model.parameters())
+    model, optim = amp.initialize(model, optim, opt_level="O2", loss_scale=scale, verbosity=0)
+    release = optim.attach(model)
+    for _ in range(2):
+        with amp.scale_loss(loss(), optim):
+            backward(model)
+            for param in model.parameters():
+                release.arrive(param)
+        assert all(param.grad is None for param in model.parameters())
+        optim.step()
+    assert_has_stepped(optim, model)
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 128.0])
 def test_an_optimizer_that_cannot_skip_on_the_device_reads_one_flag(scale: Any) -> None:
     """So it is documented: the step of any other optimizer is called or not, and the host must know which."""
     with pytest.raises(READS_THE_HOST):

@@ -18,6 +18,7 @@ from ..core.torch_compat import OptState, new_optimizer_state
 from ..distributed.ddp_sync import BackwardRecord
 from ..gradients.ledger import UnscaledOnce
 from ..gradients.unscale import Unscaler
+from ..optimizers.release import release_of
 from ..stepping.attached import AttachedOptimizer, attached_to
 from ..stepping.diagnosis import first_bad_gradient
 from .scaler_settings import ScalerSettings
@@ -164,6 +165,7 @@ class GradScaler(ScalerSettings):
         if not self._enabled:
             return
         self._refuse_second_unscaling(optimizer)
+        self._refuse_released(optimizer, "unscale_")
         self._unscale(optimizer)
 
     @eager
@@ -181,6 +183,7 @@ class GradScaler(ScalerSettings):
         Raises:
             UsageError: as ``unscale_``.
         """
+        self._refuse_released(optimizer, "clip_grad_norm_")
         attached = self._attached_to(optimizer)
         if not self._enabled or attached_to(optimizer) is not None:
             self.unscale_(optimizer)
@@ -283,6 +286,12 @@ class GradScaler(ScalerSettings):
         if stage is OptState.STEPPED:
             raise UsageError("unscale_() is being called after step().")
 
+    @staticmethod
+    def _refuse_released(optimizer: torch.optim.Optimizer, name: str) -> None:
+        release = release_of(optimizer)
+        if release is not None:
+            release.refuse_clipping(name)
+
     @contextmanager
     def _unscaling(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor, set[int]]]:
         """The scale, a new flag for this optimizer, and the ids of parameters whose gradients are unscaled already."""
@@ -291,6 +300,9 @@ class GradScaler(ScalerSettings):
                 "No loss has been scaled, so there is nothing to divide the gradients by. Call "
                 "scaler.scale(loss).backward() before unscale_() or step()."
             )
+        release = release_of(optimizer)
+        if release is not None:
+            release.refuse_other_scaler(self)
         params = self._attached_to(optimizer).params()
         scale = self._present_scale(params[0].device if params else torch.device("cpu"))
         found_inf = torch.zeros((), device=scale.device)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C import FunctionSchema
+from torch._C import _current_graph_task_id as backward_pass_id
 from torch._C import _dispatch_get_all_op_names as all_op_names
 from torch._C import _get_function_stack_at as function_mode_at
 from torch._C import _get_tracing_state as jit_tracing_state
@@ -54,6 +55,7 @@ __all__ = [
     "OptState",
     "SyncBatchNormFunction",
     "all_op_names",
+    "backward_pass_id",
     "compile_errors",
     "compile_with_autograd",
     "compile_with_inductor",

@@ -223,10 +223,16 @@ class Gradients:
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. Not looked at without scale.
             seen: identities of parameters that another optimizer has served in this pass; extended.
         """
-        inv_scale = None if scale is None else reciprocal(scale)
         if seen is not None:
             params = [p for p in params if id(p) not in seen]
             seen.update(map(id, params))
+        self.finish_some(params, scale, found_inf)
+        self._begun = []
+
+    @torch.no_grad()
+    def finish_some(self, params: Sequence[torch.Tensor], scale: torch.Tensor | None, found_inf: torch.Tensor) -> None:
+        """``finish`` for some parameters while the pass goes on."""
+        inv_scale = None if scale is None else reciprocal(scale)
         narrow: list[torch.Tensor] = []
         if self.any_wide and (inv_scale is not None or self.held or not self._stays_narrow):
             wide = self.wide([p for p in params if p.grad is not None])
@@ -237,7 +243,6 @@ class Gradients:
             self._unscaler.unscale(self._unscaler.gather(rest), inv_scale, found_inf)
         if self.held:
             self._add_held(params)
-        self._begun = []
 
     def _finish_narrow(
         self, params: list[torch.Tensor], inv_scale: torch.Tensor | None, found_inf: torch.Tensor

@@ -7,7 +7,7 @@ and round. Nothing is read back from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from ..masters.split import master_value
 from .lost_updates import warn_of_lost_updates
 from .options import FusedOptions
 from .param_rows import NUMBER, GroupRows, ParamRows, StateLayout
+from .release import GradientRelease
 
 __all__ = ["FusedOptimizer", "Hyper", "Step"]
 
@@ -55,10 +56,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         options: see ``FusedOptions``.
         copies: the 16-bit copies of fp32 weights that its steps write as well, if it was told to; see ``keep_copies``.
         grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
+        release: what ``attach`` returned, while parameters step inside of the backward pass; else None.
     """
 
     _step_supports_amp_scaling = True
     copies: WeightCopies | None = None
+    release: GradientRelease | None = None
 
     def __init__(self, params: Any, defaults: Hyper, options: FusedOptions, *, set_grad_none: bool = True) -> None:
         self.options = options
@@ -114,18 +117,61 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "read from the parameters, 16-bit copies are written with master_weights=, and a scaler passes its "
                 "scale by torch's contract."
             )
+        if self.release is not None:
+            self.release.begin_step(closure, scaler)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step_all(scaler)
+        if self.release is not None:
+            self.release.end_step()
+        return loss
+
+    def attach(
+        self, model: torch.nn.Module, *, release: bool = True, scaler: torch.amp.GradScaler | None = None
+    ) -> GradientRelease:
+        """Step each parameter inside of the backward pass from now on, and free its gradient.
+
+        So no full set of gradients ever exists: those in memory are of one layer, or of 2**22 elements. ``step()`` is
+        still called after each backward pass. It ends the step, and steps what has a gradient left. Without clipping
+        and overflow every number is the same, to the bit.
+
+        - A loss scale is divided out as ever: that of ``amp.scale_loss``, or of the ``scaler``. From the first gradient
+          on that is inf or NaN, no more parameters step in this pass. Those that had finite gradients before it have
+          stepped. The scale hears of the overflow as ever.
+        - ``max_grad_norm`` clips by the larger of two norms: that of the last step, and that of the gradients that have
+          come so far in this one. Other functions that clip find no gradients.
+        - Gradients of several passes are added up within ``accumulate()`` of what this returns.
+
+        Args:
+            model: has all the parameters. Call ``amp.initialize`` or ``amp.decorate`` before.
+            release: False changes nothing, for scripts that choose by a flag.
+            scaler: the ``amp.GradScaler`` or ``torch.amp.GradScaler`` that scales the losses, if one does.
+
+        Returns:
+            A handle with ``accumulate()``, and ``remove()``, which ends it.
+
+        Raises:
+            UsageError: if it is attached already; for gradients that other ranks average (DistributedDataParallel,
+                FSDP); if masters are kept outside of this optimizer. From a backward pass: for a second gradient of a
+                parameter before ``step()``, for ``create_graph=True``, and for a sparse gradient.
+            ArgumentValueError: if parameters are not in the model or are on several devices, or for a layer that makes
+                sparse gradients.
+        """
+        handle = GradientRelease(self, scaler)
+        if release:
+            handle.start(model)
+            self._warn_once()
+        return handle
+
+    def _step_all(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Step every parameter that has a gradient."""
         groups = self._gather()
         all_rows = [rows for _, group_rows in groups for rows in group_rows.rows]
         if not all_rows:
-            return loss
-        if not self._warned:
-            self._warned = True
-            if not self.options.master_weights and self.options.rounding == "nearest":
-                warn_of_lost_updates(type(self).__name__, self.param_groups)
+            return
+        self._warn_once()
         grad_scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         device = all_rows[0].device
         skip = None if skip is None else skip.to(device, torch.float32, non_blocking=True).reshape(())
@@ -135,18 +181,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         factor, skip = self._factor(all_rows, grad_scale, skip, check=scaler is not None)
         if scaler is not None and scaler.is_enabled():
             scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {device: skip}
-        for group, group_rows in groups:
-            for rows in group_rows.rows:
-                self._step_rows(group, rows, factor, skip)
-                increment_version(rows.weights)  # kernels write to them behind autograd's back
-                rows.table.release()
-        if self.copies is not None:
-            self.copies.end_write()
-        return loss
+        self._take(groups, factor, skip)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients: to None by default, or to zero if the optimizer was made with ``set_grad_none=False``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        if self.release is not None:
+            self.release.forget()
 
     def keep_masters(self, started: dict[int, torch.Tensor] | None = None) -> None:
         """Keep masters of 16-bit parameters from now on, unless told otherwise when made: ``master_weights=True``.
@@ -270,21 +311,35 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.copies.begin_step()
         for index, group in enumerate(self.param_groups):
             params = group["params"]
-            hyper = self._hyper(group)
-            layout = self._layout(hyper)
-            if self.options.rounding == "stochastic":
-                layout = {"step": NUMBER, **layout}
-            rows = self._groups.get(index)
-            copies = self._copies_of(params)
-            if rows is None or not rows.renew(params, self.state, layout, copies):
-                if self.copies is not None:
-                    self.copies.watch(params)  # some may have come since
-                self._start_masters(params)
-                rows = self._groups[index] = GroupRows(params, self.state, layout, self.options, first, copies)
+            positions = range(first, first + len(params))
+            hyper, rows = self._rows_of(self._groups.get(index), group, params, positions)
+            self._groups[index] = rows
             if rows.rows:
                 groups.append((hyper, rows))
             first += len(params)
         return groups
+
+    def _rows_of(
+        self, known: GroupRows | None, group: Hyper, params: list[torch.Tensor], positions: Sequence[int]
+    ) -> tuple[Hyper, GroupRows]:
+        """The rows of some parameters of a group: those known from an earlier step where nothing else changed."""
+        hyper = self._hyper(group)
+        layout = self._layout(hyper)
+        if self.options.rounding == "stochastic":
+            layout = {"step": NUMBER, **layout}
+        copies = self._copies_of(params)
+        if known is None or not known.renew(params, self.state, layout, copies):
+            if self.copies is not None:
+                self.copies.watch(params)  # some may have come since
+            self._start_masters(params)
+            known = GroupRows(params, self.state, layout, self.options, positions, copies)
+        return hyper, known
+
+    def _warn_once(self) -> None:
+        if not self._warned:
+            self._warned = True
+            if not self.options.master_weights and self.options.rounding == "nearest":
+                warn_of_lost_updates(type(self).__name__, self.param_groups)
 
     def _start_masters(self, params: Iterable[torch.Tensor]) -> None:
         """Let masters that are made in this step start from what they were given."""
@@ -327,6 +382,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         norm = total.sqrt() * inverse
         self.grad_norm = norm.float()
         return inverse * (limit / (norm + 1e-6)).clamp(max=1.0), skip
+
+    def _take(self, groups: Iterable[tuple[Hyper, GroupRows]], factor: Number, skip: torch.Tensor | None) -> None:
+        """Step the rows of some groups, and let go of their gradients."""
+        for group, group_rows in groups:
+            for rows in group_rows.rows:
+                self._step_rows(group, rows, factor, skip)
+                increment_version(rows.weights)  # kernels write to them behind autograd's back
+                rows.table.release()
+        if self.copies is not None:
+            self.copies.end_write()
 
     def _step_rows(self, group: Hyper, rows: ParamRows, factor: Number, skip: torch.Tensor | None) -> None:
         if isinstance(factor, torch.Tensor):

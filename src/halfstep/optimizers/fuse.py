@@ -60,7 +60,13 @@ class OfTorch(FusedOptimizer):
         return own(self, closure, **kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap hooks around it: both of its ways have them
-    zero_grad = torch.optim.Optimizer.zero_grad  # type: ignore[assignment]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # type: ignore[override]
+        """As torch's."""
+        torch.optim.Optimizer.zero_grad(self, set_to_none)
+        release = getattr(self, "release", None)  # not there after ``unfuse``
+        if release is not None:
+            release.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: nothing for a parameter of which nothing is kept."""
@@ -207,6 +213,8 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
     """
     if not isinstance(optimizer, OfTorch):
         raise ArgumentTypeError(f"unfuse takes what fuse has made, not a {type(optimizer).__name__}.")
+    if optimizer.release is not None:
+        optimizer.release.remove()
     masters = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -218,7 +226,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
                 _restore(param, state, group, param.dtype if master is None else master.dtype, optimizer._counts)
                 if not state:
                     del optimizer.state[param]
-    for name in ("options", "set_grad_none", "grad_norm", "_groups", "_started", "_warned", "copies"):
+    for name in ("options", "set_grad_none", "grad_norm", "_groups", "_started", "_warned", "copies", "release"):
         vars(optimizer).pop(name, None)
     _become(optimizer, optimizer.plain)
     return masters

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ..casting.weight_copies import memory_of, widen_gradients
+from ..core.errors import UsageError
 from ..kernels.expr import elementwise_kernel
 from ..kernels.grouping import group_rows
 from ..kernels.launch import launch
@@ -65,6 +66,13 @@ class LARC:
         if name == "optim":  # not there yet while a copy is being made
             raise AttributeError(name)
         return getattr(self.optim, name)
+
+    def attach(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: gradients are rescaled in ``step``, so parameters cannot step before it."""
+        raise UsageError(
+            "LARC rescales gradients in step(), and gradient release steps parameters before that. Use FusedLAMB, "
+            "which has a rate for each parameter in its own step, or keep the gradients."
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": {}}

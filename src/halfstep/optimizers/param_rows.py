@@ -157,7 +157,7 @@ class GroupRows:
         state: of the optimizer.
         layout: what its update keeps.
         options: of the optimizer.
-        first: the place of the first parameter in the optimizer.
+        places: of the parameters in the optimizer.
         copies: for each parameter, the 16-bit copy that is to be written as well, or None.
     """
 
@@ -167,7 +167,7 @@ class GroupRows:
         state: Mapping[torch.Tensor, dict[str, Any]],
         layout: StateLayout,
         options: FusedOptions,
-        first: int,
+        places: Sequence[int],
         copies: list[torch.Tensor | None],
     ) -> None:
         self._params = list(params)
@@ -191,7 +191,7 @@ class GroupRows:
                 [state[params[i]] for i in positions],
                 layout,
                 options,
-                [first + i for i in positions],
+                [places[i] for i in positions],
                 None if copies[positions[0]] is None else [copies[i] for i in positions],  # type: ignore[misc]
             )
             for positions in self._positions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -124,12 +125,14 @@ class FusedSGD(FusedOptimizer):
         options = FusedOptions(max_grad_norm, master_weights, state_dtype, rounding, seed)
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
 
-    def _gather(self) -> list[tuple[Hyper, GroupRows]]:
-        if any(group["dampening"] for group in self.param_groups):
-            for state in self.state.values():  # buffers without a count are torch's, or from before there was dampening
-                if isinstance(state.get("momentum_buffer"), torch.Tensor):
-                    state.setdefault("step", torch.tensor(1.0))
-        return super()._gather()
+    def _rows_of(
+        self, known: GroupRows | None, group: Hyper, params: list[torch.Tensor], positions: Sequence[int]
+    ) -> tuple[Hyper, GroupRows]:
+        for param in params if group["dampening"] else ():
+            state = self.state.get(param, {})
+            if isinstance(state.get("momentum_buffer"), torch.Tensor):
+                state.setdefault("step", torch.tensor(1.0))  # it is torch's, or from before there was dampening
+        return super()._rows_of(known, group, params, positions)
 
     def _layout(self, group: Hyper) -> StateLayout:
         if not group["momentum"]:

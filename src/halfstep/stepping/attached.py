@@ -140,6 +140,8 @@ class AttachedOptimizer:
             may_defer: leave it to a fused step where that loses less.
         """
         params, gradients = self.params(), self.passes.gradients
+        if self.passes.release is not None:
+            self.passes.release.add_overflow(found_inf)
         if may_defer and seen is None and not gradients.any_wide and self.stepping.takes_flags:
             if gradients.unscale_or_check(params, scale, found_inf):
                 self.stepping.grad_scale = scale
@@ -163,7 +165,7 @@ class AttachedOptimizer:
         """Call the optimizer's ``step`` as a scaler does: not at all if the host can know that it will be skipped."""
         known = closure is None and bool(self.passes.records) and not self.stepping.takes_flags
         if known and any_overflow(self.passes.take_records()).item():
-            return self.stepping.skip()
+            return self._skip()
         if attached_to(self.optimizer) is not self:
             return self.step(closure, *args, **kwargs)
         step: Any = self.optimizer.step
@@ -185,7 +187,7 @@ class AttachedOptimizer:
             found_inf = any_overflow(records) if records else None
             if found_inf is not None and (closure is not None or not self.stepping.takes_flags):
                 if found_inf.item():
-                    return self.stepping.skip()
+                    return self._skip()
                 found_inf = None
             if closure is not None:
                 closure = guarded(
@@ -205,6 +207,11 @@ class AttachedOptimizer:
                 if closure is not None or not (self.keeper.any and isinstance(self.optimizer, OfTorch)):
                     raise
                 return self._step_unfused(found_inf, args, kwargs)
+
+    def _skip(self) -> None:
+        if self.passes.release is not None:
+            self.passes.release.end_step()
+        self.stepping.skip()
 
     def _step_unfused(self, found_inf: torch.Tensor | None, args: Any, kwargs: Any) -> Any:
         """Go on with torch's own step, which takes sparse gradients, on plain masters."""

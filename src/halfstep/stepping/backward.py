@@ -22,6 +22,7 @@ from ..distributed.ddp_sync import BackwardRecord, RankSync, any_overflow, share
 from ..gradients.ledger import Gradients
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
+from ..optimizers.release import GradientRelease, release_of
 from .diagnosis import first_bad_gradient, refuse_strays
 
 __all__ = ["BackwardPasses", "ScaledBackward", "record_pass", "sync_overflow"]
@@ -60,6 +61,11 @@ class BackwardPasses:
         return self.keeper.gradients
 
     @property
+    def release(self) -> GradientRelease | None:
+        """What steps the parameters inside of backward passes, if something does."""
+        return release_of(self.keeper.optimizer)
+
+    @property
     def device(self) -> torch.device:
         """Where the first parameter lives: flags and scales are kept there."""
         return next((param.device for param in self.keeper.params()), torch.device("cpu"))
@@ -88,17 +94,23 @@ class BackwardPasses:
                 f"A scale_loss block of this {self.optimizer_name} is open already, and two backward passes "
                 "at two scales would mix. Close the first block before the second; gradients add up across blocks."
             )
+        release = self.release
+        if release is not None:
+            release.refuse_block()
         params = self.keeper.params()
         stays_in_place = None
         if not self.ranks.alone:
             self._discover_wrappers(params)
             scale, stays_in_place = self.ranks.gradient_scale(scale), self.ranks.averaged_next
-        if self.records and not self.ranks.reductions and all(param.grad is None for param in params):
+        gone = release is None or not release.has_stepped
+        if gone and self.records and not self.ranks.reductions and all(param.grad is None for param in params):
             self.records = [record for record in self.records if record.scaler is None]  # of gradients that are gone
         if self.delayed and (scale is not self.delayed_scale or self.ranks.will_sync):
             self.unscale_delayed()
         if not self.delayed:
             self.gradients.begin(params, scale, seen, stays_in_place, delay=delay)
+        if release is not None:
+            release.begin(self.gradients, scale, delay=delay)
         if not self.ranks.alone:
             self.ranks.begin_backward(scale, params, self.gradients.held)
         self.is_open = True
@@ -113,6 +125,8 @@ class BackwardPasses:
         lost = self.ranks.abandon_backward(self.keeper.params()) or self.delayed
         self.delayed = False
         self.gradients.restore()
+        if self.release is not None:
+            self.release.abandon()
         if lost:
             self.records.append(BackwardRecord(torch.ones((), device=self.device), None))
 
@@ -129,7 +143,8 @@ class BackwardPasses:
         """
         self.is_open = False
         params = self.keeper.params()
-        self.got_gradients = any(param.grad is not None for param in params)
+        released = self.release is not None and self.release.finish(found_inf)
+        self.got_gradients = released or any(param.grad is not None for param in params)
         if self.ranks.reductions:
             self.ranks.end_backward(params)
         if not self.got_gradients:
@@ -185,6 +200,8 @@ class BackwardPasses:
             The norm before, a 0-dim tensor; -1 if a scaled backward pass overflowed, since there is nothing to clip
             then. No device is read.
         """
+        if self.release is not None:
+            self.release.refuse_clipping("clip_master_grads")
         self.unscale_delayed()
         self.sync()
         norm = self.gradients.clip(self.keeper.params(), max_norm, norm_type)
@@ -261,6 +278,8 @@ class ScaledBackward:
             for passes in self._passes:
                 passes.begin(scale, seen, delay=self._delay)
                 begun.append(passes)
+                if passes.release is not None:
+                    passes.release.guard = self._refuse_unscaled
         except BaseException:
             for passes in begun:
                 passes.abandon()
@@ -277,6 +296,16 @@ class ScaledBackward:
     def _reach(self, name: str, _: torch.Tensor) -> None:
         self._reached.add(name)
 
+    def _refuse_unscaled(self) -> None:
+        """Refuse a backward pass that did not come through the scaled loss."""
+        if self._reached == {"loss"}:
+            raise UsageError(
+                f"backward() was called on the loss given to {self._name}, and not on the scaled loss, so that its "
+                "gradients would be divided by a scale that they do not have. Call it on what the block gives: "
+                f"`with {self._name}(loss, optimizer) as scaled_loss: scaled_loss.backward()`. The gradients are "
+                "what they were before the block."
+            )
+
     @eager
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -289,12 +318,7 @@ class ScaledBackward:
             for passes in self._passes:
                 passes.abandon()
             if unscaled_loss and kind is None:
-                raise UsageError(
-                    f"backward() was called on the loss given to {self._name}, and not on the scaled loss, so that its "
-                    "gradients would be divided by a scale that they do not have. Call it on what the block gives: "
-                    f"`with {self._name}(loss, optimizer) as scaled_loss: scaled_loss.backward()`. The gradients are "
-                    "what they were before the block."
-                )
+                self._refuse_unscaled()
             return
         found_inf = torch.zeros((), device=self._loss.device) if self._found_inf is None else self._found_inf
         seen: set[int] | None = set() if len(self._passes) > 1 else None

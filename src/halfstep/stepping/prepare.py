@@ -25,6 +25,7 @@ from ..gradients.ledger import set_grads
 from ..gradients.master_registry import keeper_of
 from ..kernels.launch import backend_for
 from ..optimizers.fuse import can_fuse, fuse
+from ..optimizers.release import release_of
 from .attached import AttachedOptimizer, attach, attached_to
 
 __all__ = ["bare", "check", "prepare", "prepare_model", "prepare_optimizer"]
@@ -228,6 +229,11 @@ def check(
             raise UsageError(
                 f"This {kind} has been through amp.initialize or amp.decorate once, and once is all it can; make a new "
                 "optimizer to start over."
+            )
+        if release_of(optimizer) is not None:
+            raise UsageError(
+                f"attach() was called on this {kind} before {caller}, which changes what its step does; call {caller} "
+                "first and attach() after it."
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if known and params and known.isdisjoint(map(id, params)):

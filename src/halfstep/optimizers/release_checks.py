@@ -1,0 +1,115 @@
+"""What gradient release refuses: errors that say what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import ArgumentValueError, UsageError
+from ..distributed.ddp_hook import wrapped
+
+__all__ = ["check", "refuse_closure", "refuse_gradient", "refuse_ranks", "refuse_second"]
+
+
+def check(optimizer: torch.optim.Optimizer, model: nn.Module, released: Iterable[torch.Tensor]) -> None:
+    """Refuse an optimizer and a model whose gradients cannot be released.
+
+    Args:
+        optimizer: a fused one.
+        model: whose backward passes are to step.
+        released: parameters whose gradients another optimizer releases.
+
+    Raises:
+        ArgumentValueError: for parameters that are not in the model or on several devices, and for sparse layers.
+        UsageError: for parameters of two optimizers, for masters outside of the optimizer, for more than one rank.
+    """
+    groups = enumerate(optimizer.param_groups)
+    names = {id(p): f"parameter {i} of group {g}" for g, group in groups for i, p in enumerate(group["params"])}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    known, taken = {id(p) for p in model.parameters()}, {id(p) for p in released}
+    for param in params:
+        name = f"attach(model): {names[id(param)]}, of shape {tuple(param.shape)},"
+        if id(param) not in known:
+            raise ArgumentValueError(
+                f"{name} is not in the model. Give a model that has all parameters of this optimizer; "
+                "torch.nn.ModuleList makes one of several."
+            )
+        if id(param) in taken:
+            raise UsageError(f"{name} is released by another optimizer already, and only one can use its gradient.")
+    if len(devices := sorted({str(p.device) for p in params})) > 1:
+        raise ArgumentValueError(
+            f"attach(model): parameters are on {', '.join(devices)}, whose backward passes run at the same time; make "
+            "an optimizer for each device."
+        )
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and any(id(p) in names for p in module.parameters(recurse=False)):
+            raise ArgumentValueError(
+                f"attach(model): {path or 'the model'} ({type(module).__name__}) makes sparse gradients, which fused "
+                "optimizers do not take; make it with sparse=False."
+            )
+        refuse_ranks(params, first_fsdp=type(module).__name__ == "FullyShardedDataParallel")
+    keeper = getattr(getattr(optimizer, "_amp_stash", None), "keeper", None)
+    if keeper is not None and keeper.plain is not None:
+        raise UsageError(
+            f"attach(model): the masters of this {type(optimizer).__name__} are kept outside of it, because it shares "
+            "a parameter with another optimizer or because torch is older than 2.13. Gradient release needs them in "
+            "the state of the optimizer."
+        )
+
+
+def refuse_ranks(params: list[torch.Tensor], *, first_fsdp: bool = False) -> None:
+    """Refuse gradients that are averaged over ranks.
+
+    Raises:
+        UsageError: if a parameter is sharded or in a DistributedDataParallel wrapper, or with ``first_fsdp``.
+    """
+    if first_fsdp or wrapped(params):
+        raise UsageError(
+            "Gradient release steps a parameter as soon as its gradient is there, before DistributedDataParallel or "
+            "FSDP has averaged it with the other ranks. Train on one process, or keep the gradients."
+        )
+
+
+def refuse_closure(closure: Any) -> None:
+    """Refuse a closure.
+
+    Raises:
+        UsageError: if there is one.
+    """
+    if closure is not None:
+        raise UsageError(
+            "step(closure) runs backward passes itself, and with gradient release these would step already. Call "
+            "backward() and then step() without a closure, or end the release with remove()."
+        )
+
+
+def refuse_gradient(param: torch.Tensor) -> None:
+    """Refuse a gradient that is part of a graph.
+
+    Raises:
+        UsageError: if it is.
+    """
+    if param.grad is not None and param.grad.requires_grad:
+        raise UsageError(
+            "backward(create_graph=True) needs gradients and weights again, and gradient release frees the ones and "
+            "changes the others. Use torch.autograd.grad for it, or run this pass in `with handle.accumulate():`, "
+            "where handle is what attach() returned."
+        )
+
+
+def refuse_second(param: torch.Tensor) -> None:
+    """Refuse the second gradient of a parameter in one step.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(
+        f"A second gradient came to a parameter of shape {tuple(param.shape)} before optimizer.step(), and with "
+        "gradient release it has stepped with the first. Call step() after each backward pass. To accumulate, run all "
+        "passes but the last in `with handle.accumulate():`, where handle is what attach() returned. After a pass that "
+        "failed call zero_grad(). A parameter in two checkpoints with use_reentrant=True gets two gradients in one "
+        "pass: use False."
+    )

@@ -1,0 +1,866 @@
+"""``FusedOptimizer.attach``: parameters step inside of the backward pass. The reference is always the ordinary step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.gradient_release import peak_bytes
+from halfstep import amp, optimizers
+from halfstep.casting import weight_copies
+from halfstep.core.errors import ArgumentValueError, UsageError
+from halfstep.kernels import backend
+from halfstep.optimizers import release as release_file
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "Adam": lambda params: optimizers.FusedAdam(params, lr=0.02, weight_decay=0.1),
+    "Adam, L2, amsgrad": lambda params: optimizers.FusedAdam(
+        params, lr=0.02, weight_decay=0.1, adam_w_mode=False, amsgrad=True
+    ),
+    "Adam, bf16 moment": lambda params: optimizers.FusedAdam(params, lr=0.02, state_dtype=BF16),
+    "SGD": lambda params: optimizers.FusedSGD(params, lr=0.1),
+    "SGD, dampening": lambda params: optimizers.FusedSGD(params, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "Adagrad": lambda params: optimizers.FusedAdagrad(params, lr=0.1),
+    "LAMB": lambda params: optimizers.FusedLAMB(params, lr=0.02, max_grad_norm=None),
+    "NovoGrad": lambda params: optimizers.FusedNovoGrad(params, lr=0.02, weight_decay=0.1),
+    "torch.AdamW": lambda params: optimizers.fuse(torch.optim.AdamW(params, lr=0.02)),
+    "torch.SGD": lambda params: optimizers.fuse(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    return list(torch.randn(count, 5, 6, generator=torch.Generator().manual_seed(1)))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def make(
+    kind: str, *, level: str | None = None, released: bool = False, scaler: Any = None, **options: Any
+) -> tuple[nn.Module, Any]:
+    model = network()
+    optim = OPTIMIZERS[kind](model.parameters())
+    if level is not None:
+        model, optim = amp.initialize(model, optim, opt_level=level, verbosity=0, **options)
+    if released:
+        optim.attach(model, release=True, scaler=scaler)
+    return model, optim
+
+
+def scaled(optim: Any, loss: torch.Tensor) -> Any:
+    return amp.scale_loss(loss, optim) if hasattr(optim, "_amp_stash") else nullcontext(loss)
+
+
+def train(model: nn.Module, optim: Any, xs: list[torch.Tensor]) -> None:
+    for x in xs:
+        optim.zero_grad()
+        with scaled(optim, loss_of(model, x)) as loss:
+            loss.backward()
+        assert optim.release is None or all(p.grad is None for p in model.parameters())
+        optim.step()
+
+
+def assert_same(one: tuple[nn.Module, Any], other: tuple[nn.Module, Any]) -> None:
+    (model, optim), (model2, optim2) = one, other
+    for ours, theirs in zip(model.parameters(), model2.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    state, state2 = optim.state_dict()["state"], optim2.state_dict()["state"]
+    assert state.keys() == state2.keys()
+    for i, kept in state.items():
+        assert kept.keys() == state2[i].keys()
+        for name, value in kept.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(state2[i][name])), (i, name)
+
+
+@pytest.fixture
+def tiny_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a large model: no parameter waits for another."""
+    monkeypatch.setattr(release_file, "_BUCKET", 1)
+
+
+# ---- the same numbers
+
+
+@pytest.mark.parametrize("bucket", [1, 100, 2**22])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_as_the_ordinary_step(kind: str, bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release_file, "_BUCKET", bucket)
+    runs = [make(kind, released=released) for released in (False, True)]
+    for model, optim in runs:
+        train(model, optim, batches(4))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0, "dynamic"])
+@pytest.mark.parametrize(("level", "dtype"), [("O1", BF16), ("O1", FP16), ("O2", BF16), ("O2", FP16), ("O3", BF16)])
+@pytest.mark.filterwarnings("ignore:.*updates bfloat16 weights in place")
+def test_steps_as_the_ordinary_step_under_amp(
+    level: str, dtype: torch.dtype, loss_scale: Any, kind: str, tiny_buckets: None
+) -> None:
+    options = {"level": level, "dtype": dtype, "loss_scale": loss_scale}
+    runs = [make(kind, released=released, **options) for released in (False, True)]
+    for model, optim in runs:
+        train(model, optim, batches(3))
+    assert_same(*runs)
+    assert not runs[1][1].step_was_skipped
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_any_training_is_the_same(data: st.DataObject) -> None:
+    """Groups, frozen parameters, passes that are added up, learning rates that change: in any order."""
+    kind = data.draw(st.sampled_from(["Adam", "SGD, dampening", "LAMB"]))
+    level = data.draw(st.sampled_from([None, "O2"]))
+    loss_scale = data.draw(st.sampled_from([1.0, 64.0, "dynamic"]))
+    steps = data.draw(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([None, 0, 3])), min_size=1, max_size=4))
+    clear = data.draw(st.booleans())
+    runs = []
+    for released in (False, True):
+        options = {} if level is None else {"dtype": BF16, "loss_scale": loss_scale}
+        model, optim = make(kind, level=level, released=released, **options)
+        xs = iter(batches(20))
+        for passes, frozen in steps:
+            for i, layer in enumerate(model):
+                layer.requires_grad_(i != frozen)
+            for turn in range(passes):
+                keeps = optim.release.accumulate() if released and turn < passes - 1 else nullcontext()
+                with keeps, scaled(optim, loss_of(model, next(xs))) as loss:
+                    loss.backward()
+            optim.step()
+            if clear or not released:
+                optim.zero_grad(set_to_none=True)
+            optim.param_groups[0]["lr"] *= 0.9
+        runs.append((model, optim))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("name", ["eager", "compiled"])
+def test_on_every_backend(name: str, tiny_buckets: None) -> None:
+    with backend(name):
+        runs = [make("Adam", level="O2", dtype=BF16, released=released) for released in (False, True)]
+        for model, optim in runs:
+            train(model, optim, batches(3))
+    assert_same(*runs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_on_a_gpu(dtype: torch.dtype, tiny_buckets: None) -> None:
+    """There hooks run in a thread of their own."""
+    runs = []
+    for released in (False, True):
+        model = network().cuda()
+        optim = OPTIMIZERS["Adam"](model.parameters())
+        model, optim = amp.initialize(model, optim, opt_level="O2", dtype=dtype, loss_scale="dynamic", verbosity=0)
+        if released:
+            optim.attach(model)
+        train(model, optim, [x.cuda() for x in batches(4)])
+        runs.append((model, optim))
+    assert_same(*runs)
+
+
+def test_stochastic_rounding_draws_the_same_numbers(tiny_buckets: None) -> None:
+    runs = []
+    for released in (False, True):
+        model = network().to(BF16)
+        optim = optimizers.FusedAdam(model.parameters(), lr=1e-3, rounding="stochastic", seed=3)
+        if released:
+            optim.attach(model)
+        train(model, optim, [x.to(BF16) for x in batches(4)])
+        runs.append((model, optim))
+    assert_same(*runs)
+
+
+def test_groups_that_come_and_go(tiny_buckets: None) -> None:
+    runs = []
+    for released in (False, True):
+        model: Any = network()
+        optim = optimizers.FusedAdam(model[0].parameters(), lr=0.02)
+        if released:
+            optim.attach(model)
+        optim.add_param_group({"params": list(model[5].parameters()), "lr": 0.05})
+        train(model, optim, [])
+        for x in batches(3):
+            loss_of(model, x).backward()
+            optim.step()
+            model.zero_grad()
+        optim.load_state_dict(optim.state_dict())
+        optim.param_groups.reverse()
+        loss_of(model, batches(1)[0]).backward()
+        optim.step()
+        model.zero_grad()
+        runs.append((model, optim))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("bucket", [1, 2**22])
+def test_weight_copies_are_written_and_kept(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release_file, "_BUCKET", bucket)
+    runs = []
+    for released in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128))
+        optim: Any = optimizers.FusedAdam(model.parameters())
+        model, optim = amp.initialize(model, optim, opt_level="O1", dtype=BF16, verbosity=0)
+        if released:
+            optim.attach(model)
+        train(model, optim, [torch.ones(2, 128)] * 3)
+        assert all(weight_copies.fresh_copy(layer.weight, BF16) is not None for layer in (model[0], model[2]))
+        runs.append((model, optim))
+    assert_same(*runs)
+
+
+def test_a_parameter_that_left_keeps_its_gradient() -> None:
+    model: Any = network()
+    optim = optimizers.FusedAdam(model.parameters())
+    optim.attach(model)
+    train(model, optim, batches(1))
+    left = optim.param_groups[0]["params"].pop()
+    loss_of(model, batches(1)[0]).backward()
+    assert [p for p in model.parameters() if p.grad is not None] == [left]
+    other = optimizers.FusedAdam([left])
+    other.attach(model)
+    optim.step()
+    loss_of(model, batches(1)[0]).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert [optim.state[left]["step"], other.state[left]["step"]] == [1, 1]
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(("loss_scale", "ordinary"), [(1.0, 12.0), (64.0, 16.0)])
+def test_ten_bytes_a_parameter(loss_scale: float, ordinary: float, tiny_buckets: None) -> None:
+    """Weight 2, remainder 2, first moment 2, second moment 4, and the gradient of one layer of 8."""
+    arguments: Any = {"layers": 8, "loss_scale": loss_scale, "device": torch.device("cpu")}
+    assert peak_bytes(released=True, **arguments) == pytest.approx(10 + 2 / 8, abs=0.01)
+    assert peak_bytes(released=False, **arguments) == pytest.approx(ordinary, abs=0.01)
+
+
+def test_gradients_are_freed_one_by_one(tiny_buckets: None) -> None:
+    model: Any = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+    optim = optimizers.FusedAdam(model.parameters())
+    optim.attach(model)
+    freed: list[bool] = []
+    brought: list[weakref.ref[torch.Tensor]] = []
+
+    def note(grad: torch.Tensor) -> None:
+        freed.extend(ref() is None for ref in brought[-1:])
+        brought.append(weakref.ref(grad))
+
+    for param in model.parameters():
+        param.register_hook(note)
+    loss_of(model, torch.randn(4, 8)).backward()
+    assert freed == [True] * 4
+    assert all(p.grad is None for p in model.parameters())
+
+
+# ---- loss scales
+
+
+def grow_first_gradient(model: Any, value: float) -> Any:
+    """From now on the gradients of the first layer are multiplied by this."""
+    return model[0].weight.register_hook(lambda grad: grad * value)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_an_overflow_stops_the_step_where_it_is(bad: float, dtype: torch.dtype, tiny_buckets: None) -> None:
+    model, optim = make("Adam", level="O2", dtype=dtype, released=True, loss_scale="dynamic")
+    train(model, optim, batches(1))
+    hook = grow_first_gradient(model, bad)
+    names = [name for name, _ in model.named_parameters()]
+    before = copy.deepcopy([[*model.parameters()], optim.state_dict()["state"]])
+    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    train(model, optim, batches(1))
+    assert optim.step_was_skipped
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale / 2
+    stepped = []
+    for i, (name, param) in enumerate(model.named_parameters()):
+        state, old = optim.state_dict()["state"][i], before[1][i]
+        moved = not torch.equal(param, before[0][i])
+        assert moved == (state["step"] == 2)
+        assert moved or all(torch.equal(state[key], old[key]) for key in old)
+        if moved:
+            stepped.append(name)
+    # Those nearer to the loss came first; the bias of the first layer may come before or after its weight.
+    assert set(names) - set(stepped) - {"0.bias"} == {"0.weight"}
+    hook.remove()
+    train(model, optim, batches(1))
+    assert not optim.step_was_skipped
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_an_overflow_at_the_loss_changes_nothing() -> None:
+    model, optim = make("Adam", level="O2", dtype=FP16, released=True, loss_scale="dynamic")
+    train(model, optim, batches(1))
+    before = copy.deepcopy([[*model.parameters()], optim.state_dict()["state"]])
+    with amp.scale_loss(loss_of(model, batches(1)[0]) * math.inf, optim) as loss:
+        loss.backward()
+    optim.step()
+    assert optim.step_was_skipped
+    for param, old in zip(model.parameters(), before[0], strict=True):
+        assert torch.equal(param, old)
+    assert all(state["step"] == 1 for state in optim.state_dict()["state"].values())
+
+
+def test_two_blocks_of_a_step_have_an_overflow_each() -> None:
+    model, optim = make("Adam", level="O2", dtype=FP16, released=True, loss_scale="dynamic")
+    first, last = model[0], model[5]  # type: ignore[index]
+    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    for layer, x, factor in ((first, torch.ones(2, 6), math.inf), (last, torch.ones(2, 16), 1.0)):
+        with amp.scale_loss(layer(x.half()).float().mean() * factor, optim) as loss:
+            loss.backward()
+    optim.step()
+    assert optim.step_was_skipped
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": scale / 2, "unskipped": 1}
+    assert [optim.state[layer.weight]["step"] for layer in (first, last)] == [0, 1]
+
+
+def test_a_block_without_gradients_does_not_count() -> None:
+    model, optim = make("Adam", level="O2", dtype=FP16, released=True, loss_scale="dynamic")
+    for loss in (loss_of(model, batches(1)[0]), torch.ones((), requires_grad=True)):
+        with amp.scale_loss(loss, optim) as scaled_loss:
+            scaled_loss.backward()
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
+
+
+SCALERS = {
+    "halfstep": lambda: amp.GradScaler(init_loss_scaling=64.0, incr_every_n_steps=2, decr_every_n_nan_or_inf=1),
+    "torch": lambda: torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2),
+    "disabled": lambda: amp.GradScaler(enable=False),
+}
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("kind", ["Adam", "torch.AdamW"])
+@pytest.mark.parametrize("name", SCALERS)
+def test_with_a_grad_scaler(name: str, kind: str, attached: bool, accumulate: bool, tiny_buckets: None) -> None:
+    runs, scales = [], []
+    for released in (False, True):
+        model, optim, scaler = network(), None, SCALERS[name]()
+        optim = OPTIMIZERS[kind](model.parameters())
+        if attached:
+            model, optim = amp.decorate(model, optim, level="O2", dtype="bfloat16")
+        if released:
+            optim.attach(model, scaler=scaler)
+        for x in batches(5):
+            casts = amp.auto_cast(enable=attached, level="O2", dtype="bfloat16")
+            if accumulate:
+                with casts:
+                    loss = loss_of(model, x + 1)
+                with optim.release.accumulate() if released else nullcontext():
+                    scaler.scale(loss).backward()
+            with casts:
+                loss = loss_of(model, x)
+            scaler.scale(loss).backward()
+            assert not released or all(p.grad is None for p in model.parameters())
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+        runs.append((model, optim))
+        scales.append(scaler.get_scale())
+    assert_same(*runs)
+    assert scales[0] == scales[1]
+
+
+@pytest.mark.parametrize("name", ["halfstep", "torch"])
+def test_a_grad_scaler_hears_of_overflows(name: str, tiny_buckets: None) -> None:
+    model, scaler = network(), SCALERS[name]()
+    optim = optimizers.FusedAdam(model.parameters())
+    optim.attach(model, scaler=scaler)
+    grow_first_gradient(model, math.inf)
+    scaler.scale(loss_of(model, batches(1)[0])).backward()
+    result = scaler.step(optim)
+    scaler.update()
+    assert scaler.get_scale() == 32.0
+    assert name == "torch" or not result
+    assert optim.state[model[5].weight]["step"] == 1  # type: ignore[index]
+    assert optim.state[model[0].weight]["step"] == 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["halfstep", "torch"])
+def test_a_grad_scaler_hears_of_overflows_in_what_is_left_for_step(name: str) -> None:
+    model, scaler = network(), SCALERS[name]()
+    first, last = model[0], model[5]  # type: ignore[index]
+    optim = optimizers.FusedAdam(model.parameters())
+    handle = optim.attach(model, scaler=scaler)
+    with handle.accumulate():
+        scaler.scale(first(torch.ones(2, 6)).mean() * math.inf).backward()
+    scaler.scale(last(torch.ones(2, 16)).mean()).backward()
+    scaler.step(optim)
+    scaler.update()
+    assert scaler.get_scale() == 32.0
+    assert [optim.state[layer.weight]["step"] for layer in (first, last)] == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["halfstep", "torch"])
+def test_a_scaler_that_attach_does_not_know_is_refused(name: str) -> None:
+    model, scaler = network(), SCALERS[name]()
+    optim = optimizers.FusedAdam(model.parameters())
+    optim.attach(model)
+    scaler.scale(loss_of(model, batches(1)[0])).backward()
+    with pytest.raises(UsageError, match=r"attach\(model, scaler=scaler\)"):
+        scaler.step(optim)
+
+
+def test_a_scaler_and_a_block_are_one_too_many() -> None:
+    model, optim = make("Adam", level="O2", dtype=BF16)
+    optim.attach(model, scaler=SCALERS["halfstep"]())
+    with optim.release.accumulate():
+        loss_of(model, batches(1)[0]).backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    with pytest.raises(UsageError, match="use one of them"), amp.scale_loss(loss_of(model, batches(1)[0]), optim):
+        pytest.fail("the block was opened")
+    for param, grad in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.grad, grad)
+
+
+def test_a_scaler_that_has_scaled_nothing() -> None:
+    model = network()
+    optim = optimizers.FusedAdam(model.parameters())
+    optim.attach(model, scaler=amp.GradScaler())
+    with pytest.raises(UsageError, match="No loss has been scaled"):
+        loss_of(model, batches(1)[0]).backward()
+    assert not optim.state
+
+
+def test_the_unscaled_loss_in_a_block_steps_nothing() -> None:
+    model, optim = make("Adam", level="O2", dtype=FP16, released=True, loss_scale=64.0)
+    before = copy.deepcopy(model.state_dict())
+    loss = loss_of(model, batches(1)[0])
+    with pytest.raises(UsageError, match="not on the scaled loss"), amp.scale_loss(loss, optim):
+        loss.backward()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    train(model, optim, batches(1))
+    assert optim.state[model[0].weight]["step"] == 1  # type: ignore[index]
+
+
+# ---- clipping
+
+
+def test_clips_by_the_last_norm_and_what_has_come_so_far(tiny_buckets: None) -> None:
+    limit, lr = 0.5, 1.0
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    model = nn.ParameterList(params)
+    optim = optimizers.FusedSGD(params, lr=lr, max_grad_norm=limit)
+    optim.attach(model)
+    last = 0.0
+    for factor in (1.0, 10.0, 1.0):
+        grads = [torch.tensor([3.0, 4.0]) * factor * (i + 1) for i in range(3)]
+        before = [p.detach().clone() for p in params]
+        order: list[int] = []
+        hooks = [p.register_hook(lambda _, i=i, order=order: order.append(i)) for i, p in enumerate(params)]
+        sum((p * g).sum() for p, g in zip(params, grads, strict=True)).backward()
+        optim.step()
+        for hook in hooks:
+            hook.remove()
+        so_far = 0.0
+        for i in order:
+            so_far += float(grads[i].square().sum())
+            rate = min(1.0, limit / (max(last, math.sqrt(so_far)) + 1e-6))
+            torch.testing.assert_close(params[i].detach(), before[i] - lr * rate * grads[i])
+        last = math.sqrt(so_far)
+        torch.testing.assert_close(optim.grad_norm, torch.tensor(last))
+
+
+def test_clips_unscaled_gradients_and_keeps_the_norm_after_an_overflow() -> None:
+    model, optim = make("Adam", level="O2", dtype=FP16, loss_scale=64.0)
+    optim.options = optimizers.options.FusedOptions(0.1, True)
+    optim.attach(model)
+    reference = network()
+    train(model, optim, batches(1))
+    loss_of(reference, batches(1)[0]).backward()
+    norm = nn.utils.get_total_norm([p.grad for p in reference.parameters()])  # type: ignore[misc]
+    torch.testing.assert_close(optim.grad_norm, norm, rtol=0.02, atol=0)
+    kept = optim.release._last.clone()
+    hook = grow_first_gradient(model, math.nan)
+    train(model, optim, batches(1))
+    assert optim.step_was_skipped
+    assert torch.equal(optim.release._last, kept)
+    hook.remove()
+    train(model, optim, batches(2))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_clipping_by_other_means_is_refused() -> None:
+    model, optim = make("Adam", level="O2", dtype=BF16, released=True)
+    with amp.scale_loss(loss_of(model, batches(1)[0]), optim) as loss:
+        loss.backward()
+    with pytest.raises(UsageError, match="max_grad_norm"):
+        optim.clip_master_grads(1.0)
+    model, scaler = network(), amp.GradScaler()
+    optim = optimizers.FusedAdam(model.parameters())
+    optim.attach(model, scaler=scaler)
+    scaler.scale(loss_of(model, batches(1)[0])).backward()
+    for call in (lambda: scaler.unscale_(optim), lambda: scaler.clip_grad_norm_(optim, 1.0)):
+        with pytest.raises(UsageError, match="max_grad_norm"):
+            call()
+
+
+# ---- what a backward pass can be
+
+
+def test_a_tied_weight_steps_once(tiny_buckets: None) -> None:
+    runs = []
+    for released in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        model[2].weight = model[0].weight
+        optim = optimizers.FusedAdam(model.parameters(), lr=0.1)
+        if released:
+            optim.attach(model)
+        train(model, optim, batches(3))
+        runs.append((model, optim))
+    assert_same(*runs)
+
+
+class Checkpointed(nn.Module):
+    """Two layers behind a checkpoint each; ``tied`` makes them one."""
+
+    def __init__(self, *, reentrant: bool, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6)
+        self.second = self.first if tied else nn.Linear(6, 6)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for layer in (self.first, self.second):
+            x = checkpoint(lambda value, layer=layer: layer(value).tanh(), x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("bucket", [1, 2**22])
+@pytest.mark.parametrize(("reentrant", "tied"), [(True, False), (False, False), (False, True)])
+def test_checkpoints(reentrant: bool, tied: bool, bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release_file, "_BUCKET", bucket)
+    runs = []
+    for released in (False, True):
+        model = Checkpointed(reentrant=reentrant, tied=tied)
+        optim = optimizers.FusedAdam(model.parameters(), lr=0.1)
+        if released:
+            optim.attach(model)
+        train(model, optim, batches(3))
+        runs.append((model, optim))
+    assert_same(*runs)
+
+
+def test_a_weight_in_two_reentrant_checkpoints_is_refused(tiny_buckets: None) -> None:
+    model = Checkpointed(reentrant=True, tied=True)
+    optim = optimizers.FusedAdam(model.parameters())
+    optim.attach(model)
+    with pytest.raises(UsageError, match="use_reentrant"):
+        loss_of(model, batches(1)[0]).backward()
+
+
+def test_a_second_pass_before_step_is_refused() -> None:
+    model, optim = make("Adam", released=True)
+    loss = loss_of(model, batches(1)[0])
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(UsageError, match=r"accumulate\(\)"):
+        loss_of(model, batches(1)[0]).backward()
+    assert all(state["step"] == 1 for state in optim.state.values())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # its graph is of weights that are gone
+    optim.zero_grad()
+    train(model, optim, batches(1))
+    assert all(state["step"] == 2 for state in optim.state.values())
+
+
+def test_passes_for_different_parameters_are_one_step() -> None:
+    runs = []
+    for released in (False, True):
+        model: Any = network()
+        optim = optimizers.FusedAdam(model.parameters(), lr=0.1)
+        if released:
+            optim.attach(model)
+        for x in batches(2):
+            model[0](x).square().mean().backward()
+            model[5](torch.ones(2, 16)).square().mean().backward()
+            optim.step()
+            model.zero_grad()
+        runs.append((model, optim))
+    assert_same(*runs)
+
+
+def test_passes_that_all_accumulate_leave_it_to_step() -> None:
+    runs = []
+    for released in (False, True):
+        model, optim = make("Adam", level="O2", dtype=BF16, released=released)
+        for x in batches(2):
+            for turn in range(2):
+                with optim.release.accumulate() if released else nullcontext():
+                    with amp.scale_loss(loss_of(model, x + turn), optim) as loss:
+                        loss.backward()
+            optim.step()
+            optim.zero_grad()
+        runs.append((model, optim))
+    assert_same(*runs)
+
+
+def test_delayed_unscaling() -> None:
+    runs = []
+    for released in (False, True):
+        model, optim = make("Adam", level="O2", dtype=FP16, released=released, loss_scale=64.0)
+        for x in batches(3):
+            for delay in (True, False):
+                with amp.scale_loss(loss_of(model, x + delay), optim, delay_unscale=delay) as loss:
+                    loss.backward()
+            optim.step()
+            optim.zero_grad()
+        runs.append((model, optim))
+    assert_same(*runs)
+
+
+def test_a_graph_of_gradients_is_refused() -> None:
+    model, optim = make("Adam", released=True)
+    with pytest.raises(UsageError, match="create_graph"), pytest.warns(UserWarning, match="create_graph"):
+        loss_of(model, batches(1)[0]).backward(create_graph=True)
+    assert not optim.state
+
+
+def test_autograd_grad_steps_nothing() -> None:
+    model, optim = make("Adam", released=True)
+    x = batches(1)[0].requires_grad_()
+    torch.autograd.grad(loss_of(model, x), [x, *model.parameters()])
+    assert not optim.state
+
+
+def test_after_a_failed_pass_zero_grad_begins_anew(tiny_buckets: None) -> None:
+    model, optim = make("Adam", level="O2", dtype=BF16, released=True)
+
+    def fail(_: torch.Tensor) -> None:
+        raise MemoryError
+
+    hook = model[0].weight.register_hook(fail)  # type: ignore[index]
+    with pytest.raises(MemoryError):
+        train(model, optim, batches(1))
+    hook.remove()
+    assert all(p.grad is None for p in model.parameters())
+    train(model, optim, batches(1))
+    assert optim.state[model[0].weight]["step"] == 1  # type: ignore[index]
+    assert optim.state[model[5].weight]["step"] == 2  # type: ignore[index]
+
+
+# ---- around it
+
+
+def test_remove_brings_the_ordinary_step_back() -> None:
+    runs = []
+    for released in (False, True):
+        model, optim = make("Adam", level="O2", dtype=BF16)
+        for turn, x in enumerate(batches(6)):
+            if released and turn % 3 == 1:
+                handle = optim.attach(model)
+            train(model, optim, [x])
+            if released and turn % 3 == 1:
+                handle.remove()
+                assert optim.release is None
+        with amp.scale_loss(loss_of(model, batches(1)[0]), optim) as loss:
+            loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        runs.append((model, optim))
+    assert_same(*runs)
+
+
+def test_release_false_changes_nothing() -> None:
+    model, optim = make("Adam")
+    handle = optim.attach(model, release=False)
+    with handle.accumulate():
+        loss_of(model, batches(1)[0]).backward()
+    assert optim.release is None
+    assert all(p.grad is not None for p in model.parameters())
+    handle.remove()
+
+
+def test_schedulers_drive_it() -> None:
+    runs = []
+    for released in (False, True):
+        model, optim = make("torch.AdamW", released=released)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optim, 0.5)
+        for x in batches(4):
+            train(model, optim, [x])
+            scheduler.step()
+        runs.append((model, optim))
+    assert_same(*runs)
+    assert runs[0][1].param_groups[0]["lr"] == runs[1][1].param_groups[0]["lr"]
+
+
+def test_state_dicts_are_the_ordinary_ones() -> None:
+    released, ordinary = (make("Adam", level="O2", dtype=BF16, released=one) for one in (True, False))
+    train(*released, batches(2))
+    buffer = io.BytesIO()
+    torch.save([released[0].state_dict(), released[1].state_dict()], buffer)
+    buffer.seek(0)
+    weights, state = torch.load(buffer)
+    for model, optim in (ordinary, released):
+        model.load_state_dict(weights)
+        optim.load_state_dict(state)
+        train(model, optim, batches(2))
+    assert_same(released, ordinary)
+
+
+def test_copies_are_not_attached() -> None:
+    model, optim = make("Adam", released=True)
+    train(model, optim, batches(1))
+    model2, optim2 = copy.deepcopy((model, optim))
+    assert optim2.release is None
+    loss_of(model2, batches(1)[0]).backward()
+    assert all(p.grad is not None for p in model2.parameters())
+    assert all(state["step"] == 1 for state in [*optim.state.values(), *optim2.state.values()])
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+
+
+def test_nothing_is_kept_alive() -> None:
+    model, optim = make("Adam", released=True)
+    train(model, optim, batches(1))
+    gone = weakref.ref(optim)
+    del optim
+    gc.collect()
+    assert gone() is None
+    loss_of(model, batches(1)[0]).backward()  # ordinary again
+    assert all(p.grad is not None for p in model.parameters())
+    optimizers.FusedAdam(model.parameters()).attach(model).remove()
+
+
+def test_unfuse_ends_it() -> None:
+    model, optim = make("torch.AdamW", released=True)
+    train(model, optim, batches(1))
+    optimizers.unfuse(optim)
+    loss_of(model, batches(1)[0]).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    optim.step()
+    optim.zero_grad()
+    assert all(state["step"] == 2 for state in optim.state.values())
+
+
+def test_a_step_that_the_scaler_leaves_out_ends_the_step() -> None:
+    """Accelerate puts a ``step`` on the instance to see whether it is called."""
+    model, optim = make("Adam", level="O2", dtype=FP16, released=True, loss_scale="dynamic")
+    train(model, optim, batches(1))
+    own = optim.step
+    optim.step = lambda *args, **kwargs: own(*args, **kwargs)
+    with amp.scale_loss(loss_of(model, batches(1)[0]) * math.inf, optim) as loss:
+        loss.backward()
+    optim.step()
+    assert optim.step_was_skipped
+    train(model, optim, batches(1))
+    assert all(state["step"] == 2 for state in optim.state.values())
+
+
+# ---- what is refused
+
+
+def test_closures_are_refused() -> None:
+    model, optim = make("Adam", released=True)
+    with pytest.raises(UsageError, match="closure"):
+        optim.step(lambda: loss_of(model, batches(1)[0]))
+    assert not optim.state
+
+
+@pytest.mark.parametrize("level", [None, "O2"])
+def test_attach_comes_once_and_last(level: str | None) -> None:
+    model, optim = make("Adam", level=level, released=True)
+    with pytest.raises(UsageError, match="attached already"):
+        optim.attach(model)
+    if level is None:
+        with pytest.raises(UsageError, match=r"attach\(\) after it"):
+            amp.initialize(model, optim, opt_level="O2", verbosity=0)
+        assert all(p.dtype is FP32 for p in model.parameters())
+
+
+def test_sparse_layers_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    with pytest.raises(ArgumentValueError, match=r"0 \(Embedding\) makes sparse gradients"):
+        optimizers.FusedSGD(model.parameters()).attach(model)
+    optim = optimizers.FusedSGD(model[1].parameters())  # not of this optimizer
+    optim.attach(model).remove()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    weight = nn.Parameter(torch.ones(5, 4))
+    optim = optimizers.FusedSGD([weight])
+    optim.attach(nn.ParameterList([weight]))
+    loss = nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum()
+    with pytest.raises(UsageError, match="sparse"):
+        loss.backward()
+    assert torch.equal(weight, torch.ones(5, 4))
+
+
+def test_other_parameters_are_refused() -> None:
+    model = network()
+    optim = optimizers.FusedAdam([*model.parameters(), nn.Parameter(torch.ones(7))])
+    with pytest.raises(ArgumentValueError, match=r"parameter 8 of group 0, of shape \(7,\), is not in the model"):
+        optim.attach(model)
+    assert optim.release is None
+
+
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    model, optim = make("Adam", released=True)
+    with pytest.raises(UsageError, match="another optimizer already"):
+        optimizers.FusedAdam(model.parameters()).attach(model)
+    optim.release.remove()
+    optimizers.FusedAdam(model.parameters()).attach(model).remove()
+
+
+def test_masters_outside_of_the_optimizer_are_refused() -> None:
+    model = network()
+    optims: Any = [optimizers.FusedSGD(model.parameters()) for _ in range(2)]
+    model, optims = amp.initialize(model, optims, opt_level="O2", verbosity=0)
+    with pytest.raises(UsageError, match="kept outside"):
+        optims[0].attach(model)
+
+
+def test_several_devices_are_refused() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+    with pytest.raises(ArgumentValueError, match="cpu, meta"):
+        optimizers.FusedSGD(model.parameters()).attach(model)
+
+
+def test_larc_is_refused() -> None:
+    model = network()
+    optim: Any = optimizers.LARC(optimizers.FusedSGD(model.parameters()))
+    with pytest.raises(UsageError, match="LARC"):
+        optim.attach(model)
+    assert optim.optim.release is None
+
+
+def test_a_wrapper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optim = make("Adam")
+    monkeypatch.setattr("halfstep.optimizers.release_checks.wrapped", list)
+    with pytest.raises(UsageError, match="DistributedDataParallel"):
+        optim.attach(model)
+    monkeypatch.undo()
+    optim.attach(model)
+    monkeypatch.setattr("halfstep.optimizers.release_checks.wrapped", list)
+    monkeypatch.setattr("halfstep.optimizers.release.wrappers_seen", lambda: 99)
+    with pytest.raises(UsageError, match="DistributedDataParallel"):
+        loss_of(model, batches(1)[0]).backward()
+    assert not optim.state
