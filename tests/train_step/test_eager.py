@@ -241,6 +241,28 @@ def test_ranks_step_with_the_mean_over_all_batches(ranks: Ranks, level: str | No
         torch.testing.assert_close(p.float(), q, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor calls it
+@pytest.mark.parametrize("options", [{}, {"compiled": True}, {"cuda_graph": True}])
+def test_gradients_may_be_released_inside_of_the_backward_pass(options: dict[str, bool]) -> None:
+    trained = []
+    for release in (True, False):
+        model, optimizer = brought_up("O2", FP16, optimizers.FusedAdam)
+        optimizer.attach(model, release=release)
+        step = TrainStep(model, loss_of, optimizer, **(options if release else {}))
+        trained.append(([step(*batch(i, overflow=i == 1)) for i in range(4)], list(model.parameters())))
+        assert all(p.grad is None for p in model.parameters())
+    torch.testing.assert_close(trained[0], trained[1], rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def test_released_gradients_cannot_be_clipped_afterwards() -> None:
+    model, optimizer = brought_up("O2", FP16, optimizers.FusedAdam)
+    optimizer.attach(model, release=True)
+    step, before = TrainStep(model, loss_of, optimizer, max_grad_norm=1.0), [p.clone() for p in model.parameters()]
+    with pytest.raises(HalfstepError, match="Give max_grad_norm to the optimizer instead"):
+        step(*batch(0, False))
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_it_is_made_again_around_copies() -> None:
     model, optimizer = brought_up("O2", BF16, optimizers.FusedAdam)
     TrainStep(model, loss_of, optimizer)(*batch(0, False))

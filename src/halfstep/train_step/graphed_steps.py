@@ -59,8 +59,8 @@ class Steps(Protocol):
     def loss_scalers(self) -> list[DeviceLossScaler]:
         """The loss scales that a step moves."""
 
-    def reads_device(self) -> str | None:
-        """Why a step waits for the device, if it does."""
+    def unrecordable(self) -> str | None:
+        """Why a step cannot be recorded, if it cannot."""
 
 
 @dataclass
@@ -309,7 +309,7 @@ class GraphedSteps:
             return "somebody watches the optimizer's steps, which replays do not call"
         if self._changes > _MOST_CHANGES:
             return f"what the graphs had recorded changed {self._changes} times ({self._changed})"
-        return self._step.reads_device()
+        return self._step.unrecordable()
 
     def _look_around(self, params: list[torch.Tensor]) -> None:
         """Forget all graphs if something that they do not read themselves has changed."""

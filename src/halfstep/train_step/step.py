@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..amp.grad_scaler import GradScaler
 from ..amp.scale_loss import scale_loss
 from ..core.dtypes import dtype_name
-from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..optimizers.base import FusedOptimizer
+from ..optimizers.release import release_of
 from ..stepping.attached import attached_to
 from .graphed_steps import GraphedSteps
 from .program import Program
@@ -117,7 +118,15 @@ class TrainStep:
 
         Returns:
             The loss, a detached 0-dim tensor on its device. Nothing waits for it.
+
+        Raises:
+            UsageError: for ``max_grad_norm`` with an optimizer that releases its gradients.
         """
+        if self.max_grad_norm is not None and release_of(self.optimizer) is not None:
+            raise UsageError(
+                "TrainStep: max_grad_norm would clip gradients that the optimizer has released (attach(release=True)). "
+                "Give max_grad_norm to the optimizer instead, which clips by the norm of the step before."
+            )
         signature = self._signature(batch)
         last = self._calls + 1 == self.accumulate
         if self._graphed is not None:
@@ -183,9 +192,11 @@ class TrainStep:
         attached = attached_to(self.optimizer)
         return [] if attached is None or attached.session is None else attached.session.loss_scalers[:1]
 
-    def reads_device(self) -> str | None:
-        """Why a step waits for the device; None if it does not."""
+    def unrecordable(self) -> str | None:
+        """Why a step cannot be recorded; None if it can."""
         name = type(self.optimizer).__name__
+        if release_of(self.optimizer) is not None:
+            return f"{name} steps inside of the backward pass"
         if self.scaler is not None and self.scaler.is_enabled() and not isinstance(self.scaler, GradScaler):
             return "a torch.amp.GradScaler reads the device in its step; use halfstep.amp.GradScaler"
         takes_flags = getattr(self.optimizer, "_step_supports_amp_scaling", False)
