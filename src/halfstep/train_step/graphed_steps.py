@@ -134,12 +134,14 @@ class GraphedSteps:
             self._reveal()
         self._hidden = None
         before = signature.reason
-        signature.runs, signature.reason = "eager", reason
+        signature.runs, signature.reason = "eager", None
         loss = self._step.backward(batch, signature, last=last)
         if last:
             self._step.update()
-        if reason is not None and reason != before:
-            logger.warning("TrainStep(cuda_graph=True) takes steps without a graph: %s", reason)
+        if reason is not None:
+            signature.reason = reason
+            if reason != before:
+                logger.warning("TrainStep(cuda_graph=True) takes steps without a graph: %s", reason)
         return loss
 
     # ---- with graphs
@@ -198,14 +200,14 @@ class GraphedSteps:
             return loss, slot
 
         self._reveal()
-        clear_cache()  # a graph must cast weights anew in each replay, and nobody else may use what it cast
+        _forget_casts()  # a graph must cast weights anew in each replay, and nobody else may use what it cast
         if isinstance(self._step.optimizer, FusedOptimizer):
             self._step.optimizer.drop_copies()
         try:
             graph, (loss, slot) = self._record(passes)
         finally:  # nothing ran: what is there is what came in
             self._hide(incoming)
-            clear_cache()
+            _forget_casts()
         self._slots[index] = slot
         made = self._passes[id(signature), position] = _Passes(graph, places, loss, signature)
         return made
@@ -340,3 +342,8 @@ class GraphedSteps:
 
     def _count(self, *_: Any) -> None:
         self._steps_taken += 1
+
+
+def _forget_casts() -> None:
+    clear_cache()
+    torch.clear_autocast_cache()

@@ -15,17 +15,18 @@ T = TypeVar("T")
 
 
 class CudaGraph:
-    """One recording. All of a class share a stream and, in turn, the memory of ``pool``.
+    """One recording of what a function launches on the current stream.
 
     Args:
-        device: that it runs on.
-        pool: memory that other recordings use, too; None for new memory.
+        pool: the memory of other recordings, which never run at the same time; None for new memory.
+
+    Attributes:
+        pool: its memory, after ``record``.
     """
 
-    def __init__(self, device: torch.device, pool: Any = None) -> None:
-        self._device = device
+    def __init__(self, pool: Any = None) -> None:
+        self.pool = pool
         self._graph = torch.cuda.CUDAGraph()
-        self._pool = pool
 
     @staticmethod
     def obstacle(device: torch.device) -> str | None:
@@ -39,29 +40,28 @@ class CudaGraph:
         stream = stream or torch.cuda.Stream(device)
         current = torch.cuda.current_stream(device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            yield stream
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                yield stream
+        finally:
+            current.wait_stream(stream)
 
     def record(self, function: Callable[[], T]) -> T:
-        """Record what a function launches; it does not run.
+        """Record a function; it does not run.
 
         Raises:
             RuntimeError: if it cannot be recorded, for example because it reads the device.
         """
-        with torch.cuda.graph(self._graph, pool=self._pool, stream=torch.cuda.current_stream(self._device)):
+        stream = torch.cuda.current_stream()
+        # Other threads, such as those that pin memory for a DataLoader, may go on calling CUDA.
+        with torch.cuda.graph(self._graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
             result = function()
-        self._pool = self._graph.pool()
+        self.pool = self._graph.pool()
         return result
 
     def replay(self) -> None:
         """Run what was recorded."""
         self._graph.replay()
-
-    @property
-    def pool(self) -> Any:
-        """Its memory, for other recordings that run in turn with it."""
-        return self._pool
 
 
 @dataclass

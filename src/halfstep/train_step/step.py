@@ -72,8 +72,8 @@ class TrainStep:
         cuda_graph: record steps on a CUDA device, and replay them.
 
     Attributes:
-        grad_norm: the norm before the latest clipping, a 0-dim tensor; None before the first, and without
-            ``max_grad_norm``.
+        grad_norm: the norm before the latest clipping, a 0-dim tensor that the next step may overwrite; None before the
+            first, and without ``max_grad_norm``.
 
     Raises:
         ArgumentTypeError: for an argument of the wrong type, or an optimizer that needs a closure.
