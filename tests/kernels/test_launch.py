@@ -191,14 +191,6 @@ def test_tables_cut_rows_into_chunks_that_cover_them() -> None:
     assert table.first.tolist() == [0, 3, 3, 5, 6]
 
 
-def test_pointers_are_aligned_only_if_all_of_them_are() -> None:
-    room = torch.zeros(64)
-    start = (-room.data_ptr() // 4) % 4
-    even, odd = room[start : start + 4], room[start + 1 : start + 5]
-    assert TensorTable.of(g=[even], p=[even]).pointers(4).aligned
-    assert not TensorTable.of(g=[even], p=[odd]).pointers(4).aligned
-
-
 # ---- forms of storage
 
 

@@ -123,7 +123,6 @@ class PointerTable:
         row, start, count: int64 tensors of shape [chunks]: the row, first element and length of each piece.
         first: int64, shape [rows + 1]: the first chunk of each row.
         addresses: int64, shape [parts * rows]: where the tensors of each part of each column begin.
-        aligned: every address is a multiple of 16 bytes.
     """
 
     def __init__(self, table: TensorTable, chunk: int) -> None:
@@ -144,7 +143,6 @@ class PointerTable:
         self.chunks = len(row)
         self.row, self.start, self.count, self.first = (t.to(self.device) for t in (row, start, count, first))
         self.addresses = torch.empty(0, dtype=torch.int64)
-        self.aligned = False
         self._known = [self._read(part) for part in range(len(self._lists))]
         self._write()
 
@@ -190,7 +188,6 @@ class PointerTable:
 
     def _write(self) -> None:
         flat = [address for addresses in self._known for address in addresses]
-        self.aligned = not any(map((15).__and__, flat))
         if not flat:
             return
         host = torch.frombuffer(array.array("q", flat), dtype=torch.int64)

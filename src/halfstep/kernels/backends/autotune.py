@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...core.files import cache_directory, replacing
+from ..expr import ElementwiseKernel, trace
 
-__all__ = ["CONFIGS", "DEFAULT", "LaunchConfig", "fastest"]
+__all__ = ["CONFIGS", "DEFAULT", "READING", "LaunchConfig", "default", "fastest"]
 
 logger = logging.getLogger("halfstep")
 
@@ -30,18 +31,34 @@ class LaunchConfig:
     warps: int
 
 
-DEFAULT = LaunchConfig(4096, 8)
-"""Where nothing is measured: few elements, the interpreter, a graph being captured."""
+DEFAULT = LaunchConfig(1024, 4)
+"""Where nothing is measured: few elements, the interpreter, a graph being captured, a sum of squares.
+
+``python -m benchmarks triton_offline --config ELEMENTS WARPS`` has the figures behind it. A pass is as fast as memory
+if enough bytes are asked for at once, and registers limit that. FusedAdam on split masters needs 96 registers for 8
+elements a thread (70 KiB in flight on a multiprocessor of an H100), 54 for 4 (56 KiB, and accesses half as wide on
+AMD) and 170 for 16 (56 KiB; LAMB spills on a B200). Programs of 4 warps fill a multiprocessor better than larger ones:
+those of 8 and 16 warps with the same 8 elements a thread have 56 KiB in flight.
+"""
+
+READING = LaunchConfig(4096, 8)
+"""The same for kernels that store nothing. They need few registers, so 16 elements a thread keep more in flight (48 KiB
+for 16-bit gradients, not 32), in accesses of 16 bytes, and leave fewer sums to add up."""
 
 CONFIGS = (
-    LaunchConfig(1024, 4),
+    LaunchConfig(512, 4),
+    DEFAULT,
+    LaunchConfig(1024, 8),
     LaunchConfig(2048, 4),
     LaunchConfig(2048, 8),
-    LaunchConfig(4096, 4),
-    DEFAULT,
-    LaunchConfig(8192, 8),
-    LaunchConfig(8192, 16),
+    READING,
+    LaunchConfig(4096, 16),
 )
+
+
+def default(kernel: ElementwiseKernel) -> LaunchConfig:
+    """The configuration of a kernel that was not measured."""
+    return DEFAULT if trace(kernel).stores else READING
 
 
 def fastest(

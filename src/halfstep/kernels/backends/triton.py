@@ -121,43 +121,79 @@ def stochastic(x, seed, element):
 
 
 @triton.jit
-def row_sums(first, partial, sums, chunks, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    which = tl.program_id(1).to(tl.int64)
+def sum_of_squares(x):
+    total = tl.sum(x * x)
+    exact = total.to(tl.float64)
+    if x.dtype == tl.float32:
+        if (total <= 1e-20) | (total >= 1e30):  # squares may have vanished or overflowed; NaN stays NaN
+            exponent = bits_of(tl.max(tl.abs(x))) & 0x7F800000
+            if exponent < 0x7F800000:
+                exponent = tl.minimum(tl.maximum(exponent, 0x00800000), 0x7E800000)
+                scaled = x * (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+                back = exponent.to(tl.float32, bitcast=True).to(tl.float64)
+                exact = tl.sum(scaled * scaled).to(tl.float64) * back
+                exact = exact * back
+    return exact
+
+
+@triton.jit
+def add_up(partial, sums, first, done, row, rows, chunks, SUMS: tl.constexpr, WIDTH: tl.constexpr = 1024):
     begin = tl.load(first + row)
     end = tl.load(first + row + 1)
-    total = tl.zeros((BLOCK,), tl.float64)
-    at = begin
-    while at < end:  # a range of loaded numbers is beyond the interpreter
-        i = at + tl.arange(0, BLOCK)
-        total += tl.load(partial + which * chunks + i, mask=i < end, other=0.0)
-        at += BLOCK
-    tl.store(sums + which * tl.num_programs(0) + row, tl.sum(total))
+    # The order of memory at an atomic (acquire and release) makes the stores of the other programs seen by the last.
+    if tl.atomic_add(done + row, 1) == end - begin - 1:
+        for which in tl.static_range(SUMS):
+            total = tl.zeros((WIDTH,), tl.float64)
+            at = begin
+            while at < end:  # a range of loaded numbers is beyond the interpreter
+                i = at + tl.arange(0, WIDTH)
+                total += tl.load(partial + which * chunks + i, mask=i < end, other=0.0, cache_modifier=".cg")
+                at += WIDTH
+            tl.store(sums + which * rows + row, tl.sum(total))
+        tl.store(done + row, 0)
 """
 
+# A chunk whose tensors are aligned and whose length fills vectors is moved in vectors, any other element by element.
 _ENTRY = """
 
 @triton.jit
-def kernel(row, start, count, table, scalars, skip, found, partial, rows, chunks,
-           ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    chunk = tl.program_id(0)
-    r = tl.load(row + chunk)
-    begin = tl.load(start + chunk)
+def update(%(pointers)s, row, begin, count, chunk, scalars, skip, found, partial, rows, chunks,
+           VECTORS: tl.constexpr, BLOCK: tl.constexpr):
+    count = tl.where(tl.load(skip) == 0.0, count, 0)
+    if VECTORS:
+        count = tl.multiple_of(count, %(vector)d)
     i = tl.arange(0, BLOCK)
-    alive = i < tl.where(tl.load(skip) == 0.0, tl.load(count + chunk), 0)
-%s
+    alive = i < count
+%(body)s
+
+
+@triton.jit
+def kernel(chunk_row, chunk_start, chunk_count, first, table, scalars, skip, found, partial, sums, done, rows, chunks,
+           BLOCK: tl.constexpr):
+    chunk = tl.program_id(0)
+    row = tl.load(chunk_row + chunk)
+    begin = tl.load(chunk_start + chunk)
+    count = tl.load(chunk_count + chunk).to(tl.int32)
+%(setup)s
+    if (((%(bits)s) & 15) | (count & %(vector)d - 1)) == 0:
+        update(%(pointers)s, row, begin, count, chunk, scalars, skip, found, partial, rows, chunks, True, BLOCK)
+    else:
+        update(%(pointers)s, row, begin, count, chunk, scalars, skip, found, partial, rows, chunks, False, BLOCK)
+%(finish)s
 """
 
 _OPERATIONS = {
     "add": "{} + {}",
     "sub": "{} - {}",
     "mul": "{} * {}",
+    "div": "{} / {}",
+    "sqrt": "tl.sqrt({})",
     "maximum": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
 }
 
 
 class TritonLauncher(GeneratedLauncher):
-    """One kernel over one table: one launch, and a second small one where squares are summed."""
+    """One kernel over one table, in one launch. The last program of a row adds up its sums of squares, in order."""
 
     def __init__(self, kernel: ElementwiseKernel, table: TensorTable, config: LaunchConfig | None = None) -> None:
         layout = layout_of(kernel, table)
@@ -166,11 +202,12 @@ class TritonLauncher(GeneratedLauncher):
         super().__init__(kernel, layout, table, self._config.elements)
         self._device = table.device
         self._zero = torch.zeros((), device=table.device)
+        self._done = torch.zeros(len(table), dtype=torch.int32, device=table.device)
 
     def _run(
         self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, sums: torch.Tensor
     ) -> None:
-        pointers, partial = self._pointers, self._partial
+        pointers = self._pointers
         # Where nobody looks at the flag, the checks still need somewhere to write.
         seen = found if found is not None else torch.empty_like(self._zero)
         with _on(self._device):
@@ -178,21 +215,19 @@ class TritonLauncher(GeneratedLauncher):
                 pointers.row,
                 pointers.start,
                 pointers.count,
+                pointers.first,
                 pointers.addresses,
                 numbers,
                 self._zero if skip is None else skip,
                 seen,
-                partial,
+                self._partial,
+                sums,
+                self._done,
                 self._rows,
                 pointers.chunks,
-                ALIGNED=pointers.aligned,
                 BLOCK=self._config.elements,
                 num_warps=self._config.warps,
             )
-            if partial.numel():
-                self._module.row_sums[(self._rows, partial.shape[0])](
-                    pointers.first, partial, sums, pointers.chunks, BLOCK=256
-                )
 
 
 def _on(device: torch.device) -> AbstractContextManager[None]:
@@ -205,10 +240,19 @@ def _interpreted() -> bool:
 
 
 def _config(kernel: ElementwiseKernel, table: TensorTable, layout: Layout) -> LaunchConfig:
-    """The launch configuration for a table. Kernels write in place, so they are timed on tensors of our own."""
+    """The launch configuration for a table. Kernels write in place, so they are timed on tensors of our own.
+
+    A sum of squares depends, in its last bits, on how a row is cut. So a kernel that has one is not tuned: the same
+    gradients give the same norm whatever was measured.
+    """
     first = next(iter(table.columns.values()))[1][0]
-    if _interpreted() or sum(t.numel() for t in first) < _WORTHWHILE or torch.cuda.is_current_stream_capturing():
-        return autotune.DEFAULT
+    if (
+        kernel.squares
+        or _interpreted()
+        or sum(t.numel() for t in first) < _WORTHWHILE
+        or torch.cuda.is_current_stream_capturing()
+    ):
+        return autotune.default(kernel)
     from triton import __version__ as version
     from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench
@@ -255,59 +299,80 @@ def source(kernel: ElementwiseKernel, layout: Layout) -> str:
     traced = trace(kernel)
     names = scalar_names(kernel, layout)
     acc = _TYPES[layout.compute_dtype]
-    lines = []
-    storages = {name: storage for name, _, storage in layout.columns}
-    for name, slot, storage in layout.columns:
-        for part, dtype in enumerate(storage.dtypes):
-            pointer = f"{name}{part}"
-            address = f"tl.load(table + {slot + part} * rows + r)"
-            lines.append(f"{pointer} = {address}.to(tl.pointer_type({_TYPES[dtype]})) + begin")
-            lines.append(f"if ALIGNED:\n        {pointer} = tl.multiple_of({pointer}, 16)")
+    parts = [
+        (f"{name}{part}", slot + part, dtype)
+        for name, slot, storage in layout.columns
+        for part, dtype in enumerate(storage.dtypes)
+    ]
+    # How many elements a thread moves at once: 16 bytes of the widest column, as many elements of any other. So all
+    # columns are spread alike over the threads, and none is passed from thread to thread through shared memory.
+    vector = 16 // max(dtype.itemsize for _, _, dtype in parts)
+    setup = [f"{pointer} = tl.load(table + {slot} * rows + row)" for pointer, slot, _ in parts]
+    body = []
+    for pointer, _, dtype in parts:
+        body.append(f"{pointer} = {pointer}.to(tl.pointer_type({_TYPES[dtype]})) + begin")
+        body.append(f"if VECTORS:\n        {pointer} = tl.multiple_of({pointer}, {vector * dtype.itemsize})")
     if "seed" in names:
-        lines.append(f"seed = bits_of(tl.load(scalars + {names.index('seed')} * rows + r))")
+        body.append(f"seed = bits_of(tl.load(scalars + {names.index('seed')} * rows + row))")
+    storages = {name: storage for name, _, storage in layout.columns}
     for i, node in enumerate(traced.nodes):
-        lines.append(_line(i, node.op, node.args, storages, names, acc))
+        body.extend(_lines(i, node.op, node.args, storages, names, acc))
     for name, index in traced.stores.items():
-        lines.extend(_stores(name, storages[name], f"v{index}"))
+        body.extend(_stores(name, storages[name], f"v{index}"))
     for i, index in enumerate(traced.squares):
-        lines.append(f"wide{i} = tl.where(alive, v{index}, 0.0).to(tl.float64)")
-        lines.append(f"tl.store(partial + {i} * chunks + chunk, tl.sum(wide{i} * wide{i}))")
+        body.append(f"square{index} = sum_of_squares(tl.where(alive, v{index}, 0.0))")
+        body.append(f"tl.store(partial + {i} * chunks + chunk, square{index})")
     for index in traced.checks:
-        lines.append(f"odd{index} = (v{index} != v{index}) | (tl.abs(v{index}) == float('inf'))")
-        lines.append(f"bad{index} = tl.sum((alive & odd{index}).to(tl.int32))")
-        lines.append(f"tl.store(found, 1.0, mask=bad{index} > 0)")
-    return _PRELUDE + _ENTRY % "\n".join(f"    {line}" for line in lines if line)
+        # The sum of squares of fp32 values is finite where they are: that of fp64 values can overflow.
+        seen = f"square{index}" if index in traced.squares and acc == "tl.float32" else f"v{index}"
+        body.append(f"odd{index} = ({seen} != {seen}) | (tl.abs({seen}) == float('inf'))")
+        if seen.startswith("v"):
+            body.append(f"odd{index} = tl.sum((alive & odd{index}).to(tl.int32)) > 0")
+        body.append(f"tl.store(found, 1.0, mask=odd{index})")
+    finish = [f"add_up(partial, sums, first, done, row, rows, chunks, {len(traced.squares)})"] if traced.squares else []
+    pointers = [pointer for pointer, _, _ in parts]
+    return _PRELUDE + _ENTRY % {
+        "vector": vector,
+        "pointers": ", ".join(pointers),
+        "bits": " | ".join(pointers),
+        "setup": _indent(setup),
+        "body": _indent(body),
+        "finish": _indent(finish),
+    }
 
 
-def _line(
+def _indent(lines: list[str]) -> str:
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _lines(
     i: int,
     op: str,
     args: tuple[int | float | str, ...],
     storages: dict[str, Storage],
     names: tuple[str, ...],
     acc: str,
-) -> str:
+) -> list[str]:
     if op == "load":
-        name = str(args[0])
-        first = f"tl.load({name}0 + i, mask=alive, other=0)"
-        second = f"tl.load({name}1 + i, mask=alive, other=0)"
-        if storages[name].kind == "split":
-            return f"v{i} = join({first}, {second})"
-        if storages[name].kind == "plain":
-            rounded = _rounded(f"m{i}", storages[name].dtypes[1])
-            return f"m{i} = {first}\n    v{i} = honoured(m{i}, {rounded}, {second}).to({acc})"
-        return f"v{i} = {first}.to({acc})"
+        return _loads(i, str(args[0]), storages[str(args[0])], acc)
     if op == "scalar":
-        return f"v{i} = tl.load(scalars + {names.index(str(args[0]))} * rows + r)"
+        return [f"v{i} = tl.load(scalars + {names.index(str(args[0]))} * rows + row)"]
     if op == "const":
-        return f"v{i} = tl.full((1,), {float(args[0])!r}, {acc})"
-    operands = [f"v{a}" for a in args]
+        return [f"v{i} = tl.full((1,), {float(args[0])!r}, {acc})"]
     # The plain forms are approximate in fp32; fp64 has only exact ones.
-    if op == "div":
-        return f"v{i} = {'tl.div_rn({}, {})' if acc == 'tl.float32' else '{} / {}'}".format(*operands)
-    if op == "sqrt":
-        return f"v{i} = {'tl.sqrt_rn({})' if acc == 'tl.float32' else 'tl.sqrt({})'}".format(*operands)
-    return f"v{i} = {_OPERATIONS[op].format(*operands)}"
+    exact = {"div": "tl.div_rn({}, {})", "sqrt": "tl.sqrt_rn({})"} if acc == "tl.float32" else {}
+    return [f"v{i} = {exact.get(op, _OPERATIONS[op]).format(*(f'v{a}' for a in args))}"]
+
+
+def _loads(i: int, name: str, storage: Storage, acc: str) -> list[str]:
+    """Each part is loaded on a line of its own: so the compiler's notes say which column an access belongs to."""
+    if storage.kind not in ("split", "plain"):
+        return [f"v{i} = tl.load({name}0 + i, mask=alive, other=0).to({acc})"]
+    lines = [f"{name}{part}_in = tl.load({name}{part} + i, mask=alive, other=0)" for part in range(2)]
+    if storage.kind == "split":
+        return [*lines, f"v{i} = join({name}0_in, {name}1_in)"]
+    rounded = _rounded(f"{name}0_in", storage.dtypes[1])
+    return [*lines, f"v{i} = honoured({name}0_in, {rounded}, {name}1_in).to({acc})"]
 
 
 def _stores(name: str, storage: Storage, value: str) -> list[str]:

@@ -1,0 +1,134 @@
+"""The Triton backend under its interpreter: both paths of a chunk, and sums of squares of any size."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep import kernels
+from halfstep.kernels.backends import autotune, triton
+from halfstep.kernels.backends.autotune import LaunchConfig
+from halfstep.kernels.codegen import layout_of
+from halfstep.kernels.expr import ElementwiseKernel
+from halfstep.kernels.launch import launch
+from halfstep.kernels.multi_tensor import l2norm_kernel
+from halfstep.kernels.storage import SPLIT, dense, split
+from halfstep.kernels.tensor_table import TensorTable
+
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="Triton does not interpret here"
+    ),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # NumPy's; a GPU has none
+]
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few elements make several chunks."""
+    monkeypatch.setattr(autotune, "DEFAULT", LaunchConfig(256, 4))
+    monkeypatch.setattr(autotune, "READING", LaunchConfig(256, 4))
+
+
+def _move(g: Any, p: Any, *, lr: Any) -> dict[str, Any]:
+    return {"p": p - g * lr, "squares": p, "others": g}
+
+
+MOVE = ElementwiseKernel("move", _move, squares=("squares", "others"))
+
+
+def at(values: torch.Tensor, offset: int) -> torch.Tensor:
+    """A copy that begins so many elements after an address that is a multiple of 16 bytes."""
+    room = torch.zeros(len(values) + 32, dtype=values.dtype)
+    begin = (-room.data_ptr() // values.element_size()) % (16 // values.element_size()) + offset
+    return room[begin : begin + len(values)].copy_(values)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (4, 700), (256,), (258, 0, 1024), (3, 5, 777)], ids=str)
+@pytest.mark.parametrize("offsets", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 3), (4, 4, 4), (8, 8, 8)], ids=str)
+def test_rows_of_any_length_and_alignment_give_the_same_bits(lengths: Any, offsets: Any) -> None:
+    results = []
+    for name, (a, b, c) in (("eager", (0, 0, 0)), ("triton", offsets)):
+        torch.manual_seed(0)
+        grads, weights, remainders = [], [], []
+        for length in lengths:
+            weight, remainder = split(torch.randn(length))
+            grads.append(at(torch.randn(length).to(BF16), a))
+            weights.append(at(weight, b))
+            remainders.append(at(remainder, c))
+        table = TensorTable({"g": (dense(BF16), (grads,)), "p": (SPLIT, (weights, remainders))})
+        with kernels.backend(name):
+            for _ in range(2):  # the counters of the rows begin at zero again
+                sums = launch(table, MOVE, {"lr": 0.25})
+        results.append((weights, remainders, sums))
+    for ours, theirs in zip(results[1][:2], results[0][:2], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+    torch.testing.assert_close(results[1][2], results[0][2], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("length", "offset", "vectors"), [(256, 0, 1), (512, 0, 2), (260, 0, 2), (258, 0, 1), (256, 1, 0), (3, 0, 0)]
+)
+def test_aligned_chunks_take_the_path_of_vectors(
+    length: int, offset: int, vectors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An odd tensor does not slow down the others of its table."""
+    table = TensorTable.of(source=[at(torch.ones(length), offset), at(torch.ones(512), 0)])
+    names = triton._module(l2norm_kernel, layout_of(l2norm_kernel, table), True).kernel.fn.__globals__
+    update, taken = names["update"], []
+
+    def record(*args: Any) -> Any:
+        taken.append((int(args[1].handle.data.item()), bool(args[-2])))
+        return update(*args)
+
+    monkeypatch.setitem(names, "update", record)
+    with kernels.backend("triton"):
+        launch(table, l2norm_kernel, {})
+    assert sum(fast for row, fast in taken if row == 0) == vectors
+    assert [fast for row, fast in taken if row == 1] == [True, True]
+
+
+@pytest.mark.parametrize("value", [1e-42, 1e-30, 1e-19, 1e-10, 1.0, 1e15, 1e19, 1e30, 3e38, 0.0])
+@pytest.mark.parametrize("length", [1, 255, 1000])
+def test_squares_of_any_size_are_summed(value: float, length: int) -> None:
+    found = torch.zeros(())
+    values = torch.full((length,), value)
+    exact = float(values.double().square().sum())
+    with kernels.backend("triton"):
+        sums = launch(TensorTable.of(source=[values, -values]), l2norm_kernel, {}, found=found)
+    assert sums[0].tolist() == pytest.approx([exact, exact], rel=1e-6)
+    assert found == 0
+
+
+def test_small_squares_beside_large_ones_are_lost_in_them_only() -> None:
+    values = torch.full((1000,), 1e-25)
+    values[[100, 600]] = torch.tensor([1e25, 1.0])
+    with kernels.backend("triton"):
+        (sums,) = launch(TensorTable.of(source=[values, values[500:]]), l2norm_kernel, {})
+    assert sums.tolist() == pytest.approx([1e50, 1.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("beside", [0.0, 1.0, 1e30])
+def test_what_is_not_finite_shows_in_the_sum_and_the_flag(bad: float, beside: float) -> None:
+    found = torch.zeros(())
+    values = torch.full((1000,), beside)
+    values[700] = bad
+    with kernels.backend("triton"):
+        (sums,) = launch(TensorTable.of(source=[values, torch.ones(5)]), l2norm_kernel, {}, found=found)
+    assert found == 1
+    assert not math.isfinite(sums[0])
+    assert sums[1] == 5
+
+
+def test_a_sum_of_thousands_of_chunks_is_whole() -> None:
+    values = torch.ones(1100 * 256 + 7)
+    with kernels.backend("triton"):
+        (sums,) = launch(TensorTable.of(source=[values, torch.full((300,), 2.0)]), l2norm_kernel, {})
+    assert sums.tolist() == [len(values), 1200.0]
