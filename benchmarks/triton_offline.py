@@ -302,7 +302,7 @@ def _instructions(assembly: str) -> Iterator[tuple[int, list[int], str]]:
                 yield line, path, code
 
 
-_PTX = re.compile(r"(ld|st)\.global\S*?(?:\.v(\d))?\.[a-z]+(\d+)\s")
+_PTX = re.compile(r"(ld|st)(?:\.\w+)*?\.global\S*?(?:\.v(\d))?\.[a-z]+(\d+)\s")
 _AMD = re.compile(r"(?:global|buffer|flat)_(load|store)_(?:d16_)?(?:hi_)?(\w+)")
 _AMD_WIDTHS = {
     "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "ushort": 2, "short": 2, "sshort": 2, "ubyte": 1, "byte": 1,

@@ -1,0 +1,109 @@
+"""The assembly of the Triton kernels: vector accesses, no wasted bytes, spills, fp64 or approximations, on any machine.
+
+What is asked of a kernel is ``Facts.faults`` in ``benchmarks/triton_offline.py``. Triton compiles in a process of its
+own, because this one has its interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.triton_offline import KERNELS, STORAGES, TARGETS
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="the triton package is not installed"
+)
+
+HOME = Path(__file__).parents[2]
+
+
+def offline(tmp_path: Path, *arguments: str, mutate: str = "") -> tuple[int, list[dict[str, Any]], str]:
+    """Run the benchmark: its status, its records and what it printed. ``mutate`` is Python that runs before it."""
+    file = tmp_path / "facts.json"
+    program = f"import sys\nfrom benchmarks.__main__ import main\n{mutate}\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "triton_offline", *arguments, "--json", str(file)]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["HALFSTEP_CACHE_DIR"] = str(tmp_path / "sources")
+    done = subprocess.run(command, cwd=HOME, env=env, capture_output=True, text=True, check=False)
+    if "ptxas" in done.stderr and "NotFound" in done.stderr:
+        pytest.skip("the triton package here has no ptxas")
+    assert not done.stderr, done.stderr
+    return done.returncode, json.loads(file.read_text())["kernels"], done.stdout
+
+
+def assert_sound(result: tuple[int, list[dict[str, Any]], str]) -> list[dict[str, Any]]:
+    status, records, printed = result
+    assert status == 0, printed
+    for facts in records:
+        assert facts["moved"] <= 1.05 * facts["needed"]
+        assert all(width >= 8 for width in facts["widths"].values()), facts
+        assert (facts["spills"], facts["fp64"], facts["approximate"]) == (0, 0, 0)
+    return records
+
+
+def test_the_split_adam_step_with_clipping_moves_28_bytes_in_vectors(tmp_path: Path) -> None:
+    arguments = ["--kernels", "adam", "read_gradients", "--storages", "bf16 split", "--targets", "sm_90", "gfx942"]
+    records = assert_sound(offline(tmp_path, *arguments))
+    for target in ("sm_90", "gfx942"):
+        reading, update = (facts for facts in records if facts["target"] == target)
+        assert (reading["needed"], update["needed"]) == (2, 26)
+        assert reading["moved"] + update["moved"] <= 1.01 * 28
+        assert reading["widths"] == {"grad0": 16}
+        assert update["widths"]["exp_avg0"] == update["widths"]["exp_avg_sq0"] == 16
+        assert update["widths"]["grad0"] == update["widths"]["param0"] == update["widths"]["param1"] == 8
+        assert update["in_flight"] >= 48 << 10
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_on_every_target(tmp_path: Path, target: str) -> None:
+    records = assert_sound(offline(tmp_path, "--targets", target))
+    assert {facts["kernel"] for facts in records} == set(KERNELS)
+    assert {facts["storage"] for facts in records} == set(STORAGES)
+
+
+REPLACE = (
+    "from halfstep.kernels.backends import triton as t\nt.{0} = t.{0}.replace({1!r}, {2!r})\nassert {2!r} in t.{0}"
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("mutate", "fault"),
+    [
+        (
+            REPLACE.format("_ENTRY", "count = tl.multiple_of(count, %(vector)d)", "pass"),
+            "accesses of less than 8 bytes",
+        ),
+        (REPLACE.format("_PRELUDE", "total = tl.sum(x * x)", "total = tl.sum(x.to(tl.float64) * x)"), "fp64: "),
+        (
+            "from halfstep.kernels.backends import triton as t\nlines = t._lines\n"
+            "t._lines = lambda *a: [s.replace('tl.sqrt_rn', 'tl.sqrt').replace('div_rn', 'fdiv') for s in lines(*a)]",
+            "approximate: ",
+        ),
+        (
+            "from halfstep.kernels.backends import autotune as a\na.DEFAULT = a.LaunchConfig(8192, 4)",
+            "spills: ",
+        ),
+        (
+            "from halfstep.kernels.backends import triton as t\nloads = t._loads\n"
+            "again = ['again = tl.load(exp_avg0 + i, mask=alive, other=0, volatile=True)']\n"
+            "t._loads = lambda i, name, *a: loads(i, name, *a) + again * (name == 'exp_avg')",
+            "bytes an element are moved where 22 are needed",
+        ),
+    ],
+    ids=["no hint", "fp64 sums", "approximate operations", "spills", "a column read twice"],
+)
+def test_a_kernel_that_gets_worse_is_noticed(tmp_path: Path, mutate: str, fault: str) -> None:
+    arguments = ["--kernels", "lamb_moments", "--storages", "bf16 split", "--targets", "sm_90"]
+    status, _, printed = offline(tmp_path, *arguments, mutate=mutate)
+    assert status == 1
+    assert fault in printed
