@@ -15,20 +15,23 @@ from torch import nn
 
 from halfstep import amp, kernels, optimizers, scaling
 from halfstep.gradients import async_reader as late
+from tests.support.device_work import record_launches
 from tests.support.fake_cuda import READS_THE_HOST, fake_cuda
 
 # Fused optimizers compare addresses of weights on the host, which no device has to tell.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
 
-@pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A fake CUDA device, and the reference backend: the others hand pointers to kernels."""
+@pytest.fixture(autouse=True, params=["eager", "triton"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fake CUDA device, and a backend; of the Triton kernels only the launches are there."""
+    if request.param == "triton":
+        record_launches(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     # What is read late, without a wait, is copied through pinned memory, and there is nothing to pin.
     monkeypatch.setattr(late.AsyncReader, "post", lambda *_: None)
-    with fake_cuda() as name, torch.device(name), kernels.backend("eager"):
+    with fake_cuda() as name, torch.device(name), kernels.backend(request.param):
         yield
 
 

@@ -55,6 +55,7 @@ class GeneratedLauncher(Launcher):
         self._pointers = pointers = table.pointers(chunk)
         self._scalars = ScalarTable(scalar_names(kernel, layout), len(table), table.compute_dtype, table.device)
         self._partial = torch.zeros(len(kernel.squares), pointers.chunks, dtype=torch.float64, device=table.device)
+        self._sums = torch.zeros(len(kernel.squares), len(table), dtype=torch.float64, device=table.device)
         places = {name: range(slot, slot + len(storage.dtypes)) for name, slot, storage in layout.columns}
         self._written = [part for name in trace(kernel).stores for part in places[name]]
 
@@ -62,12 +63,12 @@ class GeneratedLauncher(Launcher):
         self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Run it; see ``Launcher``."""
-        partial, pointers = self._partial, self._pointers
-        sums = torch.zeros(partial.shape[0], self._rows, dtype=torch.float64, device=partial.device)
+        pointers = self._pointers
+        sums = torch.zeros_like(self._sums) if self._sums.numel() else self._sums
         if pointers.chunks:
-            pointers.stage_in()
+            pointers.memory.stage_in()
             self._run(self._scalars.fill(scalars), skip, found, sums)
-            pointers.stage_out(self._written)
+            pointers.memory.stage_out(self._written)
         return sums
 
     @abstractmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import itertools
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -16,7 +17,9 @@ import torch
 from .expr import ElementwiseKernel
 from .storage import Storage, dense
 
-__all__ = ["Column", "Launcher", "Number", "PointerTable", "ScalarTable", "Scalars", "TensorTable"]
+__all__ = ["AddressTable", "Column", "Launcher", "Number", "PointerTable", "ScalarTable", "Scalars", "TensorTable"]
+
+_KIND = attrgetter("dtype", "layout")
 
 Number = float | torch.Tensor
 
@@ -66,6 +69,7 @@ class TensorTable:
         doubles = any(torch.float64 in storage.dtypes for storage, _ in self.columns.values())
         self.compute_dtype = compute_dtype or (torch.float64 if doubles else torch.float32)
         self.launchers: dict[tuple[str, ElementwiseKernel], Launcher] = {}
+        self._addresses: AddressTable | None = None
         self._pointers: dict[int, PointerTable] = {}
 
     @classmethod
@@ -91,41 +95,43 @@ class TensorTable:
         """
         name = next(iter(self.columns))
         storage = self.columns[name][0]
-        dtype = storage.dtypes[0]
-        for tensor, strides in zip(tensors, self._strides, strict=True):
-            if tensor.dtype is not dtype or tensor.layout is not torch.strided or tensor.stride() != strides:
-                return False
+        # A step asks this of every gradient: so the loops are those of ``map``.
+        if not {*map(_KIND, tensors)} <= {(storage.dtypes[0], torch.strided)}:
+            return False
+        if list(map(torch.Tensor.stride, tensors)) != self._strides:
+            return False
         self.columns[name] = (storage, (tensors,))
-        return all(pointers.renew(tensors) for pointers in self._pointers.values())
+        return self._addresses is None or self._addresses.renew(tensors)
 
     def release(self) -> None:
         """Let go of the first column, which ``renew`` brings anew: so gradients that are cleared are freed."""
         name = next(iter(self.columns))
         self.columns[name] = (self.columns[name][0], ([],))
-        for pointers in self._pointers.values():
-            pointers.release()
+        if self._addresses is not None:
+            self._addresses.release()
 
     def pointers(self, chunk: int) -> PointerTable:
-        """The pointers and chunks of this table, made once for each chunk size."""
+        """The pointers and chunks of this table, made once for each chunk size; all of them share the addresses."""
+        if self._addresses is None:
+            self._addresses = AddressTable(self)
         if chunk not in self._pointers:
-            self._pointers[chunk] = PointerTable(self, chunk)
+            self._pointers[chunk] = PointerTable(self._addresses, chunk)
         return self._pointers[chunk]
 
 
-class PointerTable:
-    """Where the rows of a table lie in memory, as generated kernels read it.
+class AddressTable:
+    """Where the tensors of a table begin in memory.
 
     A row whose tensors do not all lie in memory in the same dense order is staged: kernels work on contiguous copies
     of it, written back after they ran.
 
     Attributes:
-        chunks: how many pieces the rows are cut into.
-        row, start, count: int64 tensors of shape [chunks]: the row, first element and length of each piece.
-        first: int64, shape [rows + 1]: the first chunk of each row.
-        addresses: int64, shape [parts * rows]: where the tensors of each part of each column begin.
+        device: where the tensors lie.
+        lengths: how many elements each row has.
+        values: int64, shape [parts * rows]: the addresses of the tensors of each part of each column, on the device.
     """
 
-    def __init__(self, table: TensorTable, chunk: int) -> None:
+    def __init__(self, table: TensorTable) -> None:
         self.device = table.device
         self._lists = [list(part) for _, parts in table.columns.values() for part in parts]
         self._staged: dict[int, list[torch.Tensor]] = {
@@ -133,16 +139,9 @@ class PointerTable:
             for i, row in enumerate(zip(*self._lists, strict=True))
             if not _alike(row)
         }
-        sizes = torch.tensor([t.numel() for t in self._lists[0]], dtype=torch.int64)
-        pieces = (sizes + chunk - 1) // chunk
-        first = torch.zeros(len(sizes) + 1, dtype=torch.int64)
-        torch.cumsum(pieces, 0, out=first[1:])
-        row = torch.repeat_interleave(torch.arange(len(sizes)), pieces)
-        start = (torch.arange(len(row)) - first[row]) * chunk
-        count = (sizes[row] - start).clamp(max=chunk)
-        self.chunks = len(row)
-        self.row, self.start, self.count, self.first = (t.to(self.device) for t in (row, start, count, first))
-        self.addresses = torch.empty(0, dtype=torch.int64)
+        self.lengths = [t.numel() for t in self._lists[0]]
+        self.values = torch.empty(0, dtype=torch.int64)
+        self._replayed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._known = [self._read(part) for part in range(len(self._lists))]
         self._write()
 
@@ -181,7 +180,7 @@ class PointerTable:
                 self._lists[part][i].copy_(copies[part])
 
     def _read(self, part: int) -> list[int]:
-        addresses = [t.data_ptr() for t in self._lists[part]]
+        addresses = list(map(torch.Tensor.data_ptr, self._lists[part]))
         for i, copies in self._staged.items():
             addresses[i] = copies[part].data_ptr()
         return addresses
@@ -191,8 +190,41 @@ class PointerTable:
         if not flat:
             return
         host = torch.frombuffer(array.array("q", flat), dtype=torch.int64)
+        if self.device.type != "cuda":
+            self.values = host
+            return
         # A pinned buffer is kept until its copy has run, by torch's caching host allocator.
-        self.addresses = host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        host = host.pin_memory()
+        self.values = host.to(self.device, non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():
+            self._replayed.append((host, self.values))  # a graph copies at every replay
+
+
+class PointerTable:
+    """The rows of a table cut into chunks, with their addresses, as generated kernels read them.
+
+    Attributes:
+        chunks: how many pieces the rows are cut into.
+        row, start, count: int64 tensors of shape [chunks]: the row, first element and length of each piece.
+        first: int64, shape [rows + 1]: the first chunk of each row.
+        memory: the addresses, and the rows that are staged.
+    """
+
+    def __init__(self, memory: AddressTable, chunk: int) -> None:
+        self.memory = memory
+        ends = list(itertools.accumulate((-(-length // chunk) for length in memory.lengths), initial=0))
+        self.chunks = ends[-1]
+        with torch.device("cpu"):  # whatever the default device is
+            sizes, first = torch.tensor(memory.lengths, dtype=torch.int64), torch.tensor(ends, dtype=torch.int64)
+            row = torch.repeat_interleave(torch.arange(len(sizes)), first.diff(), output_size=self.chunks)
+            start = (torch.arange(len(row)) - first[row]) * chunk
+            count = (sizes[row] - start).clamp(max=chunk)
+        self.row, self.start, self.count, self.first = (t.to(memory.device) for t in (row, start, count, first))
+
+    @property
+    def addresses(self) -> torch.Tensor:
+        """int64, shape [parts * rows]: where the tensors of each part of each column begin."""
+        return self.memory.values
 
 
 class ScalarTable:
@@ -219,7 +251,10 @@ class ScalarTable:
                 self._last.pop(name, None)
             elif self._last.get(name) != value:
                 line.fill_(value)
-                self._last[name] = value
+                if self.values.is_cuda and torch.cuda.is_current_stream_capturing():
+                    self._last.pop(name, None)  # it is filled at every replay, and was not now
+                else:
+                    self._last[name] = value
         return self.values
 
 

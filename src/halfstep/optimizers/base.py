@@ -371,17 +371,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         limit = self.options.max_grad_norm
         if limit is None and not check:
             return inverse, skip
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        sums = []
         for rows in all_rows:
             found = None if skip is None else torch.zeros((), device=rows.device)
-            total += rows.squared_norms(found).sum().to(device, non_blocking=True)
+            sums.append(rows.squared_norms(found).sum().to(device, non_blocking=True))
             if found is not None and skip is not None:
                 skip = torch.maximum(skip, found.to(device, non_blocking=True))
         if limit is None:
             return inverse, skip
-        norm = total.sqrt() * inverse
+        norm = sum(sums[1:], sums[0]).sqrt()
+        if grad_scale is None:  # each op on a GPU costs the host as much as a hundred lines of Python
+            factor: Number = (limit / (norm + 1e-6)).clamp(max=1.0)
+        else:
+            norm = norm * inverse
+            factor = inverse * (limit / (norm + 1e-6)).clamp(max=1.0)
         self.grad_norm = norm.float()
-        return inverse * (limit / (norm + 1e-6)).clamp(max=1.0), skip
+        return factor, skip
 
     def _take(self, groups: Iterable[tuple[Hyper, GroupRows]], factor: Number, skip: torch.Tensor | None) -> None:
         """Step the rows of some groups, and let go of their gradients."""

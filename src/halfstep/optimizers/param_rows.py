@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ class StateSpec(NamedTuple):
 
 
 NUMBER = StateSpec(None)
+_GRAD = attrgetter("grad")
 StateLayout = Mapping[str, StateSpec]
 
 _ODD = 0x85EBCA6B, 0x9E3779B1  # large odd constants: parameters and steps draw from far-apart seeds
@@ -110,7 +111,7 @@ class ParamRows:
         self._squares = None
         try:
             for name, tensors in self._expected.items():
-                if not all(map(is_, [state[name] for state in self.states], tensors)):
+                if not all(map(is_, map(itemgetter(name), self.states), tensors)):
                     return False
         except KeyError:
             return False
@@ -209,20 +210,21 @@ class GroupRows:
             return False
         if not all(map(is_, copies, self._copies)):
             return False
-        grads = [p.grad for p in params]
+        grads = list(map(_GRAD, params))
         if [g is None for g in grads] != self._missing or not all(map(is_, params, self._params)):
             return False
         if self._read(params) != self._addresses:  # param.data = x
             return False
         for positions, rows in zip(self._positions, self.rows, strict=True):
-            if not all(map(is_, [state.get(params[i]) for i in positions], rows.states)):
+            whole = len(positions) == len(params)  # the usual group, without lists of its rows
+            if not all(map(is_, map(state.get, params if whole else [params[i] for i in positions]), rows.states)):
                 return False
-            if not rows.renew([grads[i] for i in positions]):  # type: ignore[misc]
+            if not rows.renew(grads if whole else [grads[i] for i in positions]):
                 return False
         return True
 
     def _read(self, params: Sequence[torch.Tensor]) -> list[int]:
-        return [p.data_ptr() for p in (locals_of(params) if self._sharded else params)]
+        return list(map(torch.Tensor.data_ptr, locals_of(params) if self._sharded else params))
 
 
 def _refuse(param: torch.Tensor, grad: torch.Tensor) -> None:

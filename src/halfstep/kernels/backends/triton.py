@@ -202,14 +202,13 @@ class TritonLauncher(GeneratedLauncher):
         super().__init__(kernel, layout, table, self._config.elements)
         self._device = table.device
         self._zero = torch.zeros((), device=table.device)
+        self._unseen = torch.zeros((), device=table.device)  # where checks write if nobody looks at the flag
         self._done = torch.zeros(len(table), dtype=torch.int32, device=table.device)
 
     def _run(
         self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, sums: torch.Tensor
     ) -> None:
         pointers = self._pointers
-        # Where nobody looks at the flag, the checks still need somewhere to write.
-        seen = found if found is not None else torch.empty_like(self._zero)
         with _on(self._device):
             self._module.kernel[(pointers.chunks,)](
                 pointers.row,
@@ -219,7 +218,7 @@ class TritonLauncher(GeneratedLauncher):
                 pointers.addresses,
                 numbers,
                 self._zero if skip is None else skip,
-                seen,
+                self._unseen if found is None else found,
                 self._partial,
                 sums,
                 self._done,
