@@ -18,6 +18,7 @@ BENCHMARKS = {
     "flat_masters": "a step with one flat fp32 master against one master for each parameter",
     "train_step": "TrainStep on two small models, against torch's loop, eager and compiled",
     "walks": "the files and functions of halfstep that one batch calls, for five usual loops",
+    "host_time": "Python time of a step by the number of tensors: torch.optim.AdamW(fused=True) and FusedAdam",
     "triton_offline": "the Triton kernels compiled for GPUs that are not here: bytes, access widths, registers, spills",
     "gpu_check": "the GPU tests and the benchmarks on CUDA, within 8 minutes, as JSON under $OUT",
 }
