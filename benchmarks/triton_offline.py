@@ -106,7 +106,7 @@ _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 _SIGNATURE = {
     "chunk_row": "*i64", "chunk_start": "*i64", "chunk_count": "*i64", "first": "*i64", "table": "*i64",
-    "scalars": "*fp32", "skip": "*fp32", "found": "*fp32", "partial": "*fp64", "sums": "*fp64", "done": "*i32",
+    "skip": "*fp32", "found": "*fp32", "partial": "*fp64", "sums": "*fp64", "done": "*i32",
     "rows": "i32", "chunks": "i32", "BLOCK": "constexpr",
 }  # fmt: skip
 
@@ -137,7 +137,7 @@ class Facts:
         occupancy: the share of the warps of a multiprocessor that can be there at once.
         in_flight: bytes that the warps of one multiprocessor can have asked for at once.
         fp64: fp64 instructions for each element; those done once a chunk are not counted.
-        approximate: approximate divisions and roots.
+        approximate: approximate divisions and roots; on AMD divisions only.
     """
 
     needed: int
@@ -213,8 +213,10 @@ def compile_for(kernel: ElementwiseKernel, layout: Layout, target: str, config: 
     chip = TARGETS[target]
     config = config or autotune.default(kernel)
     function = triton._module(kernel, layout, False).kernel
+    scalars = "*fp64" if layout.compute_dtype is torch.float64 else "*fp32"
+    signature = {name: {**_SIGNATURE, "scalars": scalars}[name] for name in function.arg_names}
     program = triton_compile(
-        ASTSource(function, {name: _SIGNATURE[name] for name in function.arg_names}, {"BLOCK": config.elements}),
+        ASTSource(function, signature, {"BLOCK": config.elements}),
         target=GPUTarget(chip.backend, chip.arch, chip.lanes),
         options={"num_warps": config.warps},
     )
@@ -237,7 +239,7 @@ def facts(compiled: Compiled) -> Facts:
     columns = _columns(compiled.source)
     vectors = next(i for i, line in enumerate(compiled.source.splitlines(), 1) if line.endswith("True, BLOCK)"))
     accesses: list[_Access] = []
-    arithmetic: Counter[tuple[str, int]] = Counter()
+    arithmetic: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
     for line, path, instruction in _instructions(compiled.assembly):
         access = _access(instruction)
         if access is not None and line in columns and vectors in path:
@@ -245,12 +247,11 @@ def facts(compiled: Compiled) -> Facts:
         elif access is not None and line not in columns and not access[1]:
             accesses.append(_Access(None, *access))
         elif vectors in path:
-            arithmetic[instruction.split()[0], line] += 1
+            arithmetic[instruction.split()[0], line, path] += 1
     moved = sum(a.width * threads / config.elements if a.column else a.width / config.elements for a in accesses)
     loaded = sum(a.width for a in accesses if a.column and not a.stores)
     # What is done for each element appears once for each element of a thread.
-    many = config.elements // threads * max(1, len(compiled.kernel.squares))
-    each = [name for (name, _), count in arithmetic.items() if count >= many]
+    each = [name for (name, *_), count in arithmetic.items() if count >= config.elements // threads]
     registers, spills, shared, occupancy = _resources(compiled)
     return Facts(
         needed=_needed(compiled),
@@ -288,14 +289,15 @@ _LOCATION = re.compile(r"\s*\.loc\s+\d+\s+(\d+)")
 _PLACE = re.compile(r"\.py:(\d+):\d+")
 
 
-def _instructions(assembly: str) -> Iterator[tuple[int, list[int], str]]:
+def _instructions(assembly: str) -> Iterator[tuple[int, tuple[int, ...], str]]:
     """Each instruction with the line it comes from and the lines of the calls that brought it there."""
-    line, path = 0, [0]
+    line = 0
+    path: tuple[int, ...] = ()
     for text in assembly.splitlines():
         location = _LOCATION.match(text)
         if location:
             line = int(location[1])
-            path = [int(place) for place in _PLACE.findall(text)][1:]
+            path = tuple(int(place) for place in _PLACE.findall(text))[1:]
         elif text.startswith(("\t", " ")) and not text.strip().startswith((".", ";", "//")):
             code = re.sub(r"^@!?%\w+\s+", "", text.strip())
             if code:
@@ -320,14 +322,17 @@ def _access(instruction: str) -> tuple[int, bool] | None:
     return (_AMD_WIDTHS[match[2]], match[1] == "store") if match else None
 
 
-def _approximate(arithmetic: Counter[tuple[str, int]]) -> int:
-    """PTX says it by name. On AMD an exact division ends with a fix-up of what its reciprocal began."""
+def _approximate(arithmetic: Counter[tuple[str, int, tuple[int, ...]]]) -> int:
+    """PTX says it by name. On AMD an exact division ends with a fix-up of what its reciprocal began.
+
+    Roots are not looked at there: exact and approximate ones begin with the same instruction.
+    """
     names: Counter[str] = Counter()
-    for (name, _), count in arithmetic.items():
+    for (name, *_), count in arithmetic.items():
         names[re.sub(r"_e(32|64)$", "", name)] += count
     ptx = sum(count for name, count in names.items() if re.match(r"(div|sqrt|rsqrt|rcp)\.(approx|full)", name))
     reciprocals = names["v_rcp_f32"] + names["v_rcp_iflag_f32"] - names["v_div_fixup_f32"]
-    return ptx + names["v_rsq_f32"] + max(0, reciprocals)
+    return ptx + max(0, reciprocals)
 
 
 def _resources(compiled: Compiled) -> tuple[int, int, int, float]:
@@ -384,10 +389,7 @@ def run(args: argparse.Namespace) -> int:
             faults.extend(f"{kernel.name}, {storage}, {target}: {fault}" for fault in found[target].faults())
         print(_line(kernel, storage, found), flush=True)
     print("In the columns of the targets: registers of a thread, occupancy, KiB in flight on a multiprocessor.")
-    print(
-        "Spills, fp64 instructions for each element, approximate divisions and roots: " + ("none" if not faults else "")
-    )
-    print(*faults, sep="\n")
+    print(*(faults or ["Spills, fp64 instructions for each element, approximate divisions and roots: none."]), sep="\n")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         record = {"benchmark": "triton_offline", "triton": _version(), "machine": describe_machine(torch.device("cpu"))}

@@ -189,6 +189,19 @@ def test_tables_cut_rows_into_chunks_that_cover_them() -> None:
     assert table.start.tolist() == [0, 2, 4, 0, 2, 0]
     assert table.count.tolist() == [2, 2, 1, 2, 2, 1]
     assert table.first.tolist() == [0, 3, 3, 5, 6]
+    with torch.device("meta"):
+        again = TensorTable.of(g=[torch.ones(5, device="cpu")]).pointers(2)
+    assert again.row.tolist() == [0, 0, 0], "whatever the default device is"
+
+
+def test_addresses_are_read_once_for_all_chunk_sizes() -> None:
+    table = TensorTable.of(g=[torch.ones(5), torch.ones(3)], p=[torch.ones(5), torch.ones(3)])
+    small, large = table.pointers(2), table.pointers(4)
+    assert small.memory is large.memory
+    assert (small.chunks, large.chunks) == (5, 3)
+    gradients = [torch.ones(5), torch.ones(3)]
+    assert table.renew(gradients)
+    assert small.addresses[:2].tolist() == [g.data_ptr() for g in gradients]
 
 
 # ---- forms of storage

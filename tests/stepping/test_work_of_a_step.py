@@ -149,6 +149,19 @@ def test_a_tensor_lr_is_read_on_the_device_in_every_step(name: str, launches: li
         assert work.ops["aten::fill_.Scalar"] == 0
 
 
+def test_a_number_of_a_captured_step_is_written_again(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a graph captures does not run: so the number is not there yet when an ordinary step comes next."""
+    params = parameters()
+    optimizer = optimizers.FusedSGD(params, lr=0.5, **SPLIT)
+    steady(params, optimizer.step, launches)
+    optimizer.param_groups[0]["lr"] = 0.25
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert steady(params, optimizer.step, launches, steps=0).ops["aten::fill_.Scalar"] == 1
+    assert steady(params, optimizer.step, launches, steps=0).ops["aten::fill_.Scalar"] == 1
+    assert steady(params, optimizer.step, launches, steps=0).ops["aten::fill_.Scalar"] == 0
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_the_step_count_moves_on_the_device(name: str, launches: list[str]) -> None:
     make, _, _ = STEPS[name]

@@ -64,7 +64,7 @@ class GeneratedLauncher(Launcher):
     ) -> torch.Tensor:
         """Run it; see ``Launcher``."""
         pointers = self._pointers
-        sums = torch.zeros_like(self._sums) if self._sums.numel() else self._sums
+        sums = torch.zeros_like(self._sums) if self._sums.numel() else self._sums  # most kernels sum nothing
         if pointers.chunks:
             pointers.memory.stage_in()
             self._run(self._scalars.fill(scalars), skip, found, sums)

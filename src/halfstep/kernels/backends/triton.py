@@ -167,7 +167,7 @@ def update(%(pointers)s, row, begin, count, chunk, scalars, skip, found, partial
 %(body)s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunks", "skip", "found"])
 def kernel(chunk_row, chunk_start, chunk_count, first, table, scalars, skip, found, partial, sums, done, rows, chunks,
            BLOCK: tl.constexpr):
     chunk = tl.program_id(0)
