@@ -138,6 +138,7 @@ class Facts:
         in_flight: bytes that the warps of one multiprocessor can have asked for at once.
         fp64: fp64 instructions for each element; those done once a chunk are not counted.
         approximate: approximate divisions and roots; on AMD divisions only.
+        fused: multiplications fused with additions, which round once; 0 on AMD, where exact divisions have them.
     """
 
     needed: int
@@ -150,6 +151,7 @@ class Facts:
     in_flight: int
     fp64: int
     approximate: int
+    fused: int
 
     def faults(self) -> list[str]:
         """What is not as it should be; nothing for a kernel that is as fast as its memory."""
@@ -157,7 +159,7 @@ class Facts:
         found = [f"accesses of less than 8 bytes: {narrow}"] if narrow else []
         if self.moved > 1.05 * self.needed:
             found.append(f"{self.moved:.2f} bytes an element are moved where {self.needed} are needed")
-        for what in ("spills", "fp64", "approximate"):
+        for what in ("spills", "fp64", "approximate", "fused"):
             if getattr(self, what):
                 found.append(f"{what}: {getattr(self, what)}")
         return found
@@ -218,7 +220,7 @@ def compile_for(kernel: ElementwiseKernel, layout: Layout, target: str, config: 
     program = triton_compile(
         ASTSource(function, signature, {"BLOCK": config.elements}),
         target=GPUTarget(chip.backend, chip.arch, chip.lanes),
-        options={"num_warps": config.warps},
+        options={"num_warps": config.warps, **triton.OPTIONS},
     )
     assembly = program.asm["ptx" if chip.backend == "cuda" else "amdgcn"]
     return Compiled(kernel, layout, target, config, triton.source(kernel, layout), assembly, program.asm.get("cubin"))
@@ -264,6 +266,7 @@ def facts(compiled: Compiled) -> Facts:
         in_flight=int(loaded * occupancy * chip.warps * chip.lanes * (4 if chip.backend == "hip" else 1)),
         fp64=sum(".f64" in name or name.endswith("_f64") for name in each),
         approximate=_approximate(arithmetic),
+        fused=sum(count for (name, *_), count in arithmetic.items() if name.startswith("fma.")),
     )
 
 
@@ -389,7 +392,7 @@ def run(args: argparse.Namespace) -> int:
             faults.extend(f"{kernel.name}, {storage}, {target}: {fault}" for fault in found[target].faults())
         print(_line(kernel, storage, found), flush=True)
     print("In the columns of the targets: registers of a thread, occupancy, KiB in flight on a multiprocessor.")
-    print(*(faults or ["Spills, fp64 instructions for each element, approximate divisions and roots: none."]), sep="\n")
+    print(*(faults or ["Spills, fp64 instructions for each element, approximate or fused operations: none."]), sep="\n")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         record = {"benchmark": "triton_offline", "triton": _version(), "machine": describe_machine(torch.device("cpu"))}

@@ -45,7 +45,7 @@ def assert_sound(result: tuple[int, list[dict[str, Any]], str]) -> list[dict[str
     for facts in records:
         assert facts["moved"] <= 1.05 * facts["needed"]
         assert all(width >= 8 for width in facts["widths"].values()), facts
-        assert (facts["spills"], facts["fp64"], facts["approximate"]) == (0, 0, 0)
+        assert (facts["spills"], facts["fp64"], facts["approximate"], facts["fused"]) == (0, 0, 0, 0)
     return records
 
 
@@ -89,6 +89,7 @@ REPLACE = (
             "t._lines = lambda *a: [s.replace('tl.sqrt_rn', 'tl.sqrt').replace('div_rn', 'fdiv') for s in lines(*a)]",
             "approximate: ",
         ),
+        ("from halfstep.kernels.backends import triton as t\nt.OPTIONS.clear()", "fused: "),
         (
             "from halfstep.kernels.backends import autotune as a\na.DEFAULT = a.LaunchConfig(8192, 4)",
             "spills: ",
@@ -100,7 +101,7 @@ REPLACE = (
             "bytes an element are moved where 22 are needed",
         ),
     ],
-    ids=["no hint", "fp64 sums", "approximate operations", "spills", "a column read twice"],
+    ids=["no hint", "fp64 sums", "approximate operations", "fused operations", "spills", "a column read twice"],
 )
 def test_a_kernel_that_gets_worse_is_noticed(tmp_path: Path, mutate: str, fault: str) -> None:
     arguments = ["--kernels", "lamb_moments", "--storages", "bf16 split", "--targets", "sm_90"]

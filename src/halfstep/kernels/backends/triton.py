@@ -23,7 +23,10 @@ from ..tensor_table import TensorTable
 from . import autotune
 from .autotune import LaunchConfig
 
-__all__ = ["TritonLauncher"]
+__all__ = ["OPTIONS", "TritonLauncher"]
+
+OPTIONS = {"enable_fp_fusion": False}
+"""Of Triton's compiler. With fusion a multiply and an add would be rounded once, and give other bits than elsewhere."""
 
 _SCRATCH = 2**20  # elements of each of the four rows that a kernel is timed on
 _WORTHWHILE = 2**22  # a table of fewer elements is not worth measuring for
@@ -226,6 +229,7 @@ class TritonLauncher(GeneratedLauncher):
                 pointers.chunks,
                 BLOCK=self._config.elements,
                 num_warps=self._config.warps,
+                **OPTIONS,
             )
 
 
