@@ -35,15 +35,16 @@ DEFAULT = LaunchConfig(1024, 4)
 """Where nothing is measured: few elements, the interpreter, a graph being captured, a sum of squares.
 
 ``python -m benchmarks triton_offline --config ELEMENTS WARPS`` has the figures behind it. A pass is as fast as memory
-if enough bytes are asked for at once, and registers limit that. FusedAdam on split masters needs 96 registers for 8
-elements a thread (70 KiB in flight on a multiprocessor of an H100), 54 for 4 (56 KiB, and accesses half as wide on
-AMD) and 170 for 16 (56 KiB; LAMB spills on a B200). Programs of 4 warps fill a multiprocessor better than larger ones:
-those of 8 and 16 warps with the same 8 elements a thread have 56 KiB in flight.
+if enough bytes are asked for at once, and registers limit that. FusedAdam on split masters needs, on an H100, 93
+registers for 8 elements a thread: 5 programs of 4 warps fit on a multiprocessor, with 70 KiB in flight. 4 elements need
+53 registers (56 KiB in flight, and accesses half as wide on AMD), 16 elements 168: there is room for 3 programs only,
+and loads of one overlap less with arithmetic and stores of others, though 84 KiB are in flight. With 8 or 16 warps and
+the same 8 elements a thread it is 56 KiB, and LAMB spills with 8.
 """
 
 READING = LaunchConfig(4096, 8)
-"""The same for kernels that store nothing. They need few registers, so 16 elements a thread keep more in flight (48 KiB
-for 16-bit gradients, not 32), in accesses of 16 bytes, and leave fewer sums to add up."""
+"""The same for kernels that store nothing. They need few registers, so that 16 elements a thread keep more in flight
+(40 KiB for 16-bit gradients, not 24), in accesses of 16 bytes, and there are fewer sums to add up."""
 
 CONFIGS = (
     LaunchConfig(512, 4),
