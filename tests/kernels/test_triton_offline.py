@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,8 +34,9 @@ def offline(tmp_path: Path, *arguments: str, mutate: str = "") -> tuple[int, lis
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["HALFSTEP_CACHE_DIR"] = str(tmp_path / "sources")
     done = subprocess.run(command, cwd=HOME, env=env, capture_output=True, text=True, check=False)
-    if "ptxas" in done.stderr and "NotFound" in done.stderr:
-        pytest.skip("the triton package here has no ptxas")
+    lacking = re.search(r"Cannot find (ptxas|cuobjdump)\S*|ROCm linker \S+ not found", done.stderr)
+    if lacking:  # before Triton 3.6 the wheel had no linker for AMD
+        pytest.skip(f"the triton package here cannot compile for this target: {lacking[0]}")
     assert not done.stderr, done.stderr
     return done.returncode, json.loads(file.read_text())["kernels"], done.stdout
 
@@ -49,17 +51,16 @@ def assert_sound(result: tuple[int, list[dict[str, Any]], str]) -> list[dict[str
     return records
 
 
-def test_the_split_adam_step_with_clipping_moves_28_bytes_in_vectors(tmp_path: Path) -> None:
-    arguments = ["--kernels", "adam", "read_gradients", "--storages", "bf16 split", "--targets", "sm_90", "gfx942"]
-    records = assert_sound(offline(tmp_path, *arguments))
-    for target in ("sm_90", "gfx942"):
-        reading, update = (facts for facts in records if facts["target"] == target)
-        assert (reading["needed"], update["needed"]) == (2, 26)
-        assert reading["moved"] + update["moved"] <= 1.01 * 28
-        assert reading["widths"] == {"grad0": 16}
-        assert update["widths"]["exp_avg0"] == update["widths"]["exp_avg_sq0"] == 16
-        assert update["widths"]["grad0"] == update["widths"]["param0"] == update["widths"]["param1"] == 8
-        assert update["in_flight"] >= 48 << 10
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_the_split_adam_step_with_clipping_moves_28_bytes_in_vectors(tmp_path: Path, target: str) -> None:
+    arguments = ["--kernels", "adam", "read_gradients", "--storages", "bf16 split", "--targets", target]
+    reading, update = assert_sound(offline(tmp_path, *arguments))
+    assert (reading["needed"], update["needed"]) == (2, 26)
+    assert reading["moved"] + update["moved"] <= 1.01 * 28
+    assert reading["widths"] == {"grad0": 16}
+    assert update["widths"]["exp_avg0"] == update["widths"]["exp_avg_sq0"] == 16
+    assert update["widths"]["grad0"] == update["widths"]["param0"] == update["widths"]["param1"] == 8
+    assert update["in_flight"] >= 48 << 10
 
 
 @pytest.mark.exhaustive
