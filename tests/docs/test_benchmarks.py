@@ -103,6 +103,16 @@ def test_emulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "units" in capsys.readouterr().out
 
 
+def test_host_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "h.json"
+    flags = ["--device", "cpu", "--steps", "2", "--tensors", "1", "3", "--json", str(path)]
+    assert main(["host_time", *flags]) == 0
+    names = [timing["name"] for timing in json.loads(path.read_text())["timings"]]
+    assert names[:2] == ["torch, 1", "torch, clipped, 1"]
+    assert names[-2:] == ["FusedAdam, 3", "FusedAdam, clipped, 3"]
+    assert "3 tensors" in capsys.readouterr().out
+
+
 def test_models_that_torch_cannot_run_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise RuntimeError("could not create a primitive. Run with ONEDNN_VERBOSE=all")
