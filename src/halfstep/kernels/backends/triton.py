@@ -125,6 +125,7 @@ def stochastic(x, seed, element):
 
 @triton.jit
 def sum_of_squares(x):
+    # In fp32 within a chunk: many chips do fp64 at 1/64 of its rate. fp64 tables stay in fp64.
     total = tl.sum(x * x)
     exact = total.to(tl.float64)
     if x.dtype == tl.float32:
