@@ -251,6 +251,27 @@ def test_a_compiled_method_is_cast_as_it_is_in_eager_mode(method: str, level: st
     assert inner[0] is inner[1]
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.lstm(x)[0]
+        return output * 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_with_a_layer_that_dynamo_skips_is_compiled_around_it(level: str) -> None:
+    torch._dynamo.reset()
+    model: Any = Recurrent()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
+    expected, found = model(X), torch.compile(model, backend="eager")(X)
+    assert found.dtype is expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 @pytest.mark.parametrize("kind", [Wide, Broken])

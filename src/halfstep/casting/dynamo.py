@@ -42,6 +42,10 @@ def not_by_itself(hook: F) -> F:
     return hook
 
 
+# Where Dynamo skips a frame, as that of an LSTM, it would compile each call of the mode as a program of its own.
+not_by_itself(CastMode.__torch_function__)
+
+
 def eager(function: F) -> F:
     """Mark a function that handles gradients or steps: Dynamo does not look into it and runs it as it is.
 
