@@ -89,7 +89,7 @@ class _Recorder(TorchDispatchMode):
         def again() -> None:
             outputs = tree_flatten(func(*args, **kwargs))[0]
             if not views:
-                for kept, output in zip(made, [o for o in outputs if isinstance(o, torch.Tensor)], strict=True):
+                for kept, output in zip(made, (o for o in outputs if isinstance(o, torch.Tensor)), strict=True):
                     if kept.data_ptr() not in inputs:
                         kept.copy_(output)
 

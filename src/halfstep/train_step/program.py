@@ -121,5 +121,6 @@ def _obstacle(params: list[torch.Tensor]) -> str | None:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
+    """What went wrong; Dynamo puts the name of the backend before it."""
+    lines = [line for line in map(str.strip, str(error).splitlines()) if line and not line.endswith("raised:")]
     return lines[0] if lines else type(error).__name__
