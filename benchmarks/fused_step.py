@@ -83,9 +83,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _contenders(shapes: list[tuple[int, ...]], device: torch.device) -> list[Contender]:
-    fused = partial(_fused_step, shapes, device)
+    fused = partial(fused_step, shapes, device)
     contenders = [
-        Contender(BASELINE, _torch_step(shapes, device)),
+        Contender(BASELINE, torch_step(shapes, device)),
         Contender("split", fused(master_weights="split")),
         Contender("torch.AdamW at O2", _at_o2(shapes, device, fused=True)),
         Contender("torch.AdamW at O2, fused=False", _at_o2(shapes, device, fused=False)),
@@ -104,7 +104,7 @@ def _contenders(shapes: list[tuple[int, ...]], device: torch.device) -> list[Con
     return contenders
 
 
-def _torch_step(shapes: list[tuple[int, ...]], device: torch.device) -> Callable[[], None]:
+def torch_step(shapes: list[tuple[int, ...]], device: torch.device) -> Callable[[], None]:
     params = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     grads = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
     optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
@@ -124,7 +124,7 @@ def _torch_step(shapes: list[tuple[int, ...]], device: torch.device) -> Callable
     return step
 
 
-def _fused_step(
+def fused_step(
     shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> Callable[[], None]:
     params = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
