@@ -17,7 +17,17 @@ import torch
 from .expr import ElementwiseKernel
 from .storage import Storage, dense
 
-__all__ = ["AddressTable", "Column", "Launcher", "Number", "PointerTable", "ScalarTable", "Scalars", "TensorTable"]
+__all__ = [
+    "AddressTable",
+    "Column",
+    "Launcher",
+    "Number",
+    "PointerTable",
+    "ScalarTable",
+    "Scalars",
+    "TensorTable",
+    "of_rows",
+]
 
 _KIND = attrgetter("dtype", "layout")
 
@@ -25,6 +35,14 @@ Number = float | torch.Tensor
 
 Scalars = Mapping[str, Number]
 """A number for every row of a table: a float or 0-dim tensor for all of them, or a tensor of shape [rows]."""
+
+
+def of_rows(numbers: Number, rows: Sequence[int]) -> list[torch.Tensor]:
+    """The number of each of some rows, as 0-dim float32 tensors."""
+    if not isinstance(numbers, torch.Tensor) or numbers.dim() == 0:
+        return [torch.as_tensor(numbers, dtype=torch.float32)] * len(rows)
+    return list(numbers.float()[list(rows)].unbind())
+
 
 Column = tuple[Storage, tuple[list[torch.Tensor], ...]]
 """How its values are stored, and one list of tensors for each part of the storage."""
@@ -166,6 +184,10 @@ class AddressTable:
     def release(self) -> None:
         """Let go of the tensors of the first column."""
         self._lists[0] = []
+
+    def tensors(self, part: int) -> list[torch.Tensor]:
+        """The tensors of one part; of staged rows their contiguous copies."""
+        return [self._staged[i][part] if i in self._staged else t for i, t in enumerate(self._lists[part])]
 
     def stage_in(self) -> None:
         """Before a kernel runs: bring the staged rows' values into their contiguous copies."""
