@@ -78,14 +78,14 @@ def _contenders(parameters: int, *, with_torch: bool) -> list[Contender]:
 
 
 def _clip(shapes: list[tuple[int, ...]]) -> Callable[[], None]:
-    return fused_step(shapes, torch.device("cpu"), master_weights="split")
+    return fused_step(shapes, torch.device("cpu"), master_weights=True)
 
 
 def _no_clip(shapes: list[tuple[int, ...]]) -> Callable[[], object]:
     params = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param)
-    return optimizers.FusedAdam(params, lr=1e-4, weight_decay=0.01, master_weights="split").step
+    return optimizers.FusedAdam(params, lr=1e-4, weight_decay=0.01, master_weights=True).step
 
 
 def _shares(timings: list[Timing], parameters: int) -> list[str]:

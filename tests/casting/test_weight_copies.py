@@ -124,7 +124,7 @@ INTERPRETED = pytest.mark.skipif(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter computes what a skip drops
-@pytest.mark.parametrize("backend", ["eager", "compiled", pytest.param("triton", marks=INTERPRETED)])
+@pytest.mark.parametrize("backend", ["eager", "torch", "compiled", pytest.param("triton", marks=INTERPRETED)])
 def test_on_each_backend(backend: str) -> None:
     def run() -> list[torch.Tensor]:
         with kernels.backend(backend):

@@ -21,7 +21,7 @@ F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(3, 4), (), (0,), (5000,)]
 
 
-@pytest.fixture(params=["eager", "compiled"], autouse=True)
+@pytest.fixture(params=["eager", "torch", "compiled"], autouse=True)
 def on(request: pytest.FixtureRequest) -> Iterator[str]:
     with kernels.backend(request.param):
         yield request.param
@@ -98,13 +98,13 @@ def test_choosing_a_backend(monkeypatch: pytest.MonkeyPatch, on: str) -> None:
         with kernels.backend("eager"):
             assert kernels.backend_for("cpu") == "eager"
         assert kernels.backend_for("cpu") == "compiled"
-    with pytest.raises(ArgumentValueError, match=r"'fast' is no backend; choose one of auto, eager, compiled, triton"):
+    with pytest.raises(ArgumentValueError, match=r"'fast' is no backend; choose one of auto, eager, torch, compiled"):
         kernels.backend("fast")
     with kernels.backend("compiled"), pytest.raises(UsageError, match="runs on the CPU, not on cuda"):
         kernels.backend_for("cuda")
 
 
-def test_without_a_compiler_eager_serves_and_says_so_once(
+def test_without_a_compiler_torch_serves_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cxx, "_compiler", lambda: None)
@@ -112,7 +112,7 @@ def test_without_a_compiler_eager_serves_and_says_so_once(
     caplog.set_level(logging.INFO, logger="halfstep")
     try:
         with kernels.backend("auto"):
-            assert [kernels.backend_for("cpu") for _ in range(3)] == ["eager"] * 3
+            assert [kernels.backend_for("cpu") for _ in range(3)] == ["torch"] * 3
     finally:
         cxx.available.cache_clear()
     assert len(caplog.records) == 1

@@ -14,7 +14,7 @@ from halfstep import amp, kernels, optimizers
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("backend", ["compiled", "eager"])
+@pytest.mark.parametrize("backend", ["compiled", "eager", "torch"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_cleared_gradients_are_freed(half: torch.dtype, level: str, backend: str, fused: bool) -> None:
     model: Any = nn.Linear(4, 2)

@@ -56,15 +56,15 @@ def step() -> list[float]:
     return out.tolist()
 
 
-def test_without_a_compiler_the_eager_backend_serves(
+def test_without_a_compiler_the_torch_backend_serves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with caplog.at_level(logging.WARNING, logger="halfstep"):
-        assert [kernels.backend_for("cpu") for _ in range(2)] == ["eager", "eager"]
+        assert [kernels.backend_for("cpu") for _ in range(2)] == ["torch", "torch"]
         with kernels.backend("compiled"):
-            assert kernels.backend_for("cpu") == "eager"
+            assert kernels.backend_for("cpu") == "torch"
             assert step() == [3.0, 6.0]
     (record,) = caplog.records
     assert record.getMessage().startswith("No C++ compiler found (CXX, c++, g++, clang++)")
@@ -80,12 +80,12 @@ def test_without_a_compiler_the_eager_backend_serves(
     ],
     ids=["says why", "says nothing", "writes no library"],
 )
-def test_with_a_compiler_that_fails_the_eager_backend_serves(
+def test_with_a_compiler_that_fails_the_torch_backend_serves(
     script: str, reason: str, wrapped: Wrapped, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = wrapped(script)
     with caplog.at_level(logging.WARNING, logger="halfstep"):
-        assert [kernels.backend_for("cpu") for _ in range(2)] == ["eager", "eager"]
+        assert [kernels.backend_for("cpu") for _ in range(2)] == ["torch", "torch"]
         assert step() == [3.0, 6.0]
     (record,) = caplog.records
     message = record.getMessage()

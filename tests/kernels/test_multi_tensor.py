@@ -233,7 +233,7 @@ def test_empty_lists() -> None:
 
 @pytest.mark.parametrize("bad", [*BAD, None])
 @pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("on", ["eager", "compiled"])
+@pytest.mark.parametrize("on", ["eager", "torch", "compiled"])
 def test_large_sixteen_bit_gradients_are_added_in_fp32(on: str, scaled: bool, bad: str | None) -> None:
     """A compiled backend does this in one pass over the memory."""
     generator = torch.Generator().manual_seed(0)
@@ -303,7 +303,7 @@ def test_scale_in_place(kinds: list[Kind], factor: float) -> None:
 # ---- kernels on lists
 
 
-@pytest.mark.parametrize("on", ["eager", "compiled"])
+@pytest.mark.parametrize("on", ["eager", "torch", "compiled"])
 def test_kernels_on_lists_find_what_is_not_finite(on: str) -> None:
     for bad, place in ((math.inf, "xs"), (math.nan, "ys"), (None, "")):
         lists = {"xs": [torch.ones(3), torch.ones(2, dtype=BF16)], "ys": [torch.ones(3), torch.ones(2, dtype=FP64)]}
@@ -320,7 +320,7 @@ def test_kernels_on_lists_find_what_is_not_finite(on: str) -> None:
         assert targets[0].tolist() == [5.0] * 3
 
 
-@pytest.mark.parametrize("on", ["eager", "compiled"])
+@pytest.mark.parametrize("on", ["eager", "torch", "compiled"])
 def test_a_number_of_each_row_goes_with_its_row(on: str) -> None:
     sources = [torch.full((3,), float(i), dtype=dtype) for i, dtype in enumerate([FP32, FP16, FP32, BF16, FP16])]
     targets = [torch.empty(3) for _ in sources]
@@ -330,7 +330,7 @@ def test_a_number_of_each_row_goes_with_its_row(on: str) -> None:
     assert [target.tolist() for target in targets] == [[i * 2.0**i] * 3 for i in range(5)]
 
 
-@pytest.mark.parametrize("on", ["eager", "compiled"])
+@pytest.mark.parametrize("on", ["eager", "torch", "compiled"])
 def test_parameters_are_written_and_autograd_is_told(on: str) -> None:
     param = torch.nn.Parameter(torch.ones(3))
     with backend(on):

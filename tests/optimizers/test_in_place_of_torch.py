@@ -23,7 +23,7 @@ from halfstep.kernels.storage import join, round_half_away, split
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Optimizer = torch.optim.Optimizer
-BACKENDS = ["eager", "compiled"]
+BACKENDS = ["eager", "torch", "compiled"]
 
 PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # ours, torch's
     "AdamW": (
@@ -391,7 +391,7 @@ def test_what_changes_between_steps_is_noticed() -> None:
 @pytest.mark.filterwarnings("ignore:.*updates .* weights in place")
 def test_backends_agree_on_any_shapes(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], permute: bool) -> None:
     results = []
-    for on in BACKENDS:
+    for on in ("eager", "compiled"):
         generator = torch.Generator().manual_seed(0)
         params = []
         for shape, dtype in zip(shapes, itertools.cycle(dtypes)):

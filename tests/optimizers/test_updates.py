@@ -122,7 +122,10 @@ def form_name(form: tuple[Any, Any, Any]) -> str:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "setting"),
-    [("eager", "bare"), ("eager", "clip-overflow"), *(("compiled", setting) for setting in SETTINGS)],
+    [
+        *((name, setting) for name in ("eager", "torch") for setting in ("bare", "clip-overflow")),
+        *(("compiled", setting) for setting in SETTINGS),
+    ],
 )
 @pytest.mark.parametrize("form", FORMS, ids=form_name)
 @pytest.mark.parametrize("case", CASES, ids=str)

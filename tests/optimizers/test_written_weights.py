@@ -23,7 +23,7 @@ HALVES = [BF16, FP16]
 TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or torch.cuda.is_available(), reason="Triton's interpreter, on a CPU"
 )
-BACKENDS = ["eager", "compiled", pytest.param("triton", marks=TRITON)]
+BACKENDS = ["eager", "torch", "compiled", pytest.param("triton", marks=TRITON)]
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "Adam": lambda p: optimizers.FusedAdam(p, lr=0.02, master_weights="plain"),
@@ -295,7 +295,7 @@ def test_a_model_loaded_between_two_steps_of_o2(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP32, *HALVES])
-@pytest.mark.parametrize("on", ["eager", "compiled"])
+@pytest.mark.parametrize("on", ["eager", "torch", "compiled"])
 def test_a_graph_from_before_a_step_does_not_see_its_weights(on: str, dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
     optim = optimizers.FusedAdam(model.parameters(), lr=0.1, master_weights=True)

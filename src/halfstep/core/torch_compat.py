@@ -67,6 +67,10 @@ __all__ = [
     "function_mode_at",
     "function_mode_count",
     "functorch_level",
+    "fused_adagrad_",
+    "fused_adam_",
+    "fused_adamw_",
+    "fused_sgd_",
     "has_comm_hook",
     "is_traceable_wrapper_subclass",
     "is_view",
@@ -105,6 +109,12 @@ update_scale_: Callable[..., torch.Tensor] = torch._amp_update_scale_
 
 foreach_unscale_: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
 """``foreach_unscale_(grads, found_inf, inv_scale)``, in place: multiply, and set ``found_inf`` to 1 for inf or NaN."""
+
+fused_adam_: Callable[..., None] = torch._fused_adam_
+fused_adamw_: Callable[..., None] = torch._fused_adamw_
+fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
+fused_sgd_: Callable[..., None] = torch._fused_sgd_
+"""The steps of ``torch.optim`` with ``fused=True``: lists of parameters, gradients, state and step counts."""
 
 subclass_over: Callable[..., Any] = torch.Tensor._make_subclass
 """``subclass_over(cls, tensor, requires_grad)``: a tensor of another class with the same memory."""

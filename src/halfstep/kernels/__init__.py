@@ -1,7 +1,8 @@
-"""Multi-tensor operations and elementwise kernels, on three backends.
+"""Multi-tensor operations and elementwise kernels, on four backends.
 
 ``eager`` runs on ``torch._foreach`` anywhere and is the reference. ``compiled`` is C++ for the CPU, built by the
-system's compiler. ``triton`` is for CUDA. ``backend`` or ``HALFSTEP_BACKEND`` chooses.
+system's compiler; without one, ``torch`` runs torch's own fused steps. ``triton`` is for CUDA. ``backend`` or
+``HALFSTEP_BACKEND`` chooses.
 """
 
 from .launch import BACKENDS, backend, backend_for

@@ -13,9 +13,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ElementwiseKernel", "Node", "Symbol", "Trace", "elementwise_kernel", "trace"]
+import torch
+
+__all__ = [
+    "ByTorch",
+    "Columns",
+    "ElementwiseKernel",
+    "Node",
+    "Symbol",
+    "TorchUpdate",
+    "Trace",
+    "elementwise_kernel",
+    "trace",
+]
 
 Function = Callable[..., Mapping[str, Any]]
+
+Columns = Mapping[str, list[torch.Tensor]]
+
+TorchUpdate = Callable[[Columns, list[int]], None]
+"""An update of lists of tensors in place: the columns, and the row that each place in them is of."""
+
+ByTorch = Callable[[Mapping[str, float | torch.Tensor]], TorchUpdate | None]
+"""Makes an update from the numbers of a step, or None where torch has no call for these numbers."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +49,22 @@ class ElementwiseKernel:
             whole row was read, unless ``squares`` or ``checks`` names it.
         squares: outputs of which the sum of squares over each row is returned instead.
         checks: outputs in which inf and NaN are looked for.
+        by_torch: the same update by a fused call of torch, for the ``torch`` backend; None if there is none. Columns
+            that the kernel does not store are copies, which the call may overwrite.
     """
 
     name: str
     fn: Function
     squares: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
+    by_torch: ByTorch | None = None
 
 
 def elementwise_kernel(
-    *, squares: tuple[str, ...] = (), checks: tuple[str, ...] = ()
+    *, squares: tuple[str, ...] = (), checks: tuple[str, ...] = (), by_torch: ByTorch | None = None
 ) -> Callable[[Function], ElementwiseKernel]:
     """Decorator: make a function an ``ElementwiseKernel`` of the function's name."""
-    return lambda fn: ElementwiseKernel(fn.__name__, fn, squares, checks)
+    return lambda fn: ElementwiseKernel(fn.__name__, fn, squares, checks, by_torch)
 
 
 @dataclass(frozen=True)

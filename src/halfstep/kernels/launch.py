@@ -15,8 +15,8 @@ from .tensor_table import Launcher, Scalars, TensorTable
 
 __all__ = ["BACKENDS", "backend", "backend_for", "launch"]
 
-BACKENDS = ("auto", "eager", "compiled", "triton")
-"""``auto``: triton on CUDA and compiled on the CPU where they can run, eager otherwise."""
+BACKENDS = ("auto", "eager", "torch", "compiled", "triton")
+"""``auto``: triton on CUDA and compiled on the CPU where they can run; otherwise torch on the CPU, and eager."""
 
 _chosen: ContextVar[str | None] = ContextVar("halfstep_backend", default=None)
 
@@ -47,7 +47,7 @@ class backend:  # noqa: N801 - reads as a verb, as torch.set_grad_enabled does
 
 
 def backend_for(device: torch.device | str) -> str:
-    """The backend that operations on a device run on: ``"eager"``, ``"compiled"`` or ``"triton"``.
+    """The backend that operations on a device run on: ``"eager"``, ``"torch"``, ``"compiled"`` or ``"triton"``.
 
     Raises:
         UsageError: if the chosen one cannot run there.
@@ -57,11 +57,11 @@ def backend_for(device: torch.device | str) -> str:
     if name == "auto":
         if kind == "cuda" and _has_triton():
             return "triton"
-        return "compiled" if kind == "cpu" and _has_compiler() else "eager"
-    if name == "compiled":
-        if kind != "cpu":
-            raise UsageError(f"backend='compiled' runs on the CPU, not on {kind}; choose 'auto', 'triton' or 'eager'.")
-        return "compiled" if _has_compiler() else "eager"
+        name = "compiled" if kind == "cpu" else "eager"
+    if name in ("compiled", "torch") and kind != "cpu":
+        raise UsageError(f"backend={name!r} runs on the CPU, not on {kind}; choose 'auto', 'triton' or 'eager'.")
+    if name == "compiled" and not _has_compiler():
+        return "torch"
     if name == "triton":
         if not _has_triton():
             raise UsageError("backend='triton' needs the triton package; pip install triton, or choose 'auto'.")
@@ -102,6 +102,10 @@ def _launcher(name: str, kernel: ElementwiseKernel, table: TensorTable) -> Launc
         from .backends.triton import TritonLauncher
 
         return TritonLauncher(kernel, table)
+    if name == "torch":
+        from .backends import torch_fused
+
+        return torch_fused.launcher(kernel, table)
     from .backends.foreach import ForeachLauncher
 
     return ForeachLauncher(kernel, table)

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from ..kernels.expr import elementwise_kernel
-from ..kernels.tensor_table import Number
+from ..core.torch_compat import fused_adagrad_
+from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
+from ..kernels.tensor_table import Number, Scalars, of_rows
 from .base import FusedOptimizer, Hyper, Step
 from .options import FusedOptions, MasterForm, check_hyperparameters
 from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
@@ -15,7 +16,28 @@ from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
 __all__ = ["FusedAdagrad", "adagrad", "adagrad_scalars"]
 
 
-@elementwise_kernel()
+def _by_torch(numbers: Scalars) -> TorchUpdate:
+    """``adagrad`` by torch's fused call. Weight decay apart from the gradient is a pass before it."""
+    factor, decay = float(numbers["factor"]), float(numbers["decay"])
+    settings = {
+        "lr": float(numbers["lr"]),
+        "lr_decay": float(numbers["lr_decay"]),
+        "weight_decay": float(numbers["l2"]),
+        "eps": float(numbers["eps"]),
+    }
+
+    def update(columns: Columns, rows: list[int]) -> None:
+        if factor != 1.0:
+            torch._foreach_mul_(columns["grad"], factor)
+        if decay != 1.0:
+            torch._foreach_mul_(columns["param"], decay)
+        lists = [columns[name] for name in ("param", "grad", "sum")]
+        fused_adagrad_(*lists, of_rows(numbers["t"], rows), maximize=False, **settings)
+
+    return update
+
+
+@elementwise_kernel(by_torch=_by_torch)
 def adagrad(
     grad: Any, param: Any, sum: Any, *, factor: Any, l2: Any, decay: Any, rate: Any, eps: Any
 ) -> dict[str, Any]:
@@ -26,7 +48,7 @@ def adagrad(
 
 
 def adagrad_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Number]:
-    """The numbers of ``adagrad``.
+    """The numbers of ``adagrad``, and those of torch's fused call.
 
     Args:
         group: ``lr``, ``eps``, ``weight_decay``, ``adagrad_w_mode`` and ``lr_decay``.
@@ -40,6 +62,9 @@ def adagrad_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, 
         "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
         "rate": lr / (1.0 + (t - 1.0) * group["lr_decay"]) if group["lr_decay"] else lr,
         "eps": group["eps"],
+        "lr": lr,
+        "lr_decay": group["lr_decay"],
+        "t": t,
     }
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from ..kernels.expr import elementwise_kernel
-from ..kernels.tensor_table import Number
+from ..core.torch_compat import fused_adam_, fused_adamw_
+from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
+from ..kernels.tensor_table import Number, Scalars, of_rows
 from .base import FusedOptimizer, Hyper, Step
 from .options import FusedOptions, MasterForm, check_hyperparameters
 from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
@@ -15,7 +16,30 @@ from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
 __all__ = ["FusedAdam", "adam", "adam_scalars", "amsgrad"]
 
 
-@elementwise_kernel()
+def _by_torch(numbers: Scalars) -> TorchUpdate:
+    """``adam`` and ``amsgrad`` by torch's fused calls."""
+    factor, l2 = float(numbers["factor"]), float(numbers["l2"])
+    t = numbers["t"] if numbers["bias_correction"] else torch.inf  # where beta ** t, which corrects, is 0
+    settings = {
+        "lr": float(numbers["lr"]),
+        "beta1": float(numbers["beta1"]),
+        "beta2": float(numbers["beta2"]),
+        "weight_decay": l2 or float(numbers["weight_decay"]),
+        "eps": float(numbers["eps"]),
+    }
+
+    def update(columns: Columns, rows: list[int]) -> None:
+        if factor != 1.0:
+            torch._foreach_mul_(columns["grad"], factor)
+        lists = [columns[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
+        largest = columns.get("max_exp_avg_sq", [])
+        call = fused_adam_ if l2 else fused_adamw_
+        call(*lists, largest, of_rows(t, rows), amsgrad=bool(largest), maximize=False, **settings)
+
+    return update
+
+
+@elementwise_kernel(by_torch=_by_torch)
 def adam(
     grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any,
     *, factor: Any, l2: Any, decay: Any, new1: Any, beta2: Any, new2: Any, step_size: Any, root: Any, eps: Any,
@@ -31,7 +55,7 @@ def adam(
     return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-@elementwise_kernel()
+@elementwise_kernel(by_torch=_by_torch)
 def amsgrad(
     grad: Any, param: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any,
     *, factor: Any, l2: Any, decay: Any, new1: Any, beta2: Any, new2: Any, step_size: Any, root: Any, eps: Any,
@@ -46,7 +70,7 @@ def amsgrad(
 
 
 def adam_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Number]:
-    """The numbers of ``adam`` and ``amsgrad``.
+    """The numbers of ``adam`` and ``amsgrad``, and those of torch's fused calls.
 
     Args:
         group: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``adam_w_mode`` and ``bias_correction``.
@@ -66,6 +90,11 @@ def adam_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Num
         "step_size": lr / (1.0 - beta1**t) if corrected else lr,
         "root": (1.0 - beta2**t).rsqrt() if corrected else 1.0,
         "eps": group["eps"],
+        "lr": lr,
+        "beta1": beta1,
+        "weight_decay": weight_decay,
+        "t": t,
+        "bias_correction": corrected,
     }
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..kernels.launch import backend_for
 from ..kernels.storage import SPLIT, Storage, dense, plain, stochastic
 
 __all__ = ["FusedOptions", "MasterForm", "check_hyperparameters"]
@@ -23,8 +24,8 @@ class FusedOptions:
     Attributes:
         max_grad_norm: clip the 2-norm of all gradients together to this, as ``clip_grad_norm_`` would; None does not.
         master_weights: ``"split"`` keeps the fp32 value of a bfloat16 weight as the weight and an int16 remainder,
-            ``"plain"`` keeps an fp32 copy, True the former for bfloat16 and the latter for float16; None or False
-            updates the 16-bit weight itself.
+            ``"plain"`` keeps an fp32 copy, True the former for bfloat16 and the latter for float16, or for both on a
+            CPU without a C++ compiler; None or False updates the 16-bit weight itself.
         state_dtype: of the first moment; None is float32. Second moments are always float32.
         rounding: ``"nearest"`` or, for bfloat16 weights without masters, ``"stochastic"``.
         seed: of stochastic rounding.
@@ -66,8 +67,8 @@ class FusedOptions:
                 )
             object.__setattr__(self, "state_dtype", dtype)
 
-    def storage(self, dtype: torch.dtype) -> Storage:
-        """How a weight of this dtype is stored.
+    def storage(self, dtype: torch.dtype, device: torch.device | str) -> Storage:
+        """How a weight of this dtype is stored on a device.
 
         Raises:
             ArgumentValueError: for a float16 weight where only bfloat16 can be.
@@ -80,7 +81,10 @@ class FusedOptions:
                 f"{wrong} works on bfloat16 weights, whose bits are the upper half of an fp32 number; a weight here "
                 "is float16. Use master_weights='plain' or True, or bfloat16 weights."
             )
-        if self.master_weights == "plain" or (self.master_weights is True and dtype is torch.float16):
+        if self.master_weights == "plain":
+            return plain(dtype)
+        # torch's own steps, on which the backend of this name runs, take masters that are whole.
+        if self.master_weights is True and (dtype is torch.float16 or backend_for(device) == "torch"):
             return plain(dtype)
         if self.master_weights:
             return SPLIT

@@ -84,7 +84,7 @@ class ParamRows:
         self.domain: Domain = domain_of(params[0])
         self.device = params[0].device
         self._sharded = is_sharded(params[0])
-        storage = options.storage(params[0].dtype)
+        storage = options.storage(params[0].dtype, self.device)
         for param, state in zip(params, states, strict=True):
             _prepare(param, state, layout, storage)
         self.numbers = {name: _vector(states, name, self.device) for name, kept in layout.items() if kept.dtype is None}

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentValueError
-from ..kernels.expr import elementwise_kernel
-from ..kernels.tensor_table import Number
+from ..core.torch_compat import fused_sgd_
+from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
+from ..kernels.tensor_table import Number, Scalars
 from .base import FusedOptimizer, Hyper, Step
 from .options import FusedOptions, MasterForm, check_hyperparameters
 from .param_rows import NUMBER, GroupRows, ParamRows, StateLayout, StateSpec
@@ -17,13 +18,41 @@ from .param_rows import NUMBER, GroupRows, ParamRows, StateLayout, StateSpec
 __all__ = ["FusedSGD", "momentum_sgd", "sgd", "sgd_scalars"]
 
 
-@elementwise_kernel()
+def _by_torch(numbers: Scalars) -> TorchUpdate | None:
+    """``sgd`` and ``momentum_sgd`` by torch's fused call, unless weight decay is late or the gradient is dampened."""
+    new = numbers["new"]
+    if numbers["late_l2"] or isinstance(new, torch.Tensor) or new != 1.0:
+        return None
+    factor = float(numbers["factor"])
+    settings = {
+        "lr": float(numbers["lr"]),
+        "momentum": float(numbers["old"]),
+        "weight_decay": float(numbers["l2"]),
+        "nesterov": bool(numbers["direct"]),
+    }
+
+    def update(columns: Columns, rows: list[int]) -> None:
+        if factor != 1.0:
+            torch._foreach_mul_(columns["grad"], factor)
+        buffers = columns.get("momentum_buffer", [])
+        fused_sgd_(
+            columns["param"], columns["grad"], buffers, dampening=0.0, maximize=False, is_first_step=False, **settings
+        )
+
+    return update
+
+
+def _momentum_by_torch(numbers: Scalars) -> TorchUpdate | None:
+    return _by_torch(numbers) if numbers["old"] else None  # without momentum torch writes no buffer
+
+
+@elementwise_kernel(by_torch=_by_torch)
 def sgd(grad: Any, param: Any, *, factor: Any, l2: Any, lr: Any) -> dict[str, Any]:
     """One element of gradient descent with L2 weight decay."""
     return {"param": param - (grad * factor + param * l2) * lr}
 
 
-@elementwise_kernel()
+@elementwise_kernel(by_torch=_momentum_by_torch)
 def momentum_sgd(
     grad: Any, param: Any, momentum_buffer: Any,
     *, factor: Any, l2: Any, old: Any, new: Any, direct: Any, smoothed: Any, late_l2: Any, lr: Any,

@@ -253,7 +253,7 @@ def _gains(optimizer: torch.optim.Optimizer) -> bool:
         and all(keeper_of(p) is None for p in half)
         and HAS_GRAD_DTYPE
         and can_fuse(optimizer)
-        and all(backend_for(device) != "eager" for device in devices)
+        and all(backend_for(device) not in ("eager", "torch") for device in devices)
     )
 
 

@@ -1,1 +1,1 @@
-"""A traced kernel on each backend: ``torch._foreach``, C++ by the system's compiler, and Triton."""
+"""A traced kernel on each backend: ``torch._foreach``, torch's fused steps, C++ by the system's compiler, Triton."""

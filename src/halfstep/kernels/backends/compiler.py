@@ -31,16 +31,16 @@ def available() -> bool:
     compiler = _compiler()
     if compiler is None:
         logger.warning(
-            "No C++ compiler found (CXX, c++, g++, clang++): fused optimizers on the CPU run on torch._foreach, "
-            "slower and in the same arithmetic."
+            "No C++ compiler found (CXX, c++, g++, clang++): fused optimizers on the CPU run on torch's own steps, "
+            "slower and with other roundings."
         )
         return False
     try:
         build("probe", 'extern "C" int probe() { return 1; }')
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
-            "%s cannot build a library here (%s): fused optimizers on the CPU run on torch._foreach, slower and in "
-            "the same arithmetic.",
+            "%s cannot build a library here (%s): fused optimizers on the CPU run on torch's own steps, slower and "
+            "with other roundings.",
             compiler,
             _first_line(error),
         )

@@ -1,0 +1,218 @@
+"""The ``torch`` backend: which updates run on torch's fused calls, in pieces or whole, and how far their numbers go."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep import kernels, optimizers
+from halfstep.core.errors import UsageError
+from halfstep.kernels import backend
+from halfstep.kernels.backends import torch_fused
+from halfstep.kernels.launch import launch
+from halfstep.kernels.storage import join
+from halfstep.kernels.tensor_table import TensorTable
+from halfstep.optimizers.param_rows import read_gradients
+
+F32, F64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+SHAPES = [(7,), (), (0,), (3, 50), (2, 3, 4, 4), (130,)]
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (optimizers.FusedAdam, {"weight_decay": 0.1}),
+    "adam": (optimizers.FusedAdam, {"weight_decay": 0.1, "adam_w_mode": False, "amsgrad": True}),
+    "adam, uncorrected": (optimizers.FusedAdam, {"bias_correction": False}),
+    "adam, bf16 moment": (optimizers.FusedAdam, {"state_dtype": BF16}),
+    "sgd": (optimizers.FusedSGD, {"weight_decay": 0.1}),
+    "momentum": (optimizers.FusedSGD, {"momentum": 0.9, "maximize": True}),
+    "nesterov": (optimizers.FusedSGD, {"momentum": 0.9, "nesterov": True}),
+    "adagrad": (optimizers.FusedAdagrad, {"weight_decay": 0.1, "lr_decay": 0.1}),
+    "adagrad, decoupled": (optimizers.FusedAdagrad, {"weight_decay": 0.1, "adagrad_w_mode": True}),
+}
+FORMS = [(F32, None), (F64, None), (BF16, True), (BF16, "split"), (FP16, True), (BF16, None)]
+
+
+@pytest.fixture(autouse=True)
+def on_torch() -> Iterator[None]:
+    with backend("torch"):
+        yield
+
+
+def make(case: str, dtype: torch.dtype, masters: Any, **options: Any) -> tuple[list[Any], Any]:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+    params[4].data = params[4].data.to(memory_format=torch.channels_last)
+    cls, arguments = CASES[case]
+    return params, cls(params, lr=0.03, master_weights=masters, **arguments, **options)
+
+
+def train(params: list[Any], optimizer: Any, steps: int = 3, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for i, p in enumerate(params):
+            grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            # Of one row the tensors do not lie in the same order, so it is staged.
+            p.grad = grad.t().contiguous().t() if i == 3 else grad
+        optimizer.step()
+
+
+def values(params: list[Any], optimizer: Any) -> list[torch.Tensor]:
+    return [optimizer.master_value(p) if p.dtype in (BF16, FP16) else p.detach().clone() for p in params]
+
+
+def refuse(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("this runs on torch._foreach")
+
+
+@pytest.mark.filterwarnings("ignore:.*updates .* weights in place")
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_fused_calls_of_torch_are_the_reference_up_to_roundings(
+    case: str, form: tuple[torch.dtype, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype, masters = form
+    with backend("eager"):
+        params, optimizer = make(case, dtype, masters, max_grad_norm=1.0)
+        train(params, optimizer)
+        expected, weights = values(params, optimizer), [p.detach().clone() for p in params]
+    monkeypatch.setattr(torch_fused.ForeachLauncher, "__call__", refuse)
+    params, optimizer = make(case, dtype, masters, max_grad_norm=1.0)
+    train(params, optimizer)
+    # Without masters, and of a 16-bit moment, every rounding may fall the other way.
+    narrow = masters is None and dtype is BF16
+    unit = 4 * torch.finfo(BF16).eps if narrow else 2e-4 if "bf16 moment" in case else 1e-5
+    for ours, theirs in zip(values(params, optimizer), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=unit, atol=unit)
+    for ours, theirs in zip(params, weights, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, rtol=2 * torch.finfo(dtype).eps + unit, atol=unit)
+
+
+@pytest.mark.parametrize("form", [(F32, None), (BF16, True), (BF16, "split")], ids=str)
+def test_pieces_change_nothing(form: tuple[torch.dtype, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for piece in (1 << 20, 64):
+        monkeypatch.setattr(torch_fused, "_PIECE", piece)
+        params, optimizer = make("adamw", *form)
+        train(params, optimizer)
+        assert torch.isfinite(params[5]).all()
+        with torch.no_grad():
+            params[5].data[3::50] = 0.5  # written from outside, in some pieces
+        train(params, optimizer, seed=2)
+        results.append(values(params, optimizer))
+    for whole, cut in zip(*results, strict=True):
+        assert torch.equal(whole, cut)
+
+
+def test_what_torch_has_no_call_for_is_the_reference_itself() -> None:
+    for options in (
+        {"momentum": 0.9, "weight_decay": 0.1, "wd_after_momentum": True},
+        {"momentum": 0.9, "dampening": 0.5},
+    ):
+        results = []
+        for name in ("torch", "eager"):
+            with backend(name):
+                params = [torch.nn.Parameter(torch.linspace(-1.0, 1.0, 9))]
+                optimizer = optimizers.FusedSGD(params, lr=0.1, **options)  # type: ignore[arg-type]
+                train(params, optimizer)
+                results.append(params[0].detach())
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("case", ["adamw", "momentum", "adagrad"])
+def test_a_step_that_is_skipped_changes_nothing(case: str) -> None:
+    params, optimizer = make(case, BF16, True)
+    train(params, optimizer)
+    before = copy.deepcopy((params, [optimizer.state[p] for p in params]))
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.ones(())
+    train(params, optimizer, 1)
+    for p, old in zip(params, before[0], strict=True):
+        assert torch.equal(p, old)
+    for state, old in zip((optimizer.state[p] for p in params), before[1], strict=True):
+        assert all(torch.equal(state[name], old[name]) for name in old)
+
+
+# ---- masters
+
+
+def test_masters_are_plain_unless_told_otherwise() -> None:
+    for masters, name in ((True, "master"), ("plain", "master"), ("split", "remainder")):
+        params, optimizer = make("adamw", BF16, masters)
+        train(params, optimizer, 1)
+        assert name in optimizer.state[params[0]], masters
+    with backend("eager"):
+        params, optimizer = make("adamw", BF16, True)
+        train(params, optimizer, 1)
+    assert "remainder" in optimizer.state[params[0]]
+
+
+def test_a_weight_that_others_wrote_to_counts() -> None:
+    params, optimizer = make("adamw", BF16, True)
+    train(params, optimizer)
+    with torch.no_grad():
+        params[0].data.fill_(2.0)
+        untouched = values(params, optimizer)[1]
+    train(params, optimizer, 1)
+    assert (values(params, optimizer)[0] - 2.0).abs().max() < 0.1
+    assert torch.equal(optimizer.state[params[0]]["master"].bfloat16(), params[0])
+    assert not torch.equal(values(params, optimizer)[1], untouched)
+
+
+@pytest.mark.parametrize(("first", "second"), [("eager", "torch"), ("torch", "eager")])
+def test_a_checkpoint_moves_between_machines_with_and_without_a_compiler(first: str, second: str) -> None:
+    with backend(first):
+        params, optimizer = make("adamw", BF16, True)
+        train(params, optimizer)
+        saved = copy.deepcopy(([p.detach() for p in params], optimizer.state_dict()))
+        kept = values(params, optimizer)
+        train(params, optimizer, seed=2)
+        expected = values(params, optimizer)
+    with backend(second):
+        params, optimizer = make("adamw", BF16, True)
+        with torch.no_grad():
+            for p, weight in zip(params, saved[0], strict=True):
+                p.copy_(weight)
+        optimizer.load_state_dict(saved[1])
+        for ours, theirs in zip(values(params, optimizer), kept, strict=True):
+            assert torch.equal(ours, theirs)
+        train(params, optimizer, seed=2)
+        for p, ours, theirs in zip(params, values(params, optimizer), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+            state = optimizer.state[p]
+            assert ("master" in state) is (second == "torch")
+            if second == "eager":
+                assert torch.equal(join(p.detach(), state["remainder"]), ours)
+
+
+# ---- sums of squares
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, F32, F64], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 1e-4, 1e4])
+@pytest.mark.parametrize("piece", [1 << 20, 64])
+def test_sums_of_squares(dtype: torch.dtype, factor: float, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_fused, "_PIECE", piece)
+    monkeypatch.setattr(torch_fused.ForeachLauncher, "__call__", refuse)
+    grads = [(torch.randn(shape) * factor).to(dtype) for shape in SHAPES]
+    found = torch.zeros(())
+    sums = launch(TensorTable.of(grad=grads), read_gradients, {}, found=found)
+    expected = torch.stack([g.double().square().sum() for g in grads])
+    torch.testing.assert_close(sums[0], expected, rtol=1e-5, atol=0.0)
+    assert not found
+
+
+@pytest.mark.parametrize(("value", "bad"), [(1e25, False), (1e-25, False), (torch.inf, True), (torch.nan, True)])
+def test_sums_that_float32_cannot_hold(value: float, bad: bool) -> None:
+    grads = [torch.ones(5), torch.full((3,), value), torch.zeros(4)]
+    found = torch.zeros(())
+    sums = launch(TensorTable.of(grad=grads), read_gradients, {}, found=found)[0]
+    assert bool(found) is bad
+    assert sums[[0, 2]].tolist() == [5.0, 0.0]
+    if not bad:
+        torch.testing.assert_close(sums[1], 3 * grads[1][0].double() ** 2, rtol=1e-9, atol=0.0)
+
+
+def test_it_runs_on_a_cpu_only() -> None:
+    with pytest.raises(UsageError, match="backend='torch' runs on the CPU, not on cuda"):
+        kernels.backend_for("cuda")
