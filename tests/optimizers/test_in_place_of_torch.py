@@ -19,6 +19,7 @@ from torch import nn
 from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.kernels import backend
+from halfstep.kernels.backends import compiler
 from halfstep.kernels.storage import join, round_half_away, split
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -388,6 +389,7 @@ def test_what_changes_between_steps_is_noticed() -> None:
     dtypes=st.lists(st.sampled_from([FP32, BF16, FP16, torch.float64]), min_size=6, max_size=6),
     permute=st.booleans(),
 )
+@pytest.mark.skipif(not compiler.available(), reason="there is no C++ compiler")
 @pytest.mark.filterwarnings("ignore:.*updates .* weights in place")
 def test_backends_agree_on_any_shapes(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], permute: bool) -> None:
     results = []
@@ -450,3 +452,19 @@ def test_larc_is_printed_and_copied_with_its_optimizer(way: str) -> None:
     after = step(other)
     assert param.tolist() == before, "the copy moves its own parameter"
     assert step(optim) == after, "from the same momentum"
+
+
+def test_state_that_was_exchanged_is_used() -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optim = optimizers.FusedAdam(params, lr=0.1, betas=(0.5, 0.5))
+    for _ in range(2):
+        train(optim, params, 1)
+    first, second = (optim.state[p] for p in params)
+    optim.state[params[0]], optim.state[params[1]] = second, first
+    second["exp_avg"].fill_(1e6)
+    before = params[0].detach().clone()
+    train(optim, params, 1)
+    assert (params[0] - before < -1e3).all()
+    del optim.state[params[0]]
+    train(optim, params, 1)
+    assert optim.state[params[0]]["step"] == 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     copies: WeightCopies | None = None
     release: GradientRelease | None = None
+    _seen: tuple[list[Any], list[Any]] = ([], [])
 
     def __init__(self, params: Any, defaults: Hyper, options: FusedOptions, *, set_grad_none: bool = True) -> None:
         self.options = options
@@ -295,7 +297,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if "differentiable" not in known:
             self.defaults.pop("differentiable", None)  # torch adds it to whatever it restores
-        self._groups = {}
+        self._groups, self._seen = {}, ([], [])
         self.__dict__.setdefault("_started", {})
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -307,28 +309,43 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The rows of every group that has gradients, from the last step where nothing else changed."""
         groups = []
         first = 0
+        same_state = self._state_is_known()
         if self.copies is not None:
             self.copies.begin_step()
         for index, group in enumerate(self.param_groups):
             params = group["params"]
             positions = range(first, first + len(params))
-            hyper, rows = self._rows_of(self._groups.get(index), group, params, positions)
+            hyper, rows = self._rows_of(self._groups.get(index), group, params, positions, same_state)
             self._groups[index] = rows
             if rows.rows:
                 groups.append((hyper, rows))
             first += len(params)
+        self._seen = list(self.state), list(self.state.values())
         return groups
 
     def _rows_of(
-        self, known: GroupRows | None, group: Hyper, params: list[torch.Tensor], positions: Sequence[int]
+        self,
+        known: GroupRows | None,
+        group: Hyper,
+        params: list[torch.Tensor],
+        positions: Sequence[int],
+        same_state: bool = False,
     ) -> tuple[Hyper, GroupRows]:
-        """The rows of some parameters of a group: those known from an earlier step where nothing else changed."""
+        """The rows of some parameters of a group: those known from an earlier step where nothing else changed.
+
+        Args:
+            known: the rows of the same parameters in an earlier step, if there are any.
+            group: the group.
+            params: some of its parameters.
+            positions: the place of each in the optimizer.
+            same_state: whether the entries of ``state`` are known to be those of that step.
+        """
         hyper = self._hyper(group)
         layout = self._layout(hyper)
         if self.options.rounding == "stochastic":
             layout = {"step": NUMBER, **layout}
         copies = self._copies_of(params)
-        if known is None or not known.renew(params, self.state, layout, copies):
+        if known is None or not known.renew(params, self.state, layout, copies, known=same_state):
             if self.copies is not None:
                 self.copies.watch(params)  # some may have come since
             self._start_masters(params)
@@ -340,6 +357,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._warned = True
             if not self.options.master_weights and self.options.rounding == "nearest":
                 warn_of_lost_updates(type(self).__name__, self.param_groups)
+
+    def _state_is_known(self) -> bool:
+        """Whether ``state`` has the very entries it had in the last step. No tensor is hashed, which takes long."""
+        params, entries = self._seen
+        if len(self.state) != len(params):
+            return False
+        return all(map(is_, self.state, params)) and all(map(is_, self.state.values(), entries))
 
     def _start_masters(self, params: Iterable[torch.Tensor]) -> None:
         """Let masters that are made in this step start from what they were given."""

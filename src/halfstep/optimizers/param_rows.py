@@ -204,8 +204,13 @@ class GroupRows:
         state: Mapping[torch.Tensor, dict[str, Any]],
         layout: StateLayout,
         copies: list[torch.Tensor | None],
+        *,
+        known: bool = False,
     ) -> bool:
-        """Take the gradients that are there now; False if another set of parameters, state or copies takes part."""
+        """Take the gradients that are there now; False if another set of parameters, state or copies takes part.
+
+        ``known`` says that no entry of the state was exchanged since the last step.
+        """
         if state is not self._state or len(params) != len(self._params) or layout != self._layout:
             return False
         if not all(map(is_, copies, self._copies)):
@@ -217,7 +222,8 @@ class GroupRows:
             return False
         for positions, rows in zip(self._positions, self.rows, strict=True):
             whole = len(positions) == len(params)  # the usual group, without lists of its rows
-            if not all(map(is_, map(state.get, params if whole else [params[i] for i in positions]), rows.states)):
+            mine = params if whole else [params[i] for i in positions]
+            if not known and not all(map(is_, map(state.get, mine), rows.states)):
                 return False
             if not rows.renew(grads if whole else [grads[i] for i in positions]):
                 return False
