@@ -384,3 +384,27 @@ def test_norm_and_finite_check_share_one_read() -> None:
     with Touches([p.grad for p in params]) as touched:
         scaler.clip_grad_norm_(optim, 1.0)
     assert touched.names == ["_foreach_norm", "_foreach_mul_"]
+
+
+@pytest.mark.parametrize("bad", [None, *BAD])
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+def test_a_step_that_clips_reads_gradients_once(half: torch.dtype, bad: float | None, monkeypatch: Any) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("gradients are read by an operation of their own")
+
+    monkeypatch.setattr("halfstep.kernels.multi_tensor.foreach_unscale_", refuse)
+    params = [nn.Parameter(torch.ones(4, dtype=half)), nn.Parameter(torch.ones(70_001, dtype=half))]
+    optimizer = optimizers.FusedAdam(params, lr=0.5, master_weights=True, max_grad_norm=1.0)
+    scaler = amp.GradScaler(init_scale=8.0, decr_every_n_nan_or_inf=1)
+    scaler.scale(torch.ones(()))
+    for p in params:
+        p.grad = torch.full_like(p, 16.0)
+    if bad is not None:
+        params[1].grad[70_000] = bad  # type: ignore[index]
+    stepped = scaler.step(optimizer)
+    scaler.update()
+    assert bool(stepped) is (bad is None)
+    assert scaler.get_scale() == (8.0 if bad is None else 4.0)
+    assert [bool((p != 1.0).all()) for p in params] == [bad is None] * 2
+    if bad is None:
+        torch.testing.assert_close(optimizer.grad_norm, torch.tensor(2.0 * math.sqrt(70_005)))

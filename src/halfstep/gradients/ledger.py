@@ -288,12 +288,16 @@ class Gradients:
 
     # ---- between passes and step
 
-    def unscale_or_check(self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor) -> bool:
-        """Unscale gradients in place. If any has 16 bits, only look for inf and NaN.
+    def unscale_or_check(
+        self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor, *, step_checks: bool
+    ) -> bool:
+        """Unscale gradients in place. If any has 16 bits, only look for inf and NaN, unless the step does that, too.
 
         Returns:
             Whether unscaling is left to the step, which does it in fp32.
         """
+        if step_checks and any(p.grad is not None and is_half(p.grad) for p in params):
+            return True
         grads = self._unscaler.gather(params)
         left = self._unscaler.any_half
         self._unscaler.unscale(grads, torch.ones_like(scale) if left else reciprocal(scale), found_inf)

@@ -94,6 +94,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether a step that is given ``found_inf`` looks for inf and NaN itself, and notes what it finds there.
+
+        It does where it clips, because it reads the norm of the gradients then.
+        """
+        return self.options.max_grad_norm is not None
+
     # ---- what a user calls
 
     @torch.no_grad()
@@ -181,6 +189,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             grad_scale = scaler._get_scale_async()
             skip = torch.zeros((), device=device)
         factor, skip = self._factor(all_rows, grad_scale, skip, check=scaler is not None)
+        if self.checks_gradients and (given := getattr(self, "found_inf", None)) is not None:
+            given.copy_(skip)
         if scaler is not None and scaler.is_enabled():
             scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {device: skip}
         self._take(groups, factor, skip)

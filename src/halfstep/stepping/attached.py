@@ -14,12 +14,14 @@ from contextlib import nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..casting.op_casting import NO_CASTING, active_casting
 from ..core.errors import UsageError
 from ..distributed.ddp_sync import BackwardRecord, any_overflow, share_overflow
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
+from ..optimizers.base import FusedOptimizer
 from ..optimizers.fuse import OfTorch, unfuse
 from ..optimizers.param_rows import SparseGradient
 from .backward import BackwardPasses
@@ -143,12 +145,23 @@ class AttachedOptimizer:
         if self.passes.release is not None:
             self.passes.release.add_overflow(found_inf)
         if may_defer and seen is None and not gradients.any_wide and self.stepping.takes_flags:
-            if gradients.unscale_or_check(params, scale, found_inf):
+            if gradients.unscale_or_check(params, scale, found_inf, step_checks=self._step_checks()):
                 self.stepping.grad_scale = scale
         else:
             gradients.finish(params, scale, found_inf, seen)
         self.passes.records.append(BackwardRecord(found_inf, None, dynamic=scaler.dynamic))
         share_overflow(self.passes.records, [self.passes.ranks])
+
+    def _step_checks(self) -> bool:
+        """Whether the next step finds inf and NaN early enough: nobody asks before it.
+
+        Other processes would. So may torch's own optimizers, which can go on without their fused step.
+        """
+        optimizer = self.optimizer
+        if not isinstance(optimizer, FusedOptimizer) or isinstance(optimizer, OfTorch):
+            return False
+        asked = self.passes.records or observers or (dist.is_available() and dist.is_initialized())
+        return optimizer.checks_gradients and not asked
 
     # ---- the step
 
