@@ -104,10 +104,12 @@ def _contenders(shapes: list[tuple[int, ...]], device: torch.device) -> list[Con
     return contenders
 
 
-def torch_step(shapes: list[tuple[int, ...]], device: torch.device) -> Callable[[], None]:
+def torch_step(
+    shapes: list[tuple[int, ...]], device: torch.device, make: Callable[..., Any] = torch.optim.AdamW
+) -> Callable[[], None]:
     params = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     grads = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
-    optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
+    optimizer = make(params, lr=1e-4, fused=True)
     scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
     scaler.scale(torch.ones((), device=device))
 
@@ -125,12 +127,16 @@ def torch_step(shapes: list[tuple[int, ...]], device: torch.device) -> Callable[
 
 
 def fused_step(
-    shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.bfloat16, **options: Any
+    shapes: list[tuple[int, ...]],
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    make: Callable[..., Any] = optimizers.FusedAdam,
+    **options: Any,
 ) -> Callable[[], None]:
     params = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param)
-    optimizer = optimizers.FusedAdam(params, lr=1e-4, weight_decay=0.01, max_grad_norm=1.0, **options)
+    optimizer = make(params, lr=1e-4, weight_decay=0.01, max_grad_norm=1.0, **options)
     scaler = amp.GradScaler(init_scale=1.0)
     scaler.scale(torch.ones((), device=device))
 

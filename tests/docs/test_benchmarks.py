@@ -113,6 +113,25 @@ def test_host_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 tensors" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
+def test_memory_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.json"
+    threads = torch.get_num_threads()
+    flags = ["--parameters", "1000", "--threads", "1", "--small", "3", "--steps", "1", "--optimizer", "adam"]
+    assert main(["memory_speed", *flags, "--json", str(path)]) == 0
+    names = [timing["name"] for timing in json.loads(path.read_text())["timings"]]
+    assert names == [
+        "copy, 1000, 1",
+        "clip, 1000, 1",
+        "no clip, 1000, 1",
+        "torch, 1000, 1",
+        "torch, 3x16",
+        "clip, 3x16",
+    ]
+    assert "of the time of torch's loop" in capsys.readouterr().out
+    assert torch.get_num_threads() == threads
+
+
 def test_models_that_torch_cannot_run_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise RuntimeError("could not create a primitive. Run with ONEDNN_VERBOSE=all")
