@@ -1,4 +1,7 @@
-"""The ``torch`` backend: which updates run on torch's fused calls, in pieces or whole, and how far their numbers go."""
+"""The ``torch`` backend: which updates run on torch's fused calls, in pieces or whole, and how far their numbers go.
+
+What every backend does is tested in ``test_launch`` and, for whole optimizers, in ``optimizers/test_updates``.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "momentum": (optimizers.FusedSGD, {"momentum": 0.9, "maximize": True}),
     "nesterov": (optimizers.FusedSGD, {"momentum": 0.9, "nesterov": True}),
     "adagrad": (optimizers.FusedAdagrad, {"weight_decay": 0.1, "lr_decay": 0.1}),
+    "lamb": (optimizers.FusedLAMB, {"weight_decay": 0.1}),
+    "novograd": (optimizers.FusedNovoGrad, {"weight_decay": 0.1}),
     "adagrad, decoupled": (optimizers.FusedAdagrad, {"weight_decay": 0.1, "adagrad_w_mode": True}),
 }
 FORMS = [(F32, None), (F64, None), (BF16, True), (BF16, "split"), (FP16, True), (BF16, None)]
@@ -69,7 +74,7 @@ def refuse(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*updates .* weights in place")
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_fused_calls_of_torch_are_the_reference_up_to_roundings(
+def test_it_is_the_reference_up_to_roundings(
     case: str, form: tuple[torch.dtype, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype, masters = form
@@ -90,19 +95,22 @@ def test_fused_calls_of_torch_are_the_reference_up_to_roundings(
 
 
 @pytest.mark.parametrize("form", [(F32, None), (BF16, True), (BF16, "split")], ids=str)
-def test_pieces_change_nothing(form: tuple[torch.dtype, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["adamw", "momentum", "adagrad", "lamb", "novograd"])
+def test_pieces_change_nothing(case: str, form: tuple[torch.dtype, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for piece in (1 << 20, 64):
         monkeypatch.setattr(torch_fused, "_PIECE", piece)
-        params, optimizer = make("adamw", *form)
+        params, optimizer = make(case, *form)
         train(params, optimizer)
         assert torch.isfinite(params[5]).all()
         with torch.no_grad():
             params[5].data[3::50] = 0.5  # written from outside, in some pieces
         train(params, optimizer, seed=2)
         results.append(values(params, optimizer))
+    # Norms of tensors, which LAMB and NovoGrad have, are added up in another order.
+    unit = 1e-6 if case in ("lamb", "novograd") else 0.0
     for whole, cut in zip(*results, strict=True):
-        assert torch.equal(whole, cut)
+        torch.testing.assert_close(whole, cut, rtol=unit, atol=unit)
 
 
 def test_what_torch_has_no_call_for_is_the_reference_itself() -> None:
@@ -216,3 +224,23 @@ def test_sums_that_float32_cannot_hold(value: float, bad: bool) -> None:
 def test_it_runs_on_a_cpu_only() -> None:
     with pytest.raises(UsageError, match="backend='torch' runs on the CPU, not on cuda"):
         kernels.backend_for("cuda")
+
+
+# ---- whose call it is
+
+
+@pytest.mark.parametrize(
+    ("case", "call"),
+    [
+        ("adamw", "adam.fused_adamw_"),
+        ("adam", "adam.fused_adam_"),
+        ("nesterov", "sgd.fused_sgd_"),
+        ("adagrad", "adagrad.fused_adagrad_"),
+    ],
+)
+def test_an_update_is_one_call_of_torch(case: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(f"halfstep.optimizers.{call}", lambda params, *rest, **numbers: called.append(len(params)))
+    params, optimizer = make(case, BF16, True)
+    train(params, optimizer, steps=2)
+    assert called == [len(SHAPES) - 1] * 2, "of all parameters but the empty one"

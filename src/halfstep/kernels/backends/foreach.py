@@ -11,7 +11,7 @@ from ..expr import ElementwiseKernel, trace
 from ..storage import honoured, join, round_stochastic, split
 from ..tensor_table import Launcher, Number, Scalars, TensorTable
 
-__all__ = ["ForeachLauncher"]
+__all__ = ["ForeachLauncher", "Lanes", "PerRow", "numbers_of"]
 
 _Numbers = float | list[float] | list[torch.Tensor]
 
@@ -40,7 +40,7 @@ class ForeachLauncher(Launcher):
         loaded = {name: _load(table, name) for name in traced.loads}
         # A column that is only written is an argument of the function, too; nothing may be computed from it.
         columns = [Lanes(loaded[name]) if name in loaded else None for name in traced.columns]
-        numbers = {name: _PerRow(_numbers(scalars[name], table)) for name in traced.scalars}
+        numbers = {name: PerRow(numbers_of(scalars[name], table)) for name in traced.scalars}
         outputs = kernel.fn(*columns, **numbers)
         for i, name in enumerate(kernel.squares):
             sums[i] = _norms(outputs[name].tensors).square()
@@ -66,21 +66,21 @@ class Lanes:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
 
-    def _binary(self, op: Callable[..., Sequence[torch.Tensor]], other: Lanes | _PerRow | float) -> Lanes:
+    def _binary(self, op: Callable[..., Sequence[torch.Tensor]], other: Lanes | PerRow | float) -> Lanes:
         if isinstance(other, Lanes):
             return Lanes(list(op(self.tensors, other.tensors)))
-        return Lanes(list(op(self.tensors, other.numbers if isinstance(other, _PerRow) else other)))
+        return Lanes(list(op(self.tensors, other.numbers if isinstance(other, PerRow) else other)))
 
-    def __add__(self, other: Lanes | _PerRow | float) -> Lanes:
+    def __add__(self, other: Lanes | PerRow | float) -> Lanes:
         return self._binary(torch._foreach_add, other)
 
-    def __sub__(self, other: Lanes | _PerRow | float) -> Lanes:
+    def __sub__(self, other: Lanes | PerRow | float) -> Lanes:
         return self._binary(torch._foreach_sub, other)
 
-    def __mul__(self, other: Lanes | _PerRow | float) -> Lanes:
+    def __mul__(self, other: Lanes | PerRow | float) -> Lanes:
         return self._binary(torch._foreach_mul, other)
 
-    def __truediv__(self, other: Lanes | _PerRow | float) -> Lanes:
+    def __truediv__(self, other: Lanes | PerRow | float) -> Lanes:
         return self._binary(torch._foreach_div, other)
 
     __radd__ = __add__
@@ -95,7 +95,7 @@ class Lanes:
         return Lanes(list(torch._foreach_maximum(self.tensors, other.tensors)))
 
 
-class _PerRow:
+class PerRow:
     """A number for each row, on the right or the left of an operator with ``Lanes``."""
 
     __slots__ = ("numbers",)
@@ -104,7 +104,7 @@ class _PerRow:
         self.numbers = numbers
 
 
-def _numbers(value: Number, table: TensorTable) -> _Numbers:
+def numbers_of(value: Number, table: TensorTable) -> _Numbers:
     """Numbers rounded to the table's compute dtype, in a form that ``_foreach`` takes; nothing is read from CUDA."""
     if not isinstance(value, torch.Tensor):
         return float(value)

@@ -1,22 +1,23 @@
 """The ``torch`` backend, for a CPU without a C++ compiler: torch's own fused steps are the fastest thing there.
 
 An update that torch has a call for (``ElementwiseKernel.by_torch``) runs on that; its numbers differ from those of the
-other backends by roundings. Sums of squares are BLAS products. All of this goes piece by piece, so that the numbers of
-a piece stay in the cache while they are widened, updated and rounded. What is left runs on ``torch._foreach``.
+other backends by roundings. Everything else runs on ``torch._foreach``. All of this goes piece by piece, so that the
+numbers of a piece stay in the cache while they are widened, updated and rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from ..expr import ElementwiseKernel, trace
 from ..storage import Storage, honoured, join, split
 from ..tensor_table import Launcher, PointerTable, Scalars, TensorTable
-from .foreach import ForeachLauncher
+from .foreach import ForeachLauncher, Lanes, PerRow, numbers_of
 
-__all__ = ["SquaresLauncher", "UpdateLauncher", "launcher"]
+__all__ = ["PieceLauncher", "launcher"]
 
 _PIECE = 1 << 20  # elements: 20 MB in all columns of Adam together; smaller ones cost more in calls than caches save
 
@@ -24,15 +25,9 @@ Tensors = list[torch.Tensor]
 
 
 def launcher(kernel: ElementwiseKernel, table: TensorTable) -> Launcher:
-    """A kernel made ready for a table."""
-    traced = trace(kernel)
-    kinds = {table.columns[name][0].kind for name in traced.columns}
-    if kernel.by_torch is not None and "stochastic" not in kinds:
-        return UpdateLauncher(kernel, table)
-    only_sums = len(traced.squares) == 1 and set(traced.checks) <= set(traced.squares) and not traced.stores
-    if only_sums and traced.nodes[traced.squares[0]].op == "load" and kinds == {"dense"}:
-        return SquaresLauncher(kernel, table)
-    return ForeachLauncher(kernel, table)
+    """A kernel made ready for a table. Stochastic rounding numbers the elements of whole tensors."""
+    random = any(storage.kind == "stochastic" for storage, _ in table.columns.values())
+    return ForeachLauncher(kernel, table) if random else PieceLauncher(kernel, table)
 
 
 class _Piece:
@@ -81,108 +76,108 @@ class _Room:
         return memory[:whole]
 
 
-class UpdateLauncher(Launcher):
-    """An update by torch's fused call. Where that does not have the numbers of a step, ``torch._foreach`` runs it."""
+class PieceLauncher(Launcher):
+    """One kernel over one table, piece by piece."""
 
     def __init__(self, kernel: ElementwiseKernel, table: TensorTable) -> None:
-        self._kernel, self._table = kernel, table
-        self._foreach = ForeachLauncher(kernel, table)
-        self._stores = frozenset(trace(kernel).stores)
+        self._kernel, self._table, self._trace = kernel, table, trace(kernel)
         self._room = _Room()
         self._pointers = pointers = table.pointers(_PIECE)
         slots = table.slots
-        self._columns = [(name, table.columns[name][0], slots[name]) for name in trace(kernel).columns]
-        kept = [(slot + i, pointers.tensors(slot + i)) for _, s, slot in self._columns for i in range(len(s.dtypes))]
+        self._columns = {
+            name: (storage, range(slots[name], slots[name] + len(storage.dtypes)))
+            for name in self._trace.columns
+            for storage in [table.columns[name][0]]
+        }
+        self._written = [part for name in self._trace.stores for part in self._columns[name][1]]
+        kept = {part: pointers.tensors(part) for _, parts in self._columns.values() for part in parts if part}
         self._pieces = [
-            (piece, {part: piece.of(tensors) for part, tensors in kept if part}) for piece in _pieces(pointers)
-        ]
-        self._written = [
-            slot + i for name, s, slot in self._columns if name in self._stores for i in range(len(s.dtypes))
+            (piece, {part: piece.of(tensors) for part, tensors in kept.items()}) for piece in _pieces(pointers)
         ]
 
     def __call__(
         self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Run it; see ``Launcher``."""
-        assert self._kernel.by_torch is not None
-        update = self._kernel.by_torch(scalars)
-        if update is None:
-            return self._foreach(scalars, skip=skip, found=found)
-        if skip is None or not skip.item():
-            self._pointers.stage_in()
-            renewed = self._pointers.tensors(0)
-            for piece, parts in self._pieces:
-                places = {0: piece.of(renewed), **parts}
-                columns = {}
-                for name, storage, slot in self._columns:
-                    columns[name] = self._load(
-                        name, storage, [places[slot + i] for i in range(len(storage.dtypes))], piece
-                    )
+        kernel, traced, table = self._kernel, self._trace, self._table
+        sums = torch.zeros(len(kernel.squares), len(table), dtype=torch.float64)
+        if not self._pieces or (skip is not None and skip.item()):
+            return sums
+        update = kernel.by_torch(scalars) if kernel.by_torch is not None else None
+        numbers = {} if update is not None else {name: numbers_of(scalars[name], table) for name in traced.scalars}
+        self._pointers.stage_in()
+        renewed = self._pointers.tensors(0)
+        for piece, kept in self._pieces:
+            lists = {0: piece.of(renewed), **kept}
+            parts = {name: [lists[part] for part in slots] for name, (_, slots) in self._columns.items()}
+            columns = {name: self._load(name, parts[name], piece, copy=update is not None) for name in traced.loads}
+            if update is not None:
                 update(columns, piece.rows)
-                for name, storage, slot in self._columns:
-                    if name in self._stores:
-                        _store(storage, [places[slot + i] for i in range(len(storage.dtypes))], columns[name])
-            self._pointers.stage_out(self._written)
-        return torch.zeros(0, len(self._table), dtype=torch.float64)
+                values: Mapping[str, Tensors] = columns
+            else:
+                lanes = [Lanes(columns[name]) if name in columns else None for name in traced.columns]
+                per_row = {name: PerRow(_of_rows(number, piece.rows)) for name, number in numbers.items()}
+                values = {name: output.tensors for name, output in kernel.fn(*lanes, **per_row).items()}
+            suspects = {name: values[name] for name in kernel.checks}
+            for i, name in enumerate(kernel.squares):
+                squares, odd = _squares(values[name])
+                sums[i].index_add_(0, torch.tensor(piece.rows), squares)
+                suspects[name] = odd if name in suspects else []
+            if found is not None and not all(t.isfinite().all() for tensors in suspects.values() for t in tensors):
+                found.fill_(1.0)
+            for name in traced.stores:
+                _store(self._columns[name][0], parts[name], values[name])
+        self._pointers.stage_out(self._written)
+        return sums
 
-    def _load(self, name: str, storage: Storage, parts: list[Tensors], piece: _Piece) -> Tensors:
-        """The values of a column in the dtype of the arithmetic: where they lie if they are stored so, else copies."""
-        room, dtype = self._room, self._table.compute_dtype
+    def _load(self, name: str, parts: list[Tensors], piece: _Piece, *, copy: bool) -> Tensors:
+        """The values of a column in the dtype of the arithmetic.
+
+        They are where they lie, if they lie there in this dtype. A column that is not stored is copied on demand.
+        """
+        room, dtype, storage = self._room, self._table.compute_dtype, self._columns[name][0]
         if storage.kind == "split":
             weight, remainder = (room.copy(name, d, piece, part) for d, part in zip(storage.dtypes, parts, strict=True))
             return list(join(weight, remainder)[: piece.size].split(piece.counts))
+        stored = name in self._trace.stores
+        values = parts[0]
+        if storage.dtypes[0] is not dtype or (not stored and (copy or storage.kind == "plain")):
+            values = list(room.copy(name, dtype, piece, values)[: piece.size].split(piece.counts))
         if storage.kind == "plain":
             kept, found = (room.copy(f"{name} {part}", storage.dtypes[1], piece, parts[part]) for part in (0, 1))
             if not torch.equal(kept.view(torch.int64), found.view(torch.int64)):
-                for master, weight in zip(*parts, strict=True):
-                    master.copy_(honoured(master, weight))
-        if name in self._stores and storage.dtypes[0] is dtype:
-            return parts[0]
-        return list(room.copy(name, dtype, piece, parts[0])[: piece.size].split(piece.counts))
+                for value, master, weight in zip(values, *parts, strict=True):
+                    value.copy_(honoured(master, weight))
+        return values
 
 
 def _store(storage: Storage, parts: list[Tensors], values: Tensors) -> None:
-    """Write values to the parts of a column that they do not lie in."""
+    """Write values to the parts of a column, of which they may be the first."""
     if storage.kind == "split":
         for value, weight, remainder in zip(values, *parts, strict=True):
             high, low = split(value)
             weight.copy_(high)
             remainder.copy_(low)
         return
-    for part in parts:
-        if part is not values:
-            torch._foreach_copy_(part, values)
+    first, *others = parts
+    if first is not values:
+        torch._foreach_copy_(first, values)
+    for part in others:  # a weight is the master rounded, not a float64 value rounded once
+        torch._foreach_copy_(part, first)
 
 
-class SquaresLauncher(Launcher):
-    """The sum of squares of one column, and whether it is finite."""
+def _squares(values: Tensors) -> tuple[torch.Tensor, Tensors]:
+    """The sum of squares of each tensor, and the tensors that may hold inf or NaN.
 
-    def __init__(self, kernel: ElementwiseKernel, table: TensorTable) -> None:
-        traced = trace(kernel)
-        self._checks = bool(traced.checks)
-        self._table, self._column = table, str(traced.nodes[traced.squares[0]].args[0])
-        self._room = _Room()
-        self._pointers = table.pointers(_PIECE)
-        self._pieces = list(_pieces(self._pointers))
+    Where a float32 sum overflows or loses digits, float64 is taken. A sum in range shows that every value is finite.
+    """
+    squares = torch.stack([torch.dot(value, value) for value in values]).double()
+    odd = ((squares > 1e-20) & (squares < 1e30)).logical_not_().nonzero().flatten().tolist()
+    for i in odd:
+        wide = values[i].double()
+        squares[i] = torch.dot(wide, wide)
+    return squares, [values[i] for i in odd]
 
-    def __call__(
-        self, scalars: Scalars, *, skip: torch.Tensor | None = None, found: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Run it; see ``Launcher``."""
-        sums = torch.zeros(1, len(self._table), dtype=torch.float64)
-        if not self._pieces or (skip is not None and skip.item()):
-            return sums
-        self._pointers.stage_in()
-        tensors = self._pointers.tensors(self._table.slots[self._column])
-        for piece in self._pieces:
-            flat = self._room.copy(self._column, self._table.compute_dtype, piece, piece.of(tensors))
-            values = flat[: piece.size].split(piece.counts)
-            squares = torch.stack([torch.dot(value, value) for value in values]).double()
-            # Where a float32 sum overflows or loses digits, float64 is taken. In range, every value is finite.
-            for i in ((squares > 1e-20) & (squares < 1e30)).logical_not_().nonzero().flatten().tolist():
-                wide = values[i].double()
-                squares[i] = torch.dot(wide, wide)
-                if found is not None and self._checks and not wide.isfinite().all():
-                    found.fill_(1.0)
-            sums[0].index_add_(0, torch.tensor(piece.rows), squares)
-        return sums
+
+def _of_rows(numbers: Any, rows: list[int]) -> Any:
+    return [numbers[row] for row in rows] if isinstance(numbers, list) else numbers
