@@ -347,9 +347,17 @@ def test_16_bit_gradients_are_only_checked_for_a_step_that_unscales_itself() -> 
             p, q, found_inf = param(128.0), param(128.0, dtype), torch.zeros(())
             if bad:
                 q.grad[1] = float("nan")
-            assert plain().unscale_or_check([p, q], SCALE, found_inf) is left
+            assert plain().unscale_or_check([p, q], SCALE, found_inf, step_checks=False) is left
             assert found_inf == bad
             assert (values(p), q.grad[0]) == ([[after] * 2], after)
+
+
+@pytest.mark.parametrize(("dtype", "left"), [(BF16, True), (FP16, True), (FP32, False)], ids=str)
+def test_a_step_that_checks_is_left_the_check_of_16_bit_gradients_too(dtype: torch.dtype, left: bool) -> None:
+    p, q, found_inf = param(128.0), param(128.0, dtype), torch.zeros(())
+    q.grad[1] = float("nan")
+    assert plain().unscale_or_check([p, q], SCALE, found_inf, step_checks=True) is left
+    assert found_inf == float(not left)
 
 
 @in_both_halves

@@ -70,7 +70,7 @@ class _Room:
         whole = -(-piece.size // 4) * 4
         memory = self._memory.get((name, dtype))
         if memory is None or memory.numel() < whole:
-            memory = self._memory[name, dtype] = torch.empty(max(whole, _PIECE), dtype=dtype)
+            memory = self._memory[name, dtype] = torch.empty(whole, dtype=dtype)
         memory[piece.size : whole] = 0
         torch._foreach_copy_(list(memory[: piece.size].split(piece.counts)), source)
         return memory[:whole]
