@@ -19,7 +19,7 @@ from .foreach import ForeachLauncher, Lanes, PerRow, numbers_of
 
 __all__ = ["PieceLauncher", "launcher"]
 
-_PIECE = 1 << 20  # elements: 20 MB in all columns of Adam together; smaller ones cost more in calls than caches save
+_PIECE = 1 << 21  # elements: 40 MB in all columns of Adam together; smaller pieces cost more in calls than caches save
 
 Tensors = list[torch.Tensor]
 
