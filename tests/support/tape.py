@@ -106,13 +106,14 @@ def imitation() -> Iterator[type[Tape]]:
     def run(launcher: Any, numbers: Any, skip: Any, found: Any, sums: Any) -> None:
         if recording:
             tape = recording[-1]
+            lists = launcher._pointers.memory._lists
             for part in launcher._written:
-                for tensor in launcher._pointers._lists[part]:
+                for tensor in lists[part]:
                     tape.will_write(tensor)
             for tensor in (found, sums, launcher._partial):
                 if tensor is not None:
                     tape.will_write(tensor)
-            keep = [list(part) for part in launcher._pointers._lists]  # their memory stays where it is
+            keep = [list(part) for part in lists]  # their memory stays where it is
             tape.calls.append(lambda: (keep, launch(launcher, numbers, skip, found, sums)))
         with _disable_current_modes():  # what it does with tensors is a part of it
             launch(launcher, numbers, skip, found, sums)

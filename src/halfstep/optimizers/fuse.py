@@ -226,7 +226,8 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
                 _restore(param, state, group, param.dtype if master is None else master.dtype, optimizer._counts)
                 if not state:
                     del optimizer.state[param]
-    for name in ("options", "set_grad_none", "grad_norm", "_groups", "_seen", "_started", "_warned", "copies", "release"):
+    ours = ("options", "set_grad_none", "grad_norm", "copies", "release", "_groups", "_seen", "_started", "_warned")
+    for name in ours:
         vars(optimizer).pop(name, None)
     _become(optimizer, optimizer.plain)
     return masters

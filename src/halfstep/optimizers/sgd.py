@@ -155,13 +155,18 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
 
     def _rows_of(
-        self, known: GroupRows | None, group: Hyper, params: list[torch.Tensor], positions: Sequence[int]
+        self,
+        known: GroupRows | None,
+        group: Hyper,
+        params: list[torch.Tensor],
+        positions: Sequence[int],
+        same_state: bool = False,
     ) -> tuple[Hyper, GroupRows]:
         for param in params if group["dampening"] else ():
             state = self.state.get(param, {})
             if isinstance(state.get("momentum_buffer"), torch.Tensor):
                 state.setdefault("step", torch.tensor(1.0))  # it is torch's, or from before there was dampening
-        return super()._rows_of(known, group, params, positions)
+        return super()._rows_of(known, group, params, positions, same_state)
 
     def _layout(self, group: Hyper) -> StateLayout:
         if not group["momentum"]:

@@ -90,7 +90,7 @@ class PieceLauncher(Launcher):
             for storage in [table.columns[name][0]]
         }
         self._written = [part for name in self._trace.stores for part in self._columns[name][1]]
-        kept = {part: pointers.tensors(part) for _, parts in self._columns.values() for part in parts if part}
+        kept = {part: pointers.memory.tensors(part) for _, parts in self._columns.values() for part in parts if part}
         self._pieces = [
             (piece, {part: piece.of(tensors) for part, tensors in kept.items()}) for piece in _pieces(pointers)
         ]
@@ -105,8 +105,8 @@ class PieceLauncher(Launcher):
             return sums
         update = kernel.by_torch(scalars) if kernel.by_torch is not None else None
         numbers = {} if update is not None else {name: numbers_of(scalars[name], table) for name in traced.scalars}
-        self._pointers.stage_in()
-        renewed = self._pointers.tensors(0)
+        self._pointers.memory.stage_in()
+        renewed = self._pointers.memory.tensors(0)
         for piece, kept in self._pieces:
             lists = {0: piece.of(renewed), **kept}
             parts = {name: [lists[part] for part in slots] for name, (_, slots) in self._columns.items()}
@@ -127,7 +127,7 @@ class PieceLauncher(Launcher):
                 found.fill_(1.0)
             for name in traced.stores:
                 _store(self._columns[name][0], parts[name], values[name])
-        self._pointers.stage_out(self._written)
+        self._pointers.memory.stage_out(self._written)
         return sums
 
     def _load(self, name: str, parts: list[Tensors], piece: _Piece, *, copy: bool) -> Tensors:
