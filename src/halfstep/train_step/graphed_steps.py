@@ -30,7 +30,7 @@ from ..gradients.loss_scaler import DeviceLossScaler
 from ..optimizers.base import FusedOptimizer
 from ..stepping.attached import attached_to, observers
 from .recording import CudaGraph, GradientSlot
-from .signature import Signature
+from .signature import PLAIN, Signature
 
 __all__ = ["GraphedSteps"]
 
@@ -39,7 +39,6 @@ logger = logging.getLogger("halfstep")
 _WARM_UP = 3  # ordinary steps of each kind of batch, as torch's notes on CUDA graphs have it
 _MOST_GRAPHS = 16
 _MOST_CHANGES = 8
-_PLAIN = (int, float, bool, str, bytes, type(None))
 
 T = TypeVar("T")
 
@@ -303,7 +302,7 @@ class GraphedSteps:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.device != params[0].device:
                 return f"a tensor of the batch is on {leaf.device}; move it to {params[0].device} before"
-            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            if not isinstance(leaf, (torch.Tensor, *PLAIN)):
                 return f"the batch has a {type(leaf).__name__}, which may change unseen"
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             return "ranks exchange gradients"

@@ -11,7 +11,10 @@ import torch
 from ..core.dtypes import dtype_name
 from ..core.torch_compat import tree_flatten
 
-__all__ = ["Signature", "signature_key"]
+__all__ = ["PLAIN", "Signature", "signature_key", "signature_of"]
+
+PLAIN = (int, float, bool, str, bytes, type(None))
+"""What may stand in a batch beside tensors so that two batches with equal values are of one kind."""
 
 
 @dataclass
@@ -19,8 +22,8 @@ class Signature:
     """One kind of batch that a ``TrainStep`` has met.
 
     Attributes:
-        inputs: each tensor of the batch as dtype, shape and device, for example ``"float32[64, 256] cpu"``; anything
-            else as its ``repr``.
+        inputs: each tensor of the batch as dtype, shape and device, for example ``"float32[64, 256] cpu"``; plain
+            values as their ``repr``, anything else as its type.
         training: whether the model was in training mode.
         runs: how its steps are taken now: ``"eager"``, ``"compiled"``, ``"in parts"`` (forward and backward compiled,
             the rest eager) or ``"CUDA graph"``.
@@ -37,16 +40,32 @@ class Signature:
     replays: int = 0
 
 
-def signature_key(batch: Sequence[Any], training: bool) -> tuple[Hashable, Signature]:
-    """The key of a batch, and a new ``Signature`` for it."""
-    leaves, structure = tree_flatten(tuple(batch))
-    parts: list[Hashable] = []
-    inputs = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
-            inputs.append(f"{dtype_name(leaf.dtype)}{list(leaf.shape)} {leaf.device}")
-        else:
-            parts.append((type(leaf), repr(leaf)))
-            inputs.append(repr(leaf))
-    return (tuple(parts), str(structure), training), Signature(tuple(inputs), training)
+def signature_key(batch: tuple[Any, ...], training: bool) -> Hashable:
+    """What two batches of one kind have in common."""
+    leaves, structure = _leaves(batch)
+    return structure, training, tuple([_kind(leaf) for leaf in leaves])
+
+
+def signature_of(batch: tuple[Any, ...], training: bool) -> Signature:
+    """A signature for the first batch of its kind."""
+    leaves, _ = _leaves(batch)
+    return Signature(tuple(map(_in_words, leaves)), training)
+
+
+def _leaves(batch: tuple[Any, ...]) -> tuple[Sequence[Any], str]:
+    if all(type(x) is torch.Tensor for x in batch):  # the usual batch
+        return batch, ""
+    leaves, structure = tree_flatten(batch)
+    return leaves, str(structure)
+
+
+def _kind(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), repr(leaf) if isinstance(leaf, PLAIN) else None
+
+
+def _in_words(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{dtype_name(leaf.dtype)}{list(leaf.shape)} {leaf.device}"
+    return repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__name__

@@ -24,7 +24,7 @@ from ..optimizers.release import release_of
 from ..stepping.attached import attached_to
 from .graphed_steps import GraphedSteps
 from .program import Program
-from .signature import Signature, signature_key
+from .signature import Signature, signature_key, signature_of
 
 __all__ = ["TrainStep"]
 
@@ -227,12 +227,13 @@ class TrainStep:
         return nullcontext()
 
     def _signature(self, batch: tuple[Any, ...]) -> Signature:
-        key, new = signature_key(batch, bool(getattr(self.model, "training", True)))
+        training = bool(getattr(self.model, "training", True))
+        key = signature_key(batch, training)
         signature = self._known.get(key)
         if signature is None:
             if len(self._known) >= _MOST_SIGNATURES:
                 del self._known[next(iter(self._known))]
-            signature = self._known[key] = new
+            signature = self._known[key] = signature_of(batch, training)
         signature.calls += 1
         return signature
 
