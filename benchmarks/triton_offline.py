@@ -28,7 +28,7 @@ import torch
 
 from halfstep.cli.machine import describe_machine
 from halfstep.kernels import multi_tensor
-from halfstep.kernels.backends import autotune, triton
+from halfstep.kernels.backends import autotune, triton, triton_source
 from halfstep.kernels.backends.autotune import LaunchConfig
 from halfstep.kernels.codegen import Layout
 from halfstep.kernels.expr import ElementwiseKernel, trace
@@ -226,7 +226,9 @@ def compile_for(kernel: ElementwiseKernel, layout: Layout, target: str, config: 
         options={"num_warps": config.warps, **triton.OPTIONS},
     )
     assembly = program.asm["ptx" if chip.backend == "cuda" else "amdgcn"]
-    return Compiled(kernel, layout, target, config, triton.source(kernel, layout), assembly, program.asm.get("cubin"))
+    return Compiled(
+        kernel, layout, target, config, triton_source.source(kernel, layout), assembly, program.asm.get("cubin")
+    )
 
 
 class _Access(NamedTuple):

@@ -73,9 +73,7 @@ def test_every_kernel_on_every_target(tmp_path: Path, target: str) -> None:
     assert {facts["storage"] for facts in records} == set(STORAGES)
 
 
-REPLACE = (
-    "from halfstep.kernels.backends import triton as t\nt.{0} = t.{0}.replace({1!r}, {2!r})\nassert {2!r} in t.{0}"
-)
+REPLACE = "from halfstep.kernels.backends import triton_source as t\nt.{0} = t.{0}.replace({1!r}, {2!r})\nassert {2!r} in t.{0}"
 
 
 @pytest.mark.exhaustive
@@ -88,7 +86,7 @@ REPLACE = (
         ),
         (REPLACE.format("_PRELUDE", "total = tl.sum(x * x)", "total = tl.sum(x.to(tl.float64) * x)"), "fp64: "),
         (
-            "from halfstep.kernels.backends import triton as t\nlines = t._lines\n"
+            "from halfstep.kernels.backends import triton_source as t\nlines = t._lines\n"
             "t._lines = lambda *a: [s.replace('tl.sqrt_rn', 'tl.sqrt').replace('div_rn', 'fdiv') for s in lines(*a)]",
             "approximate: ",
         ),
@@ -98,7 +96,7 @@ REPLACE = (
             "spills: ",
         ),
         (
-            "from halfstep.kernels.backends import triton as t\nloads = t._loads\n"
+            "from halfstep.kernels.backends import triton_source as t\nloads = t._loads\n"
             "again = ['again = tl.load(exp_avg0 + i, mask=alive, other=0, volatile=True)']\n"
             "t._loads = lambda i, name, *a: loads(i, name, *a) + again * (name == 'exp_avg')",
             "bytes an element are moved where 22 are needed",

@@ -1,0 +1,183 @@
+"""What a fused optimizer keeps beside its groups: masters, 16-bit copies, and how its state is saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..casting.weight_copies import WeightCopies
+from ..core.dtypes import HALF_DTYPES
+from ..kernels.shards import is_sharded
+from ..kernels.storage import honoured, split
+from ..masters.split import master_value
+from .options import FusedOptions
+from .param_rows import GroupRows
+
+__all__ = ["FusedState", "Hyper"]
+
+Hyper = dict[str, Any]
+"""A parameter group: its hyperparameters by name."""
+
+
+class FusedState(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose state may hold masters. ``base`` has its step.
+
+    Args:
+        params: parameters or groups of them.
+        defaults: of the groups.
+        options: how weights and state are stored.
+        set_grad_none: what ``zero_grad()`` does by default.
+
+    Attributes:
+        options: see ``FusedOptions``.
+        copies: the 16-bit copies of fp32 weights that its steps write as well, if it was told to; see ``keep_copies``.
+        grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
+    """
+
+    copies: WeightCopies | None = None
+    _seen: tuple[list[Any], list[Any]] = ([], [])
+
+    def __init__(self, params: Any, defaults: Hyper, options: FusedOptions, *, set_grad_none: bool = True) -> None:
+        self.options = options
+        self.set_grad_none = set_grad_none
+        self.grad_norm: torch.Tensor | None = None
+        self._groups: dict[int, GroupRows] = {}
+        self._started: dict[int, torch.Tensor] = {}  # where masters start from, by the identity of the parameter
+        self._warned = False
+        super().__init__(params, defaults)
+
+    def keep_masters(self, started: dict[int, torch.Tensor] | None = None) -> None:
+        """Keep masters of 16-bit parameters from now on, unless told otherwise when made: ``master_weights=True``.
+
+        Args:
+            started: fp32 values to start from, by the identity of the parameter; used in its first step.
+        """
+        if not self.options.master_weights and self.options.rounding == "nearest":
+            self.options = replace(self.options, master_weights=True)
+            self._groups.clear()
+        if self.options.master_weights:
+            mine = [p for group in self.param_groups for p in group["params"] if p.dtype in HALF_DTYPES]
+            self._started = {id(p): started[id(p)] for p in mine if started is not None and id(p) in started}
+
+    def master_value(self, param: torch.Tensor) -> torch.Tensor:
+        """A new float32 tensor: the value of a parameter's master; without a master, of the parameter."""
+        state = self.state.get(param, {})
+        if "master" in state or "remainder" in state or id(param) not in self._started:
+            return master_value(param, state)
+        return self._start(param, self._started[id(param)])
+
+    @torch.no_grad()
+    def write_master(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Set the master of a parameter to a float32 value; what to write to the parameter."""
+        state = self.state.get(param, {})
+        if "master" in state:
+            state["master"].copy_(value)
+        elif "remainder" in state:
+            high, low = split(value)
+            state["remainder"].copy_(low)
+            return high
+        elif self.options.master_weights:
+            self._started[id(param)] = value.to(param.device, torch.float32, copy=True)
+        return value.to(param.dtype)
+
+    def unused_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The parameters that have not stepped yet, with the fp32 values that their masters start from."""
+        params = (p for group in self.param_groups for p in group["params"])
+        return [(p, self._started[id(p)]) for p in params if id(p) in self._started]
+
+    def keep_copies(self, dtype: torch.dtype) -> WeightCopies:
+        """Write fp32 weights in this 16-bit dtype too from now on, for the forward passes of ``amp`` at O1."""
+        self.copies = WeightCopies(self, dtype)
+        for group in self.param_groups:
+            self.copies.watch(group["params"])
+        return self.copies
+
+    def drop_copies(self) -> None:
+        """Write no copies from now on, and let forward passes cast the weights: a recorded one uses no copy."""
+        if self.copies is not None:
+            self.copies.stop()
+            self.copies = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch saves. The masters of sharded weights are in it in fp32: no backend of collectives sends int16."""
+        saved = super().state_dict()
+        for group, names in zip(self.param_groups, saved["param_groups"], strict=True):
+            for param, name in zip(group["params"], names["params"], strict=True):
+                if is_sharded(param) and "remainder" in (state := saved["state"].get(name, {})):
+                    kept = {key: value for key, value in state.items() if key != "remainder"}
+                    saved["state"][name] = {**kept, "master": master_value(param, state)}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state of this class or of the torch optimizer of the same name; nothing is rounded on the way.
+
+        torch's own would cast state to the dtype of the parameters, which loses moments and remainders of 16-bit ones.
+        """
+        seen: dict[str, Any] = {}
+        params = [p for group in self.param_groups for p in group["params"]]
+        masters = {
+            id(p): self.master_value(p) for p in params if self.options.master_weights and p.dtype in HALF_DTYPES
+        }
+
+        def capture(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+            seen.update(loaded)
+
+        def restore(_: torch.optim.Optimizer) -> None:
+            ids = (i for group in seen["param_groups"] for i in group["params"])
+            for i, param in zip(ids, params, strict=True):
+                if i in seen["state"]:
+                    self.state[param] = {
+                        name: value.to(param.device, copy=True) if isinstance(value, torch.Tensor) else value
+                        for name, value in seen["state"][i].items()
+                    }
+            for param in params:
+                if id(param) in masters and not {"master", "remainder"} & self.state.get(param, {}).keys():
+                    self._started[id(param)] = masters[id(param)]  # the state comes from an optimizer without any
+            self._groups.clear()
+
+        before = self.register_load_state_dict_pre_hook(capture)
+        after = self.register_load_state_dict_post_hook(restore, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("options", "set_grad_none", "grad_norm", "_warned")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known = set(state.get("defaults") or self.defaults)
+        super().__setstate__(state)
+        if "differentiable" not in known:
+            self.defaults.pop("differentiable", None)  # torch adds it to whatever it restores
+        self._groups, self._seen = {}, ([], [])
+        self.__dict__.setdefault("_started", {})
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    # ---- inside
+
+    def _start_masters(self, params: Iterable[torch.Tensor]) -> None:
+        """Let masters that are made in this step start from what they were given."""
+        for param in params if self._started else ():
+            if param.grad is not None and id(param) in self._started:
+                start, state = self._started.pop(id(param)), self.state[param]
+                if "master" not in state and "remainder" not in state:
+                    state["master"] = self._start(param, start)
+
+    @staticmethod
+    def _start(param: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        """The value a master was to start from, where the parameter is still what that rounds to."""
+        return honoured(start.to(param.device), param.detach())
+
+    def _copies_of(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The copy that this step writes with each parameter."""
+        if self.copies is None:
+            return [None] * len(params)
+        return [None if p.grad is None else self.copies.begin_write(p) for p in params]
