@@ -73,7 +73,11 @@ def test_every_kernel_on_every_target(tmp_path: Path, target: str) -> None:
     assert {facts["storage"] for facts in records} == set(STORAGES)
 
 
-REPLACE = "from halfstep.kernels.backends import triton_source as t\nt.{0} = t.{0}.replace({1!r}, {2!r})\nassert {2!r} in t.{0}"
+REPLACE = """
+from halfstep.kernels.backends import triton_source as t
+t.{0} = t.{0}.replace({1!r}, {2!r})
+assert {2!r} in t.{0}
+"""
 
 
 @pytest.mark.exhaustive
