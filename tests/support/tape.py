@@ -79,6 +79,10 @@ class _Recorder(TorchDispatchMode):
             for value in tree_flatten(args[i] if i < len(args) else kwargs.get(argument.name))[0]
             if isinstance(value, torch.Tensor)
         ]
+        if (
+            func is torch.ops.aten.native_batch_norm.default
+        ):  # its schema does not say that it writes running statistics
+            mutable += [tensor for tensor in args[3:5] if tensor is not None]
         for tensor in mutable:
             self.tape.will_write(tensor)
         result = func(*args, **kwargs)

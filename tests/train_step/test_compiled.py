@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import logging
 import math
 from collections.abc import Callable
@@ -259,6 +261,65 @@ def test_a_scope_around_the_step_casts_as_in_eager_mode(half: torch.dtype) -> No
         steps.append((losses, [p.detach() for p in model.parameters()], step.signatures[0].runs))
     assert [s[2] for s in steps] == ["compiled", "eager"]
     torch.testing.assert_close(steps[0][:2], steps[1][:2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("aot_eager")
+def test_parameters_that_another_optimizer_steps_get_gradients() -> None:
+    grads = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16))
+        step = TrainStep(model, loss_of, torch.optim.SGD(model[0].parameters(), lr=0.1), compiled=compiled)
+        step(*batch(0))
+        grads.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.usefixtures("aot_eager")
+def test_a_copy_compiles_for_itself() -> None:
+    _, _, step = made(mlp, "O2", BF16, optimizers.FusedAdam, False, compiled=True)
+    theirs, _, their_step = made(mlp, "O2", BF16, optimizers.FusedAdam, False)
+    step(*batch(0))
+    their_step(*batch(0))
+    copied, before = copy.deepcopy(step), [p.clone() for p in step.model.parameters()]  # type: ignore[attr-defined]
+    for i in range(1, 4):
+        torch.testing.assert_close(copied(*batch(i)), their_step(*batch(i)), rtol=1e-5, atol=1e-6)
+    assert all(map(torch.equal, before, step.model.parameters()))  # type: ignore[attr-defined]
+    for p, q in zip(copied.model.parameters(), theirs.parameters(), strict=True):  # type: ignore[attr-defined]
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("aot_eager")
+def test_a_batch_that_is_wrong_ends_no_graph() -> None:
+    _, _, step = made(mlp, "O2", BF16, optimizers.FusedAdam, False, compiled=True)
+    step(*batch(0))
+    with pytest.raises(RuntimeError):
+        step(torch.ones(4, 5, 17), torch.ones(4, 5, 16))
+    step(*batch(1))
+    assert (step.signatures[0].runs, step.signatures[0].reason) == ("compiled", None)
+
+
+@pytest.mark.usefixtures("aot_eager")
+def test_many_train_steps_are_compiled_each() -> None:
+    torch._dynamo.reset()
+    for i in range(12):
+        model = nn.Linear(16, 16)
+        step = TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), compiled=True)
+        step(*batch(i))
+        assert (step.signatures[0].runs, step.signatures[0].reason) == ("compiled", None)
+
+
+class Collecting:
+    def passes(self) -> bool:
+        return gc.isenabled()
+
+
+def test_no_garbage_is_collected_while_a_graph_may_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    call = compile_with_autograd(Collecting().passes)
+    assert call is not None
+    assert call() is False
+    assert gc.isenabled()
 
 
 @pytest.mark.usefixtures("aot_eager")

@@ -254,6 +254,36 @@ def test_gradients_may_be_released_inside_of_the_backward_pass(options: dict[str
     torch.testing.assert_close(trained[0], trained[1], rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
+def test_windows_keep_released_gradients() -> None:
+    trained = []
+    for release in (True, False):
+        model, optimizer = brought_up("O2", BF16, optimizers.FusedAdam)
+        optimizer.attach(model, release=release)
+        step = TrainStep(model, loss_of, optimizer, accumulate=3)
+        trained.append(([step(*batch(i, False)) for i in range(9)], list(model.parameters())))
+    torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=0)
+
+
+def test_a_window_that_is_not_full_can_be_finished() -> None:
+    model, optimizer = brought_up("O2", BF16, optimizers.FusedAdam)
+    theirs, their_optimizer = brought_up("O2", BF16, optimizers.FusedAdam)
+    step = TrainStep(model, loss_of, optimizer, accumulate=4)
+    step.finish()
+    assert all(map(torch.equal, model.parameters(), theirs.parameters()))
+    for i in range(2):
+        step(*batch(i, False))
+        with amp.scale_loss(loss_of(theirs(batch(i, False)[0]), batch(i, False)[1]) / 4, their_optimizer) as scaled:
+            scaled.backward()
+    step.finish()
+    their_optimizer.step()
+    assert all(map(torch.equal, model.parameters(), theirs.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+    before = [p.clone() for p in model.parameters()]
+    for i in range(3):
+        step(*batch(i, False))
+    assert all(map(torch.equal, before, model.parameters()))  # a new window of four
+
+
 def test_released_gradients_cannot_be_clipped_afterwards() -> None:
     model, optimizer = brought_up("O2", FP16, optimizers.FusedAdam)
     optimizer.attach(model, release=True)

@@ -5,6 +5,8 @@ The recordings are tapes (``tests.support.tape``), on the CPU. The last test is 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -44,7 +46,9 @@ def batch(i: int, rows: int = 4, *, overflow: bool = False) -> tuple[torch.Tenso
 
 def made(level: str | None, dtype: torch.dtype, make: Any, scaled: bool, **options: Any) -> tuple[Any, Any, TrainStep]:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(6, 160), nn.Tanh(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 3))
+    model: Any = nn.Sequential(
+        nn.Linear(6, 160), nn.BatchNorm1d(160), nn.Tanh(), nn.Linear(160, 160), nn.Linear(160, 3)
+    )
     optimizer: Any = make(model.parameters(), lr=1e-3)
     if level is not None:
         rule = DynamicLossScale(init_scale=2.0**10, growth_interval=5) if dtype is FP16 and level != "O0" else None
@@ -173,7 +177,55 @@ def look_at_the_model(one: Any) -> None:
         one[0](batch(5)[0])
 
 
+def clip_harder(one: Any) -> None:
+    one[2].max_grad_norm = 0.01
+
+
+def change_loss(one: Any) -> None:
+    one[2].loss_fn = lambda output, target: F.l1_loss(output.float(), target)
+
+
+def clip_inside(one: Any) -> None:
+    one[1].options = dataclasses.replace(one[1].options, max_grad_norm=0.01)
+
+
+def change_betas_in_place(one: Any) -> None:
+    group = one[1].param_groups[0]
+    group["betas"] = list(group["betas"])
+    group["betas"][0] = 0.1
+
+
+def freeze_norm(one: Any) -> None:
+    one[0][1].eval()
+
+
+def replace_buffer(one: Any) -> None:
+    one[0][1].running_mean = torch.full_like(one[0][1].running_mean, 0.5)
+    one[0][1].eval()
+
+
+def replace_module(one: Any) -> None:
+    one[0][2] = nn.ReLU()
+
+
+def hook_gradient(one: Any) -> None:
+    one[0][0].weight.register_hook(lambda grad: grad * 3)
+
+
+def hook_module(one: Any) -> None:
+    one[0][0].register_forward_hook(lambda module, args, output: output * 2)
+
+
 CHANGES = [
+    clip_harder,
+    change_loss,
+    clip_inside,
+    change_betas_in_place,
+    freeze_norm,
+    replace_buffer,
+    replace_module,
+    hook_gradient,
+    hook_module,
     load_weights, load_state, load_scale, move_memory, change_betas, change_decay, freeze, step_by_hand, write_weight,
     gradient_before, look_at_the_model,
 ]  # fmt: skip
@@ -199,6 +251,100 @@ def test_what_changes_between_steps_counts(change: Callable[[Any], None], level:
 
 
 @pytest.mark.usefixtures("tapes")
+def test_a_scheduler_that_writes_into_a_tensor_lr_reaches_replays() -> None:
+    ours, theirs = pair()
+    schedulers = []
+    for one in (ours, theirs):
+        one[1].param_groups[0]["lr"] = torch.tensor(1e-2)
+        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(one[1], 0.7))
+    for i in range(10):
+        take(ours, theirs, i)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert ours[2].signatures[0].replays >= 5
+
+
+@pytest.mark.usefixtures("tapes")
+def test_within_a_window_gradients_are_there_and_may_be_stepped_or_dropped() -> None:
+    ours, theirs = pair(dtype=FP16, accumulate=4)
+    for i in range(24):
+        take(ours, theirs, i)
+    for what in ("look", "step", "drop", "backward", "finish", "look"):
+        for i in range(2):
+            take(ours, theirs, i)
+        for model, optimizer, step in (ours, theirs):
+            if what == "step":
+                optimizer.step()
+            if what in ("step", "drop"):
+                optimizer.zero_grad()
+            if what == "backward":
+                gradient_before((model, optimizer, step))
+            if what == "finish":
+                step.finish()
+        grads = [[p.grad for p in one[0].parameters()] for one in (ours, theirs)]
+        assert [g is None for g in grads[0]] == [g is None for g in grads[1]]
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True) if a is not None)
+        for i in range(2 if what != "finish" else 4):
+            take(ours, theirs, i)
+    assert ours[2].signatures[0].runs == "CUDA graph"
+
+
+def through(model: nn.Module) -> Callable[..., torch.Tensor]:
+    return lambda x, y: loss_of(model(x), y)
+
+
+@pytest.mark.usefixtures("tapes")
+def test_modes_of_a_model_behind_a_function_count() -> None:
+    trained = []
+    for graph in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        step = TrainStep(through(model), None, optimizers.FusedAdam(model.parameters()), cuda_graph=graph)
+        losses = [step(*batch(i)) for i in range(6)]
+        model.eval()
+        losses += [step(*batch(i)) for i in range(6)]
+        trained.append((torch.stack(losses), [p.detach() for p in model.parameters()]))
+    torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("tapes")
+def test_a_parameter_that_another_optimizer_steps_keeps_steps_eager() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    step = TrainStep(model, loss_of, optimizers.FusedAdam(model[0].parameters()), cuda_graph=True)
+    for i in range(6):
+        step(*batch(i))
+    assert step.signatures[0].reason == "the model has trainable parameters that the optimizer does not step"
+    assert model[1].weight.grad is not None
+
+
+@pytest.mark.usefixtures("tapes")
+def test_a_second_train_step_of_one_optimizer_is_recorded_too() -> None:
+    ours, theirs = pair()
+    for _ in range(3):
+        for i in range(6):
+            take(ours, theirs, i)
+        ours = (*ours[:2], TrainStep(ours[0], loss_of, ours[1], cuda_graph=True))
+    for i in range(6):
+        take(ours, theirs, i)
+    assert ours[2].signatures[0].runs == "CUDA graph"
+
+
+@pytest.mark.usefixtures("tapes")
+def test_a_copy_records_for_itself() -> None:
+    ours, theirs = pair()
+    for i in range(6):
+        take(ours, theirs, i)
+    copied = copy.deepcopy(ours[2])
+    assert copied.model is not ours[0]
+    before = [p.clone() for p in ours[0].parameters()]
+    for i in range(6):
+        assert torch.equal(copied(*batch(i)), theirs[2](*batch(i)))
+    assert all(map(torch.equal, before, ours[0].parameters()))
+    assert all(map(torch.equal, copied.model.parameters(), theirs[0].parameters()))
+    assert copied.signatures[0].runs == "CUDA graph"
+
+
+@pytest.mark.usefixtures("tapes")
 def test_a_hyperparameter_that_changes_in_every_step_ends_recording() -> None:
     ours, theirs = pair()
     for i in range(30):
@@ -213,7 +359,7 @@ def test_a_hyperparameter_that_changes_in_every_step_ends_recording() -> None:
 @pytest.mark.usefixtures("tapes")
 def test_only_so_many_kinds_of_batches_are_recorded() -> None:
     ours, theirs = pair()
-    for rows in range(1, 20):
+    for rows in range(2, 21):
         for i in range(5):
             take(ours, theirs, i, rows=rows)
     runs = [signature.runs for signature in ours[2].signatures]

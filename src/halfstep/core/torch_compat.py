@@ -7,7 +7,9 @@ made of.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -75,6 +77,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "is_view",
     "jit_tracing_state",
+    "module_hooks",
     "new_optimizer_state",
     "pop_function_mode",
     "push_function_mode",
@@ -86,6 +89,7 @@ __all__ = [
     "storage_owners",
     "subclass_over",
     "subclass_without_memory",
+    "tensor_hooks",
     "tree_flatten",
     "tree_map_only",
     "tree_unflatten",
@@ -130,8 +134,8 @@ def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Ca
     return compile_fx(module, inputs)  # type: ignore[return-value]
 
 
-def compile_with_autograd(function: F, backend: str = "inductor") -> F | None:
-    """Compile a function that calls ``torch.autograd.grad`` as one graph; None if this torch cannot.
+def compile_with_autograd(method: F, backend: str = "inductor") -> F | None:
+    """Compile a method that calls ``torch.autograd.grad`` as one graph; None if this torch cannot.
 
     16-bit values between fused ops are rounded, as they are in eager mode.
     The first call of a new kind raises what is in ``compile_errors()`` if it cannot be one graph.
@@ -141,15 +145,23 @@ def compile_with_autograd(function: F, backend: str = "inductor") -> F | None:
     if not hasattr(config, "trace_autograd_ops"):
         return None
     options: dict[str, Any] | None = {"emulate_precision_casts": True} if backend == "inductor" else None
-    compiled = torch.compile(function, fullgraph=True, backend=backend, options=options)
+    # Dynamo counts compilations of a code object, and gives up after eight: each instance gets its own.
+    bound: Any = method
+    plain = bound.__func__
+    own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, None, plain.__closure__)
+    compiled = torch.compile(MethodType(own, bound.__self__), fullgraph=True, backend=backend, options=options)
 
     def call(*args: Any) -> Any:
-        before = config.trace_autograd_ops
-        config.trace_autograd_ops = True  # looked at while it traces, which any call may do
+        # Any call may trace. Meanwhile no finalizer may change what is in force in this thread, which Dynamo checks.
+        before, collecting = config.trace_autograd_ops, gc.isenabled()
+        config.trace_autograd_ops = True
+        gc.disable()
         try:
             return compiled(*args)
         finally:
             config.trace_autograd_ops = before
+            if collecting:
+                gc.enable()
 
     return call  # type: ignore[return-value]
 
@@ -160,6 +172,21 @@ def compile_errors() -> tuple[type[Exception], ...]:
     from torch._inductor.exc import InductorError
 
     return (TorchDynamoException, FailOnRecompileLimitHit, InductorError)
+
+
+def module_hooks(module: torch.nn.Module) -> int:
+    """How many hooks there are on the passes of a module."""
+    return (
+        len(module._forward_hooks)
+        + len(module._forward_pre_hooks)
+        + len(module._backward_hooks)
+        + len(module._backward_pre_hooks)
+    )
+
+
+def tensor_hooks(tensor: torch.Tensor) -> int:
+    """How many hooks there are on the gradient of a leaf."""
+    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> int:

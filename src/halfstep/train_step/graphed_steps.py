@@ -16,7 +16,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.graph import increment_version
@@ -26,11 +27,11 @@ from ..core.errors import UsageError
 from ..core.torch_compat import step_hooks, tree_flatten, tree_unflatten
 from ..distributed.ddp_sync import BackwardRecord, any_overflow
 from ..gradients.ledger import get_grads, set_grads
-from ..gradients.loss_scaler import DeviceLossScaler
 from ..optimizers.base import FusedOptimizer
 from ..stepping.attached import attached_to, observers
 from .recording import CudaGraph, GradientSlot
 from .signature import PLAIN, Signature
+from .surroundings import Steps, surroundings
 
 __all__ = ["GraphedSteps"]
 
@@ -43,25 +44,6 @@ _MOST_CHANGES = 8
 T = TypeVar("T")
 
 
-class Steps(Protocol):
-    """The step that is recorded: ``TrainStep``."""
-
-    optimizer: torch.optim.Optimizer
-    accumulate: int
-
-    def backward(self, batch: tuple[Any, ...], signature: Signature, *, last: bool) -> torch.Tensor:
-        """Forward and backward passes."""
-
-    def update(self) -> None:
-        """Everything after them."""
-
-    def loss_scalers(self) -> list[DeviceLossScaler]:
-        """The loss scales that a step moves."""
-
-    def unrecordable(self) -> str | None:
-        """Why a step cannot be recorded, if it cannot."""
-
-
 @dataclass
 class _Passes:
     """The recorded passes of one kind of batch."""
@@ -70,6 +52,26 @@ class _Passes:
     inputs: list[Any]
     loss: torch.Tensor
     signature: Signature
+
+
+class _StepCount:
+    """How often the step of an optimizer was called; replays do not call it. There is one for each optimizer."""
+
+    _known: ClassVar[WeakKeyDictionary[torch.optim.Optimizer, _StepCount]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.taken += 1
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> _StepCount:
+        """That of an optimizer."""
+        if optimizer not in cls._known:
+            cls._known[optimizer] = count = cls()
+            optimizer.register_step_post_hook(count)
+        return cls._known[optimizer]
 
 
 class _Refused(Exception):  # noqa: N818 - not an error: the step is taken in another way
@@ -92,12 +94,11 @@ class GraphedSteps:
         self._changed = ""
         self._changes = 0
         self._update: CudaGraph | None = None
-        self._rates: list[tuple[torch.Tensor | None, list[Any]]] = []
+        self._rates: list[tuple[torch.Tensor | None, list[float]]] = []
         self._settled = -1  # ``_steps_taken`` after the latest step that met the gradients where graphs leave them
-        self._steps_taken = 0  # by calls of the optimizer's step, which replays do not make
+        self._steps = _StepCount.of(step.optimizer)
         self._hidden: GradientSlot | None = None  # has the gradients of this window while the parameters do not
         self._forget()
-        step.optimizer.register_step_post_hook(self._count)
 
     def __call__(self, batch: tuple[Any, ...], signature: Signature, position: int, *, last: bool) -> torch.Tensor:
         """Take one step.
@@ -164,6 +165,8 @@ class GraphedSteps:
         signature.replays += 1
         if last:
             self._graphed_update()
+        else:
+            self._reveal()  # the caller may look at the gradients, step or clear them
         return loss
 
     def _bring_in(self, position: int, params: list[torch.Tensor]) -> None:
@@ -172,7 +175,7 @@ class GraphedSteps:
             self._hidden = None
             if any(p.grad is not None for p in params):
                 raise _Refused("parameters have gradients from before the step")
-        elif self._hidden is None:
+        else:
             slot = self._slots.get(position - 1)
             grads, flag = self._visible()
             if slot is None or not slot.accepts(grads, flag):
@@ -213,12 +216,12 @@ class GraphedSteps:
 
     def _graphed_update(self) -> None:
         """Update from the hidden gradients."""
-        if self._settled != self._steps_taken:
+        if self._settled != self._steps.taken:
             # One ordinary step tells the optimizer where the gradients are, which takes copies from the host.
             self._update = None
             self._reveal()
             self._step.update()
-            self._settled = self._steps_taken
+            self._settled = self._steps.taken
             return
         if self._update is None:
             self._reveal()
@@ -230,11 +233,11 @@ class GraphedSteps:
                     f"TrainStep(cuda_graph=True): the step of {type(self._step.optimizer).__name__} cannot be recorded "
                     f"({refused}), and is half recorded now. Make it capturable, or use cuda_graph=False."
                 ) from refused
-            self._settled = self._steps_taken
+            self._settled = self._steps.taken
         for group, (rate, known) in zip(self._step.optimizer.param_groups, self._rates, strict=True):
-            if rate is not None and group["lr"] != known[0]:
-                known[0] = group["lr"]
-                rate.fill_(float(group["lr"]))
+            if rate is not None and (lr := float(group["lr"])) != known[0]:
+                known[0] = lr
+                rate.fill_(lr)
         self._update.replay()
         increment_version(self._params())  # casts of the weights that somebody keeps are out of date
         self._hidden = None
@@ -259,7 +262,7 @@ class GraphedSteps:
             there = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
             device = group["params"][0].device if group["params"] else None
             rate = None if there else torch.full((), float(lr), dtype=dtype, device=device)
-            self._rates.append((rate, [lr]))
+            self._rates.append((rate, [float("nan") if rate is None else float(lr)]))
             group["lr"] = lr if rate is None else rate
         try:
             yield
@@ -306,6 +309,11 @@ class GraphedSteps:
                 return f"the batch has a {type(leaf).__name__}, which may change unseen"
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             return "ranks exchange gradients"
+        mine = set(map(id, params))
+        if any(
+            p.requires_grad and id(p) not in mine for m in self._step.modules() for p in m.parameters(recurse=False)
+        ):
+            return "the model has trainable parameters that the optimizer does not step"
         if observers or step_hooks(self._step.optimizer) > 1:
             return "somebody watches the optimizer's steps, which replays do not call"
         if self._changes > _MOST_CHANGES:
@@ -314,33 +322,17 @@ class GraphedSteps:
 
     def _look_around(self, params: list[torch.Tensor]) -> None:
         """Forget all graphs if something that they do not read themselves has changed."""
-        optimizer = self._step.optimizer
-        scalers = self._step.loss_scalers()
-        state = [v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
-        numbers = [
-            {k: v for k, v in group.items() if k not in ("params", "lr") and not isinstance(v, torch.Tensor)}
-            for group in optimizer.param_groups
-        ]
-        now = {
-            "parameters": [(p.data_ptr(), p.requires_grad) for p in params],
-            "the optimizer's state": list(map(id, state)),
-            "hyperparameters other than lr": numbers,
-            "the loss scale's rule or state": [(id(s.state(params[0].device).scale), s.rule) for s in scalers],
-        }
+        now, kept = surroundings(self._step, params)
         if self._surroundings is not None and (changed := [k for k, v in now.items() if v != self._surroundings[k]]):
             self._changes += 1
             self._changed = ", ".join(changed)
             self._forget()
-        self._surroundings = now
-        self._kept = (state, [s.state(params[0].device) for s in scalers])  # so that no identity is given out again
+        self._surroundings, self._kept = now, kept
 
     def _forget(self) -> None:
         self._passes: dict[tuple[int, int], _Passes] = {}
         self._slots: dict[int, GradientSlot] = {}
         self._update, self._rates, self._settled = None, [], -1
-
-    def _count(self, *_: Any) -> None:
-        self._steps_taken += 1
 
 
 def _forget_casts() -> None:

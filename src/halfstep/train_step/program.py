@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..core.torch_compat import compile_errors, compile_with_autograd
+from ..core.torch_compat import compile_errors, compile_with_autograd, tensor_hooks
 from ..gradients.ledger import add_grads
 from ..kernels.shards import is_sharded
 from .signature import Signature
@@ -48,7 +48,7 @@ class Program:
         self,
         batch: tuple[Any, ...],
         signature: Signature,
-        optimizer: torch.optim.Optimizer,
+        params: list[torch.Tensor],
         scaled: Scaled,
         share: int,
     ) -> torch.Tensor:
@@ -57,23 +57,29 @@ class Program:
         Args:
             batch: for the loss.
             signature: of the batch, which is told how it ran.
-            optimizer: whose parameters get gradients.
+            params: get gradients.
             scaled: the block around a backward pass.
             share: what the loss is divided by.
 
         Returns:
             The detached loss.
         """
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if self._runs == "compiled" and (obstacle := _obstacle(params)):
             self._go_on("in parts", obstacle)
-        signature.runs, signature.reason = self._runs, self._reason
-        if self._runs == "compiled":
+        runs, reason = self._runs, self._reason
+        while True:
             try:
-                return self._run_whole(params, batch, scaled, share)
+                if runs == "compiled":
+                    loss = self._run_whole(params, batch, scaled, share)
+                else:
+                    loss = self._run_parts(batch, scaled, share, compiled=runs == "in parts")
+                break
             except compile_errors() as error:
-                self._go_on("in parts", _first_line(error))
-        return self._run_parts(batch, signature, scaled, share)
+                runs, reason = "in parts" if runs == "compiled" else "eager", _first_line(error)
+        if runs != self._runs:  # only now is it known that the batch itself was not wrong
+            self._go_on(runs, reason)
+        signature.runs, signature.reason = runs, reason
+        return loss
 
     def _run_whole(
         self, params: list[torch.Tensor], batch: tuple[Any, ...], scaled: Scaled, share: int
@@ -92,20 +98,16 @@ class Program:
         scaled_loss = loss.float() * scale if loss.dtype.itemsize == 2 else loss * scale
         return loss.detach(), torch.autograd.grad(scaled_loss, self._params, allow_unused=True)
 
-    def _run_parts(self, batch: tuple[Any, ...], signature: Signature, scaled: Scaled, share: int) -> torch.Tensor:
-        try:
-            loss = self._forward(batch)
-        except compile_errors() as error:
-            self._go_on("eager", _first_line(error))
-            loss = self._loss(batch)
-        signature.runs, signature.reason = self._runs, self._reason
+    def _run_parts(self, batch: tuple[Any, ...], scaled: Scaled, share: int, *, compiled: bool) -> torch.Tensor:
+        if compiled and self._forward is self._loss:
+            self._forward = torch.compile(self._loss)
+        loss = (self._forward if compiled else self._loss)(batch)
         with scaled(loss / share if share > 1 else loss) as scaled_loss:
             scaled_loss.backward()
         return loss.detach()
 
-    def _go_on(self, runs: str, reason: str) -> None:
+    def _go_on(self, runs: str, reason: str | None) -> None:
         self._runs, self._reason = runs, reason
-        self._forward = torch.compile(self._loss) if runs == "in parts" else self._loss
         logger.warning("TrainStep(compiled=True) runs %s: %s", runs, reason)
 
 
@@ -115,7 +117,7 @@ def _obstacle(params: list[torch.Tensor]) -> str | None:
         return "no parameter of the optimizer requires gradients"
     if any(map(is_sharded, params)) or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
         return "ranks exchange gradients while the backward pass runs, outside of a graph"
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in params):
+    if any(map(tensor_hooks, params)):
         return "a parameter has hooks on its gradient, which a graph would pass over"
     return None
 

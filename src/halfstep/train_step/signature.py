@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ..core.dtypes import dtype_name
 from ..core.torch_compat import tree_flatten
 
-__all__ = ["PLAIN", "Signature", "signature_key", "signature_of"]
+__all__ = ["PLAIN", "Signature", "roots_of", "signature_key", "signature_of"]
 
 PLAIN = (int, float, bool, str, bytes, type(None))
 """What may stand in a batch beside tensors so that two batches with equal values are of one kind."""
@@ -38,6 +39,18 @@ class Signature:
     reason: str | None = None
     calls: int = 0
     replays: int = 0
+
+
+def roots_of(function: object) -> list[torch.nn.Module]:
+    """The modules that a callable is, belongs to, closes over or names."""
+    if isinstance(function, torch.nn.Module):
+        return [function]
+    owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
+    reached = [owner]
+    if isinstance(function, FunctionType):
+        reached += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+        reached += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [module for module in reached if isinstance(module, torch.nn.Module)]
 
 
 def signature_key(batch: tuple[Any, ...], training: bool) -> Hashable:

@@ -6,8 +6,8 @@ This file has the step as a loop would write it. ``program`` compiles its forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..optimizers.release import release_of
 from ..stepping.attached import attached_to
 from .graphed_steps import GraphedSteps
 from .program import Program
-from .signature import Signature, signature_key, signature_of
+from .signature import Signature, roots_of, signature_key, signature_of
 
 __all__ = ["TrainStep"]
 
@@ -67,7 +67,7 @@ class TrainStep:
         max_grad_norm: clip the 2-norm of the optimizer's gradients to this; None does not. A fused optimizer clips
             faster by itself, if its own ``max_grad_norm`` is set and this is not.
         accumulate: step after so many calls. Each loss counts for one part in ``accumulate``; every call returns its
-            own loss as it is.
+            own loss as it is. See ``finish``.
         compiled: compile the forward and backward passes.
         cuda_graph: record steps on a CUDA device, and replay them.
 
@@ -120,8 +120,18 @@ class TrainStep:
             The loss, a detached 0-dim tensor on its device. Nothing waits for it.
 
         Raises:
-            UsageError: for ``max_grad_norm`` with an optimizer that releases its gradients.
+            UsageError: where gradients are off; for ``max_grad_norm`` with an optimizer that releases its gradients.
+            ArgumentTypeError: without a target for ``loss_fn``.
         """
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "TrainStep: gradients are off here (no_grad or inference_mode); call it where they are on."
+            )
+        if self.loss_fn is not None and len(batch) < 2:
+            raise ArgumentTypeError(
+                f"TrainStep: a batch is the arguments of the model and then the target for loss_fn; {len(batch)} came. "
+                "Write step(x, y), or step(*batch)."
+            )
         if self.max_grad_norm is not None and release_of(self.optimizer) is not None:
             raise UsageError(
                 "TrainStep: max_grad_norm would clip gradients that the optimizer has released (attach(release=True)). "
@@ -137,6 +147,15 @@ class TrainStep:
                 self.update()
         self._calls = 0 if last else self._calls + 1
         return loss
+
+    def finish(self) -> None:
+        """Step now, if a window has begun that is not full: at the end of an epoch, say. Else it goes on in the next.
+
+        Each loss of it still counts for one part in ``accumulate``.
+        """
+        if self._calls:
+            self.update()
+            self._calls = 0
 
     # ---- the parts of a step, in their order
 
@@ -160,9 +179,9 @@ class TrainStep:
 
     def backward(self, batch: tuple[Any, ...], signature: Signature, *, last: bool) -> torch.Tensor:
         """Forward and backward passes; returns the detached loss."""
-        with self._unsynced() if not last else nullcontext():
+        with nullcontext() if last else self._keeping():
             if self._program is not None:
-                return self._program.backward(batch, signature, self.optimizer, self._scaled, self.accumulate)
+                return self._program.backward(batch, signature, self._trained(), self._scaled, self.accumulate)
             loss = self.loss(batch)
             with self._scaled(loss / self.accumulate if self.accumulate > 1 else loss) as scaled_loss:
                 scaled_loss.backward()
@@ -220,14 +239,50 @@ class TrainStep:
             return scale_loss(loss, self.optimizer)
         return nullcontext(loss)
 
-    def _unsynced(self) -> AbstractContextManager[None]:
-        """Ranks need not exchange gradients before the last pass of a window."""
-        if isinstance(self.model, DistributedDataParallel):
-            return self.model.no_sync()
-        return nullcontext()
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Before the last pass of a window ranks need not exchange gradients, and released ones are kept."""
+        release, model = release_of(self.optimizer), self.model
+        with ExitStack() as around:
+            if release is not None:
+                around.enter_context(release.accumulate())
+            if isinstance(model, DistributedDataParallel):
+                around.enter_context(model.no_sync())
+            yield
+
+    def _trained(self) -> list[torch.Tensor]:
+        """What gets gradients: the parameters of the optimizer, and those of the model that others step."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if isinstance(self.model, nn.Module):
+            mine = set(map(id, params))
+            params += [p for p in self.model.parameters() if id(p) not in mine]
+        return [p for p in params if p.requires_grad]
+
+    def modules(self) -> list[nn.Module]:
+        """The modules that a step runs, as far as they can be found: of a function, what it closes over or names."""
+        found: dict[int, nn.Module] = {}
+        for root in (*roots_of(self.model), *roots_of(self.loss_fn)):
+            found.update((id(module), module) for module in root.modules())
+        return list(found.values())
+
+    def settings(self) -> tuple[object, ...]:
+        """What the caller may change between steps."""
+        options = getattr(self.optimizer, "options", None)
+        return self.model, self.loss_fn, self.scaler, self.max_grad_norm, self.accumulate, options
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy compiles and records anew."""
+        names = ("model", "loss_fn", "optimizer", "scaler", "max_grad_norm", "accumulate")
+        ways = {"compiled": self._program is not None, "cuda_graph": self._graphed is not None}
+        return {**{name: getattr(self, name) for name in names}, **ways, "calls": self._calls}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        calls = state.pop("calls")
+        TrainStep.__init__(self, **state)
+        self._calls = calls
 
     def _signature(self, batch: tuple[Any, ...]) -> Signature:
-        training = bool(getattr(self.model, "training", True))
+        training = all(root.training for root in roots_of(self.model))
         key = signature_key(batch, training)
         signature = self._known.get(key)
         if signature is None:
