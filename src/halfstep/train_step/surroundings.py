@@ -53,10 +53,7 @@ def surroundings(step: Steps, params: list[torch.Tensor]) -> tuple[dict[str, obj
     optimizer, device = step.optimizer, params[0].device
     scalers, modules, settings = step.loss_scalers(), step.modules(), step.settings()
     state = [v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
-    numbers = [
-        {k: copy.copy(v) for k, v in group.items() if k not in ("params", "lr") and not isinstance(v, torch.Tensor)}
-        for group in optimizer.param_groups
-    ]
+    numbers = [{k: _compared(k, v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     held = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     scales = [scaler.state(device).scale for scaler in scalers]
     autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
@@ -71,4 +68,13 @@ def surroundings(step: Steps, params: list[torch.Tensor]) -> tuple[dict[str, obj
         "settings of the step": [*map(id, settings[:3]), *settings[3:]],
         "casts around the step": (*autocast, active_casting()),
     }
-    return now, (scales, modules, settings, state)
+    return now, (scales, modules, settings, state, [dict(group) for group in optimizer.param_groups])
+
+
+def _compared(name: str, value: Any) -> Any:
+    """A hyperparameter as it is compared. A tensor on a device is read at each replay: it must be the same one."""
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return id(value)
+    if name == "lr":  # a replay gets the present one
+        return None
+    return value.tolist() if isinstance(value, torch.Tensor) else copy.copy(value)
