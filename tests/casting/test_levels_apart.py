@@ -235,6 +235,7 @@ PYTHON_METHODS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("method", PYTHON_METHODS)

@@ -74,8 +74,8 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output.float(), target)
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.exhaustive), 0.5])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize(("level", "dtype", "make", "scaler"), SETUPS)
 def test_it_is_the_loop(level: str | None, dtype: Any, make: Any, scaler: str, accumulate: int, clip: Any) -> None:
     model, optimizer = brought_up(level, dtype, make)

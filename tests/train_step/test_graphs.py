@@ -80,8 +80,8 @@ def take(ours: Any, theirs: Any, i: int, **kind: Any) -> None:
 
 
 @pytest.mark.usefixtures("tapes")
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.exhaustive), 0.5])
 @pytest.mark.parametrize(
     ("level", "dtype", "make", "scaled"),
     [
@@ -232,8 +232,8 @@ CHANGES = [
 
 
 @pytest.mark.usefixtures("tapes")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.exhaustive), "O2"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_counts(change: Callable[[Any], None], level: str, accumulate: int) -> None:
     ours, theirs = pair(level, FP16, accumulate=accumulate)
