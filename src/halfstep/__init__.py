@@ -14,11 +14,15 @@ from .core.oplists import OpLists
 from .core.policy import Policy
 
 if TYPE_CHECKING:
+    from .findings import Finding as Finding
+    from .findings import check as check
+    from .findings import watch as watch
     from .model import Model as Model
     from .train_step import TrainStep as TrainStep
 
 __all__ = [
     "DynamicLossScale",
+    "Finding",
     "HalfstepError",
     "Model",
     "OpLists",
@@ -27,6 +31,8 @@ __all__ = [
     "TrainStep",
     "__version__",
     "amp",
+    "check",
+    "watch",
 ]
 
 
@@ -39,4 +45,8 @@ def __getattr__(name: str) -> Any:
         from .train_step import TrainStep
 
         return TrainStep
+    if name in ("Finding", "check", "watch"):
+        from . import findings
+
+        return getattr(findings, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,7 @@ from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.policy import Policy
 from ..core.torch_compat import InstanceNorm
+from ..findings.checking import log_findings
 from ..stepping.prepare import check, prepare
 from .arguments import as_models, as_optimizers, device_of, returned, warn_of_slow_devices
 
@@ -112,6 +113,7 @@ def decorate(
         wide_grads=master_grad,
         fused=fused,
     )
+    log_findings(model_list, optimizer_list, scaling_is_known=False)
     return returned(models, optimizers)
 
 

@@ -17,6 +17,7 @@ from ..core.errors import ArgumentValueError
 from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
+from ..findings.checking import log_findings
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..optimizers.larc import LARC
 from ..stepping.prepare import check, prepare
@@ -174,6 +175,7 @@ def initialize(
     _amp_state.session = session
     if verbosity > 0:
         logger.info("%s", recipe.banner())
+        log_findings(model_list, optimizer_list, policy)
     return returned(models, optimizers)
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "SaveAs",
     "add_hooks",
     "cast_module",
+    "casting_of",
     "device_types",
     "exempt",
     "has_casting",
@@ -337,3 +338,9 @@ def has_casting(model: nn.Module, *, explicit: bool = False) -> bool:
     """Whether a model has a ``ModelCasting``, ``explicit`` or not."""
     owners = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
     return any(isinstance(owner, ModelCasting) and owner.explicit == explicit for owner in owners)
+
+
+def casting_of(model: nn.Module) -> OpCasting | None:
+    """What is done to ops while a model runs; None if nobody has put a casting on it."""
+    owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    return next((owner.casting for owner in owners if isinstance(owner, ModelCasting)), None)

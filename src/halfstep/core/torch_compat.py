@@ -8,7 +8,8 @@ made of.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -66,6 +67,7 @@ __all__ = [
     "exit_autocast",
     "export_errors",
     "foreach_unscale_",
+    "fsdp_policies",
     "function_mode_at",
     "function_mode_count",
     "functorch_level",
@@ -223,3 +225,12 @@ def has_comm_hook(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass that is running, after those that were queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def fsdp_policies(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, Any]]:
+    """Those of some modules that ``fully_shard`` was called on, each with its ``MixedPrecisionPolicy``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody can have called it
+        return []
+    kind: Any = fsdp.FSDPModule
+    return [(module, module._get_fsdp_state()._mp_policy) for module in modules if isinstance(module, kind)]

@@ -1,0 +1,122 @@
+"""``check``: the facts are gathered, with one read of the device, and every rule looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.policy import Policy
+from ..gradients.loss_scaler import DeviceLossScaler
+from ..stepping.prepare import bare
+from .facts import Facts
+from .finding import Finding, log
+from .forward import Forward, run
+from .rules import RULES
+
+__all__ = ["check", "findings_of", "log_findings"]
+
+_ORDER = {"error": 0, "warning": 1, "note": 2}
+
+
+def check(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    scaler: Any = None,
+    policy: Policy | None = None,
+    batch: Any = None,
+    accumulate: int = 1,
+) -> list[Finding]:
+    """Look for what loses precision. An empty list is healthy.
+
+    ::
+
+        for finding in halfstep.check(model, optimizer, scaler=scaler, batch=lambda: loss_fn(model(x), y)):
+            print(finding)
+
+    Nothing changes: neither the model nor the optimizer nor the random state. The device is read once at most, and not
+    at all without 16-bit weights. It says most after a few steps, before ``zero_grad``: then the optimizer has state,
+    and the gradients are there.
+
+    Args:
+        model: any module, on any device, wrapped or not.
+        optimizer: what trains it: any ``torch.optim.Optimizer``, a list of them, or None.
+        scaler: the ``torch.amp.GradScaler`` or ``amp.GradScaler`` of its losses. That of ``amp.initialize`` is found.
+        policy: the recipe, where the model does not show it.
+        batch: for what only a forward pass shows (HS105, HS112 of outputs, parts of HS104): a function without
+            arguments that returns the loss, or the arguments of the model: a tuple, a mapping or one tensor. It runs
+            once without gradients, and random state and buffers are put back. All ranks must call it.
+        accumulate: how many backward passes a step adds up.
+
+    Returns:
+        The findings, errors first, then by code.
+
+    Raises:
+        ArgumentTypeError: for an argument of the wrong kind.
+        ArgumentValueError: for ``accumulate`` below 1.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"halfstep.check takes a torch.nn.Module, not {type(model).__name__}.")
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    for each in optimizers:
+        if not isinstance(bare(each), torch.optim.Optimizer):
+            raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {type(each).__name__}.")
+    if scaler is not None and not isinstance(scaler, (torch.amp.GradScaler, DeviceLossScaler)):
+        raise ArgumentTypeError(f"scaler must be a GradScaler of torch or halfstep, not {type(scaler).__name__}.")
+    if policy is not None and not isinstance(policy, Policy):
+        raise ArgumentTypeError(f"policy must be a halfstep.Policy, not {policy!r}.")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ArgumentValueError(f"accumulate={accumulate!r} must be a whole number, 1 or more.")
+    forward = None if batch is None else run(model, batch)
+    scalers = [] if scaler is None else [scaler]
+    return findings_of(model, optimizers, scalers=scalers, policy=policy, accumulate=accumulate, forward=forward)
+
+
+def log_findings(
+    models: Iterable[nn.Module],
+    optimizers: Sequence[Any],
+    policy: Policy | None = None,
+    *,
+    scaling_is_known: bool = True,
+) -> None:
+    """Log what ``check`` finds of models that were just brought to a policy, in one line for each; none if all is well.
+
+    Args:
+        models: the models. Each is looked at with the optimizers that train something of it.
+        optimizers: all optimizers.
+        policy: that of the models.
+        scaling_is_known: whether the losses have no other scalers than those of ``amp.initialize``.
+    """
+    for model in models:
+        own = set(map(id, model.parameters()))
+        trains = [one for one in optimizers if any(id(p) in own for g in one.param_groups for p in g["params"])]
+        if trains:
+            log(findings_of(model, trains, policy=policy, scaling_is_known=scaling_is_known))
+
+
+def findings_of(
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    *,
+    scalers: Iterable[Any] = (),
+    scaling_is_known: bool = True,
+    policy: Policy | None = None,
+    accumulate: int = 1,
+    forward: Forward | None = None,
+) -> list[Finding]:
+    """What all rules find; the arguments are those of ``Facts``."""
+    facts = Facts(
+        model,
+        optimizers,
+        scalers=list(scalers),
+        scaling_is_known=scaling_is_known,
+        policy=policy,
+        accumulate=accumulate,
+        forward=forward,
+    )
+    found = [finding for rule in RULES.values() for finding in rule(facts)]
+    return sorted(found, key=lambda finding: (_ORDER[finding.severity], finding.code))

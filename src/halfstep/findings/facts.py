@@ -1,0 +1,191 @@
+"""What the rules ask: parameters and who keeps masters of them, dtypes, loss scales, measured numbers.
+
+Everything costs nothing until a rule asks for it: a healthy model is one walk over its modules.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..casting.modules import casting_of
+from ..core.dtypes import HALF_DTYPES, is_half
+from ..core.policy import Policy
+from ..gradients.loss_scaler import DeviceLossScaler
+from ..stepping.attached import attached_to
+from ..stepping.prepare import bare
+from .finding import grouped
+from .forward import Forward
+from .groups import Group
+from .lost import LostUpdates
+from .moments import SecondMoment, second_moments
+from .samples import Reading, grid_flags, sample
+
+__all__ = ["Facts"]
+
+_STEPPED = 8
+"""How many fp32 weights are looked at for values on a 16-bit grid: the largest ones."""
+
+_FEWEST = 64
+"""With fewer elements they prove nothing."""
+
+
+class Facts:
+    """What is known about a model, its optimizers and its recipe.
+
+    Args:
+        model: any module.
+        optimizers: those that train it.
+        scalers: those of its losses: ``torch.amp.GradScaler`` or ``DeviceLossScaler``.
+        scaling_is_known: whether there are no other scalers.
+        policy: its recipe; None if nobody has said.
+        accumulate: how many backward passes a step adds up.
+        forward: what a forward pass has shown; None if none was run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        *,
+        scalers: Sequence[Any] = (),
+        scaling_is_known: bool = True,
+        policy: Policy | None = None,
+        accumulate: int = 1,
+        forward: Forward | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizers = [bare(optimizer) for optimizer in optimizers]
+        self.scalers = [*scalers, *self._session_scalers()]
+        self.scaling_is_known = scaling_is_known
+        self.policy = policy
+        self.accumulate = accumulate
+        self.forward = forward
+        self.modules: list[nn.Module] = []
+        self.own_params: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
+        self._walk()
+        self.reading = Reading()
+        self.groups = [Group.of(one, group) for one in self.optimizers for group in one.param_groups]
+        self.lost = LostUpdates.of(self.groups, self.reading)
+        self._stepped = self._ask_stepped()
+        self._forward_flags = [(name, self.reading.ask(flags)) for name, flags in (forward.flags if forward else ())]
+        self.reading.fetch()
+
+    def _walk(self) -> None:
+        """As ``modules()``, ``parameters()`` and ``buffers()``, in a fifth of their time."""
+        left, seen = [self.model], {id(self.model)}
+        for module in left:  # which grows
+            for child in module._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    left.append(child)
+            if module._parameters:
+                self.own_params.extend(p for p in module._parameters.values() if p is not None)
+            if module._buffers:
+                self._buffers.extend(b for b in module._buffers.values() if b is not None)
+        self.modules = left
+
+    def _session_scalers(self) -> list[DeviceLossScaler]:
+        """Those of ``amp.initialize``, which leaves them at its optimizers."""
+        found: dict[int, DeviceLossScaler] = {}
+        for optimizer in self.optimizers:
+            attached = attached_to(optimizer)
+            scalers = getattr(attached.session, "loss_scalers", ()) if attached is not None else ()
+            found |= {id(scaler): scaler for scaler in scalers}
+        return list(found.values())
+
+    def _ask_stepped(self) -> list[tuple[torch.Tensor, slice]]:
+        """Ask of the largest fp32 weights that have stepped whether their values lie on a 16-bit grid."""
+        stepped = [group for group in self.groups if group.optimizer.state]
+        wide = [p for group in stepped for p in group.params if p.dtype is torch.float32]
+        largest = heapq.nlargest(_STEPPED, wide, key=torch.Tensor.numel)
+        states = [group.optimizer.state for group in stepped]
+        known = [p for p in largest if p.device.type != "meta" and any(state.get(p) for state in states)]
+        return [(p, self.reading.ask(grid_flags(sample(p, 256)))) for p in known if p.numel() >= _FEWEST]
+
+    # ---- measured
+
+    @cached_property
+    def stepped_on_grid(self) -> list[torch.Tensor]:
+        """The fp32 weights that have stepped and still have nothing but values of a 16-bit format."""
+        return [p for p, where in self._stepped if _is_on_grid(self.reading[where])]
+
+    @cached_property
+    def outputs_on_grid(self) -> list[str]:
+        """Where the forward pass made an fp32 output that has nothing but values of a 16-bit format."""
+        return [name for name, where in self._forward_flags if _is_on_grid(self.reading[where])]
+
+    # ---- dtypes
+
+    @cached_property
+    def halves(self) -> list[torch.Tensor]:
+        """The trained 16-bit parameters without a master."""
+        return [p for group in self.groups for p in group.halves]
+
+    @cached_property
+    def second_moments(self) -> list[SecondMoment]:
+        """The second moments in 16 bits."""
+        return list(second_moments(self.groups))
+
+    @cached_property
+    def trained(self) -> set[torch.dtype]:
+        """The dtypes of the parameters that the optimizers train."""
+        return {p.dtype for group in self.groups for p in group.params}
+
+    @cached_property
+    def computed(self) -> set[torch.dtype]:
+        """The 16-bit dtypes that the model computes in, as far as one can know."""
+        casting = casting_of(self.model)
+        cast = {casting.dtype} if casting is not None and casting.enabled else set()
+        given = {self.policy.compute_dtype, self.policy.param_dtype} if self.policy is not None else set()
+        seen = self.forward.dtypes if self.forward is not None else set()
+        return {dtype for dtype in (self.trained | cast | given | seen) if dtype in HALF_DTYPES}
+
+    # ---- names
+
+    @cached_property
+    def named_modules(self) -> dict[str, nn.Module]:
+        """The modules by their qualified names."""
+        return dict(self.model.named_modules())
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The qualified name of each parameter of the model, by its identity."""
+        return {id(p): name.replace("_orig_mod.", "") for name, p in self.model.named_parameters()}
+
+    def name_of(self, module: nn.Module) -> str:
+        """The qualified name of a module; "the model" for the whole."""
+        return next((name for name, one in self.named_modules.items() if one is module), "") or "the model"
+
+    def where(self, params: Iterable[torch.Tensor]) -> str:
+        """A few words for some parameters."""
+        nameless = f"{type(self.optimizers[0]).__name__}'s parameter" if self.optimizers else "parameter"
+        sizes = {self.names.get(id(p), f"{nameless} {i}"): p.numel() for i, p in enumerate(params)}
+        return grouped(sizes)
+
+    @cached_property
+    def has_halves(self) -> bool:
+        """Whether the model has any 16-bit parameter or buffer."""
+        return any(t.dtype in HALF_DTYPES for t in (*self.own_params, *self._buffers))
+
+    @cached_property
+    def half_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules with 16-bit parameters or buffers of their own, by their qualified names."""
+        if not self.has_halves:
+            return []
+        return [
+            (name, module)
+            for name, module in self.named_modules.items()
+            if any(t is not None and is_half(t) for t in (*module._parameters.values(), *module._buffers.values()))
+        ]
+
+
+def _is_on_grid(flags: list[float]) -> bool:
+    off, used = flags
+    return not off and bool(used)

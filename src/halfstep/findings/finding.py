@@ -1,0 +1,82 @@
+"""``Finding``: one thing that is wrong, where, why, and what to do. How it is named, printed and logged."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Finding", "Severity", "grouped", "log", "share"]
+
+logger = logging.getLogger("halfstep")
+
+Severity = Literal["error", "warning", "note"]
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_SHOWN = 3
+"""How many groups of names ``grouped`` shows."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that loses precision.
+
+    Attributes:
+        code: "HS101" and so on. A code never changes its meaning.
+        severity: "error" if the training does not do what the script says, "warning" if it loses accuracy or may fail
+            later, "note" if it is only good to know.
+        where: the tensors or modules, with numbers replaced by ``*``.
+        message: what is wrong, with its numbers.
+        evidence: the same numbers by name.
+        fix: what to do.
+    """
+
+    code: str
+    severity: Severity
+    where: str
+    message: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    fix: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.code} {self.severity:7}  {self.message}", f"where: {self.where}"]
+        lines += [f"fix: {self.fix}"] if self.fix else []
+        wrap = functools.partial(textwrap.wrap, width=104, break_long_words=False, break_on_hyphens=False)
+        return ("\n" + " " * 15).join(part for line in lines for part in wrap(line))
+
+
+def grouped(sizes: Mapping[str, int]) -> str:
+    """A few words for many tensors: ``layers.*.mlp, head (25 tensors, 6.9e+09 weights)``.
+
+    Args:
+        sizes: the number of elements by qualified name.
+    """
+    groups: dict[str, int] = {}
+    for name, size in sizes.items():
+        group = _NUMBER.sub("*", name.rpartition(".")[0] or name) if len(sizes) > 1 else name
+        groups[group] = groups.get(group, 0) + size
+    largest = sorted(groups, key=lambda group: -groups[group])
+    more = f" and {len(largest) - _SHOWN} more" if len(largest) > _SHOWN else ""
+    tensors = f"{len(sizes)} tensor{'s' if len(sizes) > 1 else ''}"
+    total = sum(sizes.values())
+    weights = f"{total} weight{'s' if total > 1 else ''}" if total < 100_000 else f"{total:.2g} weights"
+    return f"{', '.join(largest[:_SHOWN])}{more} ({tensors}, {weights})"
+
+
+def share(fraction: float) -> str:
+    """``98.7 %``; never a rounded 100 % for less than all."""
+    percent = 100 * fraction
+    return "100 %" if percent == 100 else f"{min(percent, 99.99):.3g} %" if percent < 99.95 else "99.9 %"
+
+
+def log(findings: Iterable[Finding]) -> None:
+    """One line of the logger "halfstep": at WARNING if one of them is an error, else at INFO; none if all is well."""
+    found = list(findings)
+    if found:
+        level = logging.WARNING if any(each.severity == "error" for each in found) else logging.INFO
+        texts = "; ".join(f"{each.code} {each.severity} at {each.where}: {each.message}" for each in found)
+        logger.log(level, "halfstep.check: %s. (halfstep.check tells how to mend it.)", texts)

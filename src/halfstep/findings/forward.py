@@ -1,0 +1,193 @@
+"""One forward pass, watched: which ops compute in 16 bits that should not, and which fp32 outputs are so in name only.
+
+Nothing remains of it: it runs without gradients, and the random state and all buffers are put back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from ..core.dtypes import HALF_DTYPES, is_half
+from ..core.torch_compat import tree_flatten
+from .samples import grid_flags, sample
+
+__all__ = ["Forward", "is_norm", "is_router", "run", "watching_forward"]
+
+LOSSES = frozenset(
+    (
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "cross_entropy",
+        "ctc_loss",
+        "huber_loss",
+        "kl_div",
+        "l1_loss",
+        "linear_cross_entropy",
+        "log_softmax",
+        "logsumexp",
+        "mse_loss",
+        "nll_loss",
+        "poisson_nll_loss",
+        "smooth_l1_loss",
+    )
+)
+"""The functions whose results are losses, or lose what a loss needs."""
+
+_STATISTICS = frozenset(("norm", "pow", "rsqrt", "std", "var", "var_mean"))
+"""What a norm written by hand computes."""
+
+_ON_GRID = 64
+"""Outputs with fewer elements prove nothing."""
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module normalizes: torch's norms, and classes called so (``LlamaRMSNorm``)."""
+    return re.search(r"norm(\d?d)?$", type(module).__name__, re.IGNORECASE) is not None
+
+
+def is_router(name: str, names: Container[str]) -> bool:
+    """Whether a module chooses experts: it is called ``router``, or it is a ``gate`` beside ``experts``."""
+    parent, _, last = name.rpartition(".")
+    return last == "router" or (last in ("gate", "gating") and f"{parent}.experts".lstrip(".") in names)
+
+
+class Forward(TorchFunctionMode):
+    """What one forward pass shows. As a mode it sees every function of torch, with the dtype that its result has.
+
+    Attributes:
+        dtypes: the 16-bit dtypes of results.
+        losses: loss functions that computed in 16 bits, as "module: function".
+        statistics: functions in norms that computed in 16 bits, likewise.
+        routers: the names of routers whose results are in 16 bits.
+        flags: names of modules, or "the loss", with the ``grid_flags`` of fp32 values that should not be on a grid.
+        loss_dtype: of the loss, if there was one.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self._names = {} if model is None else {id(module): name for name, module in model.named_modules()}
+        self._open: list[nn.Module] = []
+        self.dtypes: set[torch.dtype] = set()
+        self.losses: dict[str, torch.dtype] = {}
+        self.statistics: dict[str, torch.dtype] = {}
+        self.routers: dict[str, torch.dtype] = {}
+        self.flags: list[tuple[str, torch.Tensor]] = []
+        self.loss_dtype: torch.dtype | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype in HALF_DTYPES:
+            name = getattr(func, "__name__", "")
+            self.dtypes.add(result.dtype)
+            if name in LOSSES:
+                self.losses.setdefault(f"{self._here()}{name}", result.dtype)
+            elif name in _STATISTICS and self._open and is_norm(self._open[-1]):
+                self.statistics.setdefault(f"{self._here()}{name}", result.dtype)
+        return result
+
+    def _here(self) -> str:
+        name = self._names.get(id(self._open[-1]), type(self._open[-1]).__name__) if self._open else ""
+        return f"{name}: " if name else ""
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """A module begins."""
+        self._open.append(module)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A module ends, perhaps with an error, which leaves no output."""
+        while self._open and self._open.pop() is not module:
+            pass
+        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        name = self._names.get(id(module), type(module).__name__)
+        self.dtypes.update(t.dtype for t in tensors if is_half(t))
+        if tensors and is_half(tensors[0]) and is_router(name, set(self._names.values())):
+            self.routers.setdefault(name, tensors[0].dtype)
+        if len(tensors) == 1 and not module._modules:
+            self._compare(name, [a for a in args if isinstance(a, torch.Tensor)], tensors[0])
+
+    def _compare(self, name: str, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        """Note an output that may lie on a grid where no input does."""
+        both = [t for t in inputs if t.is_floating_point()]
+        wide = all(t.dtype is torch.float32 for t in [*both, output])
+        if both and wide and min(t.numel() for t in [*both, output]) >= _ON_GRID:
+            off = torch.stack([grid_flags(sample(t, 1024))[0] for t in both]).amin()
+            flags = grid_flags(sample(output, 1024))
+            self.flags.append((name, torch.stack([torch.maximum(flags[0], 1.0 - off), flags[1]])))
+
+    def note_loss(self, result: Any) -> None:
+        """Look at what the forward pass returned: a loss, or an output with a ``loss``."""
+        loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            return
+        self.loss_dtype = loss.dtype
+        if loss.dtype is torch.float32:
+            self.flags.append(("the loss", grid_flags(loss.detach().reshape(1))))
+
+
+@contextmanager
+def watching_forward(forward: Forward, model: nn.Module | None = None) -> Iterator[Forward]:
+    """Within the block calls of modules and functions of torch are seen. What is compiled runs eagerly.
+
+    Args:
+        forward: notes what it sees.
+        model: whose modules are watched; None watches all there are.
+    """
+    hooks: list[RemovableHandle] = []
+    for module in () if model is None else model.modules():
+        hooks.append(module.register_forward_pre_hook(forward.enter))
+        hooks.append(module.register_forward_hook(forward.leave, always_call=True))
+    if model is None:
+        hooks.append(register_module_forward_pre_hook(forward.enter))
+        hooks.append(register_module_forward_hook(forward.leave, always_call=True))
+    try:
+        with torch.compiler.set_stance("force_eager"), forward:
+            yield forward
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def run(model: nn.Module, batch: Any) -> Forward:
+    """Run a forward pass in the mode (train or eval) that the model is in, and put back what it changes.
+
+    Args:
+        model: any module. One that exchanges something with other ranks in its forward pass must run on all of them.
+        batch: a function without arguments that returns the loss; or the arguments of the model: a mapping of keyword
+            arguments, a tuple or list of positional ones, or a single one.
+    """
+    forward = Forward(model)
+    call: Callable[[], Any] = batch if callable(batch) else lambda: _call(model, batch)
+    buffers = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.no_grad())
+        try:
+            with watching_forward(forward, model):
+                result = call()
+            forward.note_loss(result)
+        finally:
+            for place, name, buffer, value in buffers:
+                place[name] = buffer
+                buffer.data.copy_(value)  # no new version: a backward pass may still need the old one
+    return forward
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

@@ -1,0 +1,49 @@
+"""The parameter groups of optimizers, and which of their 16-bit weights have no masters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.dtypes import HALF_DTYPES
+from ..gradients.master_registry import keeper_of
+from ..stepping.attached import attached_to
+
+__all__ = ["Group", "masters_kept"]
+
+
+def masters_kept(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the updates of 16-bit weights are kept somewhere, or rounded so that none is lost on average."""
+    attached = attached_to(optimizer)
+    options = getattr(optimizer, "options", None)  # of a fused optimizer
+    fused = bool(getattr(options, "master_weights", None)) or getattr(options, "rounding", "nearest") == "stochastic"
+    return fused or (attached is not None and attached.keeper.any)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group.
+
+    Attributes:
+        optimizer: whose it is.
+        hyper: its hyperparameters.
+        params: those of its parameters that are trained.
+        halves: those of them that are in 16 bits and have no master.
+    """
+
+    optimizer: torch.optim.Optimizer
+    hyper: Mapping[str, Any]
+    params: list[torch.Tensor]
+    halves: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Group:
+        """What is to be known about a group."""
+        params = [p for p in group["params"] if p.requires_grad]
+        halves = [p for p in params if p.dtype in HALF_DTYPES]
+        if halves and masters_kept(optimizer):
+            halves = []
+        return cls(optimizer, group, params, [p for p in halves if keeper_of(p) is None])

@@ -1,0 +1,223 @@
+"""The rules about modules, what they compute, and where."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from ..casting.modules import has_casting
+from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
+from ..core.hardware import has_units
+from ..core.torch_compat import BatchNorm, fsdp_policies
+from .facts import Facts
+from .finding import Finding, grouped
+from .forward import is_norm, is_router
+
+__all__ = [
+    "average_in_16_bits",
+    "fp32_in_name_only",
+    "fsdp_reduces_in_16_bits",
+    "loss_in_16_bits",
+    "no_units",
+    "sensitive_parts_in_16_bits",
+]
+
+_POSITIONS = re.compile(r"inv_freq|^(freqs?|positions?|timesteps?|timescale)$")
+_SLOW_AVERAGE = 0.998
+
+
+def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Finding]:
+    """HS104: parts that need more than 16 bits: norms and routers without masters, statistics, frequencies, positions.
+
+    - Frequencies of rotary embeddings and positions as numbers: the error of the angle grows with the position.
+    - Weights of norms, near 1, and of routers, where the optimizer keeps no masters. Source: axolotl#3670.
+    - Running statistics of BatchNorm.
+    - With a batch: a norm written by hand that computes its statistics in 16 bits, and routers with 16-bit results.
+      Source: Switch Transformers, arXiv 2101.03961, section 2.4.
+    """
+    bare = {id(p) for p in facts.halves}
+    positions: dict[str, int] = {}
+    statistics: dict[str, int] = {}
+    weights: list[torch.Tensor] = []
+    for name, module in facts.half_modules:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and is_half(buffer):
+                whole = f"{name}.{key}".lstrip(".")
+                if _POSITIONS.search(key):
+                    positions[whole] = buffer.numel()
+                elif isinstance(module, BatchNorm):
+                    statistics[whole] = buffer.numel()
+        if is_norm(module) or is_router(name, facts.named_modules):
+            weights += [p for p in module._parameters.values() if p is not None and id(p) in bare]
+    if positions:
+        yield Finding(
+            "HS104",
+            "error",
+            grouped(positions),
+            "Frequencies or positions are in 16 bits: at position 4,096 an angle may be off by more than a radian.",
+            {"tensors": list(positions)},
+            "Compute them in fp32 in forward, or give their module fp32: module_filter= of amp.initialize.",
+        )
+    if weights:
+        yield Finding(
+            "HS104",
+            "warning",
+            facts.where(weights),
+            f"Weights of norms or routers are {dtype_name(weights[0].dtype)} and have no masters.",
+            {"tensors": len(weights)},
+            "Keep them in fp32 (amp.decorate does so for norms), or use masters: amp.initialize(..., opt_level='O2').",
+        )
+    if statistics:
+        yield Finding(
+            "HS104",
+            "warning",
+            grouped(statistics),
+            "Running statistics of BatchNorm are in 16 bits.",
+            {"tensors": list(statistics)},
+            "Leave BatchNorm in fp32: keep_batchnorm_fp32=True.",
+        )
+    yield from _sensitive_ops(facts)
+
+
+def _sensitive_ops(facts: Facts) -> Iterator[Finding]:
+    seen = facts.forward
+    if seen is not None and seen.statistics:
+        where = ", ".join(list(seen.statistics)[:3])
+        text = "A norm computes its statistics in 16 bits."
+        fix = "Compute them in fp32 (x.float()) and cast the result, as torch's own norms do."
+        yield Finding("HS104", "warning", where, text, {"ops": list(seen.statistics)}, fix)
+    if seen is not None and seen.routers:
+        where = ", ".join(list(seen.routers)[:3])
+        text = "A router computes the scores of its experts in 16 bits, so close scores become equal."
+        yield Finding("HS104", "note", where, text, {"routers": list(seen.routers)}, "Run it in fp32.")
+
+
+def loss_in_16_bits(facts: Facts) -> Iterator[Finding]:
+    """HS105: a loss that is computed in 16 bits. Needs ``batch``.
+
+    Near 36 neighbouring bfloat16 numbers differ by 0.25. FSDP2's MixedPrecisionPolicy installs no autocast, so logits
+    reach cross_entropy in 16 bits. Source: Modalities#464.
+    """
+    seen = facts.forward
+    if seen is None or not (seen.losses or seen.loss_dtype in HALF_DTYPES):
+        return
+    dtype = next(iter(seen.losses.values())) if seen.losses else seen.loss_dtype
+    assert dtype is not None
+    yield Finding(
+        "HS105",
+        "warning",
+        ", ".join(list(seen.losses)[:3]) or "the loss",
+        f"The loss is computed in {dtype_name(dtype)}, which has steps of {torch.finfo(dtype).eps * 8:g} near 10.",
+        {"ops": list(seen.losses), "dtype": dtype_name(dtype)},
+        "Compute it from logits.float(), or within amp.auto_cast, which does so.",
+    )
+
+
+def average_in_16_bits(facts: Facts) -> Iterator[Finding]:
+    """HS109: a moving average of weights kept in 16 bits with a decay of 0.998 or more.
+
+    A step adds (1 - decay) of the difference, which is less than half of the last bit of the average. Found in an
+    ``AveragedModel`` and in modules with a ``decay``, ``ema_decay`` or ``beta`` that hold a copy of a model.
+    """
+    for module in facts.modules if facts.has_halves else ():
+        decay = _decay_of(module)
+        if decay is None or not _SLOW_AVERAGE <= decay < 1:
+            continue
+        sizes = {name: p.numel() for name, p in module.named_parameters() if is_half(p)}
+        if sizes:
+            yield Finding(
+                "HS109",
+                "error",
+                grouped(sizes),
+                f"{type(module).__name__} averages weights in 16 bits with decay {decay:g}: most changes round away.",
+                {"decay": decay},
+                "Average fp32 weights: amp.master_model(model) gives the masters as a model.",
+            )
+
+
+def _decay_of(module: nn.Module) -> float | None:
+    """The decay of a module that averages weights; None for any other."""
+    if isinstance(module, AveragedModel):
+        functions: list[Any] = [module.multi_avg_fn, module.avg_fn]
+        for function in filter(None, functions):
+            function = inspect.unwrap(function)
+            cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+            if "decay" in cells:
+                return float(cells["decay"].cell_contents)
+        return None
+    given = vars(module)
+    decay = next((given[name] for name in ("decay", "ema_decay", "beta") if name in given), None)
+    return decay if isinstance(decay, float) and bool(module._modules) else None
+
+
+def no_units(facts: Facts) -> Iterator[Finding]:
+    """HS111: a 16-bit dtype that this device has no units for.
+
+    Under ``amp`` of halfstep products then run in fp32 kernels and cost what fp32 costs, which is a note. Without it a
+    bfloat16 product on such a CPU takes ten times as long as in fp32.
+    """
+    device = facts.own_params[0].device if facts.own_params else None
+    for dtype in sorted(facts.computed, key=dtype_name) if device is not None else ():
+        if not has_units(device, dtype, "product"):  # type: ignore[arg-type]
+            emulated = has_casting(facts.model)
+            cost = "take as long as in fp32" if emulated else "are many times slower than in fp32"
+            yield Finding(
+                "HS111",
+                "note" if emulated else "warning",
+                str(device),
+                f"{device} has no units for {dtype_name(dtype)}: products {cost}.",
+                {"device": str(device), "dtype": dtype_name(dtype)},
+                "halfstep doctor says which dtype is fast here.",
+            )
+
+
+def fp32_in_name_only(facts: Facts) -> Iterator[Finding]:
+    """HS112: fp32 tensors whose values all lie on the grid of a 16-bit format: something rounds them.
+
+    Of weights after they have stepped, as those of a checkpoint may have been 16-bit; and with a batch of the outputs
+    of modules whose inputs are fp32, and of the loss. Source: Liger-Kernel#1430, TransformerEngine#3193.
+    """
+    if facts.stepped_on_grid:
+        yield Finding(
+            "HS112",
+            "warning",
+            facts.where(facts.stepped_on_grid),
+            "fp32 weights that have stepped hold nothing but 16-bit numbers: something rounds them after each step.",
+            {"tensors": len(facts.stepped_on_grid)},
+            "Look for what copies 16-bit weights into them: load_state_dict, .half(), a 16-bit twin of the model.",
+        )
+    if facts.outputs_on_grid:
+        yield Finding(
+            "HS112",
+            "warning",
+            ", ".join(facts.outputs_on_grid[:3]),
+            "fp32 in name only: every value lies on a 16-bit grid, so it was rounded before it became fp32.",
+            {"outputs": facts.outputs_on_grid},
+            "Cast to fp32 before the computation, not after it.",
+        )
+
+
+def fsdp_reduces_in_16_bits(facts: Facts) -> Iterator[Finding]:
+    """HS114: FSDP2 that averages gradients over ranks in 16 bits, because its policy has no ``reduce_dtype``.
+
+    Without ``reduce_dtype`` gradients are reduced in ``param_dtype``. Source: torch's ``MixedPrecisionPolicy``.
+    """
+    modules = []
+    for module, policy in fsdp_policies(facts.modules):
+        if policy.param_dtype in HALF_DTYPES and policy.reduce_dtype in (None, *HALF_DTYPES):
+            modules.append(facts.name_of(module))
+    if modules:
+        yield Finding(
+            "HS114",
+            "warning",
+            ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else ""),
+            "FSDP2 adds up the gradients of all ranks in 16 bits.",
+            {"modules": modules},
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).",
+        )

@@ -1,0 +1,253 @@
+"""The rules about optimizers, their state, and loss scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..core.dtypes import HALF_DTYPES, dtype_name
+from .facts import Facts
+from .finding import Finding, share
+from .lost import LostUpdates
+from .scaling import is_enabled, kind, scales
+from .updates import decays_apart, rounds_once
+
+__all__ = [
+    "accumulation_in_16_bits",
+    "eps_underflows",
+    "foreign_parameters",
+    "fp16_without_loss_scale",
+    "fused_and_foreach_differ",
+    "lost",
+    "lost_updates",
+    "lost_weight_decay",
+    "stuck_second_moment",
+    "useless_scaler",
+]
+
+LOST_ERROR, LOST_WARNING = 0.5, 0.1
+"""From which share of lost updates on HS101 is an error, and a warning."""
+
+_MANY_PASSES = 16
+_FUSE = "amp.initialize(..., opt_level='O2') or optimizers.fuse(optimizer, master_weights=True) for fp32 masters"
+
+
+def lost(where: str, fraction: float, text: str, **evidence: object) -> Finding | None:
+    """HS101 for a share of lost updates; None if it is small."""
+    if fraction < LOST_WARNING:
+        return None
+    return Finding(
+        "HS101",
+        "error" if fraction >= LOST_ERROR else "warning",
+        where,
+        f"{share(fraction)} of the updates round to nothing{text}.",
+        {"lost": fraction, **evidence},
+        f"{_FUSE}; or rounding='stochastic' of a fused optimizer for bfloat16.",
+    )
+
+
+def lost_updates(facts: Facts) -> Iterator[Finding]:
+    """HS101: 16-bit weights that an optimizer without masters moves by less than half of their last bit.
+
+    Predicted from state and learning rate: the update is rounded to see whether the weight stays. An error where half
+    of the updates are lost, a warning from one in ten. Before the first step only Adam's is known, which moves every
+    weight by the learning rate. Source: NVIDIA-NeMo/Automodel#3875.
+    """
+    for entry in facts.lost:
+        yield from filter(None, [_lost_of(facts, entry)])
+
+
+def _lost_of(facts: Facts, entry: LostUpdates) -> Finding | None:
+    name, dtype = type(entry.optimizer).__name__, dtype_name(entry.dtype)
+    needed = f" (half of the weights need lr > {entry.lr_for_half:.1e})"
+    text = f": {dtype} weights, {name} keeps no masters, lr {entry.lr:g}{needed}"
+    known = {"lr": entry.lr, "lr_for_half": entry.lr_for_half, "dtype": dtype}
+    return lost(facts.where(entry.params), entry.fraction, text, **known)
+
+
+def stuck_second_moment(facts: Facts) -> Iterator[Finding]:
+    """HS102: a second moment in 16 bits whose decay is smaller than half of its last bit.
+
+    A step multiplies it by beta2. If 1 - beta2 is below a quarter of the format's epsilon, every value rounds back to
+    itself, and one large gradient makes all later steps small. Below half of it some values do. Measured: after 5,000
+    steps without gradient 0.001 is 0.001 in bfloat16, and 6.7e-6 in fp32.
+    """
+    for moment in facts.second_moments:
+        eps, change = torch.finfo(moment.dtype).eps, 1 - moment.keeps
+        if 0 < change < eps / 2:
+            always = change < eps / 4
+            name = dtype_name(moment.dtype)
+            yield Finding(
+                "HS102",
+                "error" if always else "warning",
+                facts.where(moment.params),
+                f"The second moment of {type(moment.group.optimizer).__name__} is {name} and shrinks by 1 - beta2 = "
+                f"{change:.3g} a step, less than {eps / (4 if always else 2):.3g}: "
+                f"{'it can never decay' if always else 'some of its values cannot decay'}.",
+                {"decay": change, "grid": eps / 4, "dtype": name},
+                f"Keep the state in fp32: {_FUSE}.",
+            )
+
+
+def lost_weight_decay(facts: Facts) -> Iterator[Finding]:
+    """HS103: decoupled weight decay that is smaller than half of the last bit of every 16-bit weight.
+
+    AdamW multiplies the weight by 1 - lr * weight_decay and rounds it, which gives the same weight back. Where the
+    step rounds only once the decay still adds to the update, so that is a warning. Source: OneTrainer#996.
+    """
+    for group in facts.groups:
+        lr = group.hyper.get("lr")
+        if not group.halves or not decays_apart(group.hyper) or isinstance(lr, torch.Tensor) or not lr:
+            continue
+        decay = lr * group.hyper["weight_decay"]
+        params = [p for p in group.halves if 0 < decay < torch.finfo(p.dtype).eps / 4]
+        if params:
+            grid = torch.finfo(params[0].dtype).eps / 4
+            once = rounds_once(group.optimizer, group.hyper)
+            yield Finding(
+                "HS103",
+                "warning" if once else "error",
+                facts.where(params),
+                f"lr * weight_decay = {decay:.3g} is less than {grid:.3g}: weight decay alone never changes a "
+                f"{dtype_name(params[0].dtype)} weight.",
+                {"decay": decay, "grid": grid},
+                f"{_FUSE}.",
+            )
+
+
+def eps_underflows(facts: Facts) -> Iterator[Finding]:
+    """HS106: an ``eps`` that is 0 in the dtype of the optimizer's state, so that 0 / 0 gives NaN.
+
+    The smallest float16 number is 2**-24 = 6e-8, and Adam's default is 1e-8. A fused step computes in fp32.
+    """
+    for moment in facts.second_moments:
+        eps, fused = moment.group.hyper.get("eps"), rounds_once(moment.group.optimizer, moment.group.hyper)
+        if isinstance(eps, float) and not fused and eps > 0 and torch.tensor(eps).to(moment.dtype) == 0:
+            info = torch.finfo(moment.dtype)
+            yield Finding(
+                "HS106",
+                "error",
+                facts.where(moment.params),
+                f"eps = {eps:g} is 0 in {dtype_name(moment.dtype)}, whose smallest number is "
+                f"{info.smallest_normal * info.eps:.1e}: a weight without gradient becomes NaN.",
+                {"eps": eps, "smallest": info.smallest_normal * info.eps},
+                f"Keep the state in fp32: {_FUSE}; or eps=1e-4.",
+            )
+
+
+def fp16_without_loss_scale(facts: Facts) -> Iterator[Finding]:
+    """HS107: float16 gradients without a loss scale: those below 6e-8 become 0.
+
+    Found where trained weights, the recipe or the watched forward pass are in float16, and no scaler scales. A scaler
+    that is nowhere but in the script must be given to ``check``. Source: arXiv 1710.03740, section 3.2.
+    """
+    if not facts.optimizers or not facts.scaling_is_known or torch.float16 not in facts.computed:
+        return
+    if not any(scales(scaler) for scaler in facts.scalers):
+        off = [kind(scaler) for scaler in facts.scalers if not is_enabled(scaler)]
+        params = [p for group in facts.groups for p in group.params if p.dtype is torch.float16]
+        yield Finding(
+            "HS107",
+            "error",
+            facts.where(params) if params else "the model",
+            "float16 without a loss scale: gradients below 6e-8 become 0." + (f" The {off[0]} is off." if off else ""),
+            {"smallest": 2.0**-24, "scalers": len(facts.scalers)},
+            "Use a dynamic loss scale: amp.GradScaler(), or loss_scale='dynamic' of amp.initialize. If the script has "
+            "a scaler, give it: halfstep.check(..., scaler=scaler). Or train in bfloat16, which needs none.",
+        )
+
+
+def useless_scaler(facts: Facts) -> Iterator[Finding]:
+    """HS108: a loss scaler that multiplies by 1, or that scales losses whose gradients are not in float16.
+
+    bfloat16 has the exponents of fp32, so a scaler there only costs time, and torch's refuses bfloat16 gradients on
+    CUDA: '"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16''.
+    Source: datawhalechina/hello-agents#459.
+    """
+    for scaler in facts.scalers:
+        name = kind(scaler)
+        given = "amp.initialize" not in name
+        fix = "Leave it out." if given else "Leave loss_scale out."
+        if given and is_enabled(scaler) and not scales(scaler):
+            message = f"The {name} stays at a scale of 1, so it scales nothing."
+            yield Finding("HS108", "warning", name, message, {"dtypes": _names(facts)}, "Use a dynamic scale.")
+        elif scales(scaler) and torch.bfloat16 in facts.computed and torch.float16 not in facts.computed:
+            refuses = name == "torch.amp.GradScaler" and torch.bfloat16 in facts.trained
+            message = f"The {name} is of no use for bfloat16, which has the range of fp32."
+            message += " On CUDA it raises an error for bfloat16 gradients." if refuses else ""
+            severity = "warning" if refuses else "note"
+            yield Finding("HS108", severity, name, message, {"dtypes": _names(facts)}, fix)  # type: ignore[arg-type]
+
+
+def _names(facts: Facts) -> list[str]:
+    return sorted(map(dtype_name, facts.computed))
+
+
+def accumulation_in_16_bits(facts: Facts) -> Iterator[Finding]:
+    """HS110: gradients of 16 passes or more added up in 16 bits.
+
+    The sum is larger than the next summand by so much that some of its bits, and at last all, round away: of equal
+    summands bfloat16 loses every one from the 256th on. With masters of halfstep gradients add up in fp32.
+    """
+    if facts.accumulate < _MANY_PASSES:
+        return
+    params = [p for p in facts.halves if getattr(p, "grad_dtype", p.dtype) in HALF_DTYPES]
+    if params:
+        yield Finding(
+            "HS110",
+            "warning",
+            facts.where(params),
+            f"Gradients of {facts.accumulate} passes are added up in {dtype_name(params[0].dtype)}.",
+            {"passes": facts.accumulate},
+            f"{_FUSE} and fp32 gradients; or param.grad_dtype = torch.float32 (torch 2.13).",
+        )
+
+
+def fused_and_foreach_differ(facts: Facts) -> Iterator[Finding]:
+    """HS113: torch's Adam on bfloat16 state, where ``fused=`` changes the training and not only its speed.
+
+    With a constant gradient of 1 and beta2 = 0.999 the second moment stalls at 0.5 with ``foreach``, which rounds
+    twice, and at 0.25 with ``fused``, which rounds once; right is 1.
+    """
+    for moment in facts.second_moments:
+        group = moment.group
+        torchs = type(group.optimizer).__name__ in ("Adam", "AdamW") and not hasattr(group.optimizer, "keep_masters")
+        if torchs and moment.dtype is torch.bfloat16 and 0 < 1 - moment.keeps < torch.finfo(moment.dtype).eps / 4:
+            yield Finding(
+                "HS113",
+                "note",
+                facts.where(moment.params),
+                "The bfloat16 second moment stops growing at other values with fused=True than with foreach=True, so "
+                "the switch changes the size of the steps.",
+                {"beta2": moment.keeps, "fused": bool(group.hyper.get("fused"))},
+                f"Keep the state in fp32: {_FUSE}.",
+            )
+
+
+def foreign_parameters(facts: Facts) -> Iterator[Finding]:
+    """HS115: an optimizer whose parameters are not the model's, so that it trains something else.
+
+    So it is if the model, or a part of it, was made or replaced after the optimizer. fp32 masters made by hand, which
+    have as many weights as a 16-bit model, are no finding.
+    """
+    own = set(map(id, facts.own_params))
+    held = [p for group in facts.groups for p in group.params]
+    trained = set(map(id, held))
+    if trained <= own:
+        return
+    foreign = [p for p in held if id(p) not in own]
+    left = list({id(p): p for p in facts.own_params if p.requires_grad and id(p) not in trained}.values())
+    by_hand = facts.has_halves and sum(map(torch.Tensor.numel, foreign)) == sum(map(torch.Tensor.numel, left))
+    if not left or by_hand:
+        return
+    none = len(foreign) == len(held)
+    yield Finding(
+        "HS115",
+        "error" if none else "warning",
+        facts.where(left),
+        f"{len(foreign)} of {len(held)} parameters of {type(facts.optimizers[0]).__name__} are not in the model, and "
+        f"{len(left)} parameters of the model are in no optimizer given.",
+        {"foreign": len(foreign), "untrained": len(left)},
+        "Make the optimizer from model.parameters() after the model was built, moved and wrapped.",
+    )

@@ -1,0 +1,110 @@
+"""Samples of tensors, and one read of the device for all the numbers that are asked of it.
+
+A sample is made of strided slices, so it costs no random numbers and no copy of a whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.shards import local
+
+__all__ = ["MOST_TENSORS", "Drawn", "Reading", "column", "draw", "grid_flags", "sample", "samples_in"]
+
+MOST_TENSORS = 256
+"""How many tensors are sampled."""
+
+_ELEMENTS = 2**16
+"""How many elements are sampled in all: a share of them has a standard deviation of at most 0.002."""
+
+
+class Drawn(NamedTuple):
+    """A tensor to sample.
+
+    Attributes:
+        tensor: the tensor.
+        share: its share of all elements.
+        elements: how many of its elements to sample, at most.
+    """
+
+    tensor: torch.Tensor
+    share: float
+    elements: int
+
+
+def draw(tensors: Sequence[torch.Tensor]) -> list[Drawn]:
+    """Tensors to sample, all of them, or of many 256, drawn in proportion to their size."""
+    sizes = [t.numel() for t in tensors]
+    total = sum(sizes)
+    shares: dict[int, float] = {}
+    if len(tensors) <= MOST_TENSORS:
+        shares = {i: size / total for i, size in enumerate(sizes) if size}
+    else:
+        index, end = 0, sizes[0]
+        for i in range(MOST_TENSORS):
+            while end <= (i + 0.5) * total / MOST_TENSORS:
+                index += 1
+                end += sizes[index]
+            shares[index] = shares.get(index, 0.0) + 1 / MOST_TENSORS
+    return [Drawn(tensors[i], share, math.ceil(share * _ELEMENTS)) for i, share in shares.items()]
+
+
+def sample(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """At most ``count`` elements, evenly spread; an odd stride, so that they are not of one column of a matrix."""
+    flat = local(tensor.detach()).reshape(-1)
+    return flat[:: _stride(flat.numel(), count)]
+
+
+def samples_in(tensor: torch.Tensor, count: int) -> int:
+    """How many elements ``sample`` takes."""
+    size = local(tensor.detach()).numel()
+    return -(-size // _stride(size, count))
+
+
+def _stride(size: int, count: int) -> int:
+    return 1 if size <= count else -(-size // count) | 1
+
+
+def column(tensors: Iterable[torch.Tensor], counts: Iterable[int]) -> torch.Tensor:
+    """The samples of several tensors, one after the other."""
+    return torch.cat([sample(t, count) for t, count in zip(tensors, counts, strict=True)])
+
+
+def grid_flags(values: torch.Tensor) -> torch.Tensor:
+    """Whether fp32 values all lie on the grid of a 16-bit format: two numbers along the last dimension.
+
+    The first is 1.0 if one does not lie on the grid of float16's 10 bits of fraction, which holds bfloat16's 7. The
+    second is 1.0 if one needs more than 4 of them: small whole numbers, masks and constants do not, and prove nothing.
+    """
+    bits = values.contiguous().view(torch.int32)
+    off, used = (bits & 0x1FFF) != 0, (bits & 0x7FFFF) != 0
+    return torch.stack([off.any(-1), used.any(-1)], -1).float()
+
+
+class Reading:
+    """Numbers on devices that are read together: ``ask`` as often as you like, ``fetch`` once."""
+
+    def __init__(self) -> None:
+        self._asked: list[torch.Tensor] = []
+        self._at = 0
+        self._values: list[float] = []
+
+    def ask(self, numbers: torch.Tensor) -> slice:
+        """Ask for some numbers. The slice has them after ``fetch``."""
+        flat = numbers.detach().float().reshape(-1)
+        self._asked.append(flat)
+        self._at += flat.numel()
+        return slice(self._at - flat.numel(), self._at)
+
+    def fetch(self) -> None:
+        """Read all of them, in one copy to the host; none if nothing was asked for."""
+        if self._asked:
+            home = next((t.device for t in self._asked if t.device.type != "cpu"), self._asked[0].device)
+            self._values = torch.cat([t.to(home, non_blocking=True) for t in self._asked]).tolist()
+
+    def __getitem__(self, where: slice) -> list[float]:
+        return self._values[where]

@@ -1,0 +1,172 @@
+"""``watch``: count, on the device, the weights that a step leaves as they are although they have a gradient."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+
+from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..gradients.async_reader import AsyncReader, capturing
+from ..gradients.ledger import get_grads
+from ..stepping.attached import attached_to
+from ..stepping.prepare import bare
+from .finding import Finding, grouped, log
+from .rules_of_optimizer import lost
+from .samples import draw, sample
+
+__all__ = ["Watch", "watch"]
+
+logger = logging.getLogger("halfstep")
+
+
+def watch(optimizer: Any, every: int = 100) -> Watch:
+    """Count the updates that change nothing, at every ``every``-th step, whatever the optimizer is.
+
+    ::
+
+        watch = halfstep.watch(optimizer, every=100)
+        train()
+        print(watch.fraction, watch.findings())
+        watch.remove()
+
+    A sample of the weights is compared before and after the step, on the device. Weights without gradient do not
+    count, nor do steps that an overflow skips. Where there are masters, these are compared. The number is read some
+    steps later, so no step waits. What is lost goes to the logger "halfstep" as HS101, again only when it gets worse.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``, attached by ``amp`` or not.
+        every: how many steps lie between two that are looked at. The others cost a comparison of two numbers.
+
+    Returns:
+        A handle. ``remove()`` ends it.
+
+    Raises:
+        ArgumentTypeError: for something else than an optimizer.
+        ArgumentValueError: for ``every`` below 1.
+    """
+    inner = bare(optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ArgumentTypeError(f"halfstep.watch takes a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ArgumentValueError(f"every={every!r} must be a whole number, 1 or more.")
+    return Watch(inner, every)
+
+
+class Watch:
+    """What ``watch`` returns.
+
+    Attributes:
+        fraction: the share of lost updates at the latest step whose numbers have arrived; None before.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, every: int) -> None:
+        self.fraction: float | None = None
+        self._optimizer = weakref.ref(optimizer)
+        self._every = every
+        self._steps = 0
+        self._before: list[_Sampled] | None = None
+        self._late = AsyncReader(2)
+        self._worst: Finding | None = None
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._begin),
+            optimizer.register_step_post_hook(self._end),
+        ]
+
+    def remove(self) -> None:
+        """Stop watching. What was measured stays."""
+        for hook in self._hooks:
+            hook.remove()
+        self._before = None
+
+    def findings(self) -> list[Finding]:
+        """HS101 at its worst so far, or nothing. Waits for what the device has not finished."""
+        self._poll(wait=True)
+        return [] if self._worst is None else [self._worst]
+
+    @torch.no_grad()
+    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._steps += 1
+        if self._steps % self._every:
+            return
+        self._poll(wait=False)
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point()]
+        params = [p for p, grad in zip(params, get_grads(params), strict=True) if grad is not None]
+        if not params or capturing(params[0].device):
+            return
+        self._before = [_Sampled(optimizer, *drawn) for drawn in draw(params)]
+
+    @torch.no_grad()
+    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        before, self._before = self._before, None
+        if before is None:
+            return
+        device = before[0].moving.device
+        lost, moving = (
+            torch.stack([t.to(device, non_blocking=True) for t in each]).sum()
+            for each in zip(*(one.counts(optimizer) for one in before), strict=True)
+        )
+        skipped = _skipped(optimizer, device)
+        self._late.post(lost * (1.0 - skipped), moving * (1.0 - skipped))
+
+    def _poll(self, *, wait: bool) -> None:
+        for lost_share, moving in self._late.poll(wait=wait):
+            if moving:
+                self._report(lost_share / moving)
+
+    def _report(self, fraction: float) -> None:
+        self.fraction = fraction
+        optimizer = self._optimizer()
+        params = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        name = type(optimizer).__name__
+        where = grouped({f"{name}.{i}": p.numel() for i, p in enumerate(params)})
+        found = lost(where, fraction, f", as measured around a step of {name}", every=self._every)
+        worst = self._worst
+        if found is None or (worst is not None and fraction <= worst.evidence["lost"]):
+            return
+        self._worst = found
+        if worst is None or worst.severity != found.severity:
+            log([found])
+
+
+class _Sampled:
+    """A sample of one parameter before a step: of the numbers behind it, and where its gradient is not 0."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, param: torch.Tensor, share: float, count: int) -> None:
+        self._param, self._share, self._count = param, share, count
+        (grad,) = get_grads([param])
+        assert grad is not None
+        self.moving = sample(grad, count) != 0
+        self._before = [sample(t, count).clone() for t in _numbers(optimizer, param)]
+
+    def counts(self, optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, torch.Tensor]:
+        """How much was lost, and how much has a gradient, as shares of all sampled parameters."""
+        after = [sample(t, self._count) for t in _numbers(optimizer, self._param)]
+        same = self.moving
+        for old, new in zip(self._before, after, strict=False):
+            same = same & (old == new)
+        if len(after) > len(self._before):  # a master was made in this step
+            same = torch.zeros_like(same)
+        weight = self._share / max(self.moving.numel(), 1)
+        return same.sum() * weight, self.moving.sum() * weight
+
+
+def _numbers(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
+    """What holds the value of a parameter: itself, with the remainder of a split master, or its plain master."""
+    attached = attached_to(optimizer)
+    plain = None if attached is None or attached.keeper.plain is None else attached.keeper.plain.of(param)
+    state = optimizer.state.get(param) or {}
+    if plain is not None or "master" in state:
+        return [plain if plain is not None else state["master"]]
+    return [param, state["remainder"]] if "remainder" in state else [param]
+
+
+def _skipped(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Tensor:
+    """1.0 if an overflow has kept the step from changing anything, else 0.0."""
+    attached = attached_to(optimizer)
+    flag = getattr(optimizer, "found_inf", None) if attached is None else attached.stepping.was_skipped
+    if flag is None:
+        return torch.zeros((), device=device)
+    return flag.to(device, torch.float32, non_blocking=True).reshape(())

@@ -1,0 +1,472 @@
+"""Every code: what makes it appear, and what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import halfstep
+from halfstep import Finding, amp, optimizers
+from halfstep.findings import rules_of_model
+from halfstep.findings.rules import RULES
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def codes(findings: list[Finding]) -> list[str]:
+    return sorted({each.code for each in findings})
+
+
+def only(findings: list[Finding], code: str) -> Finding:
+    (found,) = [each for each in findings if each.code == code]
+    return found
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).to(dtype)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    dtype = next(model.parameters()).dtype
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, 32).to(dtype)).float().square().mean().backward()
+        optimizer.step()
+
+
+def test_the_registry_is_in_the_order_of_the_codes() -> None:
+    assert list(RULES) == [f"HS{number}" for number in range(101, 116)]
+    for code, rule in RULES.items():
+        assert (rule.__doc__ or "").startswith(f"{code}: ")
+
+
+# ---- 101, 102, 103, 106, 113: what an optimizer without masters does to 16-bit weights
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_lost_updates_are_an_error_without_masters(dtype: torch.dtype, steps: int) -> None:
+    model = net(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, eps=1e-4)
+    trained(model, optimizer, steps)
+    found = only(halfstep.check(model, optimizer), "HS101")
+    assert found.severity == "error"
+    assert 0.8 < found.evidence["lost"] <= 1.0
+    assert found.evidence["lr_for_half"] > 2e-6
+    assert found.where.startswith("*")
+    assert "4 tensors, 2632 weights" in found.where
+    assert "AdamW keeps no masters, lr 1e-06" in found.message
+    assert "master_weights=True" in found.fix
+
+
+def test_some_lost_updates_are_a_warning_and_few_are_nothing() -> None:
+    severities = {}
+    for lr in (1e-1, 1e-3):
+        model = net(torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        trained(model, optimizer)
+        severities[lr] = [each.severity for each in halfstep.check(model, optimizer) if each.code == "HS101"]
+    assert severities == {1e-1: [], 1e-3: ["warning"]}
+
+
+def test_a_learning_rate_on_the_device_is_read_with_the_rest() -> None:
+    model = net(torch.bfloat16)
+    optimizer = optimizers.FusedAdam(model.parameters(), lr=torch.tensor(1e-6))
+    assert only(halfstep.check(model, optimizer), "HS101").evidence["lr"] == pytest.approx(1e-6)
+
+
+def with_masters(model: nn.Module) -> torch.optim.Optimizer:
+    return optimizers.FusedAdam(model.parameters(), lr=1e-6, master_weights=True)
+
+
+def with_stochastic_rounding(model: nn.Module) -> torch.optim.Optimizer:
+    return optimizers.FusedAdam(model.parameters(), lr=1e-6, rounding="stochastic")
+
+
+@pytest.mark.parametrize("make", [with_masters, with_stochastic_rounding])
+def test_masters_and_stochastic_rounding_lose_nothing(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    model = net(torch.bfloat16)
+    assert codes(halfstep.check(model, make(model))) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "beta2", "severity"),
+    [
+        (torch.bfloat16, 0.999, ["error"]),
+        (torch.bfloat16, 0.997, ["warning"]),
+        (torch.bfloat16, 0.95, []),
+        (torch.float16, 0.9999, ["error"]),
+        (torch.float16, 0.999, []),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_second_moment_that_cannot_decay(dtype: torch.dtype, beta2: float, severity: list[str], steps: int) -> None:
+    model = net(dtype)
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, beta2), eps=1e-3)
+    trained(model, optimizer, steps)
+    assert [each.severity for each in halfstep.check(model, optimizer) if each.code == "HS102"] == severity
+
+
+def test_the_second_moment_of_fp32_weights_may_be_in_16_bits_too() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    trained(model, optimizer)
+    for state in optimizer.state.values():
+        state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16()
+    assert codes(halfstep.check(model, optimizer)) == ["HS102", "HS113"]
+
+
+def test_what_stuck_means_is_true() -> None:
+    second = torch.tensor(0.001, dtype=torch.bfloat16)
+    start = second.clone()
+    for _ in range(100):
+        second.mul_(0.999)
+    assert second == start
+
+
+@pytest.mark.parametrize(("weight_decay", "found"), [(0.01, True), (0.0, False), (10.0, False)])
+def test_weight_decay_below_the_grid(weight_decay: float, found: bool) -> None:
+    model = net(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=weight_decay)
+    assert ("HS103" in codes(halfstep.check(model, optimizer))) is found
+    before = model[0].weight.detach().clone()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.equal(before, model[0].weight) is (found or not weight_decay)
+
+
+def test_weight_decay_in_the_gradient_is_not_lost_by_itself() -> None:
+    model = net(torch.bfloat16)
+    assert "HS103" not in codes(halfstep.check(model, torch.optim.Adam(model.parameters(), weight_decay=0.01)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "eps", "found"),
+    [(torch.float16, 1e-8, True), (torch.float16, 1e-4, False), (torch.bfloat16, 1e-8, False)],
+)
+def test_eps_that_is_zero_in_the_state(dtype: torch.dtype, eps: float, found: bool) -> None:
+    model = net(dtype)
+    optimizer = torch.optim.Adam(model.parameters(), eps=eps)
+    assert ("HS106" in codes(halfstep.check(model, optimizer))) is found
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert bool(model[0].weight.isnan().any()) is found
+
+
+@pytest.mark.parametrize(("fused", "stalls"), [(False, 0.5), (True, 0.25)])
+def test_fused_and_foreach_stall_at_different_values(fused: bool, stalls: float) -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = torch.optim.Adam([weight], lr=0.0, foreach=not fused, fused=fused)
+    for _ in range(1500):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert optimizer.state[weight]["exp_avg_sq"][0].item() == stalls
+    model = nn.Module()
+    model.weight = weight
+    assert only(halfstep.check(model, optimizer), "HS113").evidence["fused"] is fused
+
+
+def test_halfstep_keeps_state_in_fp32() -> None:
+    model = net(torch.bfloat16)
+    assert codes(halfstep.check(model, optimizers.FusedAdam(model.parameters(), lr=1.0))) == []
+
+
+# ---- 104, 109, 112, 114: modules
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, wide: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.wide = wide
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.float() if self.wide else x
+        return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * self.weight
+
+
+class Experts(nn.Module):
+    def __init__(self, name: str = "gate") -> None:
+        super().__init__()
+        self.add_module(name, nn.Linear(32, 4))
+        self.experts = nn.ModuleList([nn.Linear(32, 32)])
+        self.gate_proj = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[0](x) * self.get_submodule("gate")(x).softmax(-1)[..., :1]
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 10000.0 ** -(torch.arange(0, 64, 2) / 64))
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda: nn.Sequential(nn.LayerNorm(32)), "0 (2 tensors, 64 weights)"),
+        (lambda: nn.Sequential(RMSNorm()), "0.weight (1 tensor, 32 weights)"),
+        (Experts, "gate (2 tensors, 132 weights)"),
+        (lambda: Experts("router"), "router (2 tensors, 132 weights)"),
+    ],
+    ids=["LayerNorm", "RMSNorm", "gate", "router"],
+)
+def test_norms_and_routers_without_masters(make: Any, where: str, dtype: torch.dtype) -> None:
+    model = make().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found = only(halfstep.check(model, optimizer), "HS104")
+    assert found.severity == "warning"
+    assert found.where.replace("*", "0") == where
+    masters = optimizers.FusedSGD(model.parameters(), lr=1.0, master_weights=True)
+    assert "HS104" not in codes(halfstep.check(model, masters))
+    wide = make()
+    assert halfstep.check(wide, torch.optim.SGD(wide.parameters(), lr=1.0)) == []
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rotary_frequencies_in_16_bits_are_an_error_whoever_keeps_masters(dtype: torch.dtype) -> None:
+    model = Rotary()
+    assert halfstep.check(model) == []
+    found = only(halfstep.check(model.to(dtype)), "HS104")
+    assert (found.severity, found.where) == ("error", "inv_freq (1 tensor, 32 weights)")
+    exact, rounded = Rotary().inv_freq, model.inv_freq.float()
+    assert ((exact - rounded) * 4096).abs().max() > (1.0 if dtype is torch.bfloat16 else 0.1)
+
+
+def test_statistics_of_batch_norm() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert halfstep.check(model) == []
+    assert "running_mean" in only(halfstep.check(model.bfloat16()), "HS104").evidence["tensors"][0]
+
+
+@pytest.mark.parametrize(("wide", "found"), [(True, []), (False, ["HS104"])])
+def test_a_norm_that_computes_in_16_bits(wide: bool, found: list[str]) -> None:
+    model = nn.Sequential(RMSNorm(wide)).bfloat16()
+    batch = torch.randn(4, 32).bfloat16()
+    assert codes(halfstep.check(model, batch=batch)) == found
+
+
+def test_a_router_that_computes_in_16_bits_is_a_note() -> None:
+    batch = torch.randn(8, 32)
+    assert halfstep.check(Experts(), batch=batch) == []
+    found = halfstep.check(Experts().bfloat16(), batch=batch.bfloat16())
+    assert [(each.code, each.severity, each.where) for each in found] == [("HS104", "note", "gate")]
+
+
+class TimmEma(nn.Module):
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__()
+        self.module = model
+        self.decay = decay
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("decay", [0.9, 0.998, 0.9999])
+def test_an_average_in_16_bits(dtype: torch.dtype, decay: float) -> None:
+    wrong = ["HS109"] if dtype in HALVES and decay >= 0.998 else []
+    averaged = AveragedModel(net(dtype), multi_avg_fn=get_ema_multi_avg_fn(decay))
+    assert codes(halfstep.check(averaged)) == wrong
+    assert codes(halfstep.check(TimmEma(net(dtype), decay))) == wrong
+
+
+def test_an_average_of_equal_weights_has_no_decay() -> None:
+    assert halfstep.check(AveragedModel(net(torch.bfloat16))) == []
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_fp32_weights_that_something_rounds(dtype: torch.dtype) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.load_state_dict({name: value.to(dtype).float() for name, value in model.state_dict().items()})
+    assert halfstep.check(model, optimizer) == []  # as from a checkpoint
+    trained(model, optimizer)
+    assert halfstep.check(model, optimizer) == []
+    model.load_state_dict({name: value.to(dtype).float() for name, value in model.state_dict().items()})
+    found = only(halfstep.check(model, optimizer), "HS112")
+    assert found.where.startswith("*")
+    assert "4 tensors" not in found.where
+
+
+class RoundsInside(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16().mul(2).float()
+
+
+def test_an_output_that_is_fp32_in_name_only() -> None:
+    good = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Dropout(0.5))
+    bad = nn.Sequential(nn.Linear(32, 32), RoundsInside(), nn.ReLU())
+    x = torch.randn(16, 32)
+    assert halfstep.check(good, batch=x) == []
+    assert only(halfstep.check(bad, batch=x), "HS112").evidence["outputs"] == ["1"]
+
+
+def test_whole_numbers_and_masks_are_no_rounded_values() -> None:
+    class Mask(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x > 0).float() * 3
+
+    assert halfstep.check(nn.Sequential(nn.Linear(32, 32), Mask()), batch=torch.randn(16, 32)) == []
+
+
+# ---- 105: the loss
+
+
+def loss_of(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    x, y = torch.randn(16, 32), torch.randint(8, (16,))
+    return lambda: nn.functional.cross_entropy(convert(model(x.to(next(model.parameters()).dtype))), y)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_loss_in_16_bits(dtype: torch.dtype) -> None:
+    model = net(dtype)
+    wrong = only(halfstep.check(model, batch=loss_of(model, lambda logits: logits)), "HS105")
+    assert wrong.where == "cross_entropy"
+    assert str(dtype).removeprefix("torch.") in wrong.message
+    assert halfstep.check(model, batch=loss_of(model, torch.Tensor.float)) == []
+
+
+def test_a_loss_that_became_fp32_too_late() -> None:
+    model = net(torch.bfloat16)
+    inner = loss_of(model, lambda logits: logits)
+    found = halfstep.check(model, batch=lambda: inner().float() * 1.0)
+    assert codes(found) == ["HS105", "HS112"]
+    assert only(found, "HS112").where == "the loss"
+
+
+@pytest.mark.parametrize("scope", [torch.autocast("cpu", torch.bfloat16), amp.auto_cast(dtype="bfloat16")])
+def test_autocast_computes_the_loss_in_fp32(scope: Any) -> None:
+    model = net()
+    inner = loss_of(model, lambda logits: logits)
+
+    def batch() -> torch.Tensor:
+        with scope:
+            return inner()
+
+    assert [each for each in halfstep.check(model, batch=batch) if each.severity != "note"] == []
+
+
+# ---- 107, 108: scalers
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, amp.GradScaler])
+def test_float16_needs_a_loss_scale(kind: Any) -> None:
+    model = net(torch.float16)
+    optimizer = optimizers.FusedAdam(model.parameters(), master_weights=True)
+    assert codes(halfstep.check(model, optimizer)) == ["HS107"]
+    assert codes(halfstep.check(model, optimizer, scaler=kind(device="cpu"))) == []
+    off = halfstep.check(model, optimizer, scaler=kind(device="cpu", enabled=False))
+    assert codes(off) == ["HS107"]
+    assert "is off" in off[0].message
+
+
+def test_float16_in_autocast_is_seen_with_a_batch() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    inner = loss_of(model, torch.Tensor.float)
+
+    def batch() -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return inner()
+
+    assert halfstep.check(model, optimizer) == []
+    assert "HS107" in codes(halfstep.check(model, optimizer, batch=batch))
+    assert "HS107" not in codes(halfstep.check(model, optimizer, batch=batch, scaler=torch.amp.GradScaler("cpu")))
+
+
+def test_a_policy_says_what_the_model_does_not_show() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    policy = halfstep.Policy.from_level("O1", "float16")
+    assert "HS107" in codes(halfstep.check(model, optimizer, policy=policy))
+
+
+@pytest.mark.parametrize(("kind", "severity"), [(torch.amp.GradScaler, "warning"), (amp.GradScaler, "note")])
+def test_a_scaler_is_of_no_use_for_bfloat16(kind: Any, severity: str) -> None:
+    model = net(torch.bfloat16)
+    optimizer = optimizers.FusedAdam(model.parameters(), master_weights=True)
+    assert only(halfstep.check(model, optimizer, scaler=kind(device="cpu")), "HS108").severity == severity
+    assert halfstep.check(model, optimizer, scaler=kind(device="cpu", enabled=False)) == []
+
+
+def test_a_scaler_that_stays_at_one_scales_nothing() -> None:
+    model = net(torch.float16)
+    optimizer = optimizers.FusedAdam(model.parameters(), master_weights=True)
+    scaler = amp.GradScaler(init_loss_scaling=1.0, use_dynamic_loss_scaling=False)
+    assert codes(halfstep.check(model, optimizer, scaler=scaler)) == ["HS107", "HS108"]
+
+
+# ---- 110, 111, 114, 115
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("accumulate", "found"), [(1, False), (15, False), (16, True)])
+def test_accumulation_in_16_bits(dtype: torch.dtype, accumulate: int, found: bool) -> None:
+    model = net(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    assert ("HS110" in codes(halfstep.check(model, optimizer, accumulate=accumulate))) is found
+    model = net(dtype)
+    optimizer = optimizers.FusedAdam(model.parameters(), master_weights=True)
+    assert "HS110" not in codes(halfstep.check(model, optimizer, accumulate=accumulate))
+
+
+def test_equal_summands_are_lost_from_the_256th_on() -> None:
+    total = torch.zeros((), dtype=torch.bfloat16)
+    for _ in range(400):
+        total += 1
+    assert total == 256
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_device_without_units(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, there: bool) -> None:
+    monkeypatch.setattr(rules_of_model, "has_units", lambda *_: there)
+
+    def severities(model: nn.Module, optimizer: Any) -> list[str]:
+        return [each.severity for each in halfstep.check(model, optimizer) if each.code == "HS111"]
+
+    plain = net(dtype)
+    assert severities(plain, torch.optim.SGD(plain.parameters())) == ([] if there else ["warning"])
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
+    assert severities(model, optimizer) == ([] if there else ["note"])
+
+
+def test_an_optimizer_of_another_model() -> None:
+    model, other = net(), net()
+    found = only(halfstep.check(model, torch.optim.SGD(other.parameters())), "HS115")
+    assert found.severity == "error"
+    assert found.evidence == {"foreign": 4, "untrained": 4}
+
+
+def test_a_part_that_was_replaced_after_the_optimizer_was_made() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    model[2] = nn.Linear(64, 8)
+    assert only(halfstep.check(model, optimizer), "HS115").severity == "warning"
+
+
+def test_a_part_of_a_model_and_more_than_one_model_are_no_finding() -> None:
+    model = net()
+    assert halfstep.check(model, torch.optim.SGD(model[0].parameters())) == []
+    assert halfstep.check(model[0], torch.optim.SGD(model.parameters())) == []
+    assert halfstep.check(model, [torch.optim.SGD(model[0].parameters()), torch.optim.SGD(model[2].parameters())]) == []
+
+
+def test_masters_made_by_hand_are_no_finding() -> None:
+    model = net(torch.bfloat16)
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    assert halfstep.check(model, torch.optim.AdamW(masters)) == []
