@@ -5,7 +5,6 @@ Everything costs nothing until a rule asks for it: a healthy model is one walk o
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -29,7 +28,7 @@ from .samples import Reading, grid_flags, sample
 __all__ = ["Facts"]
 
 _STEPPED = 8
-"""How many fp32 weights are looked at for values on a 16-bit grid: the largest ones."""
+"""How many fp32 weights, about, are looked at for values on a 16-bit grid."""
 
 _FEWEST = 64
 """With fewer elements they prove nothing."""
@@ -100,21 +99,34 @@ class Facts:
             found |= {id(scaler): scaler for scaler in scalers}
         return list(found.values())
 
-    def _ask_stepped(self) -> list[tuple[torch.Tensor, slice]]:
-        """Ask of the largest fp32 weights that have stepped whether their values lie on a 16-bit grid."""
-        stepped = [group for group in self.groups if group.optimizer.state]
-        wide = [p for group in stepped for p in group.params if p.dtype is torch.float32]
-        largest = heapq.nlargest(_STEPPED, wide, key=torch.Tensor.numel)
+    def _ask_stepped(self) -> tuple[list[torch.Tensor], slice]:
+        """Ask of some fp32 weights that have stepped whether their values lie on a 16-bit grid."""
+        stepped = [group for group in self.groups if group.optimizer.state and torch.float32 in group.dtypes]
+        wide = [p for group in stepped for p in group.params]
         states = [group.optimizer.state for group in stepped]
-        known = [p for p in largest if p.device.type != "meta" and any(state.get(p) for state in states)]
-        return [(p, self.reading.ask(grid_flags(sample(p, 256)))) for p in known if p.numel() >= _FEWEST]
+        some = [
+            p
+            for p in wide[:: max(len(wide) // _STEPPED, 1)]
+            if p.dtype is torch.float32
+            and p.numel() >= _FEWEST
+            and p.device == wide[0].device
+            and p.device.type != "meta"
+            and any(state.get(p) for state in states)
+        ]
+        if not some:
+            return [], slice(0, 0)
+        samples = [sample(p, 4 * _FEWEST) for p in some]
+        shortest = min(map(len, samples))
+        return some, self.reading.ask(grid_flags(torch.stack([values[:shortest] for values in samples])))
 
     # ---- measured
 
     @cached_property
     def stepped_on_grid(self) -> list[torch.Tensor]:
         """The fp32 weights that have stepped and still have nothing but values of a 16-bit format."""
-        return [p for p, where in self._stepped if _is_on_grid(self.reading[where])]
+        params, where = self._stepped
+        flags = self.reading[where]
+        return [p for p, off, used in zip(params, flags[::2], flags[1::2], strict=True) if _is_on_grid([off, used])]
 
     @cached_property
     def outputs_on_grid(self) -> list[str]:
@@ -136,7 +148,7 @@ class Facts:
     @cached_property
     def trained(self) -> set[torch.dtype]:
         """The dtypes of the parameters that the optimizers train."""
-        return {p.dtype for group in self.groups for p in group.params}
+        return {dtype for group in self.groups for dtype in group.dtypes}
 
     @cached_property
     def computed(self) -> set[torch.dtype]:
@@ -172,18 +184,19 @@ class Facts:
     @cached_property
     def has_halves(self) -> bool:
         """Whether the model has any 16-bit parameter or buffer."""
-        return any(t.dtype in HALF_DTYPES for t in (*self.own_params, *self._buffers))
+        return not {t.dtype for t in (*self.own_params, *self._buffers)}.isdisjoint(HALF_DTYPES)
 
     @cached_property
     def half_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules with 16-bit parameters or buffers of their own, by their qualified names."""
-        if not self.has_halves:
-            return []
-        return [
-            (name, module)
-            for name, module in self.named_modules.items()
-            if any(t is not None and is_half(t) for t in (*module._parameters.values(), *module._buffers.values()))
-        ]
+        """The modules that have 16-bit buffers, or 16-bit parameters without masters, by their qualified names."""
+        bare = {id(p) for p in self.halves}
+        found = {
+            id(module)
+            for module in self.modules
+            if (module._buffers and any(b is not None and is_half(b) for b in module._buffers.values()))
+            or (bare and any(id(p) in bare for p in module._parameters.values()))
+        }
+        return [(name, module) for name, module in self.named_modules.items() if id(module) in found] if found else []
 
 
 def _is_on_grid(flags: list[float]) -> bool:

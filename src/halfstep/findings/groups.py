@@ -31,19 +31,22 @@ class Group:
         optimizer: whose it is.
         hyper: its hyperparameters.
         params: those of its parameters that are trained.
+        dtypes: of these.
         halves: those of them that are in 16 bits and have no master.
     """
 
     optimizer: torch.optim.Optimizer
     hyper: Mapping[str, Any]
     params: list[torch.Tensor]
+    dtypes: set[torch.dtype]
     halves: list[torch.Tensor]
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Group:
         """What is to be known about a group."""
         params = [p for p in group["params"] if p.requires_grad]
-        halves = [p for p in params if p.dtype in HALF_DTYPES]
-        if halves and masters_kept(optimizer):
-            halves = []
-        return cls(optimizer, group, params, [p for p in halves if keeper_of(p) is None])
+        dtypes = {p.dtype for p in params}
+        if dtypes.isdisjoint(HALF_DTYPES) or masters_kept(optimizer):
+            return cls(optimizer, group, params, dtypes, [])
+        bare = [p for p in params if p.dtype in HALF_DTYPES and keeper_of(p) is None]
+        return cls(optimizer, group, params, dtypes, bare)

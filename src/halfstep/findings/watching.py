@@ -165,8 +165,10 @@ def _numbers(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[torc
 
 def _skipped(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Tensor:
     """1.0 if an overflow has kept the step from changing anything, else 0.0."""
+    flag = getattr(optimizer, "found_inf", None)  # there while the step runs, and torch's hooks may be a part of it
     attached = attached_to(optimizer)
-    flag = getattr(optimizer, "found_inf", None) if attached is None else attached.stepping.was_skipped
+    if flag is None and attached is not None:
+        flag = attached.stepping.was_skipped
     if flag is None:
         return torch.zeros((), device=device)
     return flag.to(device, torch.float32, non_blocking=True).reshape(())
