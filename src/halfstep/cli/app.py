@@ -15,7 +15,7 @@ SUBCOMMANDS = {
     "run": "Run a script written for Apex, unedited.",
     "migrate": "Rewrite code that calls Apex.",
     "oplists": "Which op runs in which precision.",
-    "doctor": "What this machine can do, and which level and dtype to use on it.",
+    "doctor": "What this machine can do, or what loses precision in a script.",
 }
 """Name and one line of help. The name is also the module beside this one, which holds a ``command``."""
 

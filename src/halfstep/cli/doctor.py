@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -25,9 +26,19 @@ class Advice(NamedTuple):
         return f'opt_level="{self.level}"' + ("" if self.level == "O0" else f", dtype={self.dtype}")
 
 
-@click.command()
-def command() -> None:
-    """Print the devices, what each supports, what is installed, and which level and dtype to use."""
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--device", type=click.Choice(["cpu"]), help="send what the script asks of CUDA to the CPU")
+@click.argument("script", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def command(device: str | None, script: Path | None, args: tuple[str, ...]) -> None:
+    """Print the devices, what each supports, what is installed, and which level and dtype to use.
+
+    With SCRIPT, run it with ARGS until its first optimizer step, and say what loses precision in it. Exits with 1 if
+    that is an error.
+    """
+    if script is not None:
+        _check(script, args, device)
+        return
     import torch
     from rich.console import Console
 
@@ -41,9 +52,24 @@ def command() -> None:
     for line in map(_emulation, devices):
         if line:
             console.print(line, highlight=False)
-    for device in devices:
-        advice = advise(device)
-        console.print(f"On {device} use {advice}: {advice.reason}", highlight=False)
+    for each in devices:
+        advice = advise(each)
+        console.print(f"On {each} use {advice}: {advice.reason}", highlight=False)
+
+
+def _check(script: Path, args: tuple[str, ...], device: str | None) -> None:
+    """Print what is found in a script."""
+    from .script_check import check_script
+
+    findings = check_script(script, args, device)
+    if findings is None:
+        raise click.ClickException(f"{script.name} has ended without a step of an optimizer on a model that it called.")
+    for finding in findings:
+        click.echo(str(finding))
+    if not findings:
+        click.echo(f"{script.name}: nothing found up to its first optimizer step.")
+    if any(finding.severity == "error" for finding in findings):
+        raise click.exceptions.Exit(1)
 
 
 def _emulation(device: torch.device) -> str | None:

@@ -78,5 +78,5 @@ def log(findings: Iterable[Finding]) -> None:
     found = list(findings)
     if found:
         level = logging.WARNING if any(each.severity == "error" for each in found) else logging.INFO
-        texts = "; ".join(f"{each.code} {each.severity} at {each.where}: {each.message}" for each in found)
-        logger.log(level, "halfstep.check: %s. (halfstep.check tells how to mend it.)", texts)
+        texts = " ".join(f"{each.code} {each.severity} at {each.where}: {each.message}" for each in found)
+        logger.log(level, "halfstep.check: %s Call halfstep.check(model, optimizer) for what to do.", texts)

@@ -74,7 +74,9 @@ class Forward(TorchFunctionMode):
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
-        self._names = {} if model is None else {id(module): name for name, module in model.named_modules()}
+        self._names: dict[int, str] = {}
+        if model is not None:
+            self._names = {id(module): name for name, module in model.named_modules()}
         self._open: list[nn.Module] = []
         self.dtypes: set[torch.dtype] = set()
         self.losses: dict[str, torch.dtype] = {}

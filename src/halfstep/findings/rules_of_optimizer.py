@@ -30,7 +30,10 @@ LOST_ERROR, LOST_WARNING = 0.5, 0.1
 """From which share of lost updates on HS101 is an error, and a warning."""
 
 _MANY_PASSES = 16
-_FUSE = "amp.initialize(..., opt_level='O2') or optimizers.fuse(optimizer, master_weights=True) for fp32 masters"
+_FUSE = (
+    "fp32 masters, from amp.initialize(..., opt_level='O2'), or for Adam, AdamW, SGD and Adagrad from "
+    "optimizers.fuse(optimizer, master_weights=True)"
+)
 
 
 def lost(where: str, fraction: float, text: str, **evidence: object) -> Finding | None:
@@ -43,7 +46,7 @@ def lost(where: str, fraction: float, text: str, **evidence: object) -> Finding 
         where,
         f"{share(fraction)} of the updates round to nothing{text}.",
         {"lost": fraction, **evidence},
-        f"{_FUSE}; or rounding='stochastic' of a fused optimizer for bfloat16.",
+        f"Use {_FUSE}; or rounding='stochastic' of a fused optimizer for bfloat16.",
     )
 
 
@@ -86,7 +89,7 @@ def stuck_second_moment(facts: Facts) -> Iterator[Finding]:
                 f"{change:.3g} a step, less than {eps / (4 if always else 2):.3g}: "
                 f"{'it can never decay' if always else 'some of its values cannot decay'}.",
                 {"decay": change, "grid": eps / 4, "dtype": name},
-                f"Keep the state in fp32: {_FUSE}.",
+                f"Use {_FUSE}.",
             )
 
 
@@ -112,7 +115,7 @@ def lost_weight_decay(facts: Facts) -> Iterator[Finding]:
                 f"lr * weight_decay = {decay:.3g} is less than {grid:.3g}: weight decay alone never changes a "
                 f"{dtype_name(params[0].dtype)} weight.",
                 {"decay": decay, "grid": grid},
-                f"{_FUSE}.",
+                f"Use {_FUSE}.",
             )
 
 
@@ -132,7 +135,7 @@ def eps_underflows(facts: Facts) -> Iterator[Finding]:
                 f"eps = {eps:g} is 0 in {dtype_name(moment.dtype)}, whose smallest number is "
                 f"{info.smallest_normal * info.eps:.1e}: a weight without gradient becomes NaN.",
                 {"eps": eps, "smallest": info.smallest_normal * info.eps},
-                f"Keep the state in fp32: {_FUSE}; or eps=1e-4.",
+                f"Use {_FUSE}; or eps=1e-4.",
             )
 
 
@@ -200,7 +203,7 @@ def accumulation_in_16_bits(facts: Facts) -> Iterator[Finding]:
             facts.where(params),
             f"Gradients of {facts.accumulate} passes are added up in {dtype_name(params[0].dtype)}.",
             {"passes": facts.accumulate},
-            f"{_FUSE} and fp32 gradients; or param.grad_dtype = torch.float32 (torch 2.13).",
+            f"Use {_FUSE}; or param.grad_dtype = torch.float32 (torch 2.13).",
         )
 
 
@@ -221,7 +224,7 @@ def fused_and_foreach_differ(facts: Facts) -> Iterator[Finding]:
                 "The bfloat16 second moment stops growing at other values with fused=True than with foreach=True, so "
                 "the switch changes the size of the steps.",
                 {"beta2": moment.keeps, "fused": bool(group.hyper.get("fused"))},
-                f"Keep the state in fp32: {_FUSE}.",
+                f"Use {_FUSE}.",
             )
 
 

@@ -171,4 +171,4 @@ def _skipped(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Te
         flag = attached.stepping.was_skipped
     if flag is None:
         return torch.zeros((), device=device)
-    return flag.to(device, torch.float32, non_blocking=True).reshape(())
+    return torch.as_tensor(flag).to(device, torch.float32, non_blocking=True).reshape(())

@@ -1,0 +1,63 @@
+"""``CheckPrecision``: a callback of ``Model.fit`` that checks the training and watches its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.errors import ArgumentValueError
+from ..findings import Finding, Watch, check, watch
+from ..findings.finding import log
+from .callbacks import Callback
+
+__all__ = ["CheckPrecision"]
+
+
+class CheckPrecision(Callback):
+    """Look for what loses precision, once after a batch, and count lost updates while training.
+
+    ::
+
+        model.fit(data, callbacks=halfstep.model.CheckPrecision())
+
+    What is found goes to the logger "halfstep", in one line.
+
+    Args:
+        after: at which batch, counted from 0, the model is checked. A few steps let the optimizer have state.
+        every: see ``halfstep.watch``; None watches nothing.
+
+    Attributes:
+        findings: what was found in the last ``fit``.
+
+    Raises:
+        ArgumentValueError: for ``after`` below 0.
+    """
+
+    def __init__(self, after: int = 1, every: int | None = 100) -> None:
+        if after < 0:
+            raise ArgumentValueError(f"after={after!r} must be a whole number, 0 or more.")
+        self.findings: list[Finding] = []
+        self._after, self._every = after, every
+        self._left = after
+        self._watch: Watch | None = None
+
+    def on_train_begin(self, logs: Mapping[str, Any]) -> None:
+        """Begin to watch."""
+        self.findings = []
+        self._left = self._after
+        if self._every is not None:
+            self._watch = watch(self.model._optimizer, self._every)
+
+    def on_train_batch_end(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Check once."""
+        if self._left == 0:
+            self.findings = check(self.model.network, self.model._optimizer, scaler=self.model._scaler)
+            log(self.findings)
+        self._left -= 1
+
+    def on_train_end(self, logs: Mapping[str, Any]) -> None:
+        """Stop watching, and add what was measured to ``findings``."""
+        if self._watch is not None:
+            self.findings = [*self.findings, *self._watch.findings()]
+            self._watch.remove()
+            self._watch = None

@@ -1,0 +1,153 @@
+"""``halfstep doctor SCRIPT`` and the callback of ``Model.fit``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import halfstep
+from halfstep.core.errors import ArgumentValueError
+from halfstep.model import CheckPrecision
+
+# ---- the callback
+
+
+def fitted(dtype: torch.dtype, level: str | None, callback: CheckPrecision) -> CheckPrecision:
+    network = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4)).to(dtype)
+    model = halfstep.Model(network)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
+    model.prepare(optimizer, nn.CrossEntropyLoss(), amp_configs=level and {"level": level, "dtype": "bfloat16"})
+    data = TensorDataset(torch.randn(32, 8).to(dtype), torch.randint(4, (32,)))
+    model.fit(data, batch_size=8, epochs=2, verbose=0, callbacks=callback)
+    return callback
+
+
+def test_the_callback_checks_and_watches(caplog: pytest.LogCaptureFixture) -> None:
+    found = fitted(torch.bfloat16, None, CheckPrecision(every=2)).findings
+    assert [each.code for each in found] == ["HS101", "HS102", "HS103", "HS113", "HS101"]
+    assert "as measured" in found[-1].message
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+
+@pytest.mark.parametrize("level", [None, "O1", "O2"])
+def test_the_callback_is_silent_if_all_is_well(level: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    found = fitted(torch.float32, level, CheckPrecision(every=1)).findings
+    assert [each for each in found if each.code != "HS111"] == []  # of the machine
+    assert caplog.records == []
+
+
+def test_without_every_nothing_is_watched_and_after_the_end_nothing_is_checked() -> None:
+    codes = [each.code for each in fitted(torch.bfloat16, None, CheckPrecision(after=7, every=None)).findings]
+    assert codes == ["HS101", "HS102", "HS103", "HS113"]
+    assert fitted(torch.bfloat16, None, CheckPrecision(after=8, every=None)).findings == []
+
+
+def test_after_counts_from_0() -> None:
+    with pytest.raises(ArgumentValueError, match="after=-1 must be a whole number, 0 or more"):
+        CheckPrecision(after=-1)
+
+
+# ---- the command
+
+WRONG = """
+import sys
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4)).bfloat16()
+optimizer = torch.optim.AdamW(model.parameters(), lr=float(sys.argv[1]))
+for step in range(3):
+    loss = nn.functional.cross_entropy(model(torch.randn(16, 8).bfloat16()), torch.randint(4, (16,)))
+    loss.backward()
+    try:
+        optimizer.step()
+    except Exception:
+        print("caught")
+    print("after", step)
+"""
+
+RIGHT = """
+import torch
+from torch import nn
+from apex import amp
+
+model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
+for step in range(3):
+    loss = nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(4, (16,)))
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+"""
+
+SCALED = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", enabled=ENABLED)
+for step in range(3):
+    with torch.autocast("cpu", torch.float16):
+        loss = nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(4, (16,)))
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    testing = pytest.importorskip("click.testing")
+    from halfstep.cli.app import app
+
+    def run(text: str, *args: str) -> tuple[int, str]:
+        script = tmp_path / "train.py"
+        script.write_text(text)
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        result = testing.CliRunner().invoke(app, ["doctor", str(script), *args])
+        return result.exit_code, result.output
+
+    return run
+
+
+def test_doctor_names_what_a_script_loses(doctor) -> None:
+    code, output = doctor(WRONG, "1e-6")
+    assert code == 1
+    starts = [line[:5] for line in output.splitlines() if line.startswith("HS")]
+    assert starts == ["HS101", "HS102", "HS103", "HS105", "HS113"]
+    assert "where: *" in output
+    assert "after" not in output
+    assert "caught" not in output
+
+
+def test_doctor_is_content_with_a_script_for_apex(doctor) -> None:
+    code, output = doctor(RIGHT)
+    assert code == 0
+    assert "nothing found up to its first optimizer step" in output or "HS111" in output
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_doctor_sees_the_scaler_of_a_script(doctor, enabled: bool) -> None:
+    scale = torch.amp.GradScaler.scale
+    code, output = doctor(SCALED.replace("ENABLED", str(enabled)))
+    assert code == (0 if enabled else 1)
+    assert ("HS107" in output) is not enabled
+    assert torch.amp.GradScaler.scale is scale
+
+
+def test_doctor_tells_of_a_script_without_a_step(doctor) -> None:
+    code, output = doctor("print('hello')")
+    assert code == 1
+    assert "train.py has ended without a step of an optimizer on a model that it called" in output
+
+
+def test_a_script_that_fails_fails(doctor) -> None:
+    assert doctor("raise ZeroDivisionError")[0] == 1

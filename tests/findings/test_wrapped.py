@@ -1,0 +1,92 @@
+"""Models in DistributedDataParallel and FSDP2, in a process group of one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import halfstep
+from halfstep import amp
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_ddp(dtype: torch.dtype) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    for _ in range(2):
+        found = halfstep.check(wrapper, optimizer, batch=torch.randn(8, 32))
+        assert [each for each in found if each.code != "HS111"] == []  # of the machine
+        with amp.scale_loss(wrapper(torch.randn(8, 32)).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_ddp_without_masters() -> None:
+    wrapper = nn.parallel.DistributedDataParallel(net(torch.bfloat16))
+    found = halfstep.check(wrapper, torch.optim.AdamW(wrapper.parameters(), lr=1e-6))
+    assert {each.code for each in found} == {"HS101", "HS102", "HS103", "HS104", "HS113"}
+    assert found[0].where.startswith("module.*")
+
+
+@pytest.mark.parametrize(
+    ("params", "reduced", "found"),
+    [
+        (torch.bfloat16, None, ["HS114"]),
+        (torch.bfloat16, torch.bfloat16, ["HS114"]),
+        (torch.bfloat16, torch.float32, []),
+        (None, None, []),
+    ],
+)
+def test_fsdp2(params: torch.dtype | None, reduced: torch.dtype | None, found: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, which finds no accelerator
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8))
+        policy = MixedPrecisionPolicy(param_dtype=params, reduce_dtype=reduced)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(4, 32)).float().square().mean().backward()
+        optimizer.step()
+    findings = halfstep.check(model, optimizer)
+    assert [each.code for each in findings] == found
+    assert [each.where for each in findings] == ["the model"] * len(found)
+
+
+def test_fsdp2_computes_the_loss_in_16_bits() -> None:
+    """Modalities#464: MixedPrecisionPolicy installs no autocast."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        x, y = torch.randn(4, 32), torch.randint(8, (4,))
+        found = halfstep.check(model, batch=lambda: nn.functional.cross_entropy(model(x), y))
+        right = halfstep.check(model, batch=lambda: nn.functional.cross_entropy(model(x).float(), y))
+    assert [each.code for each in found] == ["HS105"]
+    assert right == []
