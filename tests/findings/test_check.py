@@ -306,3 +306,19 @@ def test_decorate_logs_one_line_of_what_is_wrong(caplog: pytest.LogCaptureFixtur
     (record,) = caplog.records
     assert "HS101" in record.message
     assert "HS107" not in record.message  # its scaler comes later
+
+
+def test_a_model_without_values_is_not_sampled() -> None:
+    with torch.device("meta"):
+        model = Net().bfloat16()
+    found = halfstep.check(model, torch.optim.AdamW(model.parameters(), lr=1e-6))
+    assert [each.code for each in found] == ["HS102", "HS103", "HS104", "HS104", "HS113"]
+
+
+def test_initialize_reads_no_fake_tensor() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model = Net()
+        amp.initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O3", dtype="bfloat16")
+        assert next(model.parameters()).dtype is torch.bfloat16

@@ -76,6 +76,7 @@ __all__ = [
     "fused_adamw_",
     "fused_sgd_",
     "has_comm_hook",
+    "is_fake",
     "is_traceable_wrapper_subclass",
     "is_view",
     "jit_tracing_state",
@@ -225,6 +226,12 @@ def has_comm_hook(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass that is running, after those that were queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values: it is on the meta device, or of a ``FakeTensorMode``."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return tensor.device.type == "meta" or (module is not None and isinstance(tensor, module.FakeTensor))
 
 
 def fsdp_policies(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, Any]]:

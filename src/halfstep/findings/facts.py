@@ -20,10 +20,10 @@ from ..stepping.attached import attached_to
 from ..stepping.prepare import bare
 from .finding import grouped
 from .forward import Forward
-from .groups import Group
+from .groups import Group, dtypes_of
 from .lost import LostUpdates
 from .moments import SecondMoment, second_moments
-from .samples import Reading, grid_flags, sample
+from .samples import Reading, can_sample, grid_flags, sample
 
 __all__ = ["Facts"]
 
@@ -80,7 +80,7 @@ class Facts:
         """As ``modules()``, ``parameters()`` and ``buffers()``, in a fifth of their time."""
         left, seen = [self.model], {id(self.model)}
         for module in left:  # which grows
-            for child in module._modules.values():
+            for child in module._modules.values() if module._modules else ():
                 if child is not None and id(child) not in seen:
                     seen.add(id(child))
                     left.append(child)
@@ -110,7 +110,7 @@ class Facts:
             if p.dtype is torch.float32
             and p.numel() >= _FEWEST
             and p.device == wide[0].device
-            and p.device.type != "meta"
+            and can_sample(p)
             and any(state.get(p) for state in states)
         ]
         if not some:
@@ -184,7 +184,7 @@ class Facts:
     @cached_property
     def has_halves(self) -> bool:
         """Whether the model has any 16-bit parameter or buffer."""
-        return not {t.dtype for t in (*self.own_params, *self._buffers)}.isdisjoint(HALF_DTYPES)
+        return not dtypes_of([*self.own_params, *self._buffers]).isdisjoint(HALF_DTYPES)
 
     @cached_property
     def half_modules(self) -> list[tuple[str, nn.Module]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ from ..core.dtypes import HALF_DTYPES
 from ..gradients.master_registry import keeper_of
 from ..stepping.attached import attached_to
 
-__all__ = ["Group", "masters_kept"]
+__all__ = ["Group", "dtypes_of", "masters_kept"]
+
+
+_requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
+
+
+def dtypes_of(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:
+    """The dtypes of some tensors."""
+    return set(map(_dtype, tensors))
 
 
 def masters_kept(optimizer: torch.optim.Optimizer) -> bool:
@@ -44,8 +53,8 @@ class Group:
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Group:
         """What is to be known about a group."""
-        params = [p for p in group["params"] if p.requires_grad]
-        dtypes = {p.dtype for p in params}
+        params = list(filter(_requires_grad, group["params"]))
+        dtypes = dtypes_of(params)
         if dtypes.isdisjoint(HALF_DTYPES) or masters_kept(optimizer):
             return cls(optimizer, group, params, dtypes, [])
         bare = [p for p in params if p.dtype in HALF_DTYPES and keeper_of(p) is None]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .groups import Group
-from .samples import Drawn, Reading, column, draw, samples_in
+from .samples import Drawn, Reading, can_sample, column, draw, samples_in
 from .updates import columns_of, decays_apart, rounds_once, update_of
 
 __all__ = ["LostUpdates", "half_ulp"]
@@ -46,7 +46,7 @@ class LostUpdates:
         """Ask for what is needed; one entry for each optimizer and dtype of which there is something to say."""
         found: dict[tuple[int, torch.dtype], LostUpdates] = {}
         needed: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        every = [(p, group) for group in groups for p in group.halves if p.device.type != "meta"]
+        every = [(p, group) for group in groups for p in group.halves if can_sample(p)]
         if not every:
             return []
         of_param = {id(p): group for p, group in every}

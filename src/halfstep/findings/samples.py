@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.shards import local
+from ..core.torch_compat import is_fake, is_traceable_wrapper_subclass
+from ..kernels.shards import is_sharded, local
 
-__all__ = ["MOST_TENSORS", "Drawn", "Reading", "column", "draw", "grid_flags", "sample", "samples_in"]
+__all__ = ["MOST_TENSORS", "Drawn", "Reading", "can_sample", "column", "draw", "grid_flags", "sample", "samples_in"]
 
 MOST_TENSORS = 256
 """How many tensors are sampled."""
@@ -51,6 +52,11 @@ def draw(tensors: Sequence[torch.Tensor]) -> list[Drawn]:
                 end += sizes[index]
             shares[index] = shares.get(index, 0.0) + 1 / MOST_TENSORS
     return [Drawn(tensors[i], share, math.ceil(share * _ELEMENTS)) for i, share in shares.items()]
+
+
+def can_sample(tensor: torch.Tensor) -> bool:
+    """Whether it has values in memory: not those that have none, nor packed ones of other libraries."""
+    return not is_fake(tensor) and (is_sharded(tensor) or not is_traceable_wrapper_subclass(tensor))
 
 
 def sample(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ..stepping.attached import attached_to
 from ..stepping.prepare import bare
 from .finding import Finding, grouped, log
 from .rules_of_optimizer import lost
-from .samples import draw, sample
+from .samples import Drawn, can_sample, column, draw, samples_in
 
 __all__ = ["Watch", "watch"]
 
@@ -93,23 +93,24 @@ class Watch:
             return
         self._poll(wait=False)
         params = [p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point()]
+        params = [p for p in params if can_sample(p)]
         params = [p for p, grad in zip(params, get_grads(params), strict=True) if grad is not None]
         if not params or capturing(params[0].device):
             return
-        self._before = [_Sampled(optimizer, *drawn) for drawn in draw(params)]
+        alike: dict[tuple[Any, ...], list[Drawn]] = {}
+        for drawn in draw(params):
+            kinds = [number.dtype for number in _numbers(optimizer, drawn.tensor)]
+            alike.setdefault((drawn.tensor.device, *kinds), []).append(drawn)
+        self._before = [_Sampled(optimizer, each) for each in alike.values()]
 
     @torch.no_grad()
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         before, self._before = self._before, None
         if before is None:
             return
-        device = before[0].moving.device
-        lost, moving = (
-            torch.stack([t.to(device, non_blocking=True) for t in each]).sum()
-            for each in zip(*(one.counts(optimizer) for one in before), strict=True)
-        )
-        skipped = _skipped(optimizer, device)
-        self._late.post(lost * (1.0 - skipped), moving * (1.0 - skipped))
+        counts = [sampled.counts(optimizer) for sampled in before]
+        total = torch.stack([each.to(counts[0].device, non_blocking=True) for each in counts]).sum(0)
+        self._late.post(*(total * (1.0 - _skipped(optimizer, total.device))))
 
     def _poll(self, *, wait: bool) -> None:
         for lost_share, moving in self._late.poll(wait=wait):
@@ -132,25 +133,35 @@ class Watch:
 
 
 class _Sampled:
-    """A sample of one parameter before a step: of the numbers behind it, and where its gradient is not 0."""
+    """A sample of some parameters before a step: of the numbers behind them, and where their gradients are not 0.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, param: torch.Tensor, share: float, count: int) -> None:
-        self._param, self._share, self._count = param, share, count
-        (grad,) = get_grads([param])
-        assert grad is not None
-        self.moving = sample(grad, count) != 0
-        self._before = [sample(t, count).clone() for t in _numbers(optimizer, param)]
+    Args:
+        optimizer: steps them.
+        drawn: parameters on one device, whose numbers are of the same kinds.
+    """
 
-    def counts(self, optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, torch.Tensor]:
+    def __init__(self, optimizer: torch.optim.Optimizer, drawn: list[Drawn]) -> None:
+        self._params, shares, self._counts = zip(*drawn, strict=True)
+        grads = [grad for grad in get_grads(self._params) if grad is not None]
+        self._moving = column(grads, self._counts) != 0
+        lengths = list(map(samples_in, self._params, self._counts))
+        each = torch.tensor([share / n for share, n in zip(shares, lengths, strict=True)])
+        self._weights = each.repeat_interleave(torch.tensor(lengths)).to(self._moving.device, non_blocking=True)
+        self._before = self._columns(optimizer)
+
+    def _columns(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        numbers = zip(*(_numbers(optimizer, p) for p in self._params), strict=False)
+        return [column(tensors, self._counts) for tensors in numbers]
+
+    def counts(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """How much was lost, and how much has a gradient, as shares of all sampled parameters."""
-        after = [sample(t, self._count) for t in _numbers(optimizer, self._param)]
-        same = self.moving
+        after = self._columns(optimizer)
+        lost = self._moving
         for old, new in zip(self._before, after, strict=False):
-            same = same & (old == new)
-        if len(after) > len(self._before):  # a master was made in this step
-            same = torch.zeros_like(same)
-        weight = self._share / max(self.moving.numel(), 1)
-        return same.sum() * weight, self.moving.sum() * weight
+            lost = lost & (old == new)
+        if len(after) > len(self._before):  # masters were made in this step
+            lost = torch.zeros_like(lost)
+        return torch.stack([self._weights @ lost.float(), self._weights @ self._moving.float()])
 
 
 def _numbers(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
