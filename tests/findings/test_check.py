@@ -99,8 +99,7 @@ def test_right_recipes_are_healthy(
         return nn.functional.cross_entropy(forward(torch.randn(8, 16)).float(), y)
 
     def healthy() -> bool:
-        found = halfstep.check(model, optimizer, scaler=scaler, batch=loss)
-        return not [each for each in found if each.code != "HS111"]  # of the machine
+        return halfstep.check(model, optimizer, scaler=scaler, batch=loss) == []
 
     assert healthy()
     for _ in range(2):

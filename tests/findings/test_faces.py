@@ -36,8 +36,7 @@ def test_the_callback_checks_and_watches(caplog: pytest.LogCaptureFixture) -> No
 
 @pytest.mark.parametrize("level", [None, "O1", "O2"])
 def test_the_callback_is_silent_if_all_is_well(level: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    found = fitted(torch.float32, level, CheckPrecision(every=1)).findings
-    assert [each for each in found if each.code != "HS111"] == []  # of the machine
+    assert fitted(torch.float32, level, CheckPrecision(every=1)).findings == []
     assert caplog.records == []
 
 
@@ -131,7 +130,7 @@ def test_doctor_names_what_a_script_loses(doctor) -> None:
 def test_doctor_is_content_with_a_script_for_apex(doctor) -> None:
     code, output = doctor(RIGHT)
     assert code == 0
-    assert "nothing found up to its first optimizer step" in output or "HS111" in output
+    assert "nothing found up to its first optimizer step" in output
 
 
 @pytest.mark.parametrize("enabled", [True, False])

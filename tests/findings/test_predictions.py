@@ -144,3 +144,28 @@ def test_a_draw_has_every_share(count: int) -> None:
     drawn = draw(tensors)
     assert len(drawn) == min(count, MOST_TENSORS)
     assert sum(each.share for each in drawn) == pytest.approx(1.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*rounds away")
+def test_a_hundred_steps_move_no_weight_without_masters_and_all_with_them() -> None:
+    """ml-by-hand#85: of 768 weights none moved in bfloat16, most moved with masters, and all of the masters did."""
+    moved = {}
+    for name, dtype, options in [
+        ("bfloat16", BF16, {}),
+        ("masters", BF16, {"master_weights": True}),
+        ("float32", torch.float32, {}),
+    ]:
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.weight = nn.Parameter((torch.rand(768) + 1).to(dtype))
+        optimizer = optimizers.FusedAdam([model.weight], lr=1e-4, **options)
+        start = model.weight.detach().clone()
+        for _ in range(100):
+            model.weight.grad = torch.full_like(model.weight, 0.01)
+            found = halfstep.check(model, optimizer)
+            optimizer.step()
+        moved[name] = int((model.weight != start).sum()), [each.code for each in found]
+    assert moved["bfloat16"] == (0, ["HS101"])
+    assert moved["float32"] == (768, [])
+    assert moved["masters"][0] > 600
+    assert moved["masters"][1] == []

@@ -34,8 +34,7 @@ def test_ddp(dtype: torch.dtype) -> None:
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
     wrapper = nn.parallel.DistributedDataParallel(model)
     for _ in range(2):
-        found = halfstep.check(wrapper, optimizer, batch=torch.randn(8, 32))
-        assert [each for each in found if each.code != "HS111"] == []  # of the machine
+        assert halfstep.check(wrapper, optimizer, batch=torch.randn(8, 32)) == []
         with amp.scale_loss(wrapper(torch.randn(8, 32)).square().mean(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()

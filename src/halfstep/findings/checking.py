@@ -85,6 +85,8 @@ def log_findings(
 ) -> None:
     """Log what ``check`` finds of models that were just brought to a policy, in one line for each; none if all is well.
 
+    A device without units (HS111) has a warning of its own, where it matters.
+
     Args:
         models: the models. Each is looked at with the optimizers that train something of it.
         optimizers: all optimizers.
@@ -95,7 +97,8 @@ def log_findings(
         own = set(map(id, model.parameters()))
         trains = [one for one in optimizers if any(id(p) in own for g in one.param_groups for p in g["params"])]
         if trains:
-            log(findings_of(model, trains, policy=policy, scaling_is_known=scaling_is_known))
+            found = findings_of(model, trains, policy=policy, scaling_is_known=scaling_is_known)
+            log(finding for finding in found if finding.code != "HS111")
 
 
 def findings_of(
