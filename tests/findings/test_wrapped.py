@@ -89,3 +89,22 @@ def test_fsdp2_computes_the_loss_in_16_bits() -> None:
         right = halfstep.check(model, batch=lambda: nn.functional.cross_entropy(model(x).float(), y))
     assert [each.code for each in found] == ["HS105"]
     assert right == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_shards_in_16_bits_are_predicted_and_measured(dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)).to(dtype)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, eps=1e-3)
+        watch = halfstep.watch(optimizer, every=1)
+        model(torch.randn(16, 32).to(dtype)).float().square().mean().backward()
+        optimizer.step()
+        predicted = halfstep.check(model, optimizer)[0]
+        measured = watch.findings()[0]
+    assert predicted.code == measured.code == "HS101"
+    assert predicted.evidence["lost"] == pytest.approx(measured.evidence["lost"], abs=0.01)

@@ -145,7 +145,7 @@ class _Sampled:
         grads = [grad for grad in get_grads(self._params) if grad is not None]
         self._moving = column(grads, self._counts) != 0
         lengths = list(map(samples_in, self._params, self._counts))
-        each = torch.tensor([share / n for share, n in zip(shares, lengths, strict=True)])
+        each = torch.tensor([share / max(n, 1) for share, n in zip(shares, lengths, strict=True)])
         self._weights = each.repeat_interleave(torch.tensor(lengths)).to(self._moving.device, non_blocking=True)
         self._before = self._columns(optimizer)
 
