@@ -169,3 +169,20 @@ def test_a_hundred_steps_move_no_weight_without_masters_and_all_with_them() -> N
     assert moved["float32"] == (768, [])
     assert moved["masters"][0] > 600
     assert moved["masters"][1] == []
+
+
+def test_weights_that_never_step_do_not_count() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(64, 64), "unused": nn.Linear(64, 640)}).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model["used"](torch.randn(8, 64).bfloat16()).float().square().mean().backward()
+        before = [p.detach().clone() for p in model["used"].parameters()]
+        optimizer.step()
+    same = sum(int((p == old).sum()) for p, old in zip(model["used"].parameters(), before, strict=True))
+    (predicted,) = Facts(model, [optimizer]).lost
+    assert predicted.fraction == pytest.approx(same / (64 * 65), abs=0.01)
+
+
+def test_nothing_is_drawn_of_nothing() -> None:
+    assert draw([]) == draw([torch.empty(0)] * 300) == []

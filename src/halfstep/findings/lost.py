@@ -46,14 +46,16 @@ class LostUpdates:
         """Ask for what is needed; one entry for each optimizer and dtype of which there is something to say."""
         found: dict[tuple[int, torch.dtype], LostUpdates] = {}
         needed: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        every = [(p, group) for group in groups for p in group.halves if can_sample(p)]
+        every = [(p, group) for group in groups for p in group.halves if can_sample(p) and _steps(p, group)]
         if not every:
             return []
         of_param = {id(p): group for p, group in every}
-        batches: dict[tuple[int, torch.dtype, torch.device], list[Drawn]] = {}
+        batches: dict[tuple[Any, ...], list[Drawn]] = {}
         for drawn in draw([p for p, _ in every]):
             param = drawn.tensor
-            batches.setdefault((id(of_param[id(param)]), param.dtype, param.device), []).append(drawn)
+            group = of_param[id(param)]
+            known = bool(group.optimizer.state.get(param)), param.grad is None
+            batches.setdefault((id(group), param.dtype, param.device, *known), []).append(drawn)
         for batch in batches.values():
             group = of_param[id(batch[0][0])]
             key = (id(group.optimizer), batch[0][0].dtype)
@@ -88,6 +90,12 @@ class LostUpdates:
         """The learning rate that would change half of the weights."""
         assert self._median is not None
         return self.lr * self._reading[self._median][0]
+
+
+def _steps(param: torch.Tensor, group: Group) -> bool:
+    """Whether a parameter steps: one without state, among others that have some, and without gradient does not."""
+    state = group.optimizer.state
+    return not state or param.grad is not None or bool(state.get(param))
 
 
 @torch.no_grad()

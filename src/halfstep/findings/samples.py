@@ -42,6 +42,8 @@ def draw(tensors: Sequence[torch.Tensor]) -> list[Drawn]:
     sizes = [t.numel() for t in tensors]
     total = sum(sizes)
     shares: dict[int, float] = {}
+    if not total:
+        return []
     if len(tensors) <= MOST_TENSORS:
         shares = {i: size / total for i, size in enumerate(sizes) if size}
     else:

@@ -34,7 +34,8 @@ def watch(optimizer: Any, every: int = 100) -> Watch:
 
     A sample of the weights is compared before and after the step, on the device. Weights without gradient do not
     count, nor do steps that an overflow skips. Where there are masters, these are compared. The number is read some
-    steps later, so no step waits. What is lost goes to the logger "halfstep" as HS101, again only when it gets worse.
+    steps later, so no step waits. Steps inside of a backward pass (``attach(model, release=True)``) and replayed CUDA
+    graphs are not seen. What is lost goes to the logger "halfstep" as HS101, again only when it gets worse.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``, attached by ``amp`` or not.
