@@ -85,6 +85,22 @@ for step in range(3):
     optimizer.step()
 """
 
+BY_HAND = """
+import torch
+from torch import nn
+
+truth, model = nn.Linear(8, 4), nn.Linear(8, 4).bfloat16()
+masters = [p.detach().float() for p in model.parameters()]
+optimizer = torch.optim.SGD(masters, lr=0.1)
+with torch.no_grad():
+    y = truth(torch.randn(16, 8))
+(model(torch.randn(16, 8).bfloat16()).float() - y).square().mean().backward()
+for master, p in zip(masters, model.parameters()):
+    master.requires_grad_()
+    master.grad = p.grad.float()
+optimizer.step()
+"""
+
 SCALED = """
 import torch
 from torch import nn
@@ -131,6 +147,12 @@ def test_doctor_is_content_with_a_script_for_apex(doctor) -> None:
     code, output = doctor(RIGHT)
     assert code == 0
     assert "nothing found up to its first optimizer step" in output
+
+
+def test_doctor_finds_the_model_of_masters_made_by_hand(doctor) -> None:
+    code, output = doctor(BY_HAND)
+    assert code == 0
+    assert "nothing found" in output
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -47,12 +47,16 @@ class _Seen:
         raise _FirstStep
 
     def trained(self) -> torch.nn.Module | None:
-        """The model that has most of the optimizer's parameters."""
+        """The model that has most of the optimizer's parameters; of those without any, the one with most gradients."""
         if self.optimizer is None:
             return None
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        counts = [sum(id(p) in held for p in model.parameters()) for model in self.models]
-        return self.models[counts.index(max(counts))] if counts else None
+
+        def parts(model: torch.nn.Module) -> tuple[int, int]:
+            params = list(model.parameters())
+            return sum(id(p) in held for p in params), sum(p.grad is not None for p in params)
+
+        return max(self.models, key=parts, default=None)
 
 
 def check_script(script: Path, args: tuple[str, ...], device: str | None = None) -> list[Finding] | None:
