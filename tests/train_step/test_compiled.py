@@ -20,7 +20,10 @@ from halfstep import TrainStep, amp, optimizers
 from halfstep.core.torch_compat import compile_with_autograd
 from halfstep.train_step import program
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor calls it
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),  # Inductor calls it
+]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -87,7 +90,6 @@ def ulps(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(((wide[0] - wide[1]).abs() / (eps * wide[0].abs().clamp(min=1e-3))).max())
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("aot_eager")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
@@ -127,7 +129,6 @@ def test_it_trains_as_eager_steps_do(
     assert (signature.runs, signature.reason, signature.calls) == ("compiled", None, 10)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "dtype", "make"),
     # Adam makes steps of rounding noise, which is all the gradient that an attention's key bias has.
@@ -200,7 +201,6 @@ def with_hook() -> nn.Module:
     return model
 
 
-@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 @pytest.mark.parametrize(
     ("kind", "reason"), [(Breaks, "Call to `torch._dynamo.graph_break()`"), (with_hook, "hooks on its gradient")]
