@@ -284,6 +284,16 @@ def test_a_window_that_is_not_full_can_be_finished() -> None:
     assert all(map(torch.equal, before, model.parameters()))  # a new window of four
 
 
+def test_a_window_that_becomes_shorter_than_what_it_has_is_full() -> None:
+    model, optimizer = brought_up("O2", BF16, optimizers.FusedAdam)
+    step, before = TrainStep(model, loss_of, optimizer, accumulate=4), [p.clone() for p in model.parameters()]
+    for i in range(3):
+        step(*batch(i, False))
+    step.accumulate = 2
+    step(*batch(3, False))
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
 def test_released_gradients_cannot_be_clipped_afterwards() -> None:
     model, optimizer = brought_up("O2", FP16, optimizers.FusedAdam)
     optimizer.attach(model, release=True)

@@ -15,7 +15,6 @@ from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.policy import Policy
 from ..core.torch_compat import InstanceNorm
-from ..findings.checking import log_findings
 from ..stepping.prepare import check, prepare
 from .arguments import as_models, as_optimizers, device_of, returned, warn_of_slow_devices
 
@@ -113,6 +112,8 @@ def decorate(
         wide_grads=master_grad,
         fused=fused,
     )
+    from ..findings.checking import log_findings  # imported when asked for
+
     log_findings(model_list, optimizer_list, scaling_is_known=False)
     return returned(models, optimizers)
 

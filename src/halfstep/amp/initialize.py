@@ -17,7 +17,6 @@ from ..core.errors import ArgumentValueError
 from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
-from ..findings.checking import log_findings
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..optimizers.larc import LARC
 from ..stepping.prepare import check, prepare
@@ -175,6 +174,8 @@ def initialize(
     _amp_state.session = session
     if verbosity > 0:
         logger.info("%s", recipe.banner())
+        from ..findings.checking import log_findings  # imported when asked for
+
         log_findings(model_list, optimizer_list, policy)
     return returned(models, optimizers)
 

@@ -138,7 +138,7 @@ class TrainStep:
                 "Give max_grad_norm to the optimizer instead, which clips by the norm of the step before."
             )
         signature = self._signature(batch)
-        last = self._calls + 1 == self.accumulate
+        last = self._calls + 1 >= self.accumulate  # which may have become less
         if self._graphed is not None:
             loss = self._graphed(batch, signature, self._calls, last=last)
         else:
