@@ -4,6 +4,7 @@ Everything NVIDIA Apex's ``amp`` and Paddle's AMP do, on CPU and GPU: opt levels
 fp32 masters behind 16-bit weights. ``from halfstep import amp`` is where a script begins.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import amp
@@ -14,6 +15,7 @@ from .core.oplists import OpLists
 from .core.policy import Policy
 
 if TYPE_CHECKING:
+    from . import numerics as numerics
     from .findings import Finding as Finding
     from .findings import check as check
     from .findings import watch as watch
@@ -32,6 +34,7 @@ __all__ = [
     "__version__",
     "amp",
     "check",
+    "numerics",
     "watch",
 ]
 
@@ -49,4 +52,6 @@ def __getattr__(name: str) -> Any:
         from . import findings
 
         return getattr(findings, name)
+    if name == "numerics":
+        return importlib.import_module(".numerics", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

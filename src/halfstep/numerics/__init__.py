@@ -1,0 +1,8 @@
+"""See the numbers of a run: what tensors look like, step by step, and where two runs part.
+
+``Monitor`` writes down a ``Row`` for each tensor of the steps it samples.
+"""
+
+from .row import Row, load_rows, merge_rows, save_rows
+
+__all__ = ["Row", "load_rows", "merge_rows", "save_rows"]
