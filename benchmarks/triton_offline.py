@@ -87,6 +87,7 @@ KERNELS: dict[str, ElementwiseKernel] = {
     kernel.name: kernel
     for kernel in (
         param_rows.read_gradients,
+        param_rows.survey_gradients,
         adam.adam,
         adam.amsgrad,
         sgd.sgd,

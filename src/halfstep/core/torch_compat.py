@@ -14,7 +14,7 @@ from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch._C import FunctionSchema
+from torch._C import DisableTorchFunction, FunctionSchema
 from torch._C import _current_graph_task_id as backward_pass_id
 from torch._C import _dispatch_get_all_op_names as all_op_names
 from torch._C import _get_function_stack_at as function_mode_at
@@ -49,6 +49,7 @@ __all__ = [
     "HAS_GRAD_DTYPE",
     "BatchNorm",
     "DeviceContext",
+    "DisableTorchFunction",
     "FrameAction",
     "FrameExecStrategy",
     "FunctionSchema",

@@ -17,7 +17,7 @@ from .finding import Finding, grouped, log
 from .rules_of_optimizer import lost
 from .samples import Drawn, can_sample, column, draw, samples_in
 
-__all__ = ["Watch", "watch"]
+__all__ = ["Watch", "numbers_behind", "watch"]
 
 logger = logging.getLogger("halfstep")
 
@@ -100,7 +100,7 @@ class Watch:
             return
         alike: dict[tuple[Any, ...], list[Drawn]] = {}
         for drawn in draw(params):
-            kinds = [number.dtype for number in _numbers(optimizer, drawn.tensor)]
+            kinds = [number.dtype for number in numbers_behind(optimizer, drawn.tensor)]
             alike.setdefault((drawn.tensor.device, *kinds), []).append(drawn)
         self._before = [_Sampled(optimizer, each) for each in alike.values()]
 
@@ -151,7 +151,7 @@ class _Sampled:
         self._before = self._columns(optimizer)
 
     def _columns(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        numbers = zip(*(_numbers(optimizer, p) for p in self._params), strict=False)
+        numbers = zip(*(numbers_behind(optimizer, p) for p in self._params), strict=False)
         return [column(tensors, self._counts) for tensors in numbers]
 
     def counts(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -165,7 +165,7 @@ class _Sampled:
         return torch.stack([self._weights @ lost.float(), self._weights @ self._moving.float()])
 
 
-def _numbers(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
+def numbers_behind(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
     """What holds the value of a parameter: itself, with the remainder of a split master, or its plain master."""
     attached = attached_to(optimizer)
     plain = None if attached is None or attached.keeper.plain is None else attached.keeper.plain.of(param)

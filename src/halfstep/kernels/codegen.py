@@ -54,8 +54,8 @@ class GeneratedLauncher(Launcher):
         self._rows = len(table)
         self._pointers = pointers = table.pointers(chunk)
         self._scalars = ScalarTable(scalar_names(kernel, layout), len(table), table.compute_dtype, table.device)
-        self._partial = torch.zeros(len(kernel.squares), pointers.chunks, dtype=torch.float64, device=table.device)
-        self._sums = torch.zeros(len(kernel.squares), len(table), dtype=torch.float64, device=table.device)
+        self._partial = torch.zeros(kernel.results, pointers.chunks, dtype=torch.float64, device=table.device)
+        self._results = torch.zeros(kernel.results, len(table), dtype=torch.float64, device=table.device)
         places = {name: range(slot, slot + len(storage.dtypes)) for name, slot, storage in layout.columns}
         self._written = [part for name in trace(kernel).stores for part in places[name]]
 
@@ -64,16 +64,16 @@ class GeneratedLauncher(Launcher):
     ) -> torch.Tensor:
         """Run it; see ``Launcher``."""
         pointers = self._pointers
-        sums = torch.zeros_like(self._sums) if self._sums.numel() else self._sums  # most kernels sum nothing
+        results = torch.zeros_like(self._results) if self._results.numel() else self._results  # most kernels have none
         if pointers.chunks:
             pointers.memory.stage_in()
-            self._run(self._scalars.fill(scalars), skip, found, sums)
+            self._run(self._scalars.fill(scalars), skip, found, results)
             pointers.memory.stage_out(self._written)
-        return sums
+        return results
 
     @abstractmethod
     def _run(
-        self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, sums: torch.Tensor
+        self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, results: torch.Tensor
     ) -> None:
         """Run the generated code.
 
@@ -81,5 +81,5 @@ class GeneratedLauncher(Launcher):
             numbers: the table of scalars.
             skip: as in ``Launcher``.
             found: as in ``Launcher``.
-            sums: zeros, which the sums of squares are added to.
+            results: zeros, into which the results of the kernel are written.
         """

@@ -46,9 +46,10 @@ class ElementwiseKernel:
         name: for messages and file names.
         fn: ``fn(column, ..., *, scalar, ...) -> {output: value}``. Positional parameters are columns of tensors,
             keyword-only ones are numbers, one for each row. An output named as a column is stored there, after the
-            whole row was read, unless ``squares`` or ``checks`` names it.
+            whole row was read, unless ``squares``, ``statistics`` or ``checks`` names it.
         squares: outputs of which the sum of squares over each row is returned instead.
         checks: outputs in which inf and NaN are looked for.
+        statistics: outputs of which the number of zeros in each row and the largest magnitude, NaN aside, are returned.
         by_torch: the same update by a fused call of torch, for the ``torch`` backend; None if there is none. Columns
             that the kernel does not store are copies, which the call may overwrite.
     """
@@ -57,14 +58,29 @@ class ElementwiseKernel:
     fn: Function
     squares: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
     by_torch: ByTorch | None = None
+
+    @property
+    def sums(self) -> int:
+        """How many lines of its results are sums: those of squares, then the numbers of zeros."""
+        return len(self.squares) + len(self.statistics)
+
+    @property
+    def results(self) -> int:
+        """How many lines its results have: the sums, then the largest magnitudes."""
+        return self.sums + len(self.statistics)
 
 
 def elementwise_kernel(
-    *, squares: tuple[str, ...] = (), checks: tuple[str, ...] = (), by_torch: ByTorch | None = None
+    *,
+    squares: tuple[str, ...] = (),
+    checks: tuple[str, ...] = (),
+    statistics: tuple[str, ...] = (),
+    by_torch: ByTorch | None = None,
 ) -> Callable[[Function], ElementwiseKernel]:
     """Decorator: make a function an ``ElementwiseKernel`` of the function's name."""
-    return lambda fn: ElementwiseKernel(fn.__name__, fn, squares, checks, by_torch)
+    return lambda fn: ElementwiseKernel(fn.__name__, fn, squares, checks, statistics, by_torch)
 
 
 @dataclass(frozen=True)
@@ -87,6 +103,7 @@ class Trace:
         stores: column -> position of the value written to it.
         squares: positions of the values whose squares are summed.
         checks: positions of the values that must be finite.
+        statistics: positions of the values whose zeros are counted and whose largest magnitude is found.
     """
 
     columns: tuple[str, ...]
@@ -96,6 +113,7 @@ class Trace:
     stores: Mapping[str, int]
     squares: tuple[int, ...]
     checks: tuple[int, ...]
+    statistics: tuple[int, ...]
 
 
 class Symbol:
@@ -151,7 +169,7 @@ def trace(kernel: ElementwiseKernel) -> Trace:
     loads = {name: Symbol(nodes, Node("load", (name,))) for name in columns}
     numbers = {name: Symbol(nodes, Node("scalar", (name,))) for name in scalars}
     outputs = kernel.fn(*loads.values(), **numbers)
-    special = {*kernel.squares, *kernel.checks}
+    special = {*kernel.squares, *kernel.checks, *kernel.statistics}
     stores = {name: value.index for name, value in outputs.items() if name not in special}
     ordered = tuple(nodes)
     used = {*stores.values(), *(outputs[name].index for name in special)}
@@ -164,4 +182,5 @@ def trace(kernel: ElementwiseKernel) -> Trace:
         stores,
         tuple(outputs[name].index for name in kernel.squares),
         tuple(outputs[name].index for name in kernel.checks),
+        tuple(outputs[name].index for name in kernel.statistics),
     )

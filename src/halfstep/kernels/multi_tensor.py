@@ -228,23 +228,23 @@ def run(
         **columns: a list of tensors for each column of the kernel, of one length: the rows.
 
     Returns:
-        The sums of squares that the kernel names: float64, shape [sums, rows], on the first tensor's device.
+        What the kernel finds, as ``Launcher`` says: float64 of shape [kernel.results, rows], on the first one's device.
     """
     first, *_ = columns.values()
     device = first[0].device if first else None
-    sums = torch.zeros(len(kernel.squares), len(first), dtype=torch.float64, device=device)
+    results = torch.zeros(kernel.results, len(first), dtype=torch.float64, device=device)
     for rows in group_rows(*columns.values()):
         table = TensorTable.of(**{name: [tensors[i] for i in rows] for name, tensors in columns.items()})
         found = None if found_inf is None else torch.zeros((), device=table.device)
         numbers = {name: _rows_of(value, rows, len(first)) for name, value in scalars.items()}
-        squares = launch(table, kernel, numbers, skip=skip, found=found)
-        if kernel.squares:
-            sums[:, rows] = squares.to(sums.device, non_blocking=True)
+        here = launch(table, kernel, numbers, skip=skip, found=found)
+        if kernel.results:
+            results[:, rows] = here.to(results.device, non_blocking=True)
         for name in trace(kernel).stores:  # kernels write behind autograd's back
             increment_version(table.columns[name][1][0])
         if found is not None and found_inf is not None:
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf).reshape(found_inf.shape)))
-    return sums
+    return results
 
 
 # ---- inside

@@ -63,7 +63,8 @@ class Launcher(Protocol):
             found: 0-dim float32 tensor on the table's device, set to 1.0 if a checked value is inf or NaN.
 
         Returns:
-            The sums of squares the kernel names: float64, shape [sums, rows].
+            Float64, shape [kernel.results, rows]: the sums of squares the kernel names, the numbers of zeros, and the
+            largest magnitudes.
         """
 
 

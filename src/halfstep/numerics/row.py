@@ -38,18 +38,19 @@ class Row:
         call: which call of the module within one forward pass, counted from 0.
         dtype: in which the numbers were computed, as in "float16".
         numel: how many numbers there were.
-        amax: the largest magnitude of all of them; inf or NaN if one is.
+        amax: the largest magnitude of all of them; inf or NaN if one is. Of gradients of several steps, those with an
+            overflow do not count.
         smallest: the smallest magnitude other than 0 in the sample; inf if there is none.
         rms: the root of the mean square.
         zeros: the share of zeros, -0.0 included.
-        overflow: the share of inf.
+        overflow: the share of inf; of gradients of several steps, the share of steps with inf or NaN.
         nan: the share of NaN.
         exponents: of the sample, how many magnitudes lie in [2**exponent, 2 * 2**exponent), by exponent. Empty without
             ``bins``.
         scale: the loss scale in these numbers, which was divided out; 1.0 if there was none.
         probe: some values at evenly spread places, the same places for the same shape, to compare two runs by. It is
             empty in a merged row.
-        merged: of how many rows it is the sum.
+        merged: of how many rows it is the sum; of gradients, of how many steps.
     """
 
     step: int

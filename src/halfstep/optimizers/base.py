@@ -38,6 +38,11 @@ class Step(NamedTuple):
     skip: torch.Tensor | None
 
 
+OnGradients = Callable[[Sequence[ParamRows], Number], None]
+"""Called with all rows of a step, whose ``survey()`` has been read, and with what makes their gradients unscaled. The
+read is the one that clipping and the overflow check need, too."""
+
+
 class FusedOptimizer(FusedState):
     """A ``torch.optim.Optimizer`` whose step is a few passes over all its parameters.
 
@@ -46,10 +51,12 @@ class FusedOptimizer(FusedState):
 
     Attributes:
         release: the gradient release that ``attach`` began; None if there is none.
+        on_gradients: called in each step with what every gradient looks like, if it is set; see ``OnGradients``.
     """
 
     _step_supports_amp_scaling = True
     release: GradientRelease | None = None
+    on_gradients: OnGradients | None = None
 
     # ---- what a subclass says
 
@@ -248,15 +255,20 @@ class FusedOptimizer(FusedState):
         inverse: Number = 1.0
         if grad_scale is not None:
             inverse = grad_scale.to(device, non_blocking=True).double().reshape(()).reciprocal()
-        limit = self.options.max_grad_norm
-        if limit is None and not check:
+        limit, watched = self.options.max_grad_norm, self.on_gradients
+        if limit is None and not check and watched is None:
             return inverse, skip
         sums = []
         for rows in all_rows:
             found = None if skip is None else torch.zeros((), device=rows.device)
-            sums.append(rows.squared_norms(found).sum().to(device, non_blocking=True))
+            if watched is not None:
+                rows.survey(found)
+            if limit is not None or check:
+                sums.append(rows.squared_norms(found).sum().to(device, non_blocking=True))
             if found is not None and skip is not None:
                 skip = torch.maximum(skip, found.to(device, non_blocking=True))
+        if watched is not None:
+            watched(all_rows, inverse)
         if limit is None:
             return inverse, skip
         norm = sum(sums[1:], sums[0]).sqrt()

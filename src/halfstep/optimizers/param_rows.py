@@ -46,6 +46,12 @@ def read_gradients(grad: Any) -> dict[str, Any]:
     return {"seen": grad}
 
 
+@elementwise_kernel(squares=("seen",), checks=("seen",), statistics=("seen",))
+def survey_gradients(grad: Any) -> dict[str, Any]:
+    """``read_gradients`` that counts zeros, too, and finds the largest magnitude."""
+    return {"seen": grad}
+
+
 class ParamRows:
     """Parameters of one device, one dtype of weights and one of gradients, with their state; of sharded ones, the parts
     that lie here.
@@ -62,6 +68,7 @@ class ParamRows:
         copies: 16-bit copies of fp32 parameters to write as well, or None.
 
     Attributes:
+        params: the parameters.
         table: columns ``grad``, ``param`` and the tensors of the state.
         device: where it lies.
         weights: the parameters, without gradients.
@@ -79,6 +86,7 @@ class ParamRows:
         positions: list[int],
         copies: list[torch.Tensor] | None,
     ) -> None:
+        self.params = params
         self.states = states
         self.weights = [local(memory_of(p)) for p in params]
         self.domain: Domain = domain_of(params[0])
@@ -105,10 +113,11 @@ class ParamRows:
         self._seeds = torch.tensor(positions, device=self.device) * _ODD[0] + options.seed
         self._random = storage.kind == "stochastic"
         self._squares: torch.Tensor | None = None
+        self._survey: torch.Tensor | None = None
 
     def renew(self, grads: list[torch.Tensor]) -> bool:
         """Take this step's gradients; False if they or the state are not what this was made for."""
-        self._squares = None
+        self._squares = self._survey = None
         try:
             for name, tensors in self._expected.items():
                 if not all(map(is_, map(itemgetter(name), self.states), tensors)):
@@ -132,12 +141,16 @@ class ParamRows:
         if self._random:
             drawn = (self._seeds + self.numbers["step"].long() * _ODD[1]) & 0xFFFF_FFFF
             scalars = {**scalars, "seed": torch.where(drawn > 0x7FFF_FFFF, drawn - (1 << 32), drawn).to(torch.int32)}
-        sums = launch(self.table, kernel, scalars, skip=skip, found=found)
-        if self.domain and kernel.squares:
-            complete_sum(sums, self.domain)
+        results = launch(self.table, kernel, scalars, skip=skip, found=found)
+        return self._complete(results, found) if kernel.squares else results
+
+    def _complete(self, squares: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
+        """Add up, in place, the sums of squares of all parts of sharded tensors."""
+        if self.domain:
+            complete_sum(squares, self.domain)
             if found is not None:  # what is not finite elsewhere shows in the sum
-                found.logical_or_(sums.isfinite().all().logical_not_())
-        return sums
+                found.logical_or_(squares.isfinite().all().logical_not_())
+        return squares
 
     def squared_norms(self, found: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of squares of each gradient as it is, float64 of shape [rows]; read once in a step.
@@ -145,9 +158,26 @@ class ParamRows:
         Args:
             found: 0-dim float32 tensor, set to 1.0 if a gradient that is read holds inf or NaN.
         """
+        if self._squares is None and self._survey is not None:
+            self._squares = self._complete(self._survey[:1].clone(), found)[0]
         if self._squares is None:
             self._squares = self.launch(read_gradients, {}, None, found)[0]
         return self._squares
+
+    def survey(self, found: torch.Tensor | None = None) -> torch.Tensor:
+        """More of each gradient, or of the part that lies here, in the one read that ``squared_norms`` needs, too.
+
+        It asks nothing of other processes, so one of them may do it alone.
+
+        Args:
+            found: as for ``squared_norms``.
+
+        Returns:
+            float64 of shape [3, rows]: sums of squares, numbers of zeros, largest magnitudes but NaN.
+        """
+        if self._survey is None:
+            self._survey = launch(self.table, survey_gradients, {}, found=found)
+        return self._survey
 
 
 class GroupRows:

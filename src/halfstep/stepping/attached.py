@@ -142,6 +142,7 @@ class AttachedOptimizer:
             may_defer: leave it to a fused step where that loses less.
         """
         params, gradients = self.params(), self.passes.gradients
+        self.passes.scale = scale
         if self.passes.release is not None:
             self.passes.release.add_overflow(found_inf)
         if may_defer and seen is None and not gradients.any_wide and self.stepping.takes_flags:

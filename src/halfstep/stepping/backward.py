@@ -43,6 +43,7 @@ class BackwardPasses:
         is_open: whether a block is open.
         delayed: whether gradients of delayed passes are there, still scaled.
         delayed_scale: the scale that those have; None for none.
+        scale: the tensor that the latest loss was multiplied by, which moves in place; None if none is known.
     """
 
     def __init__(self, keeper: MasterKeeper) -> None:
@@ -54,6 +55,7 @@ class BackwardPasses:
         self.is_open = False
         self.delayed = False
         self.delayed_scale: torch.Tensor | None = None
+        self.scale: torch.Tensor | None = None
 
     @property
     def gradients(self) -> Gradients:
@@ -94,6 +96,7 @@ class BackwardPasses:
                 f"A scale_loss block of this {self.optimizer_name} is open already, and two backward passes "
                 "at two scales would mix. Close the first block before the second; gradients add up across blocks."
             )
+        self.scale = scale
         release = self.release
         if release is not None:
             release.refuse_block()

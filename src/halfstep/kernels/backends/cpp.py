@@ -165,10 +165,11 @@ class CppLauncher(GeneratedLauncher):
         layout = layout_of(kernel, table)
         super().__init__(kernel, layout, table, _CHUNK)
         self._elements = int(self._pointers.count.sum())
+        self._sums = kernel.sums
         self._library_call = _library_call(kernel, layout)
 
     def _run(
-        self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, sums: torch.Tensor
+        self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, results: torch.Tensor
     ) -> None:
         pointers, partial = self._pointers, self._partial
         if skip is not None and partial.numel():
@@ -187,7 +188,10 @@ class CppLauncher(GeneratedLauncher):
             torch.get_num_threads() if self._elements >= _SERIAL else 1,
         )
         if partial.numel():
-            sums.index_add_(1, pointers.row, partial)
+            results[: self._sums].index_add_(1, pointers.row, partial[: self._sums])
+        if len(partial) > self._sums:
+            largest = partial[self._sums :]
+            results[self._sums :].scatter_reduce_(1, pointers.row.expand_as(largest), largest, "amax")
 
 
 @functools.cache
@@ -216,12 +220,19 @@ def source(kernel: ElementwiseKernel, layout: Layout) -> str:
     for name, index in traced.stores.items():
         body.extend(_stores(name, storages[name], f"v{index}"))
     clauses, finish = "", []
+    for i, index in enumerate(traced.statistics):
+        setup.append(f"int zeros{i} = 0; acc largest{i} = 0;")
+        clauses += f" reduction(+:zeros{i}) reduction(max:largest{i})"
+        body.append(f"zeros{i} += v{index} == 0;")
+        body.append(f"largest{i} = std::fabs(v{index}) > largest{i} ? std::fabs(v{index}) : largest{i};")
+        finish.append(f"partial[{len(traced.squares) + i} * chunks + c] = zeros{i};")
+        finish.append(f"partial[{kernel.sums + i} * chunks + c] = largest{i};")
     if traced.checks:
         setup.append("int wrong = 0;")
         finish.append("bad |= wrong;")
     if unsummed := [i for i in traced.checks if i not in traced.squares]:
         body.extend(f"wrong |= !(std::fabs(v{i}) <= std::numeric_limits<acc>::max());" for i in unsummed)
-        clauses = " reduction(|:wrong)"
+        clauses += " reduction(|:wrong)"
     loops = _loop("0", "n", clauses, body)
     if traced.squares:
         setup.extend(f"double q{i} = 0.0;" for i in range(len(traced.squares)))

@@ -11,7 +11,7 @@ from ..expr import ElementwiseKernel, trace
 from ..storage import honoured, join, round_stochastic, split
 from ..tensor_table import Launcher, Number, Scalars, TensorTable
 
-__all__ = ["ForeachLauncher", "Lanes", "PerRow", "numbers_of"]
+__all__ = ["ForeachLauncher", "Lanes", "PerRow", "numbers_of", "zeros_and_largest"]
 
 _Numbers = float | list[float] | list[torch.Tensor]
 
@@ -33,17 +33,19 @@ class ForeachLauncher(Launcher):
     ) -> torch.Tensor:
         """Run it; see ``Launcher``."""
         table, traced, kernel = self._table, self._trace, self._kernel
-        sums = torch.zeros(len(kernel.squares), len(table), dtype=torch.float64, device=table.device)
+        results = torch.zeros(kernel.results, len(table), dtype=torch.float64, device=table.device)
         on_cpu = table.device.type == "cpu"
         if len(table) == 0 or (on_cpu and skip is not None and skip.item()):
-            return sums
+            return results
         loaded = {name: _load(table, name) for name in traced.loads}
         # A column that is only written is an argument of the function, too; nothing may be computed from it.
         columns = [Lanes(loaded[name]) if name in loaded else None for name in traced.columns]
         numbers = {name: PerRow(numbers_of(scalars[name], table)) for name in traced.scalars}
         outputs = kernel.fn(*columns, **numbers)
         for i, name in enumerate(kernel.squares):
-            sums[i] = _norms(outputs[name].tensors).square()
+            results[i] = _norms(outputs[name].tensors).square()
+        for i, name in enumerate(kernel.statistics):
+            results[len(kernel.squares) + i], results[kernel.sums + i] = zeros_and_largest(outputs[name].tensors)
         for name in kernel.checks:
             filled = [t for t in outputs[name].tensors if t.numel()]
             if found is not None and filled:
@@ -55,7 +57,7 @@ class ForeachLauncher(Launcher):
                 old = loaded[name] if name in loaded else _load(table, name)
                 values = [torch.where(skip != 0, o, v) for o, v in zip(old, values, strict=True)]
             _store(table, name, values, scalars)
-        return sums
+        return results
 
 
 class Lanes:
@@ -149,6 +151,14 @@ def _store(table: TensorTable, name: str, values: list[torch.Tensor], scalars: S
     else:
         for targets in parts:
             torch._foreach_copy_(targets, values)
+
+
+def zeros_and_largest(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each tensor, how many numbers are 0, and the largest magnitude, NaN aside."""
+    zeros = [tensor.numel() - tensor.count_nonzero() for tensor in tensors]
+    magnitudes = [tensor.abs().nan_to_num_(0.0, posinf=torch.inf).flatten() for tensor in tensors]
+    largest = [each.amax() if each.numel() else each.new_zeros(()) for each in magnitudes]
+    return torch.stack(zeros).double(), torch.stack(largest).double()
 
 
 def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:

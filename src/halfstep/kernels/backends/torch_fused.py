@@ -15,7 +15,7 @@ import torch
 from ..expr import ElementwiseKernel, trace
 from ..storage import Storage, honoured, join, split
 from ..tensor_table import Launcher, PointerTable, Scalars, TensorTable
-from .foreach import ForeachLauncher, Lanes, PerRow, numbers_of
+from .foreach import ForeachLauncher, Lanes, PerRow, numbers_of, zeros_and_largest
 
 __all__ = ["PieceLauncher", "launcher"]
 
@@ -100,9 +100,9 @@ class PieceLauncher(Launcher):
     ) -> torch.Tensor:
         """Run it; see ``Launcher``."""
         kernel, traced, table = self._kernel, self._trace, self._table
-        sums = torch.zeros(len(kernel.squares), len(table), dtype=torch.float64)
+        results = torch.zeros(kernel.results, len(table), dtype=torch.float64)
         if not self._pieces or (skip is not None and skip.item()):
-            return sums
+            return results
         update = kernel.by_torch(scalars) if kernel.by_torch is not None else None
         numbers = {} if update is not None else {name: numbers_of(scalars[name], table) for name in traced.scalars}
         self._pointers.memory.stage_in()
@@ -121,14 +121,19 @@ class PieceLauncher(Launcher):
             suspects = {name: values[name] for name in kernel.checks}
             for i, name in enumerate(kernel.squares):
                 squares, odd = _squares(values[name])
-                sums[i].index_add_(0, torch.tensor(piece.rows), squares)
+                results[i].index_add_(0, torch.tensor(piece.rows), squares)
                 suspects[name] = odd if name in suspects else []
+            for i, name in enumerate(kernel.statistics):
+                rows = torch.tensor(piece.rows)
+                zeros, largest = zeros_and_largest(values[name])
+                results[len(kernel.squares) + i].index_add_(0, rows, zeros)
+                results[kernel.sums + i].scatter_reduce_(0, rows, largest, "amax")
             if found is not None and not all(t.isfinite().all() for tensors in suspects.values() for t in tensors):
                 found.fill_(1.0)
             for name in traced.stores:
                 _store(self._columns[name][0], parts[name], values[name])
         self._pointers.memory.stage_out(self._written)
-        return sums
+        return results
 
     def _load(self, name: str, parts: list[Tensors], piece: _Piece, *, copy: bool) -> Tensors:
         """The values of a column in the dtype of the arithmetic.

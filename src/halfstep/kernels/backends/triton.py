@@ -46,7 +46,7 @@ class TritonLauncher(GeneratedLauncher):
         self._done = torch.zeros(len(table), dtype=torch.int32, device=table.device)
 
     def _run(
-        self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, sums: torch.Tensor
+        self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, results: torch.Tensor
     ) -> None:
         pointers = self._pointers
         with _on(self._device):
@@ -60,7 +60,7 @@ class TritonLauncher(GeneratedLauncher):
                 self._zero if skip is None else skip,
                 self._unseen if found is None else found,
                 self._partial,
-                sums,
+                results,
                 self._done,
                 self._rows,
                 pointers.chunks,
@@ -87,7 +87,7 @@ def _config(kernel: ElementwiseKernel, table: TensorTable, layout: Layout) -> La
     """
     first = next(iter(table.columns.values()))[1][0]
     if (
-        kernel.squares
+        kernel.results
         or _interpreted()
         or sum(t.numel() for t in first) < _WORTHWHILE
         or torch.cuda.is_current_stream_capturing()

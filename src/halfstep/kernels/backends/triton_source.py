@@ -121,19 +121,21 @@ def sum_of_squares(x):
 
 
 @triton.jit
-def add_up(partial, sums, first, done, row, rows, chunks, SUMS: tl.constexpr, WIDTH: tl.constexpr = 1024):
+def add_up(partial, results, first, done, row, rows, chunks, SUMS: tl.constexpr, ALL: tl.constexpr,
+           WIDTH: tl.constexpr = 1024):
     begin = tl.load(first + row)
     end = tl.load(first + row + 1)
     # The order of memory at an atomic (acquire and release) makes the stores of the other programs seen by the last.
     if tl.atomic_add(done + row, 1) == end - begin - 1:
-        for which in tl.static_range(SUMS):
+        for which in tl.static_range(ALL):
             total = tl.zeros((WIDTH,), tl.float64)
             at = begin
             while at < end:  # a range of loaded numbers is beyond the interpreter
                 i = at + tl.arange(0, WIDTH)
-                total += tl.load(partial + which * chunks + i, mask=i < end, other=0.0, cache_modifier=".cg")
+                found = tl.load(partial + which * chunks + i, mask=i < end, other=0.0, cache_modifier=".cg")
+                total = total + found if which < SUMS else tl.maximum(total, found)
                 at += WIDTH
-            tl.store(sums + which * rows + row, tl.sum(total))
+            tl.store(results + which * rows + row, tl.sum(total) if which < SUMS else tl.max(total))
         tl.store(done + row, 0)
 """
 
@@ -152,8 +154,8 @@ def update(%(pointers)s, row, begin, count, chunk, scalars, skip, found, partial
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "skip", "found"])
-def kernel(chunk_row, chunk_start, chunk_count, first, table, scalars, skip, found, partial, sums, done, rows, chunks,
-           BLOCK: tl.constexpr):
+def kernel(chunk_row, chunk_start, chunk_count, first, table, scalars, skip, found, partial, results, done, rows,
+           chunks, BLOCK: tl.constexpr):
     chunk = tl.program_id(0)
     row = tl.load(chunk_row + chunk)
     begin = tl.load(chunk_start + chunk)
@@ -204,6 +206,11 @@ def source(kernel: ElementwiseKernel, layout: Layout) -> str:
     for i, index in enumerate(traced.squares):
         body.append(f"square{index} = sum_of_squares(tl.where(alive, v{index}, 0.0))")
         body.append(f"tl.store(partial + {i} * chunks + chunk, square{index})")
+    for i, index in enumerate(traced.statistics):
+        body.append(f"zeros{i} = tl.sum((alive & (v{index} == 0.0)).to(tl.int32)).to(tl.float64)")
+        body.append(f"largest{i} = tl.max(tl.where(alive & (v{index} == v{index}), tl.abs(v{index}), 0.0))")
+        body.append(f"tl.store(partial + {len(traced.squares) + i} * chunks + chunk, zeros{i})")
+        body.append(f"tl.store(partial + {kernel.sums + i} * chunks + chunk, largest{i}.to(tl.float64))")
     for index in traced.checks:
         # The sum of squares of fp32 values is finite where they are: that of fp64 values can overflow.
         seen = f"square{index}" if index in traced.squares and acc == "tl.float32" else f"v{index}"
@@ -211,7 +218,9 @@ def source(kernel: ElementwiseKernel, layout: Layout) -> str:
         if seen.startswith("v"):
             body.append(f"odd{index} = tl.sum((alive & odd{index}).to(tl.int32)) > 0")
         body.append(f"tl.store(found, 1.0, mask=odd{index})")
-    finish = [f"add_up(partial, sums, first, done, row, rows, chunks, {len(traced.squares)})"] if traced.squares else []
+    finish = []
+    if kernel.results:
+        finish = [f"add_up(partial, results, first, done, row, rows, chunks, {kernel.sums}, {kernel.results})"]
     pointers = [pointer for pointer, _, _ in parts]
     return _PRELUDE + _ENTRY % {
         "vector": vector,

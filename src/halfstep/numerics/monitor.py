@@ -1,0 +1,323 @@
+"""``Monitor``: samples what the tensors of a training look like, at every n-th step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.torch_compat import backward_pass_id
+from ..findings.finding import Finding
+from ..gradients.async_reader import capturing
+from ..kernels.tensor_table import Number
+from ..optimizers.base import FusedOptimizer
+from ..optimizers.param_rows import ParamRows
+from ..stepping.attached import AttachedOptimizer, attached_to, observers
+from ..stepping.prepare import bare
+from .alarms import Alarms
+from .gradients import GradientTotals, Totals
+from .row import Row, merge_rows, save_rows
+from .sampled_step import Named, SampledStep
+from .survey import Surveyed
+
+__all__ = ["TENSORS", "Monitor"]
+
+TENSORS = ("output", "output_grad", "grad", "update")
+"""What a monitor can look at."""
+
+_LEAST = 1024  # elements of a tensor that are sampled, if it has them
+_SHOWN = ("amax", "rms", "zeros", "overflow", "nan", "headroom", "subnormal", "flushed")
+
+Patterns = str | Sequence[str] | None
+
+
+class Monitor:
+    """Sample what the tensors of a training look like, at every n-th step.
+
+    ::
+
+        monitor = halfstep.numerics.Monitor(model, optimizer, every=100)
+        with monitor:
+            train()
+        monitor.report("numerics.html")
+
+    At a sampled step it looks at what modules return and at the gradients of that, at the gradients of parameters, and
+    at what the step adds to the numbers behind them (masters, where there are some). In between no hook is left on the
+    modules. Where the optimizer is one of halfstep's fused ones, or runs fused because ``amp`` made it so, gradients
+    are looked at in all steps, in the read that the step makes for clipping anyway.
+
+    Nothing waits for the device: numbers are fetched when they have arrived. Compiled modules run eagerly at sampled
+    steps. Forward passes without gradients do not count, if there is an optimizer. Gradients that are freed inside of
+    the backward pass (``attach(model, release=True)``) and what replayed CUDA graphs compute are not seen.
+
+    Args:
+        model: any module; of a wrapped one (DistributedDataParallel) the inner module gives the names.
+        optimizer: of its parameters, before or after ``amp`` prepared it. Without one, each forward pass of the model
+            is a step, and there are no "grad" and "update".
+        every: how many steps lie between two that are sampled; the first one is.
+        tensors: some of ``TENSORS``. With "update" come rows of "weight": the values before the step.
+        include: fnmatch patterns; if given, only modules and parameters with such a name are looked at.
+        exclude: those with such a name are not.
+        bins: whether rows have histograms of exponents. Without them nothing is said of subnormal and flushed numbers.
+        sample: of how many elements exponents are counted in a step. All its tensors share them equally, but of each
+            1,024 are taken.
+        scaler: the ``torch.amp.GradScaler`` that scales the losses, if one does. Halfstep's own need not be named.
+
+    Raises:
+        ArgumentTypeError: for a model or an optimizer of another type.
+        ArgumentValueError: for other values than these.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        every: int = 100,
+        tensors: Sequence[str] = TENSORS,
+        include: Patterns = None,
+        exclude: Patterns = None,
+        bins: bool = True,
+        sample: int = 65536,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(f"Monitor takes a torch.nn.Module, not {type(model).__name__}.")
+        self._optimizer = None if optimizer is None else bare(optimizer)
+        if self._optimizer is not None and not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise ArgumentTypeError(f"Monitor takes a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+        for name, number in (("every", every), ("sample", sample)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ArgumentValueError(f"{name}={number!r} must be a whole number, 1 or more.")
+        if isinstance(tensors, str) or not set(tensors) <= set(TENSORS):
+            raise ArgumentValueError(f"tensors={tensors!r} must be a tuple of some of {TENSORS}.")
+        self._model = model
+        self._every = every
+        self._kinds = frozenset(tensors)
+        self._include, self._exclude = _patterns(include), _patterns(exclude)
+        self._bins = bins
+        self._sample = sample
+        self._scaler = scaler
+        self._root = model
+        self._modules: list[tuple[str, nn.Module]] = []
+        self._names: dict[int, str] = {}
+        self._hooks: list[Any] = []  # for as long as it is attached
+        self._next = 0
+        self._open: SampledStep | None = None
+        self._stepping = False
+        self._attached: AttachedOptimizer | None = None
+        self._totals = GradientTotals()
+        self._late: deque[_Late] = deque()
+        self._rows: list[Row] = []
+        self._latest: dict[str, float] = {}
+        self._alarms = Alarms()
+
+    # ---- on and off
+
+    def attach(self) -> Monitor:
+        """Begin, with the step that comes next.
+
+        Raises:
+            UsageError: if it is attached.
+        """
+        if self._hooks:
+            raise UsageError("This Monitor is attached already; detach() it first.")
+        inner = getattr(self._model, "module", None)
+        self._root = inner if isinstance(inner, nn.Module) else self._model
+        named = ((name or "(root)", module) for name, module in self._root.named_modules())
+        self._modules = [(name, module) for name, module in named if self._wanted(name)]
+        self._names = {id(p): name for name, p in self._root.named_parameters() if self._wanted(name)}
+        optimizer = self._optimizer
+        if optimizer is None:
+            self._hooks = [self._root.register_forward_pre_hook(self._before_forward, prepend=True)]
+            return self
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_plain_step),
+            optimizer.register_step_post_hook(self._after_plain_step),
+        ]
+        observers.append(self)
+        if "grad" in self._kinds and isinstance(optimizer, FusedOptimizer):
+            optimizer.on_gradients = self._see_gradients
+        self._begin()
+        return self
+
+    def detach(self) -> None:
+        """End. What was sampled stays, that of a step that has not come to its end, too."""
+        self._finish(None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self in observers:
+            observers.remove(self)
+        if isinstance(self._optimizer, FusedOptimizer) and self._optimizer.on_gradients == self._see_gradients:
+            self._optimizer.on_gradients = None
+
+    def __enter__(self) -> Monitor:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    # ---- what it has seen
+
+    def latest(self) -> dict[str, float]:
+        """The numbers of the newest sampled step that has arrived, for TensorBoard, wandb and their like.
+
+        Nothing waits. The keys are ``numerics/{module}/{tensor}/{what}``, for example
+        ``numerics/blocks.3.mlp/output/headroom``. It is empty before the first step has arrived.
+        """
+        self._poll(wait=False)
+        return dict(self._latest)
+
+    def rows(self) -> list[Row]:
+        """All rows so far, in the order of the steps, and within a step in that of execution.
+
+        Several backward passes of one step are added up. Waits for what has not arrived.
+        """
+        self._poll(wait=True)
+        return list(self._rows)
+
+    def findings(self) -> list[Finding]:
+        """What is wrong or about to go wrong by the rows so far: HS116, HS117. Waits for what has not arrived."""
+        self._poll(wait=True)
+        return self._alarms.findings()
+
+    def save(self, path: str | Path) -> None:
+        """Write all rows as JSON lines, for ``halfstep.numerics.compare`` and ``load_rows``."""
+        save_rows(path, self.rows())
+
+    # ---- steps
+
+    def before_step(self, attached: AttachedOptimizer) -> None:
+        """As an observer: a step of an optimizer under ``amp`` begins."""
+        if attached.optimizer is self._optimizer:
+            self._stepping, self._attached = True, attached
+            self._begin_update(attached.stepping.grad_scale)
+
+    def after_step(self, attached: AttachedOptimizer) -> None:
+        """As an observer: a step was taken or skipped."""
+        if attached.optimizer is self._optimizer:
+            self._stepping = False
+            self._end_update(attached.stepping.was_skipped)
+
+    def _before_plain_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._stepping:  # an observer has heard of it
+            self._begin_update(getattr(optimizer, "grad_scale", None))
+
+    def _after_plain_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._stepping:
+            self._end_update(getattr(optimizer, "found_inf", None))
+
+    def _begin_update(self, grad_scale: torch.Tensor | None) -> None:
+        step, optimizer = self._open, self._optimizer
+        if step is None or optimizer is None:
+            return
+        step.note_scale(self._live_scale() if grad_scale is None else grad_scale)
+        params = self._named(p for group in optimizer.param_groups for p in group["params"])
+        if "grad" in self._kinds and not isinstance(optimizer, FusedOptimizer):
+            step.add_gradients(params, scaled=grad_scale is not None)
+        if "update" in self._kinds:
+            step.before_update(optimizer, params)
+
+    def _end_update(self, skipped: torch.Tensor | None) -> None:
+        step, optimizer = self._open, self._optimizer
+        if step is not None and optimizer is not None:
+            step.after_update(optimizer)
+        self._finish(skipped)
+        self._next += 1
+        self._poll(wait=False)
+        self._begin()
+
+    def _see_gradients(self, all_rows: Sequence[ParamRows], inverse: Number) -> None:
+        self._totals(all_rows, inverse)
+        step = self._open
+        if step is not None:
+            for rows in all_rows:
+                step.sample_gradients(self._named(rows.params), inverse)
+
+    def _before_forward(self, *_: Any) -> None:
+        """Without an optimizer, a forward pass of the whole model is a step."""
+        if backward_pass_id() == -1:
+            self._finish(None)
+            self._poll(wait=False)
+            self._begin()
+            self._next += 1
+
+    def _begin(self) -> None:
+        if self._next % self._every or any(capturing(p.device) for p in self._root.parameters()):
+            return
+        outputs, output_grads = "output" in self._kinds, "output_grad" in self._kinds
+        tensors = len(self._modules) * (outputs + output_grads)
+        if self._optimizer is not None:
+            tensors += len(self._names) * (("grad" in self._kinds) + 2 * ("update" in self._kinds))
+        self._open = SampledStep(
+            self._next,
+            self._root,
+            self._modules,
+            outputs=outputs,
+            output_grads=output_grads,
+            graded=self._optimizer is not None,
+            count=max(_LEAST, self._sample // max(tensors, 1)),
+            bins=self._bins,
+            live_scale=self._live_scale,
+        )
+
+    def _finish(self, skipped: torch.Tensor | None) -> None:
+        step, self._open = self._open, None
+        if step is not None:
+            step.close()
+            self._late.append(_Late(step.finish(skipped), self._totals.take(self._names)))
+
+    def _poll(self, *, wait: bool) -> None:
+        while self._late and (wait or self._late[0].arrived):
+            rows = self._late.popleft().rows()
+            self._rows.extend(rows)
+            self._alarms.add(rows)
+            self._latest = dict(_shown(rows))
+
+    def _live_scale(self) -> torch.Tensor | None:
+        if self._scaler is not None:
+            return self._scaler._get_scale_async()
+        attached = attached_to(self._optimizer) or self._attached
+        return None if attached is None else attached.passes.scale
+
+    def _named(self, params: Iterable[torch.Tensor]) -> Named:
+        return [(self._names[id(p)], p) for p in params if id(p) in self._names]
+
+    def _wanted(self, name: str) -> bool:
+        if any(fnmatchcase(name, pattern) for pattern in self._exclude or ()):
+            return False
+        return self._include is None or any(fnmatchcase(name, pattern) for pattern in self._include)
+
+
+class _Late:
+    """The numbers of a step, on their way to the host."""
+
+    def __init__(self, surveyed: Sequence[Surveyed], totals: Totals) -> None:
+        self._surveyed, self._totals = surveyed, totals
+
+    @property
+    def arrived(self) -> bool:
+        return self._totals.arrived and all(each.arrived for each in self._surveyed)
+
+    def rows(self) -> list[Row]:
+        return self._totals.into(merge_rows(row for each in self._surveyed for row in each.rows()))
+
+
+def _shown(rows: Sequence[Row]) -> Iterator[tuple[str, float]]:
+    for row in rows:
+        name = f"numerics/{row.module}{f'[{row.call}]' if row.call else ''}/{row.tensor}"
+        yield from ((f"{name}/{what}", getattr(row, what)) for what in _SHOWN)
+
+
+def _patterns(patterns: Patterns) -> Sequence[str] | None:
+    return (patterns,) if isinstance(patterns, str) else patterns

@@ -1,0 +1,191 @@
+"""One step of a training, looked at: hooks for as long as it lasts, and what they have seen."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..core.dtypes import is_half
+from ..core.torch_compat import (
+    DisableTorchFunction,
+    backward_pass_id,
+    functorch_level,
+    is_fake,
+    tree_flatten,
+    values_of,
+)
+from ..findings.watching import numbers_behind
+from ..gradients.ledger import get_grads
+from ..kernels.shards import local
+from ..kernels.storage import join
+from ..kernels.tensor_table import Number
+from .survey import About, Survey, Surveyed, can_survey, spread
+
+__all__ = ["Named", "SampledStep"]
+
+Named = Sequence[tuple[str, torch.Tensor]]
+"""Parameters with their names."""
+
+
+class SampledStep:
+    """What one step shows. It begins when it is made.
+
+    Args:
+        index: which step it is.
+        root: its forward passes begin passes.
+        modules: those to look at, with their names.
+        outputs: whether to look at what they return.
+        output_grads: whether to look at the gradients of that.
+        graded: whether forward passes without gradients are none of the step's.
+        count: how many elements of each tensor to sample.
+        bins: whether rows get histograms.
+        live_scale: gives the tensor that losses are multiplied by at the moment; None if that is not known.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        root: nn.Module,
+        modules: Sequence[tuple[str, nn.Module]],
+        *,
+        outputs: bool,
+        output_grads: bool,
+        graded: bool,
+        count: int,
+        bins: bool,
+        live_scale: Callable[[], torch.Tensor | None],
+    ) -> None:
+        self._index = index
+        self._outputs, self._output_grads, self._graded = outputs, output_grads, graded
+        self._count = count
+        self._survey = Survey(count, bins=bins)
+        self._live_scale = live_scale
+        self._scale: torch.Tensor | None = None
+        self._before: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._calls: tuple[Counter[str], Counter[str]] = (Counter(), Counter())  # forward passes, and recomputed ones
+        self._done: set[About] = set()
+        self._returned: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._closed = False
+        self._hooks: list[RemovableHandle] = []
+        if outputs or output_grads:
+            self._hooks = [m.register_forward_hook(functools.partial(self._output, name)) for name, m in modules]
+            self._hooks.append(root.register_forward_pre_hook(self._begin_pass, prepend=True))
+            # What is compiled has no hooks. Whoever never imported the compiler has compiled nothing.
+            self._stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
+
+    def close(self) -> None:
+        """The step is over: remove the hooks."""
+        self._closed = True
+        if self._hooks and self._stance is not None:
+            self._stance.__exit__(None, None, None)
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def finish(self, skipped: torch.Tensor | None) -> list[Surveyed]:
+        """Count what was seen; ``skipped`` as for ``Survey.finish``."""
+        return self._survey.finish(self._scale, skipped)
+
+    def note_scale(self, scale: torch.Tensor | None) -> None:
+        """Remember the loss scale as it is now, unless it is known."""
+        if self._scale is None and scale is not None:
+            self._scale = scale.detach().clone()
+
+    # ---- parameters
+
+    def add_gradients(self, params: Named, *, scaled: bool) -> None:
+        """Look at the gradients that parameters have now; ``scaled`` says whether the loss scale is in them."""
+        for (name, param), grad in zip(params, get_grads([p for _, p in params]), strict=True):
+            if grad is not None:
+                values = values_of(grad.coalesce()) if grad.is_sparse else grad
+                if can_survey(values):
+                    scale = "in" if scaled else "out"
+                    self._survey.add(
+                        About(self._index, name, "grad"), values, dtype=_computed(param, grad), scale=scale
+                    )
+
+    @torch.no_grad()
+    def sample_gradients(self, params: Named, inverse: Number) -> None:
+        """Sample the gradients that parameters have now, multiplied by ``inverse``; the rest is known of them."""
+        for name, param in params:
+            grad = param.grad
+            if grad is not None and can_survey(grad):
+                values = spread(grad, self._count).float() * inverse
+                about, numel = About(self._index, name, "grad"), local(grad).numel()
+                self._survey.add_values(about, _computed(param, grad), numel, values, scale="out")
+
+    @torch.no_grad()
+    def before_update(self, optimizer: torch.optim.Optimizer, params: Named) -> None:
+        """Keep a sample of the numbers that the step will change."""
+        here = [(name, param) for name, param in params if can_survey(param) and param.grad is not None]
+        self._before = [(name, param, self._values(optimizer, param)) for name, param in here]
+
+    @torch.no_grad()
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare them with what they are after the step, unless masters were made in it."""
+        for name, param, before in self._before:
+            after = self._values(optimizer, param)
+            if after.dtype is before.dtype:
+                numel, dtype = local(param.detach()).numel(), before.dtype
+                wide = torch.promote_types(dtype, torch.float32)
+                self._survey.add_values(About(self._index, name, "weight"), dtype, numel, before)
+                self._survey.add_values(About(self._index, name, "update"), dtype, numel, after.to(wide) - before)
+        self._before = []
+
+    def _values(self, optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor:
+        numbers = [spread(number, self._count) for number in numbers_behind(optimizer, param)]
+        return join(*numbers) if len(numbers) == 2 else numbers[0]
+
+    # ---- hooks
+
+    def _begin_pass(self, module: nn.Module, args: Any) -> None:
+        if backward_pass_id() == -1:
+            for calls in self._calls:
+                calls.clear()
+            self._done.clear()
+            self._returned.clear()
+
+    def _output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        recomputed = backward_pass_id() != -1  # by a checkpoint
+        if self._closed or (self._graded and not torch.is_grad_enabled()) or functorch_level() is not None:
+            return
+        calls = self._calls[recomputed]
+        call, calls[name] = calls[name], calls[name] + 1
+        for i, tensor in enumerate(_tensors(output)):
+            if self._is_known(tensor):
+                continue
+            about = About(self._index, f"{name}[{i}]" if i else name, "output", call)
+            if self._outputs and about not in self._done:
+                with DisableTorchFunction():
+                    self._survey.add(about, tensor)
+            self._done.add(about)
+            if self._output_grads and tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._gradient, about._replace(tensor="output_grad")))
+
+    def _gradient(self, about: About, grad: torch.Tensor) -> None:
+        if not self._closed and can_survey(grad):
+            self.note_scale(self._live_scale())
+            with DisableTorchFunction():
+                self._survey.add(about, grad, scale="in")
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether a module inside of this one has returned the very tensor."""
+        known = self._returned.get(id(tensor))
+        self._returned[id(tensor)] = weakref.ref(tensor)
+        return known is not None and known() is tensor
+
+
+def _tensors(output: Any) -> Iterable[torch.Tensor]:
+    return [t for t in tree_flatten(output)[0] if can_survey(t) and not is_fake(t)]
+
+
+def _computed(param: torch.Tensor, grad: torch.Tensor) -> torch.dtype:
+    """In which dtype a backward pass computed a gradient, which may have become wider since."""
+    return param.dtype if is_half(param) else grad.dtype
