@@ -7,8 +7,11 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
+import torch
+
 from ..findings.finding import Finding, grouped, log, share
 from .row import Row
+from .survey import About
 
 __all__ = ["Alarms"]
 
@@ -27,24 +30,36 @@ class Alarms:
       overflow within 30 steps if it went on growing as it did over the last sampled steps. Gradients do not count: a
       loss scale grows until they overflow, on purpose.
     - HS117: 1 % or more of a gradient has become 0, because the numbers were too small for their dtype.
+
+    Attributes:
+        steps: how many steps ``add_step`` has seen.
     """
 
     def __init__(self) -> None:
         self._headrooms: dict[tuple[str, int], deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self._near: dict[str, tuple[int, float, float]] = {}
-        self._flushed: dict[str, tuple[int, int, float]] = {}
+        self._flushed: dict[str, tuple[int, float]] = {}
+        self.steps = 0
 
-    def add(self, rows: Iterable[Row]) -> None:
-        """Look at the rows of one step."""
-        known = {finding.code for finding in self.findings()}
+    def add_outputs(self, outputs: Iterable[tuple[About, torch.dtype, float]]) -> None:
+        """Look at what modules returned in one step: which, in what dtype, and its largest magnitude."""
+        known = set(self._near)
+        for about, dtype, amax in outputs:
+            self._add_output(about, Row(*about, dtype=str(dtype).removeprefix("torch."), amax=amax).headroom)
+        if not known:
+            log(finding for finding in self.findings() if finding.code == "HS116")
+
+    def add_step(self, rows: Iterable[Row]) -> None:
+        """Look at all rows of one step."""
+        known = set(self._flushed)
+        self.steps += 1
         for row in rows:
-            if row.tensor == "output":
-                self._add_output(row)
-            elif row.tensor in ("grad", "output_grad") and row.flushed >= _FLUSHED:
+            if row.tensor in ("grad", "output_grad") and row.flushed >= _FLUSHED:
                 name = f"{row.module} ({row.tensor})"
-                worst = max(row.flushed, self._flushed.get(name, (0, 0, 0.0))[2])
-                self._flushed[name] = (row.step, row.numel, worst)
-        log(finding for finding in self.findings() if finding.code not in known)
+                worst = max(row.flushed, self._flushed.get(name, (0, 0.0))[1])
+                self._flushed[name] = (row.numel, worst)
+        if not known:
+            log(finding for finding in self.findings() if finding.code == "HS117")
 
     def findings(self) -> list[Finding]:
         """What was found so far."""
@@ -64,8 +79,8 @@ class Alarms:
                 )
             )
         if self._flushed:
-            sizes = {name: numel for name, (_, numel, _) in self._flushed.items()}
-            worst = max(lost for _, _, lost in self._flushed.values())
+            sizes = {name: numel for name, (numel, _) in self._flushed.items()}
+            worst = max(lost for _, lost in self._flushed.values())
             found.append(
                 Finding(
                     "HS117",
@@ -78,19 +93,17 @@ class Alarms:
             )
         return found
 
-    def _add_output(self, row: Row) -> None:
-        history = self._headrooms[row.module, row.call]
-        headroom = row.headroom
+    def _add_output(self, about: About, headroom: float) -> None:
+        history = self._headrooms[about.module, about.call]
         if not math.isfinite(headroom):
             history.clear()
             return
-        history.append((row.step, headroom))
-        if headroom < _NEAR:
-            self._near.setdefault(row.module, (row.step, headroom, 0.0))
-        elif headroom < _TREND and len(history) >= _FEWEST:
+        history.append((about.step, headroom))
+        left = 0.0 if headroom < _NEAR else math.inf
+        if left and headroom < _TREND and len(history) >= _FEWEST:
             left = _steps_left(history)
-            if left <= _AHEAD:
-                self._near.setdefault(row.module, (row.step, headroom, left))
+        if left <= _AHEAD:
+            self._near.setdefault(about.module, (about.step, headroom, left))
 
 
 def _steps_left(history: Iterable[tuple[int, float]]) -> float:

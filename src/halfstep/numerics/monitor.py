@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,14 +25,14 @@ from .alarms import Alarms
 from .gradients import GradientTotals, Totals
 from .row import Row, merge_rows, save_rows
 from .sampled_step import Named, SampledStep
-from .survey import Surveyed
+from .survey import About, Surveyed
 
 __all__ = ["TENSORS", "Monitor"]
 
 TENSORS = ("output", "output_grad", "grad", "update")
 """What a monitor can look at."""
 
-_LEAST = 1024  # elements of a tensor that are sampled, if it has them
+_LEAST = 256  # elements of a tensor that are sampled, if it has them
 _SHOWN = ("amax", "rms", "zeros", "overflow", "nan", "headroom", "subnormal", "flushed")
 
 Patterns = str | Sequence[str] | None
@@ -67,7 +67,7 @@ class Monitor:
         exclude: those with such a name are not.
         bins: whether rows have histograms of exponents. Without them nothing is said of subnormal and flushed numbers.
         sample: of how many elements exponents are counted in a step. All its tensors share them equally, but of each
-            1,024 are taken.
+            256 are taken.
         scaler: the ``torch.amp.GradScaler`` that scales the losses, if one does. Halfstep's own need not be named.
 
     Raises:
@@ -114,9 +114,8 @@ class Monitor:
         self._stepping = False
         self._attached: AttachedOptimizer | None = None
         self._totals = GradientTotals()
-        self._late: deque[_Late] = deque()
-        self._rows: list[Row] = []
-        self._latest: dict[str, float] = {}
+        self._steps: list[_Step] = []
+        self._arrived = 0  # how many of them
         self._alarms = Alarms()
 
     # ---- on and off
@@ -151,6 +150,7 @@ class Monitor:
     def detach(self) -> None:
         """End. What was sampled stays, that of a step that has not come to its end, too."""
         self._finish(None)
+        self.findings()  # which logs them
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -176,7 +176,7 @@ class Monitor:
         ``numerics/blocks.3.mlp/output/headroom``. It is empty before the first step has arrived.
         """
         self._poll(wait=False)
-        return dict(self._latest)
+        return dict(_shown(self._steps[self._arrived - 1].rows(bins=True))) if self._arrived else {}
 
     def rows(self) -> list[Row]:
         """All rows so far, in the order of the steps, and within a step in that of execution.
@@ -184,11 +184,13 @@ class Monitor:
         Several backward passes of one step are added up. Waits for what has not arrived.
         """
         self._poll(wait=True)
-        return list(self._rows)
+        return [row for step in self._steps for row in step.rows(bins=self._bins)]
 
     def findings(self) -> list[Finding]:
         """What is wrong or about to go wrong by the rows so far: HS116, HS117. Waits for what has not arrived."""
         self._poll(wait=True)
+        for step in self._steps[self._alarms.steps :]:
+            self._alarms.add_step(step.rows(bins=True))
         return self._alarms.findings()
 
     def save(self, path: str | Path) -> None:
@@ -210,12 +212,16 @@ class Monitor:
             self._end_update(attached.stepping.was_skipped)
 
     def _before_plain_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._stepping:  # an observer has heard of it
+        if not self._observed(optimizer):
             self._begin_update(getattr(optimizer, "grad_scale", None))
 
     def _after_plain_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._stepping:
+        if not self._observed(optimizer):
             self._end_update(getattr(optimizer, "found_inf", None))
+
+    def _observed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``before_step`` hears of this step: the optimizer went through ``amp``, or a GradScaler steps it."""
+        return self._stepping or attached_to(optimizer) is not None
 
     def _begin_update(self, grad_scale: torch.Tensor | None) -> None:
         step, optimizer = self._open, self._optimizer
@@ -267,7 +273,6 @@ class Monitor:
             output_grads=output_grads,
             graded=self._optimizer is not None,
             count=max(_LEAST, self._sample // max(tensors, 1)),
-            bins=self._bins,
             live_scale=self._live_scale,
         )
 
@@ -275,14 +280,12 @@ class Monitor:
         step, self._open = self._open, None
         if step is not None:
             step.close()
-            self._late.append(_Late(step.finish(skipped), self._totals.take(self._names)))
+            self._steps.append(_Step(step.finish(skipped), self._totals.take(self._names)))
 
     def _poll(self, *, wait: bool) -> None:
-        while self._late and (wait or self._late[0].arrived):
-            rows = self._late.popleft().rows()
-            self._rows.extend(rows)
-            self._alarms.add(rows)
-            self._latest = dict(_shown(rows))
+        while self._arrived < len(self._steps) and (wait or self._steps[self._arrived].arrived):
+            self._alarms.add_outputs(self._steps[self._arrived].outputs())
+            self._arrived += 1
 
     def _live_scale(self) -> torch.Tensor | None:
         if self._scaler is not None:
@@ -299,8 +302,8 @@ class Monitor:
         return self._include is None or any(fnmatchcase(name, pattern) for pattern in self._include)
 
 
-class _Late:
-    """The numbers of a step, on their way to the host."""
+class _Step:
+    """The numbers of a sampled step, on their way to the host. Rows take more memory, and are made when asked for."""
 
     def __init__(self, surveyed: Sequence[Surveyed], totals: Totals) -> None:
         self._surveyed, self._totals = surveyed, totals
@@ -309,8 +312,11 @@ class _Late:
     def arrived(self) -> bool:
         return self._totals.arrived and all(each.arrived for each in self._surveyed)
 
-    def rows(self) -> list[Row]:
-        return self._totals.into(merge_rows(row for each in self._surveyed for row in each.rows()))
+    def outputs(self) -> Iterator[tuple[About, torch.dtype, float]]:
+        return itertools.chain.from_iterable(each.outputs() for each in self._surveyed)
+
+    def rows(self, *, bins: bool) -> list[Row]:
+        return self._totals.into(merge_rows(row for each in self._surveyed for row in each.rows(bins=bins)))
 
 
 def _shown(rows: Sequence[Row]) -> Iterator[tuple[str, float]]:

@@ -46,7 +46,6 @@ class SampledStep:
         output_grads: whether to look at the gradients of that.
         graded: whether forward passes without gradients are none of the step's.
         count: how many elements of each tensor to sample.
-        bins: whether rows get histograms.
         live_scale: gives the tensor that losses are multiplied by at the moment; None if that is not known.
     """
 
@@ -60,16 +59,15 @@ class SampledStep:
         output_grads: bool,
         graded: bool,
         count: int,
-        bins: bool,
         live_scale: Callable[[], torch.Tensor | None],
     ) -> None:
         self._index = index
         self._outputs, self._output_grads, self._graded = outputs, output_grads, graded
         self._count = count
-        self._survey = Survey(count, bins=bins)
+        self._survey = Survey(count)
         self._live_scale = live_scale
         self._scale: torch.Tensor | None = None
-        self._before: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._before: list[_Numbers] = []
         self._calls: tuple[Counter[str], Counter[str]] = (Counter(), Counter())  # forward passes, and recomputed ones
         self._done: set[About] = set()
         self._returned: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -106,10 +104,8 @@ class SampledStep:
             if grad is not None:
                 values = values_of(grad.coalesce()) if grad.is_sparse else grad
                 if can_survey(values):
-                    scale = "in" if scaled else "out"
-                    self._survey.add(
-                        About(self._index, name, "grad"), values, dtype=_computed(param, grad), scale=scale
-                    )
+                    about, dtype = About(self._index, name, "grad"), _computed(param, grad)
+                    self._survey.add(about, values, dtype=dtype, scale="in" if scaled else "out")
 
     @torch.no_grad()
     def sample_gradients(self, params: Named, inverse: Number) -> None:
@@ -124,24 +120,25 @@ class SampledStep:
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer, params: Named) -> None:
         """Keep a sample of the numbers that the step will change."""
-        here = [(name, param) for name, param in params if can_survey(param) and param.grad is not None]
-        self._before = [(name, param, self._values(optimizer, param)) for name, param in here]
+        alike: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
+        for name, param in params:
+            if can_survey(param) and param.grad is not None:
+                kinds = [number.dtype for number in numbers_behind(optimizer, param)]
+                alike.setdefault((param.device, *kinds), []).append((name, param))
+        self._before = [_Numbers(optimizer, each, self._count) for each in alike.values()]
 
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare them with what they are after the step, unless masters were made in it."""
-        for name, param, before in self._before:
-            after = self._values(optimizer, param)
-            if after.dtype is before.dtype:
-                numel, dtype = local(param.detach()).numel(), before.dtype
-                wide = torch.promote_types(dtype, torch.float32)
-                self._survey.add_values(About(self._index, name, "weight"), dtype, numel, before)
-                self._survey.add_values(About(self._index, name, "update"), dtype, numel, after.to(wide) - before)
+        for before in self._before:
+            after = _Numbers(optimizer, before.params, self._count)
+            if after.values.dtype is before.values.dtype:
+                dtype = before.values.dtype
+                delta = after.values.to(torch.promote_types(dtype, torch.float32)) - before.values
+                for kind, values in (("weight", before.values), ("update", delta)):
+                    for (name, param), sample in zip(before.params, values.split(before.lengths), strict=True):
+                        self._survey.add_values(About(self._index, name, kind), dtype, local(param).numel(), sample)
         self._before = []
-
-    def _values(self, optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor:
-        numbers = [spread(number, self._count) for number in numbers_behind(optimizer, param)]
-        return join(*numbers) if len(numbers) == 2 else numbers[0]
 
     # ---- hooks
 
@@ -180,6 +177,18 @@ class SampledStep:
         known = self._returned.get(id(tensor))
         self._returned[id(tensor)] = weakref.ref(tensor)
         return known is not None and known() is tensor
+
+
+class _Numbers:
+    """A sample of the numbers behind parameters, whose masters are of one kind, in one tensor."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Named, count: int) -> None:
+        self.params = params
+        columns = zip(*([spread(n, count) for n in numbers_behind(optimizer, p)] for _, p in params), strict=True)
+        parts = [list(column) for column in columns]
+        self.lengths = [sample.numel() for sample in parts[0]]
+        joined = [torch.cat(samples) for samples in parts]
+        self.values = join(*joined) if len(joined) == 2 else joined[0]
 
 
 def _tensors(output: Any) -> Iterable[torch.Tensor]:

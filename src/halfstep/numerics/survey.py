@@ -7,9 +7,8 @@ lie in memory. Exponents are taken from the bits of a float, which is 20 times f
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ _ZERO, _NAN, _INF, _KINDS = 256, 257, 255, 258
 """Of each number one of 258 kinds is counted: the 8 bits of its exponent, of which 255 is inf, or zero, or NaN."""
 
 _BIAS = 127
+_LINES = 64  # of a block: with 1,024 numbers each it stays in the cache of a core
 
 
 LossScale = Literal["none", "in", "out"]
@@ -40,12 +40,180 @@ class About(NamedTuple):
 
 
 class _Taken(NamedTuple):
+    """What the host knows of a tensor that was looked at."""
+
     about: About
     dtype: torch.dtype
     numel: int
-    extremes: tuple[torch.Tensor, ...]
-    sample: torch.Tensor
+    sampled: int
     scale: LossScale
+
+    @property
+    def is_output(self) -> bool:
+        return self.about.tensor == "output"
+
+
+class _Block:
+    """The samples of some tensors on one device: for each a line of float32 numbers, filled up with zeros.
+
+    Attributes:
+        taken: which tensors.
+        values: the lines.
+        extremes: the least and the largest number of whole tensors, by line.
+    """
+
+    def __init__(self, device: torch.device, width: int) -> None:
+        self.taken: list[_Taken] = []
+        self.values = torch.zeros(_LINES, width, device=device)
+        self.extremes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+class Survey:
+    """The tensors of one step.
+
+    Args:
+        count: how many elements of each to sample.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = max(count, PROBE)
+        self._blocks: list[_Block] = []
+        self._open: dict[torch.device, _Block] = {}
+
+    @torch.no_grad()
+    def add(
+        self, about: About, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, scale: LossScale = "none"
+    ) -> None:
+        """Look at a tensor now, at the part of it that lies here: it may change or be freed afterwards.
+
+        Args:
+            about: which one it is.
+            tensor: ``can_survey`` it.
+            dtype: in which the numbers were computed, if not in that of the tensor.
+            scale: what the loss scale has to do with it.
+        """
+        here = _flat(local(tensor.detach()))
+        values = spread(here, self._count)
+        extremes = here.aminmax() if values.numel() < here.numel() else None
+        self.add_values(about, dtype or tensor.dtype, here.numel(), values, scale, extremes)
+
+    def add_values(
+        self,
+        about: About,
+        dtype: torch.dtype,
+        numel: int,
+        values: torch.Tensor,
+        scale: LossScale = "none",
+        extremes: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Take values that are a sample already.
+
+        Args:
+            about: of which tensor.
+            dtype: in which its numbers were computed.
+            numel: how many it has.
+            values: some of them.
+            scale: as for ``add``.
+            extremes: the least and the largest of all of them, if known.
+        """
+        if not numel:
+            return
+        block = self._open.get(values.device)
+        if block is None or len(block.taken) == _LINES:
+            block = self._open[values.device] = _Block(values.device, self._count)
+            self._blocks.append(block)
+        line = len(block.taken)
+        block.values[line, : values.numel()].copy_(values)
+        if extremes is not None:
+            block.extremes[line] = extremes
+        block.taken.append(_Taken(about, dtype, numel, values.numel(), scale))
+
+    def finish(self, scale: torch.Tensor | None, skipped: torch.Tensor | None) -> list[Surveyed]:
+        """Count, without waiting for any device.
+
+        Args:
+            scale: 0-dim tensor that the loss was multiplied by; None if it was not.
+            skipped: 0-dim tensor that is not 0 if the optimizer's step changed nothing: then there are no updates.
+        """
+        return [Surveyed(block, scale, skipped) for block in self._blocks]
+
+
+class Surveyed:
+    """The numbers of some tensors of one step, on their way to the host."""
+
+    @torch.no_grad()
+    def __init__(self, block: _Block, scale: torch.Tensor | None, skipped: torch.Tensor | None) -> None:
+        self._taken = block.taken
+        rows, device = len(block.taken), block.values.device
+        values = block.values[:rows]
+        bits = values.view(torch.int32) & 0x7FFF_FFFF
+        kinds = (bits >> 23).masked_fill_(bits == 0, _ZERO).masked_fill_(bits > 0x7F80_0000, _NAN)
+        kinds += torch.arange(0, rows * _KINDS, _KINDS, dtype=torch.int32, device=device)[:, None]
+        if device.type == "cpu":  # elsewhere bincount waits for the largest number
+            counts = torch.bincount(kinds.flatten(), minlength=rows * _KINDS)
+        else:
+            counts = torch.zeros(rows * _KINDS, dtype=torch.int32, device=device)
+            counts.scatter_add_(0, kinds.flatten().long(), counts.new_ones(1).expand(kinds.numel()))
+        magnitudes = bits.view(torch.float32)
+        amax = magnitudes.amax(1)
+        if block.extremes:
+            lines = _on(tuple(block.extremes), device)
+            ends = torch.stack([end.float() for pair in block.extremes.values() for end in pair]).abs()
+            amax[lines] = torch.maximum(amax[lines], ends.view(-1, 2).amax(1))
+        smallest = magnitudes.masked_fill(bits == 0, torch.inf).amin(1)
+        finite = magnitudes.masked_fill_(bits >= 0x7F80_0000, 0.0)
+        squares = torch.linalg.vector_norm(finite, dim=1, dtype=None if device.type == "mps" else torch.float64)
+        probes = values.gather(1, _probes(tuple(each.sampled for each in block.taken), device))
+        flags = [torch.ones(()) if scale is None else scale, torch.zeros(()) if skipped is None else skipped]
+        self._width = values.shape[1]
+        self._flags = Fetched(torch.stack([flag.detach().to(device, torch.float32) for flag in flags]))
+        self._numbers = Fetched(torch.stack([amax, squares.float(), smallest]))
+        self._probes = Fetched(probes)
+        self._counts = Fetched(counts.to(torch.int16 if self._width < 2**15 else torch.int32))
+
+    @property
+    def arrived(self) -> bool:
+        """Whether nothing here need wait."""
+        return all(each.arrived for each in (self._flags, self._numbers, self._probes, self._counts))
+
+    def outputs(self) -> Iterator[tuple[About, torch.dtype, float]]:
+        """What modules returned: which, its dtype, and its largest magnitude."""
+        amax = self._numbers.get()[0].tolist()
+        return ((each.about, each.dtype, n) for each, n in zip(self._taken, amax, strict=True) if each.is_output)
+
+    def rows(self, *, bins: bool) -> list[Row]:
+        """The rows, with histograms or without."""
+        scale, skipped = self._flags.get().tolist()
+        amax, norms, smallest = self._numbers.get().tolist()
+        counts = self._counts.get().view(len(self._taken), _KINDS)
+        found: list[dict[int, int]] = [{} for _ in self._taken]
+        for (line, kind), count in zip(counts.nonzero().tolist(), counts[counts != 0].tolist(), strict=True):
+            found[line][kind] = count
+        made = []
+        for i, (taken, probe) in enumerate(zip(self._taken, self._probes.get().tolist(), strict=True)):
+            if skipped and taken.about.tensor == "update":
+                continue
+            kinds, size, divisor = found[i], taken.sampled, scale if taken.scale == "in" else 1.0
+            zeros = kinds.pop(_ZERO, 0) - (self._width - size)
+            overflow, nan = kinds.pop(_INF, 0), kinds.pop(_NAN, 0)
+            shift = _BIAS + round(math.log2(divisor))
+            made.append(
+                Row(
+                    *taken.about,
+                    dtype=str(taken.dtype).removeprefix("torch."),
+                    numel=taken.numel,
+                    amax=amax[i] / divisor,
+                    smallest=smallest[i] / divisor,
+                    rms=norms[i] / math.sqrt(size) / divisor,
+                    zeros=zeros / size,
+                    overflow=overflow / size,
+                    nan=nan / size,
+                    exponents={kind - shift: count for kind, count in kinds.items()} if bins else {},
+                    scale=1.0 if taken.scale == "none" else scale,
+                    probe=tuple(value / divisor for value in probe[: _probed(size)]),
+                )
+            )
+        return made
 
 
 def can_survey(tensor: Any) -> bool:
@@ -60,148 +228,19 @@ def can_survey(tensor: Any) -> bool:
 
 
 def spread(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """At most ``count`` elements at even distances, in the order of memory; a copy.
+    """At most ``count`` elements at even distances, in the order of memory; a view, unless memory has holes.
 
     The distance is odd, so that the elements are not all of one column of a matrix.
     """
-    tensor = local(tensor.detach())
-    size = tensor.numel()
+    flat = _flat(local(tensor.detach()))
+    size = flat.numel()
+    return flat if size <= count else flat[:: -(-size // count) | 1]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    flat = tensor.reshape(-1)  # a view, unless memory has holes
-    return flat[:: 1 if size <= count else -(-size // count) | 1].clone()
-
-
-class Survey:
-    """The tensors of one step.
-
-    Args:
-        count: how many elements of each to sample.
-        bins: whether rows get histograms.
-    """
-
-    def __init__(self, count: int, *, bins: bool) -> None:
-        self._count = max(count, PROBE)
-        self._bins = bins
-        self._taken: list[_Taken] = []
-
-    def __len__(self) -> int:
-        return len(self._taken)
-
-    @torch.no_grad()
-    def add(
-        self, about: About, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, scale: LossScale = "none"
-    ) -> None:
-        """Look at a tensor now, at the part of it that lies here: it may change or be freed afterwards.
-
-        Args:
-            about: which one it is.
-            tensor: ``can_survey`` it.
-            dtype: in which the numbers were computed, if not in that of the tensor.
-            scale: what the loss scale has to do with it.
-        """
-        here = local(tensor.detach())
-        if here.numel():
-            values = spread(here, self._count)
-            self._taken.append(_Taken(about, dtype or tensor.dtype, here.numel(), here.aminmax(), values, scale))
-
-    def add_values(
-        self, about: About, dtype: torch.dtype, numel: int, values: torch.Tensor, scale: LossScale = "none"
-    ) -> None:
-        """Take values that are a sample already, of a tensor with ``numel`` elements; the rest as ``add``."""
-        if values.numel():
-            self._taken.append(_Taken(about, dtype, numel, values.aminmax(), values, scale))
-
-    @torch.no_grad()
-    def finish(self, scale: torch.Tensor | None, skipped: torch.Tensor | None) -> list[Surveyed]:
-        """Count, without waiting for any device.
-
-        Args:
-            scale: 0-dim tensor that the loss was multiplied by; None if it was not.
-            skipped: 0-dim tensor that is not 0 if the optimizer's step changed nothing: then there are no updates.
-        """
-        devices = dict.fromkeys(taken.sample.device for taken in self._taken)
-        return [
-            Surveyed([taken for taken in self._taken if taken.sample.device == device], scale, skipped, bins=self._bins)
-            for device in devices
-        ]
-
-
-class Surveyed:
-    """The numbers of the tensors of one step on one device, on their way to the host."""
-
-    def __init__(
-        self, taken: Sequence[_Taken], scale: torch.Tensor | None, skipped: torch.Tensor | None, *, bins: bool
-    ) -> None:
-        device = taken[0].sample.device
-        self._about = [(each.about, each.dtype, each.numel, each.scale) for each in taken]
-        self._lengths = [each.sample.numel() for each in taken]
-        self._bins = bins
-        rows = len(taken)
-        owners, places = _places(tuple(self._lengths), device)
-        values = torch.cat([each.sample.float() for each in taken])
-        bits = values.view(torch.int32) & 0x7FFF_FFFF
-        kinds = torch.where(bits == 0, _ZERO, torch.where(bits > 0x7F80_0000, _NAN, bits >> 23))
-        at = owners * _KINDS + kinds
-        if device.type == "cpu":  # elsewhere bincount waits for the largest number
-            counts = torch.bincount(at, minlength=rows * _KINDS)
-        else:
-            counts = torch.zeros(rows * _KINDS, dtype=torch.int64, device=device)
-            counts.scatter_add_(0, at, torch.ones_like(at))
-        magnitudes = values.abs()
-        finite = torch.where(magnitudes < torch.inf, magnitudes, 0.0).double()
-        squares = torch.zeros(rows, dtype=torch.float64, device=device).index_add_(0, owners, finite.square())
-        smallest = torch.full((rows,), torch.inf, device=device).scatter_reduce_(
-            0, owners, torch.where(bits == 0, torch.inf, magnitudes), "amin"
-        )
-        extremes = torch.stack([end.float() for each in taken for end in each.extremes]).abs()
-        flags = [torch.ones((), device=device) if scale is None else scale, torch.zeros((), device=device)]
-        if skipped is not None:
-            flags[1] = skipped
-        others = torch.stack([flag.detach().to(device, torch.float32, non_blocking=True) for flag in flags])
-        self._numbers = Fetched(torch.cat([others, extremes, squares.float(), smallest, values[places]]))
-        self._counts = Fetched(counts.int())
-
-    @property
-    def arrived(self) -> bool:
-        """Whether ``rows`` need not wait."""
-        return self._numbers.arrived and self._counts.arrived
-
-    def rows(self) -> list[Row]:
-        """The rows. Waits until the device has got so far."""
-        numbers, counts = self._numbers.get(), self._counts.get().view(len(self._about), _KINDS)
-        scale, skipped = numbers[:2].tolist()
-        rows = len(self._about)
-        extremes, squares, smallest, probes = numbers[2:].split([2 * rows, rows, rows, numbers.numel() - 2 - 4 * rows])
-        amax, square_sums, least = extremes.view(rows, 2).amax(1).tolist(), squares.tolist(), smallest.tolist()
-        values = [each.tolist() for each in probes.split([_probed(length) for length in self._lengths])]
-        found: list[dict[int, int]] = [{} for _ in range(rows)]
-        for (row, kind), count in zip(counts.nonzero().tolist(), counts[counts != 0].tolist(), strict=True):
-            found[row][kind] = count
-        made = []
-        for i, (about, dtype, numel, met) in enumerate(self._about):
-            if skipped and about.tensor == "update":
-                continue
-            kinds, size, divisor = found[i], self._lengths[i], scale if met == "in" else 1.0
-            zeros, overflow, nan = (kinds.pop(kind, 0) / size for kind in (_ZERO, _INF, _NAN))
-            shift = _BIAS + round(math.log2(divisor))
-            made.append(
-                Row(
-                    *about,
-                    dtype=str(dtype).removeprefix("torch."),
-                    numel=numel,
-                    amax=amax[i] / divisor,
-                    smallest=least[i] / divisor,
-                    rms=math.sqrt(square_sums[i] / size) / divisor,
-                    zeros=zeros,
-                    overflow=overflow,
-                    nan=nan,
-                    exponents={kind - shift: count for kind, count in kinds.items()} if self._bins else {},
-                    scale=1.0 if met == "none" else scale,
-                    probe=tuple(value / divisor for value in values[i]),
-                )
-            )
-        return made
+    return tensor.reshape(-1)
 
 
 class Fetched:
@@ -218,25 +257,28 @@ class Fetched:
 
     @property
     def arrived(self) -> bool:
+        """Whether ``get`` need not wait."""
         return self._passed is None or self._passed.query()
 
     def get(self) -> torch.Tensor:
+        """The tensor on the host."""
         if self._passed is not None:
             self._passed.synchronize()
         return self._host
 
 
-def _probed(length: int) -> int:
-    return min(length, PROBE)
+def _probed(sampled: int) -> int:
+    return min(sampled, PROBE)
 
 
-@functools.lru_cache(8)  # the steps of a training are alike
-def _places(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For samples that lie one after the other: to which row each element belongs, and where the probes are."""
-    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    starts = itertools.accumulate(lengths, initial=0)
-    probes = [
-        start + torch.arange(_probed(length)) * (length // _probed(length))
-        for start, length in zip(starts, lengths, strict=False)
-    ]
-    return rows.to(device), torch.cat(probes).to(device)
+@functools.lru_cache(64)  # the steps of a training are alike
+def _probes(sampled: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """For lines with so many numbers, where their probes are: [lines, ``PROBE``]."""
+    distances = torch.tensor([size // _probed(size) for size in sampled])
+    last = torch.tensor([size - 1 for size in sampled])
+    return (torch.arange(PROBE) * distances[:, None]).minimum(last[:, None]).to(device)
+
+
+@functools.lru_cache(64)
+def _on(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, device=device)
