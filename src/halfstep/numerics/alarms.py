@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -107,12 +106,13 @@ class Alarms:
 
 
 def _steps_left(history: Iterable[tuple[int, float]]) -> float:
-    """When a line through the headrooms reaches 0, in steps from the last; inf if they do not all fall."""
-    steps = [step for step, _ in history]
-    headrooms = [headroom for _, headroom in history]
-    if any(after >= before for before, after in itertools.pairwise(headrooms)):
-        return math.inf
-    mean_step, mean = sum(steps) / len(steps), sum(headrooms) / len(headrooms)
-    spread = sum((step - mean_step) ** 2 for step in steps)
-    slope = sum((s - mean_step) * (h - mean) for s, h in zip(steps, headrooms, strict=True)) / spread
-    return headrooms[-1] / -slope
+    """When a line through the headrooms reaches 0, in steps from the last; inf if it may as well be level.
+
+    It falls if its slope is twice its standard error below 0.
+    """
+    steps, headrooms = (torch.tensor(column, dtype=torch.float64) for column in zip(*history, strict=True))
+    apart, above = steps - steps.mean(), headrooms - headrooms.mean()
+    spread = apart.square().sum()
+    slope = (apart * above).sum() / spread
+    error = ((above - slope * apart).square().sum() / (len(steps) - 2) / spread).sqrt()
+    return float(headrooms[-1] / -slope) if slope < -2 * error else math.inf

@@ -1,0 +1,595 @@
+"""``Monitor``: what it writes down, that it changes nothing, and every way in which steps and passes come."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep import amp, optimizers
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.numerics import Monitor, Row, load_rows
+
+HALVES = [torch.float16, torch.bfloat16]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "AdamW not fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=False),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-2),
+    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=1e-2),
+    "FusedAdam clipping": lambda params: optimizers.FusedAdam(params, lr=1e-2, max_grad_norm=0.1),
+    "FusedLAMB": lambda params: optimizers.FusedLAMB(params, lr=1e-2, weight_decay=0.0),
+}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 4))
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step)).float().square().mean()
+    return loss
+
+
+def by_block(model: nn.Module, optimizer: Any, step: int) -> None:
+    with amp.scale_loss(loss_of(model, step), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def prepared(level: str, dtype: torch.dtype, kind: str, **options: Any) -> tuple[nn.Module, Any]:
+    model = net()
+    return amp.initialize(
+        model, OPTIMIZERS[kind](model.parameters()), opt_level=level, dtype=dtype, verbosity=0, **options
+    )
+
+
+def of(rows: list[Row], tensor: str, module: str | None = None, step: int | None = None) -> list[Row]:
+    return [r for r in rows if r.tensor == tensor and module in (None, r.module) and step in (None, r.step)]
+
+
+def exact(row: Row, tensor: torch.Tensor) -> None:
+    """A row against float64 and ``frexp``."""
+    wide = tensor.detach().double().flatten()
+    magnitudes = wide.abs()
+    some = magnitudes[(magnitudes > 0) & magnitudes.isfinite()]
+    assert row.numel == tensor.numel()
+    assert row.amax == pytest.approx(float(magnitudes.max()), rel=1e-6)
+    assert row.smallest == (pytest.approx(float(some.min()), rel=1e-6) if some.numel() else math.inf)
+    assert row.rms == pytest.approx(float(wide.square().mean().sqrt()), rel=1e-5)
+    assert row.zeros == pytest.approx(float((wide == 0).double().mean()))
+    exponents = (torch.frexp(some).exponent - 1).tolist()
+    assert row.exponents == {e: exponents.count(e) for e in exponents}
+
+
+# ---- what it writes down
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_rows_of_a_small_model_are_exact(dtype: torch.dtype) -> None:
+    model = net().to(dtype)
+    seen: dict[tuple[str, str], torch.Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            seen[name, "output"] = output.detach().clone()
+            output.register_hook(lambda grad: seen.__setitem__((name, "output_grad"), grad.clone()))
+
+        return hook
+
+    for name, module in model.named_children():
+        module.register_forward_hook(keep(name))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with Monitor(model, optimizer, every=1) as monitor:
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model(batch(0).to(dtype)).float().square().mean().backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    rows = monitor.rows()
+    assert len(rows) == 4 + 4 + 3 * 6
+    for (name, tensor), values in seen.items():
+        (row,) = of(rows, tensor, name)
+        assert row.dtype == str(dtype).removeprefix("torch.")
+        exact(row, values)
+    for name, p in model.named_parameters():
+        exact(of(rows, "grad", name)[0], grads[name])
+        exact(of(rows, "weight", name)[0], before[name])
+        exact(of(rows, "update", name)[0], p.detach().float() - before[name].float())
+
+
+def test_probes_are_values_at_the_same_places() -> None:
+    model = net()
+    with Monitor(model, every=1) as monitor:
+        output = model(batch(0))
+    (row,) = of(monitor.rows(), "output", "3")
+    assert row.probe == tuple(output.detach().flatten()[: row.numel].tolist())
+    large = nn.Linear(16, 1000)
+    with Monitor(large, every=1, sample=1) as monitor:
+        output = large(batch(0))
+    (row,) = monitor.rows()
+    sampled = sum(row.exponents.values())
+    assert 200 <= sampled <= 256
+    assert len(row.probe) == 64
+    stride = -(-8000 // 256) | 1
+    assert row.probe == tuple(output.detach().flatten()[::stride][:: sampled // 64][:64].tolist())
+    assert row.amax == float(output.detach().abs().max()), "the largest is that of all elements"
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "channels last"])
+def test_any_layout_is_read(layout: str) -> None:
+    class Shape(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if layout == "transposed":
+                return x.T
+            if layout == "expanded":
+                return x[:1].expand(8, 16)
+            return x.reshape(2, 4, 4, 4).to(memory_format=torch.channels_last)
+
+    shape = Shape()
+    with Monitor(shape, every=1) as monitor:
+        output = shape(batch(0))
+    exact(monitor.rows()[0], output)
+
+
+def test_negative_zero_is_zero_and_a_zero_of_relu_is_no_underflow() -> None:
+    class Zeros(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.where(x > 0, x, -0.0).half()
+
+    model = nn.Sequential(Zeros(), nn.ReLU())
+    with Monitor(model, every=1) as monitor:
+        output = model(batch(0))
+    for row in monitor.rows():
+        assert row.zeros == float((output == 0).double().mean())
+        assert 0.3 < row.zeros < 0.7
+        assert row.flushed == row.subnormal == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_inf_and_nan_are_counted(bad: float) -> None:
+    class Bad(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.index_fill(0, torch.tensor([3]), bad)
+
+    model = Bad()
+    with Monitor(model, every=1) as monitor:
+        model(batch(0))
+    (row,) = monitor.rows()
+    assert (row.overflow, row.nan) == ((0.0, 1 / 8) if math.isnan(bad) else (1 / 8, 0.0))
+    assert math.isnan(row.amax) == math.isnan(bad)
+    assert row.headroom == -math.inf
+    assert math.isfinite(row.rms)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_gradients_are_those_of_the_backward_pass_without_their_scale(
+    kind: str, level: str, dtype: torch.dtype
+) -> None:
+    loss_scale = 1024.0 if dtype is torch.float16 else 1.0
+    model, optimizer = prepared(level, dtype, kind, loss_scale=loss_scale)
+    with Monitor(model, optimizer, every=1) as monitor:
+        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+            scaled.backward()
+        grads = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    rows = of(monitor.rows(), "grad")
+    assert {row.module for row in rows} == set(grads)
+    for row in rows:
+        grad = grads[row.module]
+        assert row.amax == pytest.approx(float(grad.abs().max()), rel=1e-5)
+        assert row.rms == pytest.approx(float(grad.square().mean().sqrt()), rel=1e-4)
+        assert row.scale == loss_scale
+        half = level in ("O2", "O3") and model.get_parameter(row.module).dtype is dtype
+        assert row.dtype == (str(dtype).removeprefix("torch.") if half else "float32")
+    (output_grad,) = of(monitor.rows(), "output_grad", "3")
+    assert output_grad.scale == loss_scale
+    assert output_grad.amax < 1.0
+
+
+def test_updates_are_those_of_the_masters() -> None:
+    model, optimizer = prepared("O2", torch.bfloat16, "AdamW")
+    with Monitor(model, optimizer, every=1) as monitor:
+        by_block(model, optimizer, 0)  # makes the masters
+        masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+        by_block(model, optimizer, 1)
+    after = [p.detach().clone() for p in amp.master_params(optimizer)]
+    rows = {row.module: row for row in of(monitor.rows(), "update", step=1)}
+    for (name, _), old, new in zip(model.named_parameters(), masters, after, strict=True):
+        assert rows[name].dtype == "float32"
+        assert rows[name].amax == pytest.approx(float((new - old).abs().max()), rel=1e-6)
+    lost = net().bfloat16()
+    plain = torch.optim.AdamW(lost.parameters(), lr=1e-7, foreach=False)
+    with Monitor(lost, plain, every=1) as monitor:
+        lost(batch(0).bfloat16()).float().square().mean().backward()
+        plain.step()
+    assert all(row.zeros > 0.9 for row in of(monitor.rows(), "update") if row.module == "0.weight")
+
+
+def test_a_skipped_step_has_no_updates_and_its_overflow_is_seen() -> None:
+    model, optimizer = prepared("O2", torch.float16, "AdamW", loss_scale=2.0**20)
+    with Monitor(model, optimizer, every=1) as monitor:
+        with amp.scale_loss(loss_of(model, 0) * 1e4, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    rows = monitor.rows()
+    assert not of(rows, "update")
+    assert max(row.overflow for row in of(rows, "grad")) == 1.0
+
+
+def test_gradients_of_all_steps_are_in_the_row_of_the_sampled_one() -> None:
+    model, optimizer = prepared("O2", torch.bfloat16, "FusedAdam")
+    largest: dict[str, float] = {}
+    with Monitor(model, optimizer, every=4, tensors=("grad",)) as monitor:
+        for step in range(5):
+            with amp.scale_loss(loss_of(model, step) * (100.0 if step == 2 else 1.0), optimizer) as scaled:
+                scaled.backward()
+            if step == 2:
+                largest = {name: float(p.grad.abs().max()) for name, p in model.named_parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+    first, second = (of(monitor.rows(), "grad", step=step) for step in (0, 4))
+    assert {row.merged for row in first} == {1}
+    assert {row.merged for row in second} == {4}
+    assert {row.module: row.amax for row in second} == pytest.approx(largest, rel=1e-6)
+
+
+# ---- it changes nothing
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_watched_training_is_the_same_to_the_bit(kind: str, level: str, dtype: torch.dtype) -> None:
+    results = []
+    for watched in (False, True):
+        model, optimizer = prepared(level, dtype, kind)
+        monitor = Monitor(model, optimizer, every=2)
+        if watched:
+            monitor.attach()
+        random = torch.get_rng_state()
+        for step in range(5):
+            by_block(model, optimizer, step)
+        assert torch.equal(torch.get_rng_state(), random)
+        if watched:
+            assert {row.step for row in monitor.rows()} == {0, 2, 4}
+            monitor.detach()
+        results.append([*model.state_dict().values()])
+    for plain, after in zip(*results, strict=True):
+        torch.testing.assert_close(after, plain, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_no_hook_is_left_between_sampled_steps_and_none_afterwards() -> None:
+    model, optimizer = prepared("O2", torch.bfloat16, "AdamW")
+    before = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    monitor = Monitor(model, optimizer, every=3).attach()
+    hooks = []
+    for step in range(4):
+        hooks.append(sum(len(module._forward_hooks) for module in model.modules()))
+        by_block(model, optimizer, step)
+    monitor.detach()
+    after = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    assert after == before
+    assert hooks[1] == hooks[2] < hooks[0] == hooks[3]
+    assert optimizer.on_gradients is None
+    count = len(monitor.rows())
+    by_block(model, optimizer, 4)
+    assert len(monitor.rows()) == count
+
+
+def test_a_watched_optimizer_is_copied_and_saved_without_its_monitor() -> None:
+    model, optimizer = prepared("O2", torch.bfloat16, "AdamW")
+    with Monitor(model, optimizer, every=1) as monitor:
+        by_block(model, optimizer, 0)
+        twin, other = copy.deepcopy((model, optimizer))
+        count = len(monitor.rows())
+        by_block(twin, other, 1)
+        assert len(monitor.rows()) == count
+        assert "on_gradients" not in str(optimizer.state_dict())
+        by_block(model, optimizer, 1)
+        assert len(monitor.rows()) > count
+
+
+# ---- steps and passes
+
+
+def test_passes_of_one_step_are_added_up() -> None:
+    model, optimizer = prepared("O2", torch.bfloat16, "AdamW")
+    with Monitor(model, optimizer, every=1) as monitor:
+        for step in range(3):
+            with amp.scale_loss(loss_of(model, step), optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+    rows = monitor.rows()
+    assert {row.step for row in rows} == {0}
+    assert {row.merged for row in of(rows, "output")} == {3}
+    assert of(rows, "output", "0")[0].numel == 3 * 8 * 32
+    assert {row.merged for row in of(rows, "grad")} == {1}
+
+
+def test_a_module_that_is_called_twice_has_two_rows() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(self.inner(x))
+
+    model = Twice()
+    with Monitor(model, every=1) as monitor:
+        for step in range(2):
+            model(batch(step))
+    assert [(row.step, row.module, row.call) for row in monitor.rows()] == [
+        (0, "inner", 0), (0, "inner", 1), (1, "inner", 0), (1, "inner", 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_recomputes_counts_once(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=reentrant)
+
+    model = Checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every=1) as monitor:
+        loss_of(model, 0).backward()
+        optimizer.step()
+    rows = monitor.rows()
+    for name in ("inner.0", "inner.1", "inner.2"):
+        assert [(row.call, row.merged) for row in of(rows, "output", name)] == [(0, 1)]
+        assert [(row.call, row.merged) for row in of(rows, "output_grad", name)] == [(0, 1)]
+
+
+def test_forward_passes_without_gradients_do_not_count() -> None:
+    model, optimizer = prepared("O1", torch.bfloat16, "AdamW")
+    with Monitor(model, optimizer, every=1) as monitor:
+        with torch.no_grad():
+            model(batch(7))
+        by_block(model, optimizer, 0)
+    assert {row.merged for row in of(monitor.rows(), "output")} == {1}
+
+
+@pytest.mark.parametrize("scaler_of", [amp.GradScaler, lambda **o: torch.amp.GradScaler("cpu", **o)])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_way_to_scale_is_known(kind: str, scaler_of: Any) -> None:
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = scaler_of(init_scale=256.0)
+    exactly = {"scaler": scaler} if type(scaler) is torch.amp.GradScaler else {}
+    with Monitor(model, optimizer, every=1, **exactly) as monitor:
+        for step in range(2):
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_of(model, step)
+            scaler.scale(loss).backward()
+            exact_grads = {name: p.grad / 256.0 for name, p in model.named_parameters()}
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    rows = monitor.rows()
+    assert {row.step for row in rows} == {0, 1}
+    assert {row.scale for row in of(rows, "grad")} == {256.0}
+    assert {row.scale for row in of(rows, "output_grad")} == {256.0}
+    for row in of(rows, "grad", step=1):
+        assert row.amax == pytest.approx(float(exact_grads[row.module].abs().max()), rel=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_a_compiled_model_is_seen_and_not_compiled_again() -> None:
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fast = torch.compile(model, backend=backend)
+    loss_of(fast, 0).backward()
+    count = len(compiled)
+    with Monitor(model, optimizer, every=2) as monitor:
+        for step in range(4):
+            loss_of(fast, step).backward()
+            optimizer.step()
+    loss_of(fast, 9)
+    assert len(compiled) == count
+    assert {row.step for row in of(monitor.rows(), "output", "0")} == {0, 2}
+
+
+def test_vmap_and_functional_calls_are_left_alone() -> None:
+    model = net()
+    with Monitor(model, every=1) as monitor:
+        torch.func.vmap(model)(batch(0))
+        torch.func.grad(lambda x: model(x).sum())(batch(0))
+    assert monitor.rows() == []
+
+
+def test_released_gradients_are_not_seen_and_the_rest_is() -> None:
+    model = net()
+    optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-2)
+    release = optimizer.attach(model)
+    with Monitor(model, optimizer, every=1) as monitor:
+        loss_of(model, 0).backward()
+        optimizer.step()
+    release.remove()
+    assert not of(monitor.rows(), "grad")
+    assert of(monitor.rows(), "output")
+
+
+def test_train_step_is_watched() -> None:
+    model, optimizer = prepared("O2", torch.bfloat16, "AdamW")
+    step = halfstep.TrainStep(model, lambda output, _: output.float().square().mean(), optimizer)
+    with Monitor(model, optimizer, every=1) as monitor:
+        for index in range(2):
+            step(batch(index), torch.zeros(()))
+    assert {row.step for row in of(monitor.rows(), "grad")} == {0, 1}
+
+
+def test_sparse_integer_and_empty_tensors_are_taken_or_left() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, 4, sparse=True)
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return {"out": self.table(ids), "ids": ids, "none": torch.zeros(0), "z": torch.ones(2) * 1j}
+
+    model = Odd()
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    with Monitor(model, optimizer, every=1) as monitor:
+        model(torch.tensor([1, 2, 1]))["out"].sum().backward()
+        optimizer.step()
+    rows = monitor.rows()
+    assert [row.module for row in of(rows, "output")] == ["table"]
+    assert of(rows, "grad")[0].numel == 2 * 4
+
+
+# ---- what it gives
+
+
+def test_latest_is_plain_numbers_by_name() -> None:
+    model, optimizer = prepared("O2", torch.float16, "AdamW")
+    monitor = Monitor(model, optimizer, every=2)
+    assert monitor.latest() == {}
+    with monitor:
+        for step in range(3):
+            by_block(model, optimizer, step)
+    latest = monitor.latest()
+    row = of(monitor.rows(), "output", "0", step=2)[0]
+    assert latest["numerics/0/output/amax"] == row.amax
+    assert latest["numerics/0.weight/grad/headroom"] == of(monitor.rows(), "grad", "0.weight", step=2)[0].headroom
+    assert all(type(value) is float for value in latest.values())
+
+
+def test_names_are_chosen_by_patterns() -> None:
+    model, optimizer = prepared("O1", torch.bfloat16, "AdamW")
+    with Monitor(model, optimizer, every=1, include=["0", "3*"], exclude="*.bias") as monitor:
+        by_block(model, optimizer, 0)
+    assert {row.module for row in monitor.rows()} == {"0", "3", "3.weight"}
+    wrapped = nn.DataParallel(model)
+    with Monitor(wrapped, optimizer, every=1, tensors=("output",)) as monitor:
+        by_block(model, optimizer, 0)
+    assert {row.module for row in monitor.rows()} == {"0", "1", "2", "3"}
+
+
+def test_without_bins_rows_have_no_histograms(tmp_path: Any) -> None:
+    model, optimizer = prepared("O2", torch.bfloat16, "AdamW")
+    with Monitor(model, optimizer, every=1, bins=False) as monitor:
+        by_block(model, optimizer, 0)
+    monitor.save(tmp_path / "run.jsonl")
+    loaded = load_rows(tmp_path / "run.jsonl")
+    assert loaded == monitor.rows()
+    assert not any(row.exponents for row in loaded)
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "words"),
+    [
+        (ArgumentTypeError, {"model": "model"}, "Monitor takes a torch.nn.Module, not str"),
+        (ArgumentTypeError, {"optimizer": 3}, "Monitor takes a torch.optim.Optimizer, not int"),
+        (ArgumentValueError, {"every": 0}, "every=0 must be a whole number, 1 or more"),
+        (ArgumentValueError, {"sample": True}, "sample=True must be a whole number"),
+        (ArgumentValueError, {"tensors": "grad"}, "must be a tuple of some of"),
+        (ArgumentValueError, {"tensors": ("weights",)}, "must be a tuple of some of"),
+    ],
+)
+def test_what_it_does_not_take_is_said(error: type[Exception], arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Monitor(**{"model": net(), **arguments})
+
+
+def test_it_is_attached_once() -> None:
+    monitor = Monitor(net(), every=1).attach()
+    with pytest.raises(UsageError, match="attached already"):
+        monitor.attach()
+    monitor.detach()
+    monitor.detach()
+    monitor.attach().detach()
+
+
+# ---- alarms
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+@pytest.mark.exhaustive
+def test_a_ramp_of_activations_is_announced_before_the_first_skipped_step(caplog: pytest.LogCaptureFixture) -> None:
+    ahead = []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        random = torch.Generator().manual_seed(seed)
+        growth = 1.02 + 0.13 * float(torch.rand((), generator=random))
+        gain, layers = Gain(), [nn.Linear(16, 16) for _ in range(4)]
+        layers.insert(int(torch.randint(0, 5, (), generator=random)), gain)
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level="O2", dtype=torch.float16, verbosity=0, loss_scale=2.0
+        )
+        announced = skipped = None
+        with Monitor(model, optimizer, every=2, tensors=("output",)) as monitor, caplog.at_level("ERROR", "halfstep"):
+            for step in range(500):
+                gain.factor = 256.0 * growth**step
+                noise = 1 + 0.1 * torch.randn((), generator=random)
+                with amp.scale_loss(model(batch(step) * noise).float().square().mean() * 1e-7, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if announced is None and monitor.findings():
+                    announced = step
+                if optimizer.step_was_skipped:
+                    skipped = step
+                    break
+        assert skipped is not None, "the ramp ends in an overflow"
+        ahead.append(announced is not None and skipped - announced >= 10)
+    assert sum(ahead) >= 16, f"{sum(ahead)} of 20 overflows were announced 10 steps before"
+
+
+def test_a_run_that_stays_where_it_is_raises_no_alarm() -> None:
+    model, optimizer = prepared("O2", torch.float16, "AdamW")
+    with Monitor(model, optimizer, every=1) as monitor:
+        for step in range(30):
+            by_block(model, optimizer, step)
+    assert monitor.findings() == []
+
+
+def test_flushed_gradients_are_found_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = net().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with caplog.at_level(logging.INFO, "halfstep"), Monitor(model, optimizer, every=1) as monitor:
+        for step in range(3):
+            (model(batch(step).half()).float().square().mean() * 1e-5).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = monitor.findings()
+    assert finding.code == "HS117"
+    assert finding.evidence["flushed"] > 0.01
+    assert [record.message.count("HS117") for record in caplog.records if "HS117" in record.message] == [1]

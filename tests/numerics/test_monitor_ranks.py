@@ -1,0 +1,98 @@
+"""A monitor on ranks: under DDP and FSDP2, on all ranks or on one, and what their rows add up to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from halfstep import amp, optimizers
+from halfstep.numerics import Monitor, Row, merge_rows
+from tests.support.processes import Ranks
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def data(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def under_ddp(rank: int, watching: list[int]) -> tuple[list[Row], list[torch.Tensor]]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.float16, verbosity=0)
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    monitor = Monitor(wrapper, optimizer, every=2)
+    if rank in watching:
+        monitor.attach()
+    for step in range(3):
+        with amp.scale_loss(wrapper(data(rank, step)).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.detach()
+    return monitor.rows(), [p.detach() for p in model.parameters()]
+
+
+def under_fsdp(rank: int, watching: list[int], clip: float | None) -> tuple[list[Row], list[torch.Tensor]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-2, max_grad_norm=clip)
+    monitor = Monitor(model, optimizer, every=2)
+    if rank in watching:
+        monitor.attach()
+    for step in range(3):
+        model(data(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.detach()
+    return monitor.rows(), [p.full_tensor().detach() for p in model.parameters()]
+
+
+def grads(rows: list[Row]) -> dict[str, Row]:
+    return {row.module: row for row in rows if row.tensor == "grad" and row.step == 0}
+
+
+@pytest.mark.parametrize("watching", [[0, 1], [1]], ids=["both ranks", "one rank"])
+def test_ddp(ranks: Ranks, watching: list[int]) -> None:
+    (first, weights), (second, _) = ranks.run(under_ddp, watching)
+    (_, plain), _ = ranks.run(under_ddp, [])
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+    assert {row.step for row in second} == {0, 2}
+    assert {row.module for row in second if row.tensor == "output"} == {"0", "1", "2", "(root)"}
+    if len(watching) == 2:
+        assert {name: row.amax for name, row in grads(first).items()} == {
+            name: row.amax for name, row in grads(second).items()
+        }, "gradients are averaged"
+        both = merge_rows([*first, *second])
+        (output,) = [row for row in both if (row.step, row.module, row.tensor) == (0, "0", "output")]
+        assert (output.numel, output.merged) == (2 * 4 * 7, 2)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("watching", [[0, 1], [1]], ids=["both ranks", "one rank"])
+def test_gradients_of_shards(ranks: Ranks, watching: list[int], clip: float | None) -> None:
+    (first, weights), (second, _) = ranks.run(under_fsdp, watching, clip)
+    (_, plain), _ = ranks.run(under_fsdp, [], clip)
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+    assert grads(second)
+    if len(watching) == 2:
+        model = net()
+        (model(data(0, 0)).square().mean() + model(data(1, 0)).square().mean()).div(2).backward()
+        found = grads(merge_rows([*first, *second]))
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            assert found[name].numel == p.numel()
+            assert found[name].amax == pytest.approx(float(p.grad.abs().max()), rel=1e-5)
+            assert found[name].rms == pytest.approx(float(p.grad.square().mean().sqrt()), rel=1e-5)
