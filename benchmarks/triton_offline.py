@@ -110,7 +110,7 @@ _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 _SIGNATURE = {
     "chunk_row": "*i64", "chunk_start": "*i64", "chunk_count": "*i64", "first": "*i64", "table": "*i64",
-    "skip": "*fp32", "found": "*fp32", "partial": "*fp64", "sums": "*fp64", "done": "*i32",
+    "skip": "*fp32", "found": "*fp32", "partial": "*fp64", "results": "*fp64", "done": "*i32",
     "rows": "i32", "chunks": "i32", "BLOCK": "constexpr",
 }  # fmt: skip
 
