@@ -750,3 +750,19 @@ def test_a_session_that_ends_inside_of_torchs_autocast() -> None:
         assert torch.is_autocast_enabled("cpu")
     other(X)  # what torch has put back goes with the next model
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_tensors_of_the_other_dtype_are_joined_while_an_o1_model_lives(dtype: torch.dtype) -> None:
+    """Native autocast on a CPU refuses them, and the gradients of another model are such tensors."""
+    other = torch.bfloat16 if dtype is torch.float16 else torch.float16
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O1", dtype=dtype, verbosity=0)
+    x = torch.ones(2, dtype=other)
+    assert torch.cat([x, x]).dtype is torch.stack([x, x]).dtype is other
+    assert torch.index_copy(x, 0, torch.tensor([0]), x[:1]).dtype is other
+    assert torch.cat([x, x.float()]).dtype is torch.float32
+    params = [nn.Parameter(x.clone()), nn.Parameter(x.clone())]
+    for p in params:
+        p.grad = x.clone()
+    assert float(nn.utils.clip_grad_norm_(params, 1.0)) == pytest.approx(2.0, rel=1e-2)
+    assert model is not None

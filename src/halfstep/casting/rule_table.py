@@ -96,7 +96,8 @@ def _cast_rule(
         return rules.bind(rules.to_float, name, native_off=off)
     if rule == "banned":
         return rules.bind(rules.banned, name, BANNED[name], native_off=True)
-    off = name in INNER_PRODUCT or bool(natively & {"half", "float", "banned"})
+    # Native promotion on a CPU refuses 16-bit tensors of the dtype that it does not compute in.
+    off = name in INNER_PRODUCT or bool(natively & {"half", "float", "banned", "promote"})
     if rule == "promote" and (off or name not in SELF_PROMOTING):
         return rules.bind(rules.promote, name, native_off=off)
     return rules.without_native if off else None
