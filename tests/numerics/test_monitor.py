@@ -394,6 +394,20 @@ def test_every_way_to_scale_is_known(kind: str, scaler_of: Any) -> None:
         assert row.amax == pytest.approx(float(exact_grads[row.module].abs().max()), rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_it_is_not_cast_by_another_model_nor_by_autocast(dtype: torch.dtype) -> None:
+    other = amp.initialize(net(), opt_level="O1", dtype=dtype, verbosity=0)
+    model = net().to(torch.float16 if dtype is torch.bfloat16 else torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every=1) as monitor:
+        model[0](batch(0).to(model[0].weight.dtype)).sum().backward()
+        with torch.autocast("cpu", dtype):
+            optimizer.step()
+    assert other is not None
+    for row in of(monitor.rows(), "weight", "0.weight"):
+        assert row.dtype == str(model[0].weight.dtype).removeprefix("torch.")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_a_compiled_model_is_seen_and_not_compiled_again() -> None:

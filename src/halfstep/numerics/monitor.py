@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..casting.op_casting import NO_CASTING
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.torch_compat import backward_pass_id
 from ..findings.finding import Finding
@@ -229,15 +230,17 @@ class Monitor:
             return
         step.note_scale(self._live_scale() if grad_scale is None else grad_scale)
         params = self._named(p for group in optimizer.param_groups for p in group["params"])
-        if "grad" in self._kinds and not isinstance(optimizer, FusedOptimizer):
-            step.add_gradients(params, scaled=grad_scale is not None)
-        if "update" in self._kinds:
-            step.before_update(optimizer, params)
+        with NO_CASTING:
+            if "grad" in self._kinds and not isinstance(optimizer, FusedOptimizer):
+                step.add_gradients(params, scaled=grad_scale is not None)
+            if "update" in self._kinds:
+                step.before_update(optimizer, params)
 
     def _end_update(self, skipped: torch.Tensor | None) -> None:
         step, optimizer = self._open, self._optimizer
         if step is not None and optimizer is not None:
-            step.after_update(optimizer)
+            with NO_CASTING:
+                step.after_update(optimizer)
         self._finish(skipped)
         self._next += 1
         self._poll(wait=False)
@@ -280,7 +283,8 @@ class Monitor:
         step, self._open = self._open, None
         if step is not None:
             step.close()
-            self._steps.append(_Step(step.finish(skipped), self._totals.take(self._names)))
+            with NO_CASTING:
+                self._steps.append(_Step(step.finish(skipped), self._totals.take(self._names)))
 
     def _poll(self, *, wait: bool) -> None:
         while self._arrived < len(self._steps) and (wait or self._steps[self._arrived].arrived):
