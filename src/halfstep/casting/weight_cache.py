@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from ..core.torch_compat import dispatch_mode_count, functorch_level, jit_tracing_state
+from ..core.torch_compat import dispatch_mode_at, dispatch_mode_count, functorch_level, jit_tracing_state
 from . import weight_copies
 
 __all__ = ["WeightCache", "clear_in_all_threads"]
@@ -31,6 +31,12 @@ def clear_in_all_threads() -> None:
     """Have the cache of every thread forget its copies at its next use."""
     global _clears
     _clears += 1
+
+
+def _is_recorded() -> bool:
+    """Whether a dispatch mode may record ops. The modes of ``numerics`` only watch them."""
+    modes = (dispatch_mode_at(i) for i in range(dispatch_mode_count()))
+    return any(not getattr(mode, "only_watches", False) for mode in modes)
 
 
 class WeightCache:
@@ -83,13 +89,13 @@ class WeightCache:
                 and address == weight.data_ptr()
                 and (has_graph == weight.requires_grad or not _is_grad_enabled())
                 and (not inference or torch.is_inference_mode_enabled())
-                and not (dispatch_mode_count() or jit_tracing_state())
+                and not ((dispatch_mode_count() and _is_recorded()) or jit_tracing_state())
             ):
                 return cast
         return self._make(weight, dtype, wide)
 
     def _make(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool) -> torch.Tensor:
-        recording = dispatch_mode_count() or jit_tracing_state() or functorch_level() is not None
+        recording = _is_recorded() or jit_tracing_state() or functorch_level() is not None
         temporary = recording or weight.is_inference()
         cast = None if temporary else weight_copies.fresh_copy(weight, dtype)
         if cast is None:

@@ -15,10 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C import DisableTorchFunction, FunctionSchema
+from torch._C import _current_autograd_node as current_node
 from torch._C import _current_graph_task_id as backward_pass_id
 from torch._C import _dispatch_get_all_op_names as all_op_names
+from torch._C import _get_dispatch_stack_at as dispatch_mode_at
 from torch._C import _get_function_stack_at as function_mode_at
 from torch._C import _get_tracing_state as jit_tracing_state
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _jit_get_schemas_for_operator as schemas_of_op
 from torch._C import _len_torch_dispatch_stack as dispatch_mode_count
 from torch._C import _len_torch_function_stack as function_mode_count
@@ -33,13 +36,14 @@ from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.amp.grad_scaler import OptState
 from torch.amp.grad_scaler import _refresh_per_optimizer_state as new_optimizer_state
+from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,11 +62,14 @@ __all__ = [
     "OpOverloadPacket",
     "OptState",
     "SyncBatchNormFunction",
+    "TorchDispatchMode",
     "all_op_names",
     "backward_pass_id",
     "compile_errors",
     "compile_with_autograd",
     "compile_with_inductor",
+    "current_node",
+    "dispatch_mode_at",
     "dispatch_mode_count",
     "enter_autocast",
     "exit_autocast",
@@ -77,12 +84,15 @@ __all__ = [
     "fused_adamw_",
     "fused_sgd_",
     "has_comm_hook",
+    "is_any_autocast_enabled",
     "is_fake",
     "is_traceable_wrapper_subclass",
     "is_view",
     "jit_tracing_state",
     "module_hooks",
     "new_optimizer_state",
+    "next_sequence_number",
+    "node_sequence_number",
     "pop_function_mode",
     "push_function_mode",
     "queue_after_backward",
@@ -191,6 +201,14 @@ def module_hooks(module: torch.nn.Module) -> int:
 def tensor_hooks(tensor: torch.Tensor) -> int:
     """How many hooks there are on the gradient of a leaf."""
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+
+
+def node_sequence_number(node: Any) -> int:
+    """The number of a node of a graph: what ``next_sequence_number()`` was before the op that the node belongs to.
+
+    Leaves, which add up gradients, have a number above all others.
+    """
+    return node._sequence_nr()  # type: ignore[no-any-return]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> int:

@@ -1,9 +1,10 @@
 """See the numbers of a run: what tensors look like, step by step, and where two runs part.
 
-``Monitor`` writes down a ``Row`` for each tensor of the steps it samples.
+``Monitor`` writes down a ``Row`` for each tensor of the steps it samples. ``op_table`` counts the ops of one step.
 """
 
+from .op_table import CastRow, OpRow, OpTable, op_table
 from .monitor import Monitor
 from .row import Row, load_rows, merge_rows, save_rows
 
-__all__ = ["Monitor", "Row", "load_rows", "merge_rows", "save_rows"]
+__all__ = ["CastRow", "Monitor", "OpRow", "OpTable", "Row", "load_rows", "merge_rows", "op_table", "save_rows"]

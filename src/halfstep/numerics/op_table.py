@@ -1,0 +1,187 @@
+"""``op_table``: which ops one step runs in which dtype, module by module, and which casts are made for whom."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.dtypes import dtype_name
+from ..core.torch_compat import OpOverload
+from .ops import Cast, OpCall, op_name, watching_ops
+
+__all__ = ["CastRow", "OpRow", "OpTable", "op_table"]
+
+_MOVES = frozenset(("_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"))
+"""Ops that compute nothing, beside views."""
+
+_FORMATS = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """The calls of one op by one module.
+
+    Attributes:
+        module: its qualified name; "" is the model, "(step)" what runs outside of modules, "(optimizer)" its step.
+        op: the name of the ATen op, as in "addmm".
+        backward: whether the backward pass has called it.
+        calls: how often, by the dtype of the (first) result.
+    """
+
+    module: str
+    op: str
+    backward: bool
+    calls: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CastRow:
+    """Casts of one kind.
+
+    Attributes:
+        module: as of ``OpRow``.
+        asked_by: the function whose arguments were cast, as in "linear"; empty for a cast of the user's own, and for
+            one of what goes into a module or comes out of it.
+        made_by: "casting" is halfstep, or native autocast; "user" is a call such as ``x.float()``; "torch" is torch by
+            itself.
+        source: the dtype before.
+        target: the dtype after.
+        backward: whether it is the gradient of such a cast.
+        calls: how many.
+        bytes: how many bytes they have read and written.
+    """
+
+    module: str
+    asked_by: str
+    made_by: str
+    source: str
+    target: str
+    backward: bool
+    calls: int
+    bytes: int
+
+
+class OpTable:
+    """The ops of one step. Print it, or ask for its rows. Views and casts are not counted among the calls."""
+
+    def __init__(self, rows: Iterable[OpRow], casts: Iterable[CastRow]) -> None:
+        self._rows = list(rows)
+        self._casts = list(casts)
+
+    def rows(self) -> list[OpRow]:
+        """The calls by module and op, in the order in which they came first."""
+        return list(self._rows)
+
+    def casts(self) -> list[CastRow]:
+        """The casts, those that move most bytes first."""
+        return list(self._casts)
+
+    def by_dtype(self) -> dict[str, int]:
+        """How many calls have results of each dtype."""
+        total: Counter[str] = Counter()
+        for row in self._rows:
+            total.update(row.calls)
+        return dict(total)
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{count} {dtype}" for dtype, count in sorted(self.by_dtype().items(), key=lambda p: -p[1]))
+        found = {dtype for row in self._rows for dtype in row.calls}
+        columns = [dtype for dtype in _FORMATS if dtype in found]
+        lines = [f"One step: {sum(self.by_dtype().values())} calls of ops ({shares})"]
+        ops: list[list[str]] = [["module", "op", "pass", *columns, *(["other"] if found - set(columns) else [])]]
+        for row in self._rows:
+            other = sum(count for dtype, count in row.calls.items() if dtype not in columns)
+            counts = [row.calls.get(dtype, 0) for dtype in columns] + ([other] if found - set(columns) else [])
+            ops.append([row.module or "(model)", row.op, _pass(row.backward), *(str(n or ".") for n in counts)])
+        lines += ["", *_aligned(ops, left=3)]
+        if self._casts:
+            calls, moved = sum(cast.calls for cast in self._casts), sum(cast.bytes for cast in self._casts)
+            casts = [["module", "asked by", "made by", "pass", "from", "to", "casts", "bytes"]]
+            for cast in self._casts:
+                names = [cast.module or "(model)", cast.asked_by or ".", cast.made_by, _pass(cast.backward)]
+                casts.append([*names, cast.source, cast.target, str(cast.calls), _size(cast.bytes)])
+            lines += ["", f"{calls} casts, which read and write {_size(moved)}", "", *_aligned(casts, left=6)]
+        return "\n".join(lines)
+
+
+def _pass(backward: bool) -> str:
+    return "backward" if backward else "forward"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.3g} GiB"
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """The rows of a table, the first columns flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(_cells(row, widths, left)).rstrip() for row in rows]
+
+
+def _cells(row: Sequence[str], widths: Sequence[int], left: int) -> Iterator[str]:
+    for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
+        yield cell.ljust(width) if i < left else cell.rjust(width)
+
+
+def op_table(step: Callable[[], Any], model: nn.Module | None = None) -> OpTable:
+    """Run one step, and count its ops by module, op and dtype, and its casts by who made them.
+
+    ::
+
+        print(halfstep.numerics.op_table(lambda: train_step(batch), model))
+
+    The step does what it does without: forward and backward pass, the optimizer's step too. Modules that are compiled
+    run eagerly. CUDA graphs that were recorded before hide their ops.
+
+    Args:
+        step: a function without arguments.
+        model: whose modules are named, as in ``named_modules()``. None names them by the way to them from the
+            outermost one that runs.
+    """
+    calls: dict[tuple[str, bool, OpOverload, torch.dtype | None], int] = defaultdict(int)
+    casts: dict[tuple[str, bool, Cast], int] = defaultdict(int)
+
+    def notice(call: OpCall) -> None:
+        if call.op.is_view:
+            return
+        cast = watch.cast_of(call)
+        if cast is not None:
+            casts[call.module, call.backward, cast] += 1
+            return
+        output = call.output
+        calls[call.module, call.backward, call.op, None if output is None else output.dtype] += 1
+
+    with watching_ops(notice, model) as watch:
+        step()
+    return OpTable(_op_rows(calls), _cast_rows(casts))
+
+
+def _op_rows(calls: dict[tuple[str, bool, OpOverload, torch.dtype | None], int]) -> list[OpRow]:
+    rows: dict[tuple[str, bool, str], OpRow] = {}
+    for (module, backward, op, dtype), count in calls.items():
+        name = op_name(op)
+        if name not in _MOVES and op.namespace != "profiler":
+            row = rows.setdefault((module, backward, name), OpRow(module, name, backward))
+            column = "none" if dtype is None else dtype_name(dtype)
+            row.calls[column] = row.calls.get(column, 0) + count
+    return list(rows.values())
+
+
+def _cast_rows(casts: dict[tuple[str, bool, Cast], int]) -> list[CastRow]:
+    totals: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0])
+    for (module, backward, cast), count in casts.items():
+        dtypes = (dtype_name(cast.source), dtype_name(cast.target))
+        key = (module, cast.asked_by, cast.made_by, *dtypes, backward)
+        total = totals[key]
+        total[0] += count
+        total[1] += count * cast.bytes
+    return sorted((CastRow(*key, *total) for key, total in totals.items()), key=lambda row: -row.bytes)

@@ -1,0 +1,322 @@
+"""``op_table``: the module of each op, forward and backward, and who makes each cast. The step does not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from halfstep import amp, numerics
+from halfstep.numerics import OpTable
+from halfstep.numerics.ops import OpCall, watching_ops
+from tests.support.processes import Ranks
+
+
+class Net(nn.Module):
+    """Two linear layers of which the second is used twice, a norm, and a product of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.twice = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x)).tanh()
+        x = self.twice(self.twice(x))
+        return self.head(x * 2)
+
+
+def loss_of(model: nn.Module, scale: float = 1.0) -> torch.Tensor:
+    torch.manual_seed(1)
+    return F.cross_entropy(model(torch.randn(6, 8)), torch.tensor([0, 1, 2, 3, 0, 1])) * scale
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+def ops_of(table: OpTable, *, backward: bool) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for row in table.rows():
+        if row.backward == backward:
+            found.setdefault(row.module, []).append(row.op)
+    return found
+
+
+# ---- modules
+
+
+@pytest.mark.parametrize("again", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"])
+def test_ops_belong_to_modules_in_both_passes(again: bool | None) -> None:
+    model = made()
+
+    def step() -> None:
+        x = torch.randn(6, 8, requires_grad=True)
+        out = model(x) if again is None else checkpoint(model, x, use_reentrant=again)
+        F.cross_entropy(out, torch.tensor([0, 1, 2, 3, 0, 1])).backward()
+
+    table = numerics.op_table(step, model)
+    forward, backward = ops_of(table, backward=False), ops_of(table, backward=True)
+    assert {name: forward[name] for name in ("first", "norm", "twice", "head", "")} == {
+        "first": ["addmm"],
+        "norm": ["native_layer_norm"],
+        "twice": ["addmm"],
+        "head": ["addmm"],
+        "": ["tanh", "mul"],
+    }
+    assert backward["norm"] == ["native_layer_norm_backward"]
+    assert backward[""] == ["mul", "tanh_backward"]
+    assert backward["first"] == backward["head"] == ["mm", "sum"]
+    assert backward["twice"][:2] == ["mm", "sum"]
+    assert backward["(step)"] == ["nll_loss_backward", "_log_softmax_backward_data"]
+    calls = {(row.module, row.op): row.calls for row in table.rows() if not row.backward}
+    assert calls["twice", "addmm"] == {"float32": 2 if again is None else 4}
+
+
+def test_without_a_model_modules_are_named_by_the_way_to_them() -> None:
+    model = nn.Sequential(Net(), nn.ReLU())
+    table = numerics.op_table(lambda: model(torch.randn(2, 8)).sum().backward())
+    names = {row.module for row in table.rows()}
+    assert names == {"Sequential.0.first", "Sequential.0.norm", "Sequential.0.twice", "Sequential.0.head"} | {
+        "Sequential.0",
+        "Sequential.1",
+        "(step)",
+    }
+
+
+def test_ops_of_an_optimizer_are_its_own() -> None:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+    def step() -> None:
+        loss_of(model).backward()
+        optimizer.step()
+
+    rows = [row for row in numerics.op_table(step, model).rows() if row.module == "(optimizer)"]
+    assert [(row.op, row.calls) for row in rows] == [("add_", {"float32": 8})]
+
+
+def test_an_error_in_a_module_closes_it_and_leaves_no_hook() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError(str(x.sum() > 0))
+
+    model = nn.ModuleDict({"broken": Broken(), "fine": nn.Linear(2, 2)})
+
+    def step() -> None:
+        with pytest.raises(ValueError, match="True"):
+            model["broken"](torch.ones(2))
+        torch.ones(2).exp()
+        model["fine"](torch.ones(2))
+
+    table = numerics.op_table(step, model)
+    assert {(row.module, row.op) for row in table.rows()} >= {("broken", "sum"), ("(step)", "exp"), ("fine", "addmm")}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.exhaustive
+def test_compiled_modules_run_eagerly() -> None:
+    model = torch.compile(made(), backend="eager")
+    table = numerics.op_table(lambda: loss_of(model).backward(), model)
+    assert ops_of(table, backward=False)["twice"] == ["addmm"]
+
+
+def in_ddp(rank: int) -> list[tuple[str, str]]:
+    model = nn.parallel.DistributedDataParallel(made())
+    table = numerics.op_table(lambda: loss_of(model).backward(), model)
+    return [(row.module, row.op) for row in table.rows()]
+
+
+def test_under_ddp_names_are_those_of_the_model(ranks: Ranks) -> None:
+    first, second = ranks.run(in_ddp)
+    assert first == second
+    assert {("norm", "native_layer_norm"), ("twice", "mm"), ("head", "addmm")} <= set(first)
+
+
+def test_a_notice_sees_every_op_with_its_result() -> None:
+    seen: list[OpCall] = []
+    with watching_ops(seen.append):
+        torch.ones(3).add_(1).sum().item()
+    assert [call.name for call in seen if not call.op.is_view] == ["ones", "add_", "sum", "_local_scalar_dense"]
+    assert [None if call.output is None else call.output.dtype for call in seen][-2:] == [torch.float32, None]
+    count = len(seen)
+    torch.ones(3)
+    assert len(seen) == count
+
+
+# ---- casts
+
+
+def cast_rows(table: OpTable) -> set[tuple[Any, ...]]:
+    return {(c.module, c.asked_by, c.made_by, c.source, c.target, c.backward, c.calls) for c in table.casts()}
+
+
+def test_casts_of_auto_cast_name_the_function_that_asked() -> None:
+    model = made()
+
+    def step() -> None:
+        with amp.auto_cast(dtype="bfloat16"):
+            loss = loss_of(model)
+        loss.backward()
+
+    casts = cast_rows(numerics.op_table(step, model))
+    assert ("norm", "layer_norm", "casting", "bfloat16", "float32", False, 1) in casts
+    assert ("norm", "layer_norm", "casting", "float32", "bfloat16", True, 1) in casts
+    assert ("(step)", "cross_entropy", "casting", "bfloat16", "float32", False, 1) in casts
+    assert {made_by for _, _, made_by, *_ in casts} == {"casting"}
+
+
+def test_casts_of_native_autocast_are_casting_too() -> None:
+    model = nn.Linear(8, 4)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.randn(2, 8))
+
+    assert cast_rows(numerics.op_table(step, model)) == {("", "linear", "casting", "float32", "bfloat16", False, 3)}
+
+
+@pytest.mark.parametrize("level", ["O1", None])
+def test_casts_of_the_user_are_the_users(level: str | None) -> None:
+    class Cast(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.to(torch.float16).float()
+
+    model = nn.Sequential(Cast())
+
+    def step() -> None:
+        x = torch.ones(10, requires_grad=True)
+        with amp.auto_cast(enable=level is not None, dtype="bfloat16"):
+            model(x).sum().backward()
+
+    table = numerics.op_table(step, model)
+    assert cast_rows(table) == {
+        ("0", "", "user", "float32", "float16", False, 1),
+        ("0", "", "user", "float16", "float32", False, 1),
+        ("0", "", "user", "float32", "float16", True, 1),
+        ("0", "", "user", "float16", "float32", True, 1),
+    }
+    assert [cast.bytes for cast in table.casts()] == [60] * 4
+
+
+def test_casts_of_a_models_inputs_and_outputs_are_casting() -> None:
+    model = amp.initialize(made(), opt_level="O2", dtype="bfloat16", verbosity=0)
+    casts = cast_rows(numerics.op_table(lambda: model(torch.randn(2, 8)), model))
+    assert ("", "", "casting", "float32", "bfloat16", False, 1) in casts
+    assert ("", "", "casting", "bfloat16", "float32", False, 1) in casts
+
+
+def test_what_torch_casts_by_itself() -> None:
+    linear = nn.Linear(4, 4).bfloat16()
+
+    def step() -> None:
+        (linear(torch.ones(2, 4, dtype=torch.bfloat16)) + torch.ones(2, 4)).sum().backward()
+
+    casts = cast_rows(numerics.op_table(step, linear))
+    assert casts == {("(step)", "", "torch", "float32", "bfloat16", True, 1)}
+
+
+# ---- nothing changes
+
+
+def plain(model: nn.Module) -> Callable[[], None]:
+    return lambda: loss_of(model).backward()
+
+
+def auto_cast(model: nn.Module) -> Callable[[], None]:
+    def step() -> None:
+        for _ in range(2):
+            with amp.auto_cast(dtype="bfloat16"):
+                loss = loss_of(model)
+            loss.backward()
+
+    return step
+
+
+def o1(model: nn.Module) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", dtype="float16", verbosity=0)
+
+    def step() -> None:
+        with amp.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    return step
+
+
+def o2(model: nn.Module) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
+
+    def step() -> None:
+        with amp.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("recipe", [plain, auto_cast, o1, o2])
+def test_the_step_is_the_same_to_the_bit(recipe: Callable[[nn.Module], Callable[[], None]]) -> None:
+    results = []
+    for watched in (False, True):
+        model = made()
+        step = recipe(model)
+        for _ in range(3):
+            if watched:
+                numerics.op_table(step, model)
+            else:
+                step()
+        results.append([*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1]) > 8
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_weight_cache_works_as_without() -> None:
+    model = made()
+
+    def step() -> None:
+        with amp.auto_cast(dtype="bfloat16"):
+            model(torch.randn(2, 8))
+
+    casts = [c for c in numerics.op_table(step, model).casts() if c.module == "twice" and not c.backward]
+    assert sum(cast.calls for cast in casts) == 3  # weight and bias once, the input of the first call
+
+
+# ---- text
+
+
+def test_the_table_prints() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+
+    def step() -> None:
+        with amp.auto_cast(dtype="bfloat16"):
+            model(torch.randn(2, 8)).float().argmax()
+
+    table = numerics.op_table(step, model)
+    assert table.by_dtype() == {"float32": 1, "bfloat16": 2, "int64": 1}
+    assert str(table) == (
+        "One step: 4 calls of ops (2 bfloat16, 1 float32, 1 int64)\n"
+        "\n"
+        "module  op      pass     float32  bfloat16  other\n"
+        "(step)  randn   forward        1         .      .\n"
+        "0       addmm   forward        .         1      .\n"
+        "1       relu    forward        .         1      .\n"
+        "(step)  argmax  forward        .         .      1\n"
+        "\n"
+        "4 casts, which read and write 360 B\n"
+        "\n"
+        "module  asked by  made by  pass     from      to        casts  bytes\n"
+        "0       linear    casting  forward  float32   bfloat16      3  312 B\n"
+        "(step)  .         user     forward  bfloat16  float32       1   48 B"
+    )
