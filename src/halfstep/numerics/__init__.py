@@ -3,8 +3,24 @@
 ``Monitor`` writes down a ``Row`` for each tensor of the steps it samples. ``op_table`` counts the ops of one step.
 """
 
-from .op_table import CastRow, OpRow, OpTable, op_table
+from .compare_step import compare_step
+from .comparison import Comparison, Entry, ModuleError
 from .monitor import Monitor
+from .op_table import CastRow, OpRow, OpTable, op_table
 from .row import Row, load_rows, merge_rows, save_rows
 
-__all__ = ["CastRow", "Monitor", "OpRow", "OpTable", "Row", "load_rows", "merge_rows", "op_table", "save_rows"]
+__all__ = [
+    "CastRow",
+    "Comparison",
+    "Entry",
+    "ModuleError",
+    "Monitor",
+    "OpRow",
+    "OpTable",
+    "Row",
+    "compare_step",
+    "load_rows",
+    "merge_rows",
+    "op_table",
+    "save_rows",
+]

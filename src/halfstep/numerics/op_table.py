@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from ..core.dtypes import dtype_name
 from ..core.torch_compat import OpOverload
 from .ops import Cast, OpCall, op_name, watching_ops
+from .text import aligned
 
 __all__ = ["CastRow", "OpRow", "OpTable", "op_table"]
 
@@ -98,14 +99,14 @@ class OpTable:
             other = sum(count for dtype, count in row.calls.items() if dtype not in columns)
             counts = [row.calls.get(dtype, 0) for dtype in columns] + ([other] if found - set(columns) else [])
             ops.append([row.module or "(model)", row.op, _pass(row.backward), *(str(n or ".") for n in counts)])
-        lines += ["", *_aligned(ops, left=3)]
+        lines += ["", *aligned(ops, right=range(3, len(ops[0])))]
         if self._casts:
             calls, moved = sum(cast.calls for cast in self._casts), sum(cast.bytes for cast in self._casts)
             casts = [["module", "asked by", "made by", "pass", "from", "to", "casts", "bytes"]]
             for cast in self._casts:
                 names = [cast.module or "(model)", cast.asked_by or ".", cast.made_by, _pass(cast.backward)]
                 casts.append([*names, cast.source, cast.target, str(cast.calls), _size(cast.bytes)])
-            lines += ["", f"{calls} casts, which read and write {_size(moved)}", "", *_aligned(casts, left=6)]
+            lines += ["", f"{calls} casts, which read and write {_size(moved)}", "", *aligned(casts, right=(6, 7))]
         return "\n".join(lines)
 
 
@@ -119,17 +120,6 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1024
     return f"{count:.3g} GiB"
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """The rows of a table, the first columns flush left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(_cells(row, widths, left)).rstrip() for row in rows]
-
-
-def _cells(row: Sequence[str], widths: Sequence[int], left: int) -> Iterator[str]:
-    for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
-        yield cell.ljust(width) if i < left else cell.rjust(width)
 
 
 def op_table(step: Callable[[], Any], model: nn.Module | None = None) -> OpTable:

@@ -1,0 +1,275 @@
+"""One step written down: a sample of what each op returns, and which ops its inputs came from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..casting.op_casting import active_casting
+from ..core.oplists.tables import FLOAT, words
+from ..core.torch_compat import OpOverload, tree_flatten, tree_unflatten
+from ..findings.samples import can_sample, sample
+from .ops import Cast, OpCall, OpWatch
+from .owners import OUTSIDE, Owners
+
+__all__ = ["Record", "Recorder", "ReferenceWatch"]
+
+_PASS_ON = frozenset(("_to_copy", "copy_", "lift_fresh", "detach"))
+"""Ops that hand on values, perhaps in another dtype. A run in one dtype does not have all of them."""
+
+_MAKE = words("""
+    _unsafe_view arange empty empty_like empty_strided full full_like lift_fresh new_empty new_empty_strided new_full
+    new_ones new_zeros ones ones_like scalar_tensor zeros zeros_like
+    """)
+"""Ops whose results no input explains."""
+
+_SUMMED = 128
+"""How many sums a sketch has: the norm of a difference is known to about a tenth."""
+
+_SUMS = frozenset(("add", "add_"))
+"""In a backward pass autograd adds up gradients, in an order that depends on the casts."""
+
+
+@dataclass
+class Record:
+    """One floating tensor that an op has returned, or a parameter or buffer.
+
+    Attributes:
+        module: the qualified name of the module that ran the op.
+        op: the name of the op; for a parameter or buffer its own.
+        index: which of the tensors that the op returned.
+        backward: whether a backward pass has called it.
+        dtype: of the tensor.
+        shape: of the tensor.
+        sample: some of its values, in fp32 or wider; after ``fetch`` on the host.
+        amax: the largest magnitude of all values; inf or NaN if one is.
+        sketch: the L2 norm of all values, and sums of all of them with fixed random signs. The norm of the difference
+            of two such columns is, nearly, that of the difference of the tensors. Empty if the sample is all there is.
+        inputs: the places in the list of records of what the inputs of the op are.
+        passes_on: whether the op computes nothing, or adds up gradients.
+        cast: the cast that it is; None for any other op.
+        source: if it is a cast or a sum, the same sample of what went in.
+        leaf: whether it ends as the gradient of a parameter.
+        wide: whether the op should compute in fp32.
+        scaled: whether the loss scale of ``begin_backward`` is in it.
+    """
+
+    module: str
+    op: str
+    index: int
+    backward: bool
+    dtype: torch.dtype
+    shape: torch.Size
+    sample: torch.Tensor
+    amax: Any
+    sketch: torch.Tensor
+    inputs: tuple[int, ...] = ()
+    passes_on: bool = False
+    cast: Cast | None = None
+    source: torch.Tensor | None = None
+    leaf: bool = False
+    wide: bool = False
+    scaled: bool = False
+
+
+class Recorder:
+    """Writes down the ops of one run.
+
+    Args:
+        samples: how many values of each tensor.
+        dtype: in which values are kept.
+    """
+
+    def __init__(self, samples: int, dtype: torch.dtype = torch.float32) -> None:
+        self.records: list[Record] = []
+        self._samples = samples
+        self._dtype = dtype
+        self._made: dict[int, int] = {}
+        self._signs: dict[torch.device, torch.Tensor] = {}
+        self._pauses = False
+        self.watch: OpWatch | None = None
+
+    def begin(self, names: dict[nn.Module, str]) -> None:
+        """Write down the parameters and buffers that a run begins with."""
+        for module, name in names.items():
+            for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                if tensor.is_floating_point() and _place(tensor) not in self._made:
+                    self._write(Record(name, own, 0, False, tensor.dtype, tensor.shape, *self._look(tensor)), tensor)
+
+    def begin_backward(self, root: torch.Tensor) -> None:
+        """Write down the gradient of the loss, which is a loss scale."""
+        self._pauses = True
+        look = self._look(root)
+        self._pauses = False
+        record = Record(OUTSIDE, "loss scale", 0, True, root.dtype, root.shape, *look, passes_on=True, scaled=True)
+        self._write(record, root)
+
+    def notice(self, call: OpCall) -> None:
+        """Write down what an op has returned, unless it is a view."""
+        name = call.name
+        if self._pauses:
+            return
+        if call.op.is_view or name in _MAKE:
+            if name in _MAKE and name != "_unsafe_view":  # perhaps where another tensor was before
+                self._made.pop(_place(call.result), None)
+            return
+        wide = not call.backward and _should_be_wide(name)
+        inputs = tuple(dict.fromkeys(self._came_from(call.args, call.kwargs)))
+        results = call.result if call.result is not None else call.args[:1]
+        for index, tensor in enumerate(_floating(results)):
+            record = Record(
+                call.module,
+                name,
+                index,
+                call.backward,
+                tensor.dtype,
+                tensor.shape,
+                *self._look(tensor),
+                inputs,
+                passes_on=name in _PASS_ON or (call.backward and name in _SUMS),
+                wide=wide,
+                scaled=any(self.records[i].scaled for i in inputs),
+            )
+            if name == "add" and record.passes_on:
+                terms = [term for term in call.args[:2] if term.shape == tensor.shape]
+                record.source = self._sample(terms[0]) + self._sample(terms[1]) if len(terms) == 2 else None
+            elif record.passes_on and name != "add_":
+                record.cast = None if self.watch is None else self.watch.cast_of(call)
+                source = call.args[1 if name == "copy_" else 0]
+                if record.cast is not None and source.shape == tensor.shape:
+                    record.source = self._sample(source)
+            self._write(record, tensor)
+
+    def end(self, model: nn.Module) -> None:
+        """Mark the gradients of parameters, and fetch what was written down."""
+        for param in model.parameters():
+            at = None if param.grad is None or not can_sample(param.grad) else self._made.get(_place(param.grad))
+            while at is not None and self.records[at].backward and not self.records[at].leaf:
+                self.records[at].leaf = True
+                at = self.records[at].inputs[0] if self.records[at].passes_on and self.records[at].inputs else None
+        if self.records:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        """Bring all samples to the host, in one copy for each device."""
+        values = [(record, name) for record in self.records for name in ("sample", "amax", "sketch", "source")]
+        there: dict[torch.device, list[tuple[Record, str, torch.Tensor]]] = {}
+        for record, name in values:
+            value = getattr(record, name)
+            if value is not None:
+                there.setdefault(value.device, []).append((record, name, value))
+        for found in there.values():
+            column = torch.cat([value.reshape(-1) for _, _, value in found]).cpu()
+            parts = column.split([value.numel() for _, _, value in found])
+            for (record, name, _), part in zip(found, parts, strict=True):
+                setattr(record, name, part)
+        for record in self.records:
+            record.amax = float(record.amax)
+
+    def _look(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sample, the largest magnitude and the sketch of a tensor."""
+        values = tensor.detach()
+        amax = torch.stack(torch.aminmax(values)).abs().amax().to(self._dtype)
+        return self._sample(values), amax, self._sketch(values)
+
+    def _sample(self, values: torch.Tensor) -> torch.Tensor:
+        return sample(values.detach(), self._samples).to(self._dtype, copy=True)
+
+    def _sketch(self, values: torch.Tensor) -> torch.Tensor:
+        if values.numel() <= self._samples:
+            return torch.empty(0, dtype=self._dtype, device=values.device)
+        flat = values.reshape(-1).to(self._dtype)
+        rows = flat.numel() // _SUMMED
+        signs = self._signs.get(values.device)
+        if signs is None or len(signs) < rows:
+            bits = torch.randint(2, (2 * rows,), generator=torch.Generator().manual_seed(0))
+            signs = self._signs[values.device] = (2 * bits - 1).to(values.device, self._dtype)
+        return torch.cat([flat.norm().reshape(1), signs[:rows] @ flat[: rows * _SUMMED].view(rows, _SUMMED)])
+
+    def _write(self, record: Record, tensor: torch.Tensor) -> None:
+        self._made[_place(tensor)] = len(self.records)
+        self.records.append(record)
+
+    def _came_from(self, *values: Any) -> Iterator[int]:
+        for tensor in _floating(values):
+            at = self._made.get(_place(tensor))
+            if at is not None:
+                yield at
+
+
+@functools.cache
+def _reason(op: str) -> tuple[str, str]:
+    """The name of an ATen op on the op lists, and why it is on the float list; empty if it is not."""
+    bare = op.removesuffix("_").removeprefix("_")
+    names = (bare, bare.removeprefix("native_"), bare.removeprefix("fused_"), bare.removesuffix("_forward"))
+    name = next((name for name in names if name in FLOAT), bare)
+    return name, FLOAT.get(name, "")
+
+
+def _should_be_wide(op: str) -> bool:
+    """Whether an op should compute in fp32: by the lists in force, or without any because it is a loss."""
+    name, reason = _reason(op)
+    casting = active_casting()
+    return reason == "loss" if casting is None else casting.lists.rule_of(name) in ("float", "banned")
+
+
+def _floating(values: Any) -> Iterable[torch.Tensor]:
+    """The floating tensors with values in a tree of arguments or results."""
+    if isinstance(values, torch.Tensor):
+        if values.is_floating_point() and values.numel() and can_sample(values) and not values.is_sparse:
+            yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _floating(value)
+    elif isinstance(values, dict):
+        yield from _floating(list(values.values()))
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where the memory of a tensor begins: views of a tensor have its place."""
+    return tensor.untyped_storage().data_ptr()
+
+
+class ReferenceWatch(OpWatch):
+    """A mode in which every op computes in one wide dtype, whatever casts and factories ask for.
+
+    Args:
+        notice: called after each op.
+        owners: knows the module of an op.
+        dtype: torch.float32 or torch.float64.
+    """
+
+    only_watches = False
+
+    def __init__(self, notice: Any, owners: Owners, dtype: torch.dtype) -> None:
+        super().__init__(notice, owners)
+        self._dtype = dtype
+
+    def run(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op on wide arguments. What it writes to keeps its dtype."""
+        leaves, tree = tree_flatten((args, kwargs))
+        if any(self._is_narrow(leaf) for leaf in leaves):
+            kept = set(map(id, tree_flatten(list(self._written(op, args, kwargs)))[0]))
+            leaves = [leaf if id(leaf) in kept else self._widened(leaf) for leaf in leaves]
+            args, kwargs = tree_unflatten(leaves, tree)
+        return op(*args, **kwargs)
+
+    def _is_narrow(self, value: Any) -> bool:
+        dtype = value.dtype if isinstance(value, torch.Tensor) else value
+        return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < self._dtype.itemsize
+
+    def _widened(self, value: Any) -> Any:
+        if not self._is_narrow(value):
+            return value
+        return value.to(self._dtype) if isinstance(value, torch.Tensor) else self._dtype
+
+    @staticmethod
+    def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+        for i, each in enumerate(op._schema.arguments):
+            if each.is_write:
+                yield args[i] if i < len(args) else kwargs.get(each.name)

@@ -1,0 +1,184 @@
+"""Trial runs of one step, each from the same weights, buffers and random numbers. Nothing of them remains.
+
+A run gets copies of all parameters and buffers, put in the place of the model's own. So gradients, hooks on parameters
+and optimizers are left out by themselves. A run ends at the latest where an optimizer's step begins.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..casting import modules
+from ..casting.op_casting import NO_CASTING, OpCasting
+from ..core.dtypes import HALF_DTYPES
+from ..core.errors import UsageError
+from ..core.policy import Policy
+from ..gradients.master_registry import master_of
+from ..kernels.shards import is_sharded
+from ..stepping.prepare import prepare_model
+
+__all__ = ["Dice", "as_candidate", "as_reference", "run_step"]
+
+
+class _Ended(BaseException):
+    """The step has come to its optimizer."""
+
+
+class Dice:
+    """The state of the random numbers of torch and of Python, which each run begins with.
+
+    Args:
+        model: on whose devices random numbers are drawn.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+
+    @contextmanager
+    def same(self) -> Iterator[None]:
+        """Put the state back after the block."""
+        state = random.getstate()
+        try:
+            with torch.random.fork_rng(devices=self._devices):
+                yield
+        finally:
+            random.setstate(state)
+
+
+@contextmanager
+def _copies(model: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Within the block a model has other parameters and buffers, of these values, and may get or lose hooks."""
+    places: list[tuple[nn.Module, str, torch.Tensor]] = []
+    hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    made: dict[int, torch.Tensor] = {}
+    try:
+        for module in model.modules():
+            for table in (
+                module._forward_pre_hooks,
+                module._forward_pre_hooks_with_kwargs,
+                module._forward_hooks,
+                module._forward_hooks_with_kwargs,
+                module._forward_hooks_always_called,
+                module._state_dict_hooks,
+                module._load_state_dict_pre_hooks,
+            ):
+                hooks.append((table, dict(table)))
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is not None:
+                    places.append((module, name, tensor))
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _copy(tensor, value_of(tensor))
+                    setattr(module, name, made[id(tensor)])
+        yield
+    finally:
+        for module, name, tensor in places:
+            setattr(module, name, tensor)
+        for table, before in hooks:
+            table.clear()
+            table.update(before)
+
+
+def _copy(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    value = value.clone() if value.data_ptr() == tensor.data_ptr() else value
+    made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    made.__dict__.update(tensor.__dict__)
+    return made
+
+
+@contextmanager
+def as_reference(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within the block a model has weights in one wide dtype, from their masters if they have some, and casts nothing.
+
+    Args:
+        model: any module; one that was brought up at a level too.
+        dtype: torch.float32 or torch.float64.
+    """
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        master = master_of(tensor)
+        value = (tensor if master is None else master).detach()
+        return value.to(dtype) if value.is_floating_point() and value.dtype.itemsize < dtype.itemsize else value
+
+    with _copies(model, wide), NO_CASTING:
+        modules.remove_hooks(model)
+        yield
+
+
+@contextmanager
+def as_candidate(model: nn.Module, policy: Policy | None) -> Iterator[None]:
+    """Within the block a model, and what runs outside of it, computes by a policy.
+
+    Args:
+        model: any module.
+        policy: None leaves the model as it is.
+    """
+    with ExitStack() as stack:
+        if policy is None:
+            stack.enter_context(_copies(model, torch.Tensor.detach))
+        else:
+            stack.enter_context(as_reference(model, torch.float32))
+            half = policy.compute_dtype if policy.compute_dtype in HALF_DTYPES else None
+            lists = policy.op_lists
+            devices = modules.device_types([model])
+            casting = OpCasting(half, lists, enabled=lists is not None, devices=devices)
+            prepare_model(model, policy, casting=casting, wide_grads=policy.master_weights)
+            stack.enter_context(casting)
+        yield
+
+
+def run_step(
+    model: nn.Module, step: Callable[[], Any], scale: float, begin_backward: Callable[[torch.Tensor], None]
+) -> bool:
+    """Run forward and backward pass of a step.
+
+    Args:
+        model: that it trains.
+        step: a function without arguments. If it returns a loss whose graph is still there, its backward pass is run.
+        scale: that loss is multiplied by this.
+        begin_backward: is given the gradient of that loss, which is the scale.
+
+    Returns:
+        Whether the backward pass was run here, with the scale.
+    """
+    with ExitStack() as stack:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        ends = register_optimizer_step_pre_hook(_end)
+        stack.callback(ends.remove)
+        try:
+            loss = step()
+        except _Ended:
+            return False
+        if any(p.grad is not None for p in model.parameters()) or not isinstance(loss, torch.Tensor):
+            return False
+        if loss.grad_fn is None or loss.numel() != 1:
+            return False
+        root = torch.full_like(loss, scale)
+        begin_backward(root)
+        loss.backward(root)
+    return True
+
+
+def _end(*_: Any) -> None:
+    raise _Ended
+
+
+def refuse(model: nn.Module) -> None:
+    """Refuse a model whose weights cannot be exchanged for copies.
+
+    Raises:
+        UsageError: for one that is sharded.
+    """
+    sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
+    if sharded is not None:
+        raise UsageError(
+            f"compare_step runs a model on copies of its weights, and {sharded} is sharded (FSDP2). Compare the model "
+            "before fully_shard, or two saved runs: halfstep.numerics.Monitor(...).save and halfstep.numerics.compare."
+        )
