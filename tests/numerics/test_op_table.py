@@ -65,15 +65,15 @@ def test_ops_belong_to_modules_in_both_passes(again: bool | None) -> None:
 
     table = numerics.op_table(step, model)
     forward, backward = ops_of(table, backward=False), ops_of(table, backward=True)
-    assert {name: forward[name] for name in ("first", "norm", "twice", "head", "")} == {
+    assert {name: forward[name] for name in ("first", "norm", "twice", "head", "(root)")} == {
         "first": ["addmm"],
         "norm": ["native_layer_norm"],
         "twice": ["addmm"],
         "head": ["addmm"],
-        "": ["tanh", "mul"],
+        "(root)": ["tanh", "mul"],
     }
     assert backward["norm"] == ["native_layer_norm_backward"]
-    assert backward[""] == ["mul", "tanh_backward"]
+    assert backward["(root)"] == ["mul", "tanh_backward"]
     assert backward["first"] == backward["head"] == ["mm", "sum"]
     assert backward["twice"][:2] == ["mm", "sum"]
     assert backward["(step)"] == ["nll_loss_backward", "_log_softmax_backward_data"]
@@ -181,7 +181,9 @@ def test_casts_of_native_autocast_are_casting_too() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             model(torch.randn(2, 8))
 
-    assert cast_rows(numerics.op_table(step, model)) == {("", "linear", "casting", "float32", "bfloat16", False, 3)}
+    assert cast_rows(numerics.op_table(step, model)) == {
+        ("(root)", "linear", "casting", "float32", "bfloat16", False, 3)
+    }
 
 
 @pytest.mark.parametrize("level", ["O1", None])
@@ -210,8 +212,8 @@ def test_casts_of_the_user_are_the_users(level: str | None) -> None:
 def test_casts_of_a_models_inputs_and_outputs_are_casting() -> None:
     model = amp.initialize(made(), opt_level="O2", dtype="bfloat16", verbosity=0)
     casts = cast_rows(numerics.op_table(lambda: model(torch.randn(2, 8)), model))
-    assert ("", "", "casting", "float32", "bfloat16", False, 1) in casts
-    assert ("", "", "casting", "bfloat16", "float32", False, 1) in casts
+    assert ("(root)", "", "casting", "float32", "bfloat16", False, 1) in casts
+    assert ("(root)", "", "casting", "bfloat16", "float32", False, 1) in casts
 
 
 def test_what_torch_casts_by_itself() -> None:

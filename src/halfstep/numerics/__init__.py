@@ -3,6 +3,7 @@
 ``Monitor`` writes down a ``Row`` for each tensor of the steps it samples. ``op_table`` counts the ops of one step.
 """
 
+from .compare_runs import compare
 from .compare_step import compare_step
 from .comparison import Comparison, Entry, ModuleError
 from .monitor import Monitor
@@ -18,6 +19,7 @@ __all__ = [
     "OpRow",
     "OpTable",
     "Row",
+    "compare",
     "compare_step",
     "load_rows",
     "merge_rows",

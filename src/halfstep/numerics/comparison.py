@@ -22,7 +22,7 @@ class Entry:
     """One tensor in both runs.
 
     Attributes:
-        module: its qualified name; "" is the model, "(step)" what runs outside of modules.
+        module: its qualified name; "(root)" is the model, "(step)" what runs outside of modules.
         op: the op that returned it; in a comparison of saved runs what it is to the module, as in "output".
         occurrence: which of those of the module, counted from 0.
         backward: whether it belongs to the backward pass.
@@ -56,7 +56,7 @@ class Entry:
         return self.excess > _LIMIT
 
     def __str__(self) -> str:
-        where = f"{self.module or '(model)'}: {self.op}{' (backward)' if self.backward else ''}"
+        where = f"{self.module}: {self.op}{' (backward)' if self.backward else ''}"
         cause = f", {self.why}" if self.why else ""
         return f"{where} in {self.dtype}{cause}: error {self.error:.2g}, of which inherited {self.inherited:.2g}"
 
@@ -130,7 +130,7 @@ class Comparison:
         for module in found[:_SHOWN]:
             at = f"{module.worst.op}{' (backward)' if module.worst.backward else ''}"
             numbers = [f"{n:.2g}" for n in (module.excess, module.added, module.inherited, module.error)]
-            rows.append([module.module or "(model)", *numbers, at, module.worst.dtype, module.worst.why or "."])
+            rows.append([module.module, *numbers, at, module.worst.dtype, module.worst.why or "."])
         more = [f"and {len(found) - _SHOWN} more modules"] if len(found) > _SHOWN else []
         return "\n".join([*lines, "", *aligned(rows, right=range(1, 5)), *more])
 

@@ -28,7 +28,8 @@ class OpRow:
     """The calls of one op by one module.
 
     Attributes:
-        module: its qualified name; "" is the model, "(step)" what runs outside of modules, "(optimizer)" its step.
+        module: its qualified name. "(root)" is the model, "(step)" what runs outside of modules, "(optimizer)" its
+            step.
         op: the name of the ATen op, as in "addmm".
         backward: whether the backward pass has called it.
         calls: how often, by the dtype of the (first) result.
@@ -98,13 +99,13 @@ class OpTable:
         for row in self._rows:
             other = sum(count for dtype, count in row.calls.items() if dtype not in columns)
             counts = [row.calls.get(dtype, 0) for dtype in columns] + ([other] if found - set(columns) else [])
-            ops.append([row.module or "(model)", row.op, _pass(row.backward), *(str(n or ".") for n in counts)])
+            ops.append([row.module, row.op, _pass(row.backward), *(str(n or ".") for n in counts)])
         lines += ["", *aligned(ops, right=range(3, len(ops[0])))]
         if self._casts:
             calls, moved = sum(cast.calls for cast in self._casts), sum(cast.bytes for cast in self._casts)
             casts = [["module", "asked by", "made by", "pass", "from", "to", "casts", "bytes"]]
             for cast in self._casts:
-                names = [cast.module or "(model)", cast.asked_by or ".", cast.made_by, _pass(cast.backward)]
+                names = [cast.module, cast.asked_by or ".", cast.made_by, _pass(cast.backward)]
                 casts.append([*names, cast.source, cast.target, str(cast.calls), _size(cast.bytes)])
             lines += ["", f"{calls} casts, which read and write {_size(moved)}", "", *aligned(casts, right=(6, 7))]
         return "\n".join(lines)

@@ -19,10 +19,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.torch_compat import current_node, next_sequence_number, node_sequence_number
 
-__all__ = ["OPTIMIZER", "OUTSIDE", "Owners", "qualified_names"]
+__all__ = ["OPTIMIZER", "OUTSIDE", "ROOT", "Owners", "qualified_names"]
 
 OUTSIDE = "(step)"
 """Where ops are that no module runs: the loss, in most scripts."""
+
+ROOT = "(root)"
+"""The model itself."""
 
 OPTIMIZER = "(optimizer)"
 """Where the ops of an optimizer's step are."""
@@ -34,10 +37,13 @@ _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def qualified_names(model: nn.Module) -> dict[nn.Module, str]:
-    """The names of the modules of a model. The wrappers of ``torch.compile`` and of DDP leave no trace in them."""
+    """The names of the modules of a model, as ``Monitor`` has them: "(root)" is the model.
+
+    The wrappers of ``torch.compile`` and of DDP leave no trace in them.
+    """
     names = {module: name for name, module in model.named_modules()}
     inside = "module" if isinstance(model, _PARALLEL) else ""
-    return {module: _clean(name, inside) for module, name in names.items()}
+    return {module: _clean(name, inside) or ROOT for module, name in names.items()}
 
 
 def _clean(name: str, inside: str) -> str:
@@ -49,8 +55,8 @@ class Owners:
     """The module of each op.
 
     Args:
-        model: whose modules are told apart, by their qualified names; "" is the model. None tells all modules apart
-            that run. Their names then begin with the class of the outermost one.
+        model: whose modules are told apart, by their qualified names; "(root)" is the model. None tells all modules
+            apart that run. Their names then begin with the class of the outermost one.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:

@@ -1,0 +1,135 @@
+"""``compare``: two saved runs of the same training, row by row, and where they part."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.errors import ArgumentValueError
+from .comparison import Comparison, Entry, entry_of
+from .row import Row, load_rows
+
+__all__ = ["compare"]
+
+Run = str | Path | Iterable[Row]
+
+_FEEDS = ("output", "output_grad")
+_GRADIENTS = ("output_grad", "grad")
+
+
+def compare(run_a: Run, run_b: Run) -> Comparison:
+    """Compare two runs that ``Monitor`` has watched, in this process or another, and say where the second one parts.
+
+    ::
+
+        halfstep.numerics.compare("fp32.jsonl", "bf16.jsonl").modules()[0]
+
+    Both should begin with the same weights and see the same batches in the same order. Rows are aligned by step,
+    module, tensor and call. Their errors are those of the values that they keep, the same places in both; where shapes
+    differ, or rows were added up, only magnitudes are compared.
+
+    Rows do not say which outputs a module got. So an output inherits the largest error of all outputs before it, in the
+    order of execution, and the gradient of an output also that of the gradients before it. Gradients of parameters,
+    weights and updates inherit these and hand on nothing. So what is blamed is the first module with an error of some
+    size, and a later one only if its error is larger; a smaller one is seen when the first is gone.
+
+    Args:
+        run_a: the reference: a file that ``Monitor.save`` or ``halfstep run --numerics`` wrote, or rows.
+        run_b: the candidate.
+
+    Raises:
+        ArgumentValueError: for a file of something else, or runs that have no row in common.
+    """
+    rows_a, rows_b = _rows(run_a), _rows(run_b)
+    reference = {_key(row): row for row in rows_a}
+    found = [(reference[_key(row)], row) for row in rows_b if _key(row) in reference]
+    if not found:
+        raise ArgumentValueError(
+            f"The runs have no row in common: {_extent(rows_a)} against {_extent(rows_b)}. Watch the same steps "
+            "(every=) of models whose modules have the same names."
+        )
+    alone = len(rows_a) + len(rows_b) - 2 * len(found)
+    names = (_name(run_a, "reference"), _name(run_b, "candidate"))
+    return Comparison(_entries(found), names, {"rows of one run only": alone} if alone else {})
+
+
+def _rows(run: Run) -> list[Row]:
+    return load_rows(run) if isinstance(run, (str, Path)) else list(run)
+
+
+def _name(run: Run, otherwise: str) -> str:
+    return Path(run).name if isinstance(run, (str, Path)) else otherwise
+
+
+def _key(row: Row) -> tuple[int, str, str, int]:
+    return row.step, row.module, row.tensor, row.call
+
+
+def _extent(rows: Sequence[Row]) -> str:
+    if not rows:
+        return "no rows"
+    steps = sorted({row.step for row in rows})
+    return f"steps {steps[0]} to {steps[-1]} of {len({row.module for row in rows})} modules and parameters"
+
+
+def _entries(pairs: Sequence[tuple[Row, Row]]) -> list[Entry]:
+    gradients = _gradient_norms(right for right, _ in pairs)
+    handed_on = 0.0
+    entries = []
+    for right, row in pairs:
+        norm = gradients[right.step, right.module.rpartition(".")[0]] if right.tensor == "grad" else 0.0
+        error = _error(row, right, norm)
+        lost = _lost(row, right)
+        entries.append(
+            entry_of(
+                max(error, lost),
+                handed_on,
+                torch.finfo(getattr(torch, row.dtype)).eps / 2,
+                why="underflow" if lost > error else "",
+                op=row.tensor,
+                module=row.module,
+                occurrence=row.call,
+                backward=row.tensor in _GRADIENTS,
+                dtype=row.dtype,
+                step=row.step,
+            )
+        )
+        if row.tensor in _FEEDS:
+            handed_on = max(handed_on, error, lost)
+    return entries
+
+
+def _gradient_norms(rows: Iterable[Row]) -> dict[Any, float]:
+    """The largest rms of the gradients of each module's parameters. That of a bias before a norm is noise alone."""
+    found: dict[Any, float] = defaultdict(float)
+    for row in rows:
+        if row.tensor == "grad" and math.isfinite(row.rms):
+            key = row.step, row.module.rpartition(".")[0]
+            found[key] = max(found[key], row.rms)
+    return found
+
+
+def _error(row: Row, right: Row, norm: float) -> float:
+    """The relative error of the values that rows keep; inf where one is not finite that should be."""
+    if not math.isfinite(right.amax):
+        return 0.0
+    if not math.isfinite(row.amax):
+        return math.inf
+    if row.numel != right.numel or len(row.probe) != len(right.probe) or not row.probe:
+        values, rights = (row.rms, row.amax), (right.rms, right.amax)
+        return max(abs(a - b) / b if b else float(a > 0) for a, b in zip(values, rights, strict=True))
+    size = max(math.hypot(*right.probe), norm * math.sqrt(len(right.probe)))
+    difference = math.dist(row.probe, right.probe)
+    return difference / size if size else float(difference > 0)
+
+
+def _lost(row: Row, right: Row) -> float:
+    """In gradients, the share of numbers that became 0."""
+    if row.tensor not in _GRADIENTS or right.zeros == 1.0 or row.numel != right.numel:
+        return 0.0
+    return max(0.0, row.zeros - right.zeros) / (1.0 - right.zeros)
