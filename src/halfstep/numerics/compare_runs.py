@@ -12,6 +12,7 @@ import torch
 
 from ..core.errors import ArgumentValueError
 from .comparison import Comparison, Entry, entry_of
+from .owners import OUTSIDE, ROOT
 from .row import Row, load_rows
 
 __all__ = ["compare"]
@@ -35,8 +36,9 @@ def compare(run_a: Run, run_b: Run) -> Comparison:
 
     Rows do not say which outputs a module got. So an output inherits the largest error of all outputs before it, in the
     order of execution, and the gradient of an output also that of the gradients before it. Gradients of parameters,
-    weights and updates inherit these and hand on nothing. So what is blamed is the first module with an error of some
-    size, and a later one only if its error is larger; a smaller one is seen when the first is gone.
+    weights and updates inherit these and hand on nothing. What the gradient of an output adds is blamed on the module
+    whose own came before it, for its backward pass has made it. So what is found is the first module with an error of
+    some size, and a later one only if its error is larger; a smaller one is seen when the first is gone.
 
     Args:
         run_a: the reference: a file that ``Monitor.save`` or ``halfstep run --numerics`` wrote, or rows.
@@ -78,21 +80,27 @@ def _extent(rows: Sequence[Row]) -> str:
 
 
 def _entries(pairs: Sequence[tuple[Row, Row]]) -> list[Entry]:
-    gradients = _gradient_norms(right for right, _ in pairs)
-    handed_on = 0.0
+    sizes = _largest_rms(right for right, _ in pairs)
+    handed_on, before = 0.0, (-1, "")
     entries = []
     for right, row in pairs:
-        norm = gradients[right.step, right.module.rpartition(".")[0]] if right.tensor == "grad" else 0.0
-        error = _error(row, right, norm)
-        lost = _lost(row, right)
+        module, _, name = row.module.rpartition(".")
+        module, what = module or ROOT, f"{row.tensor} of {name}"
+        norm = 0.0 if row.tensor in _FEEDS else sizes[row.step, module, row.tensor]
+        if row.tensor == "output":
+            module, what = row.module, row.tensor
+        elif row.tensor == "output_grad":  # the backward pass of the module before has made it
+            module, what = before[1] if before[0] == row.step else OUTSIDE, f"output_grad of {row.module}"
+            before = row.step, row.module
+        error, lost = _error(row, right, norm), _lost(row, right)
         entries.append(
             entry_of(
                 max(error, lost),
                 handed_on,
                 torch.finfo(getattr(torch, row.dtype)).eps / 2,
                 why="underflow" if lost > error else "",
-                op=row.tensor,
-                module=row.module,
+                op=what,
+                module=module,
                 occurrence=row.call,
                 backward=row.tensor in _GRADIENTS,
                 dtype=row.dtype,
@@ -104,12 +112,12 @@ def _entries(pairs: Sequence[tuple[Row, Row]]) -> list[Entry]:
     return entries
 
 
-def _gradient_norms(rows: Iterable[Row]) -> dict[Any, float]:
-    """The largest rms of the gradients of each module's parameters. That of a bias before a norm is noise alone."""
+def _largest_rms(rows: Iterable[Row]) -> dict[Any, float]:
+    """Of each module's parameters, by step, module and tensor. The gradient of a bias before a norm is noise alone."""
     found: dict[Any, float] = defaultdict(float)
     for row in rows:
-        if row.tensor == "grad" and math.isfinite(row.rms):
-            key = row.step, row.module.rpartition(".")[0]
+        if row.tensor not in _FEEDS and math.isfinite(row.rms):
+            key = row.step, row.module.rpartition(".")[0] or ROOT, row.tensor
             found[key] = max(found[key], row.rms)
     return found
 
