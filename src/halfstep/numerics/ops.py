@@ -26,7 +26,7 @@ from ..core.torch_compat import (
 )
 from .owners import Owners
 
-__all__ = ["CASTING", "TORCH", "USER", "Cast", "OpCall", "OpWatch", "watching_ops"]
+__all__ = ["CASTING", "TORCH", "USER", "Cast", "Functions", "OpCall", "OpWatch", "entered", "op_name", "watching_ops"]
 
 CASTING, USER, TORCH = "casting", "user", "torch"
 """Who makes casts: halfstep or native autocast; a call such as ``x.float()`` in the user's code; torch by itself."""
@@ -101,7 +101,7 @@ class Cast(NamedTuple):
     bytes: int
 
 
-class _Functions(TorchFunctionMode):
+class Functions(TorchFunctionMode):
     """Knows which function of torch is running, which may call several ops, and whether it began under autocast."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class OpWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._notice = notice
         self.owners = owners
-        self.functions = _Functions()
+        self.functions = Functions()
         self._casts: dict[int, tuple[str, str]] = {}
 
     @classmethod

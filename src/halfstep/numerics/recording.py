@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from ..casting.op_casting import active_casting
+from ..core.oplists.names import spellings
 from ..core.oplists.tables import FLOAT, words
 from ..core.torch_compat import OpOverload, tree_flatten, tree_unflatten
 from ..findings.samples import can_sample, sample
-from .ops import Cast, OpCall, OpWatch
+from .ops import Cast, Functions, OpCall, OpWatch
 from .owners import OUTSIDE, Owners
 
 __all__ = ["Record", "Recorder", "ReferenceWatch"]
@@ -249,27 +250,48 @@ class ReferenceWatch(OpWatch):
     def __init__(self, notice: Any, owners: Owners, dtype: torch.dtype) -> None:
         super().__init__(notice, owners)
         self._dtype = dtype
+        self.functions = _WideFunctions(dtype)
 
     def run(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op on wide arguments. What it writes to keeps its dtype."""
-        leaves, tree = tree_flatten((args, kwargs))
-        if any(self._is_narrow(leaf) for leaf in leaves):
-            kept = set(map(id, tree_flatten(list(self._written(op, args, kwargs)))[0]))
-            leaves = [leaf if id(leaf) in kept else self._widened(leaf) for leaf in leaves]
-            args, kwargs = tree_unflatten(leaves, tree)
+        args, kwargs = _widened(args, kwargs, self._dtype, list(_written(op, args, kwargs)))
         return op(*args, **kwargs)
 
-    def _is_narrow(self, value: Any) -> bool:
-        dtype = value.dtype if isinstance(value, torch.Tensor) else value
-        return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < self._dtype.itemsize
 
-    def _widened(self, value: Any) -> Any:
-        if not self._is_narrow(value):
-            return value
-        return value.to(self._dtype) if isinstance(value, torch.Tensor) else self._dtype
+class _WideFunctions(Functions):
+    """Gives functions wide arguments: some refuse those of several dtypes before any op runs."""
 
-    @staticmethod
-    def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-        for i, each in enumerate(op._schema.arguments):
-            if each.is_write:
-                yield args[i] if i < len(args) else kwargs.get(each.name)
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        _, in_place = spellings().get(func, ("", True))
+        if not in_place and kwargs.get("out") is None:
+            args, kwargs = _widened(args, kwargs, self._dtype)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that an op writes to."""
+    for i, each in enumerate(op._schema.arguments):
+        if each.is_write:
+            yield args[i] if i < len(args) else kwargs.get(each.name)
+
+
+def _widened(args: Any, kwargs: Any, dtype: torch.dtype, kept: Sequence[Any] = ()) -> tuple[Any, Any]:
+    """Arguments with their floating tensors and dtypes in a dtype, but for wider ones, and those to keep."""
+
+    def is_narrow(value: Any) -> bool:
+        found = value.dtype if isinstance(value, torch.Tensor) else value
+        return isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize < dtype.itemsize
+
+    leaves, tree = tree_flatten((args, kwargs))
+    if not any(map(is_narrow, leaves)):
+        return args, kwargs
+    keep = set(map(id, tree_flatten(list(kept))[0]))
+    for i, leaf in enumerate(leaves):
+        if is_narrow(leaf) and id(leaf) not in keep:
+            leaves[i] = leaf.to(dtype) if isinstance(leaf, torch.Tensor) else dtype
+    return tree_unflatten(leaves, tree)  # type: ignore[no-any-return]

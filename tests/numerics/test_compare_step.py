@@ -1,0 +1,365 @@
+"""``compare_step``: what it runs, how, and that nothing of it remains."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep import Policy, amp, numerics
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.numerics import Comparison, Entry
+from tests.support.processes import Ranks
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(self.norm(self.first(x)).relu()))
+
+
+class Cancels(nn.Module):
+    """Loses all digits below 2**10 in 16 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 1024.0) - 1024.0
+
+
+def broken() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), Cancels(), nn.Linear(32, 4))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(12, 16, generator=generator), torch.randint(4, (12,), generator=generator)
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    x, y = batch()
+    return F.cross_entropy(model(x), y)
+
+
+def top(found: Comparison) -> tuple[str, str]:
+    worst = found.modules()[0].worst
+    return worst.module, worst.why
+
+
+# ---- nothing remains
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    return {
+        "tensors": {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]},
+        "identities": [id(t) for t in [*model.parameters(), *model.buffers()]],
+        "addresses": [t.data_ptr() for t in [*model.parameters(), *model.buffers()]],
+        "grads": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "hooks": [(list(m._forward_pre_hooks), list(m._forward_hooks)) for m in model.modules()],
+        "training": [m.training for m in model.modules()],
+        "random": (torch.get_rng_state(), random.getstate()),
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def fails(model: nn.Module) -> torch.Tensor:
+    loss_of(model).backward()
+    raise ValueError("stop")
+
+
+@pytest.mark.parametrize("candidate", ["O1", "O2", "O3", None])
+@pytest.mark.parametrize("step", [loss_of, fails])
+def test_everything_is_as_before(candidate: str | None, step: Callable[[nn.Module], torch.Tensor]) -> None:
+    model = Net()
+    loss_of(model).backward()
+    before = state_of(model)
+    if step is fails:
+        with pytest.raises(ValueError, match="stop"):
+            numerics.compare_step(lambda: step(model), model, candidate=candidate)
+    else:
+        numerics.compare_step(lambda: step(model), model, candidate=candidate)
+    assert same(before, state_of(model))
+
+
+def test_both_runs_draw_the_same_random_numbers() -> None:
+    model = Net()
+    found = numerics.compare_step(
+        lambda: loss_of(model) * (torch.rand(()) + random.random()), model, candidate="O0", reference=torch.float32
+    )
+    assert found.entries
+    assert {entry.error for entry in found.entries} == {0.0}
+
+
+def test_a_run_ends_where_the_optimizer_steps() -> None:
+    model = broken()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = state_of(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+        raise AssertionError("it goes on")
+
+    found = numerics.compare_step(step, model, candidate="O1")
+    assert top(found) == ("1", "cancellation")
+    assert any(entry.backward for entry in found.entries)
+    assert same(before, state_of(model))
+
+
+# ---- what is compared
+
+
+def autocast(model: nn.Module) -> Callable[[], torch.Tensor]:
+    def step() -> torch.Tensor:
+        with amp.auto_cast(dtype="bfloat16"):
+            return loss_of(model)
+
+    return step
+
+
+def native(model: nn.Module) -> Callable[[], torch.Tensor]:
+    def step() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model)
+
+    return step
+
+
+def own_backward(model: nn.Module) -> Callable[[], None]:
+    def step() -> None:
+        with amp.auto_cast(dtype="bfloat16"):
+            loss = loss_of(model)
+        loss.backward()
+
+    return step
+
+
+@pytest.mark.parametrize("recipe", [autocast, native, own_backward])
+def test_without_a_candidate_the_step_is_compared_as_it_is(recipe: Callable[[nn.Module], Callable[[], Any]]) -> None:
+    model = broken()
+    found = numerics.compare_step(recipe(model), model)
+    assert top(found) == ("1", "cancellation")
+    assert {entry.dtype for entry in found.entries} == {"bfloat16", "float32"}
+    assert any(entry.backward for entry in found.entries)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_model_that_was_brought_up_is_compared_as_it_is(level: str, dtype: torch.dtype) -> None:
+    model = broken()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
+    before = state_of(model)
+    found = numerics.compare_step(lambda: loss_of(model), model)
+    assert top(found) == ("1", "cancellation")
+    assert same(before, state_of(model))
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not same(before["tensors"], state_of(model)["tensors"])
+
+
+def test_the_reference_of_16_bit_weights_are_their_masters() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    fp32 = model.weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
+    found = numerics.compare_step(lambda: model(torch.ones(2, 64)).square().mean(), model)
+    (weight,) = (entry for entry in found.entries if entry.op == "weight")
+    rounded = model.weight.detach().float()
+    assert weight.error == pytest.approx(float((rounded - fp32).norm() / fp32.norm()), rel=0.2)
+    assert 0.0 < weight.error < 2.0**-8
+
+
+@pytest.mark.parametrize("candidate", ["O1", "O2", Policy.from_level("O1", "bfloat16")])
+def test_a_candidate_is_a_level_or_a_policy(candidate: Any) -> None:
+    model = broken()
+    found = numerics.compare_step(lambda: loss_of(model), model, candidate=candidate)
+    assert top(found) == ("1", "cancellation")
+    assert found.names[0] == "float32"
+    assert str(candidate) in found.names[1]
+
+
+def test_a_dynamic_loss_scale_is_the_largest_with_room() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    scales = []
+    for factor in (1.0, 1e-6, 1e6):
+        found = numerics.compare_step(
+            lambda factor=factor: loss_of(model) * factor, model, candidate="O1", dtype=torch.float16
+        )
+        assert found.first() is None, str(found)
+        scales.append(found.about.get("loss scale", 1.0))
+    assert 1.0 < scales[0] <= scales[1] == 2.0**15
+    assert 0.0 < scales[2] < 1.0
+
+
+def test_gradients_that_vanish_without_a_loss_scale_are_found() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    policy = Policy.from_level("O1", torch.float16).replace(loss_scale=1.0)
+    found = numerics.compare_step(lambda: loss_of(model) * 1e-7, model, candidate=policy)
+    first = found.first()
+    assert first is not None
+    assert (first.backward, first.why, first.dtype) == (True, "underflow", "float16")
+    assert "loss scale" not in found.about
+
+
+def test_two_passes_of_a_checkpoint_are_aligned() -> None:
+    model = broken()
+
+    def step() -> torch.Tensor:
+        x, y = batch()
+        return F.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=False), y)
+
+    found = numerics.compare_step(step, model, candidate="O1")
+    assert top(found) == ("1", "cancellation")
+    assert "ops of one run only" not in found.about
+
+
+def test_other_op_streams_are_aligned_by_what_they_have_in_common() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dtype is torch.bfloat16:
+                x = x.sigmoid().logit()
+            return Cancels()(x)
+
+    model = nn.Sequential(nn.Linear(16, 32), Branches(), nn.Linear(32, 4))
+    found = numerics.compare_step(lambda: loss_of(model), model, candidate="O2")
+    assert found.about["ops of one run only"] == 4  # each in both passes
+    assert top(found) == ("1", "cancellation")
+
+
+def test_recurrent_layers_keep_their_weights() -> None:
+    model = nn.LSTM(8, 16, 2, batch_first=True)
+    x = torch.randn(4, 5, 8)
+    before = [id(w) for w in model._flat_weights]
+    found = numerics.compare_step(lambda: model(x)[0].square().mean(), model, candidate="O1")
+    assert found.entries
+    assert [id(w) for w in model._flat_weights] == before == [id(p) for p in model.parameters()]
+
+
+def test_tied_weights_stay_tied_in_a_run() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[1].weight = model[0].weight
+    tied = []
+
+    def step() -> torch.Tensor:
+        tied.append(model[1].weight is model[0].weight)
+        return loss_of(model)
+
+    numerics.compare_step(step, model, candidate="O2")
+    assert tied == [True, True]
+
+
+def in_ddp(rank: int) -> tuple[tuple[str, str], list[float]]:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(broken())
+    first = numerics.compare_step(lambda: loss_of(model), model, candidate="O2")
+    if rank == 0:  # no rank waits for another one
+        numerics.compare_step(lambda: loss_of(model), model, candidate="O1")
+    loss_of(model).backward()
+    return top(first), [float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None]
+
+
+def test_under_ddp_each_rank_compares_alone(ranks: Ranks) -> None:
+    (one, grads), (other, others) = ranks.run(in_ddp)
+    assert one == other == ("1", "cancellation")
+    assert grads == others
+    assert len(grads) == 4
+
+
+# ---- what comes out
+
+
+def test_a_comparison_prints_as_a_table() -> None:
+    model = broken()
+    lines = str(numerics.compare_step(lambda: loss_of(model), model, candidate="O1")).splitlines()
+    assert lines[0].startswith("O1 bfloat16 against float32: ")
+    assert lines[1].startswith("first divergence: 1: sub in bfloat16, cancellation: error ")
+    assert lines[3].split() == ["module", "excess", "added", "inherited", "error", "at", "dtype", "why"]
+    assert lines[4].split()[0] == "1"
+    assert lines[4].split()[-3:] == ["sub", "bfloat16", "cancellation"]
+
+
+def test_a_comparison_without_divergence_says_so() -> None:
+    model = nn.Linear(16, 4)
+    assert "no divergence" in str(numerics.compare_step(lambda: loss_of(model), model, candidate="O1"))
+
+
+def test_a_comparison_is_a_dict_of_plain_values() -> None:
+    model = broken()
+    found = numerics.compare_step(lambda: loss_of(model), model, candidate="O1")
+    saved = json.loads(json.dumps(found.to_dict()))
+    assert saved["names"] == ["float32", "O1 bfloat16"]
+    assert saved["modules"][0]["module"] == "1"
+    worst = saved["entries"][saved["modules"][0]["worst"]]
+    assert (worst["op"], worst["diverges"], worst["why"]) == ("sub", True, "cancellation")
+    assert [Entry(**{k: v for k, v in e.items() if k != "diverges"}) for e in saved["entries"]] == found.entries
+
+
+# ---- refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"candidate": "O7"}, ArgumentValueError, "Unexpected optimization level"),
+        ({"candidate": 16}, ArgumentTypeError, "must be a halfstep.Policy, a level such as 'O1', or None"),
+        ({"reference": torch.bfloat16}, ArgumentValueError, "must be torch.float32 or torch.float64"),
+        ({"candidate": Policy(compute_dtype=torch.bfloat16)}, UsageError, "contradicts itself"),
+        ({"model": "net"}, ArgumentTypeError, "takes a torch.nn.Module, not str"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: Any, text: str) -> None:
+    model = arguments.pop("model", nn.Linear(2, 2))
+    with pytest.raises(error, match=text):
+        numerics.compare_step(lambda: None, model, **arguments)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_sharded_model_is_refused() -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    with one_rank():
+        model = nn.Linear(4, 4)
+        fsdp.fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        with pytest.raises(UsageError, match="weight is sharded"):
+            numerics.compare_step(lambda: None, model, candidate="O1")
+
+
+def test_it_is_public() -> None:
+    assert halfstep.numerics.compare_step is numerics.compare_step
