@@ -19,6 +19,7 @@ BENCHMARKS = {
     "flat_masters": "a step with one flat fp32 master against one master for each parameter",
     "train_step": "TrainStep on two small models, against torch's loop, eager and compiled",
     "monitor": "what halfstep.numerics.Monitor adds to a training step, at every step and at every 100th",
+    "numerics": "one look at a step: halfstep.numerics.op_table and compare_step, against the plain step",
     "check": "halfstep.check on a model of many small tensors, and what halfstep.watch adds to a step",
     "walks": "the files and functions of halfstep that one batch calls, for five usual loops",
     "host_time": "Python time of a step by the number of tensors: torch.optim.AdamW(fused=True) and FusedAdam",

@@ -49,12 +49,13 @@ def test_100_faults() -> None:
     assert found["why"] >= 95
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The norms of "residual" return fp32 to 16-bit weights, which only O1 casts.
+HEALTHY = [(name, level) for name in MODELS for level in ("O1", "O2", "O3") if name != "residual" or level == "O1"]
+
+
+@pytest.mark.parametrize(("name", "level"), HEALTHY)
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_without_a_fault_nothing_diverges(name: str, dtype: torch.dtype, level: str) -> None:
-    if name == "residual" and level != "O1":
-        pytest.skip("its norms return fp32 to 16-bit weights, which only O1 casts")
+def test_without_a_fault_nothing_diverges(name: str, level: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     trial = MODELS[name]()
     found = numerics.compare_step(trial.step, trial.model, candidate=level, dtype=dtype)

@@ -30,6 +30,8 @@ _PROOF = 64
 
 _HEADROOM = 4.0
 _MANY = 0.1
+_FEW = 2.0**-9
+"""A share of lost values that is nothing: the unit of their excess."""
 
 
 def compare_step(
@@ -201,7 +203,7 @@ def _entries(candidate: Sequence[Record], reference: Sequence[Record], scale: fl
         known, why = _known(record, candidate)
         roundoff = _roundoff(_WIDE if record.wide else record.dtype)
         explained = inherited.lost + decided
-        lost = 0.0 if math.isinf(explained) else max(0.0, found.lost - explained) / (roundoff + explained)
+        lost = 0.0 if math.isinf(explained) else max(0.0, found.lost - explained) / (_FEW + explained)
         key = (record.module, record.op, record.backward)
         entries.append(
             entry_of(
