@@ -425,6 +425,15 @@ def test_who_watches_steps_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seen, ours[2].signatures[0].runs) == ([1], "CUDA graph")
 
 
+def test_replayed_steps_are_counted(tapes: None) -> None:
+    ours, theirs = pair(dtype=FP16)
+    for i in range(10):
+        take(ours, theirs, i, overflow=i == 7)
+    assert ours[2].signatures[0].replays > 0
+    for _, optimizer, _ in (ours, theirs):
+        assert (optimizer._amp_stash.stepping.calls, amp.steps_skipped(optimizer)) == (10, 1)
+
+
 @pytest.mark.parametrize(
     ("make", "scaler", "reason"),
     [

@@ -29,7 +29,7 @@ from .closure import ClosureOverflowed, guarded
 from .dynamic_class import dress, undress
 from .step import Stepping
 
-__all__ = ["AttachedOptimizer", "Observer", "attach", "attached_to", "observers"]
+__all__ = ["AttachedOptimizer", "Observer", "attach", "attached_to", "creation_callbacks", "observers"]
 
 logger = logging.getLogger("halfstep")
 
@@ -72,6 +72,9 @@ class Observer(Protocol):
 observers: list[Observer] = []
 """Called for every step of every attached optimizer. An observer adds itself, and removes itself when it is done."""
 
+creation_callbacks: list[Callable[[AttachedOptimizer], None]] = []
+"""Called with each ``AttachedOptimizer`` that is made. Unlike observers they keep no step from being recorded."""
+
 
 class AttachedOptimizer:
     """The masters, the backward passes and the step of one optimizer.
@@ -106,6 +109,8 @@ class AttachedOptimizer:
         self.stepping = Stepping(optimizer)
         self.session: Any = None
         self.verbose = verbose
+        for callback in creation_callbacks:
+            callback(self)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -150,6 +155,7 @@ class AttachedOptimizer:
                 self.stepping.grad_scale = scale
         else:
             gradients.finish(params, scale, found_inf, seen)
+        self.passes.scales[scaler] = scale
         self.passes.records.append(BackwardRecord(found_inf, None, dynamic=scaler.dynamic))
         share_overflow(self.passes.records, [self.passes.ranks])
 
@@ -168,22 +174,28 @@ class AttachedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step on unscaled gradients. It is skipped, and changes nothing, if a pass overflowed."""
-        for observer in observers:
-            observer.before_step(self)
-        result = self._step(closure, args, kwargs)
-        for observer in observers:
-            observer.after_step(self)
-        return result
+        return self._observed(self._step, closure, args, kwargs)
 
     def call(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """Call the optimizer's ``step`` as a scaler does: not at all if the host can know that it will be skipped."""
         known = closure is None and bool(self.passes.records) and not self.stepping.takes_flags
         if known and any_overflow(self.passes.take_records()).item():
-            return self._skip()
+            return self._observed(self._skip)
         if attached_to(self.optimizer) is not self:
             return self.step(closure, *args, **kwargs)
         step: Any = self.optimizer.step
         return step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
+
+    def _observed(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Step, or skip, with the observers around it."""
+        for observer in observers:
+            observer.before_step(self)
+        result = step(*args)
+        self.stepping.calls += 1
+        for observer in observers:
+            observer.after_step(self)
+        self.passes.scales.clear()
+        return result
 
     def _step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         passes = self.passes

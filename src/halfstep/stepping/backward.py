@@ -38,6 +38,7 @@ class BackwardPasses:
         keeper: as given.
         ranks: what it knows about other processes.
         records: one for each pass; the next step asks them whether gradients overflowed.
+        scales: what the losses since the last step were multiplied by, 0-dim tensors, by the loss scale they came from.
         models: weak references to the models that it trains, for whoever attached it to fill.
         got_gradients: whether any parameter had a gradient after the latest pass.
         is_open: whether a block is open.
@@ -50,6 +51,7 @@ class BackwardPasses:
         self.keeper = keeper
         self.ranks = RankSync()
         self.records: list[BackwardRecord] = []
+        self.scales: dict[DeviceLossScaler, torch.Tensor] = {}
         self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
         self.got_gradients = False
         self.is_open = False
@@ -333,20 +335,29 @@ class ScaledBackward:
                 if passes.is_open:  # finish of an earlier one raised
                     passes.abandon()
         if self._scale is not None and self._check and not self._delay:
-            record_pass(self._passes, self._scaler, found_inf)
+            record_pass(self._passes, self._scaler, found_inf, self._scale)
 
 
-def record_pass(optimizers: Sequence[BackwardPasses], scaler: DeviceLossScaler, found_inf: torch.Tensor) -> None:
+def record_pass(
+    optimizers: Sequence[BackwardPasses], scaler: DeviceLossScaler, found_inf: torch.Tensor, scale: torch.Tensor
+) -> None:
     """Note for the next step of each optimizer, and for the loss scale, whether a pass overflowed.
 
     The loss scale hears of it at once, unless other ranks do not have these gradients yet: then it hears when they are
     averaged. A pass without gradients does not count: under FSDP2 without synchronization they come later.
+
+    Args:
+        optimizers: whose parameters got gradients.
+        scaler: the loss scale.
+        found_inf: 0-dim float32 tensor, 1.0 if a gradient holds inf or NaN.
+        scale: what the loss was multiplied by, a 0-dim tensor.
     """
     if not any(passes.got_gradients for passes in optimizers):
         return
     record = BackwardRecord(found_inf, scaler, dynamic=scaler.dynamic)
     for passes in optimizers:
         passes.records.append(record)
+        passes.scales[scaler] = scale
     if not any(passes.ranks.has_unsynced for passes in optimizers):
         sync_overflow(optimizers)
 

@@ -22,6 +22,7 @@ class Stepping:
     Attributes:
         own: the step that is taken, where that is not what ``optimizer.step`` says.
         replaced: a ``step`` that was on the instance before it was attached; None if there was none.
+        calls: how many steps were taken or skipped.
         grad_scale: by what a step that takes flags divides its gradients; None if they are unscaled.
     """
 
@@ -29,6 +30,7 @@ class Stepping:
         self._optimizer = weakref.ref(optimizer)
         self.own: Callable[..., Any] | None = None
         self.replaced: Callable[..., Any] | None = None
+        self.calls = 0
         self.grad_scale: torch.Tensor | None = None
         # In torch's older contract ``step`` gets the scaler itself; such an optimizer reads no flags.
         self._wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters

@@ -234,6 +234,8 @@ class GraphedSteps:
                     f"({refused}), and is half recorded now. Make it capturable, or use cuda_graph=False."
                 ) from refused
             self._settled = self._steps.taken
+        elif (attached := attached_to(self._step.optimizer)) is not None:
+            attached.stepping.calls += 1  # the recording was a call itself
         for group, (rate, known) in zip(self._step.optimizer.param_groups, self._rates, strict=True):
             if rate is not None and (lr := float(group["lr"])) != known[0]:
                 known[0] = lr

@@ -138,16 +138,17 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         """
         attached = self._attached
         passes = attached.passes
+        used = self.loss_scaler.engine.scale(attached.device)
         if passes.delayed:
             scale = passes.delayed_scale
         elif self._unscaled or all(param.grad is None for param in attached.params()):
             return
         else:
-            scale = self.loss_scaler.engine.scale(attached.device)
+            scale = used
         found_inf = torch.zeros((), device=attached.device)
         passes.finish(scale, found_inf, None)
         self._unscaled = True
-        record_pass([passes], self.loss_scaler.engine, found_inf)
+        record_pass([passes], self.loss_scaler.engine, found_inf, used)
         self._note(found_inf)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> torch.Tensor:

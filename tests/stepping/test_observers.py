@@ -1,0 +1,112 @@
+"""What observers see of the steps of attached optimizers, and what is known about the losses before each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from halfstep import amp
+from halfstep.fp16_utils import FP16_Optimizer
+from halfstep.stepping.attached import AttachedOptimizer, creation_callbacks, observers
+
+
+class Noting:
+    """Notes the scales that the losses had, and how many steps were skipped, around each step."""
+
+    def __init__(self) -> None:
+        self.scales: list[list[float]] = []
+        self.skipped: list[int] = []
+
+    def before_step(self, attached: AttachedOptimizer) -> None:
+        self.scales.append([float(scale) for scale in attached.passes.scales.values()])
+
+    def after_step(self, attached: AttachedOptimizer) -> None:
+        self.skipped.append(attached.stepping.skipped)
+
+
+@contextmanager
+def noting() -> Iterator[Noting]:
+    observer = Noting()
+    observers.append(observer)
+    try:
+        yield observer
+    finally:
+        observers.remove(observer)
+
+
+def model_and_optimizer(kind: type[torch.optim.Optimizer]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(4, 1)
+    return model, kind(model.parameters(), lr=1e-3)
+
+
+FACTORS = (1.0, float("inf"), 1.0)
+"""What the loss of each step is multiplied by: the second one overflows."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Rprop])  # Rprop takes no flags: the host skips
+def test_the_scale_of_each_loss_and_each_skipped_step_are_seen_with_a_grad_scaler(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    model, optimizer = model_and_optimizer(kind)
+    scaler = amp.GradScaler(init_loss_scaling=64.0, decr_every_n_nan_or_inf=1)
+    with noting() as noted:
+        for factor in FACTORS:
+            scaler.scale(model(torch.ones(2, 4)).mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert noted.scales == [[64.0], [64.0], [32.0]]
+    assert noted.skipped == [0, 1, 1]
+
+
+def test_the_scale_is_the_one_before_the_update_in_a_scale_loss_block() -> None:
+    model, optimizer = model_and_optimizer(torch.optim.SGD)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    (amp._amp_state.loss_scalers[0])._loss_scale = 64.0
+    with noting() as noted:
+        for factor in FACTORS:
+            with amp.scale_loss(model(torch.ones(2, 4)).mean() * factor, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    assert noted.scales == [[64.0], [64.0], [32.0]]
+    assert noted.skipped == [0, 1, 1]
+    assert optimizer._amp_stash.stepping.calls == 3
+
+
+def test_the_scale_of_delayed_passes_is_seen() -> None:
+    model, inner = model_and_optimizer(torch.optim.SGD)
+    optimizer = FP16_Optimizer(inner, static_loss_scale=8.0, verbose=False)
+    with noting() as noted:
+        optimizer.backward(model(torch.ones(2, 4)).mean(), update_master_grads=False)
+        optimizer.backward(model(torch.ones(2, 4)).mean(), update_master_grads=False)
+        optimizer.update_master_grads()
+        optimizer.step()
+    assert noted.scales == [[8.0]]
+
+
+def test_a_loss_without_a_scale_has_none() -> None:
+    model, optimizer = model_and_optimizer(torch.optim.SGD)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
+    with noting() as noted:
+        with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert noted.scales == [[]]
+
+
+def test_every_attached_optimizer_is_announced() -> None:
+    made: list[AttachedOptimizer] = []
+    creation_callbacks.append(made.append)
+    try:
+        model, optimizer = model_and_optimizer(torch.optim.SGD)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        other, plain = model_and_optimizer(torch.optim.SGD)
+        scaler = amp.GradScaler()
+        scaler.scale(other(torch.ones(2, 4)).mean()).backward()
+        scaler.step(plain)
+    finally:
+        creation_callbacks.remove(made.append)
+    assert [attached.optimizer for attached in made] == [optimizer, plain]
