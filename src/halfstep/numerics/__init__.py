@@ -8,6 +8,7 @@ from .compare_step import compare_step
 from .comparison import Comparison, Entry, ModuleError
 from .monitor import Monitor
 from .op_table import CastRow, OpRow, OpTable, op_table
+from .report import write_report
 from .row import Row, load_rows, merge_rows, save_rows
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "merge_rows",
     "op_table",
     "save_rows",
+    "write_report",
 ]

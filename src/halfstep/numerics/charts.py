@@ -1,0 +1,264 @@
+"""Pictures in a page: lines over steps, and strips of heat. They are plain SVG, and readable on a narrow screen.
+
+Positions are percentages of the width and sizes of text are not, so nothing shrinks with the page. Each picture is one
+image for a screen reader, with a title and a sentence on what is in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .html import Markup, element, join
+
+__all__ = ["Band", "Line", "Strip", "details", "figure", "lines", "power", "strips"]
+
+_HEIGHT = 220  # of a plot, in CSS pixels
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def power(exponent: float) -> str:
+    """A power of 2 as text, such as 2⁻²⁴."""
+    return "2" + f"{exponent:.0f}".translate(_SUPERSCRIPTS)
+
+
+def figure(*content: str, caption: str) -> Markup:
+    """A picture and what it says."""
+    return element("figure", *content, element("figcaption", caption))
+
+
+def details(summary: str, *content: str) -> Markup:
+    """What is there to be opened: the table beside a picture."""
+    return element("details", element("summary", summary), *content)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line over steps.
+
+    Attributes:
+        name: for the legend.
+        points: (step, number). Where a number is NaN the line has a gap.
+        marks: (step, number) that get a cross.
+        stairs: whether numbers hold until the next step.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    marks: Sequence[tuple[float, float]] = ()
+    stairs: bool = False
+
+
+def lines(
+    title: str,
+    description: str,
+    drawn: Sequence[Line],
+    *,
+    low: float,
+    high: float,
+    label: Callable[[float], str],
+    ticks: Sequence[float],
+    limit: float | None = None,
+) -> Markup:
+    """Lines over steps, with a legend.
+
+    Args:
+        title: of the picture.
+        description: what is in it, for those who cannot see it.
+        drawn: the lines, eight at most.
+        low: the number at the lower edge. What lies below is drawn at the edge, as a mark.
+        high: the number at the upper edge. What lies above is drawn at the edge, as a mark.
+        label: a number as text.
+        ticks: which numbers get a line across.
+        limit: a number with a line of its own.
+    """
+    steps = [step for line in drawn for step, _ in line.points]
+    first, last = min(steps, default=0), max(steps, default=0)
+    across = max(last - first, 1)
+    room = max(high - low, 1e-30)
+
+    def x(step: float) -> float:
+        return 100.0 * (step - first) / across
+
+    def y(value: float) -> float:
+        return _HEIGHT * (1.0 - (min(max(value, low), high) - low) / room)
+
+    parts: list[str] = []
+    for tick in ticks:
+        parts.append(element("line", x1=0, x2="100%", y1=y(tick), y2=y(tick), class_="rule"))
+        parts.append(element("text", label(tick), x=-8, y=y(tick) + 4, class_="tick end"))
+    for step in _steps_to_label(first, last):
+        parts.append(element("text", f"{step:,.0f}", x=f"{x(step):.4g}%", y=_HEIGHT + 18, class_=_side(x(step))))
+    if limit is not None:
+        parts.append(element("line", x1=0, x2="100%", y1=y(limit), y2=y(limit), class_="limit"))
+    paths = []
+    for i, line in enumerate(drawn):
+        data = _path([(10.0 * x(step), y(value) if math.isfinite(value) else math.nan) for step, value in line.points])
+        if line.stairs:
+            data = _path(_stairs([(10.0 * x(step), y(value)) for step, value in line.points]))
+        paths.append(element("path", d=data, class_=f"line hue{i % 8}", vector_effect="non-scaling-stroke"))
+    box = f"0 0 1000 {_HEIGHT}"
+    parts.append(element("svg", *paths, viewBox=box, preserveAspectRatio="none", width="100%", height=_HEIGHT))
+    for i, line in enumerate(drawn):
+        hue = f"mark hue{i % 8}"
+        if len(line.points) == 1:
+            ((step, value),) = line.points
+            parts.append(element("circle", cx=f"{x(step):.4g}%", cy=y(value), r=3, class_=hue))
+        outside = [(s, v) for s, v in line.points if v > high or (v < low and v == v)]
+        for step, value in [*line.marks, *outside]:
+            text = "▲" if value > high else "▼" if value < low else "x"
+            at = y(value) + (9 if text == "▲" else 0 if text == "▼" else 5)
+            parts.append(element("text", text, x=f"{x(step):.4g}%", y=at, class_=hue))
+    picture = _image("svg", title, description, join(parts), class_="plot", height=_HEIGHT + 24)
+    entries = (element("li", element("span", class_=f"dot hue{i % 8}"), line.name) for i, line in enumerate(drawn))
+    return join([picture, element("ul", *entries, class_="legend")])
+
+
+@dataclass(frozen=True)
+class Band:
+    """What a part of a strip means: from one position up to another."""
+
+    start: float
+    end: float
+    kind: str
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One row of heat.
+
+    Attributes:
+        name: of the row.
+        value: a number at its end, as text.
+        cells: which share lies at each whole position, up to the next one.
+        kinds: the kind of a position, which decides on its color: "normal", "low" or "high".
+        bands: behind the cells.
+        marks: positions with a line through the strip.
+        alarming: whether the number at its end stands out.
+    """
+
+    name: str
+    value: str
+    cells: Mapping[int, float]
+    kinds: Callable[[int], str]
+    bands: Sequence[Band] = ()
+    marks: Sequence[float] = ()
+    alarming: bool = field(default=False)
+
+
+def strips(
+    title: str,
+    description: str,
+    rows: Sequence[Strip],
+    *,
+    low: int,
+    high: int,
+    label: Callable[[float], str] = power,
+    value_name: str,
+) -> Markup:
+    """Rows of heat above one axis: the more lies at a position, the stronger is its color.
+
+    Args:
+        title: of the picture.
+        description: what is in it, for those who cannot see it.
+        rows: from top to bottom.
+        low: the position at the left edge.
+        high: the position behind the right edge.
+        label: a position as text.
+        value_name: what the numbers at the end of the rows are.
+    """
+    width = max(high - low, 1)
+    step = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if width / n <= 6 or n == 128)
+    ticks = list(range(-(-low // step) * step, high + 1, step))
+
+    def percent(at: float) -> float:
+        return 100.0 * (min(max(at, low), high) - low) / width
+
+    axis = element(
+        "svg",
+        *(element("text", label(at), x=f"{percent(at):.4g}%", y=12, class_=_side(percent(at))) for at in ticks),
+        class_="axis",
+        height=16,
+        width="100%",
+    )
+    head = element(
+        "div", element("span", class_="name"), axis, element("span", value_name, class_="value"), class_="strip head"
+    )
+    body = [head]
+    for row in rows:
+        top = max(row.cells.values(), default=0.0)
+        shapes: list[str] = [
+            element(
+                "rect",
+                x=f"{percent(b.start):.4g}%",
+                y=0,
+                height="100%",
+                class_=f"band {b.kind}",
+                width=f"{max(percent(b.end) - percent(b.start), 0.0):.4g}%",
+            )
+            for b in row.bands
+        ]
+        shapes += [
+            element("rect", x=f"{percent(at):.4g}%", width=f"{100.0 / width:.4g}%", y=0, height="100%",
+                    class_=f"cell {row.kinds(at)}", fill_opacity=f"{0.08 + 0.92 * math.sqrt(share / top):.3g}")
+            for at, share in sorted(row.cells.items())
+            if share > 0.0 and low <= at < high
+        ]  # fmt: skip
+        shapes += [
+            element("line", x1=f"{percent(at):.4g}%", x2=f"{percent(at):.4g}%", y1=0, y2="100%", class_="edge")
+            for at in row.marks
+            if low <= at <= high
+        ]
+        body.append(
+            element(
+                "div",
+                element("span", element("bdi", row.name), class_="name", title=row.name),
+                element("svg", *shapes, width="100%", height=16),
+                element("span", row.value, class_="value alarm" if row.alarming else "value"),
+                class_="strip",
+            )
+        )
+    return _image("div", title, description, join(body), class_="strips")
+
+
+def _image(tag: str, title: str, description: str, content: Markup, **attributes: object) -> Markup:
+    """One image for a screen reader."""
+    if tag != "svg":
+        return element(tag, content, role="img", aria_label=f"{title}. {description}", **attributes)
+    return element(tag, element("title", title), element("desc", description), content, role="img", **attributes)
+
+
+def _steps_to_label(first: float, last: float) -> list[float]:
+    """Some round steps from the first to the last one."""
+    across = last - first
+    if across <= 0:
+        return [first]
+    rough = across / 4
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = max(1.0, next(unit * n for n in (1, 2, 5, 10) if unit * n >= rough))
+    return [step * i for i in range(math.ceil(first / step), math.floor(last / step) + 1)]
+
+
+def _side(percent: float) -> str:
+    """How the text at a position is aligned, so that it stays within the picture."""
+    return "tick start" if percent < 4 else "tick end" if percent > 96 else "tick middle"
+
+
+def _path(points: Iterable[tuple[float, float]]) -> str:
+    """A path through points, with a gap at each NaN."""
+    data, pen = [], "M"
+    for x, y in points:
+        if math.isnan(y):
+            pen = "M"
+            continue
+        data.append(f"{pen}{x:.5g} {y:.4g}")
+        pen = "L"
+    return "".join(data)
+
+
+def _stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points in between, so that each number holds until the next step."""
+    between = [(after[0], before[1]) for before, after in itertools.pairwise(points)]
+    return [each for pair in itertools.zip_longest(points, between) for each in pair if each is not None]
