@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.exhaustive  # each test starts a process
+from halfstep.cli.run_report import robust_limit
+
+pytestmark = pytest.mark.exhaustive  # nearly each test starts a process
 
 TRAIN = """
 import sys
@@ -37,28 +40,63 @@ for step in range(3):
     optimizer.backward(model(torch.ones(2, 4).half()).float().mean())
     optimizer.step()
 """
+SCALER = """
+import torch
+from halfstep import amp
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Rprop(model.parameters(), lr=0.01)
+scaler = amp.GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1)
+for step in range(5):
+    scaler.scale(model(torch.ones(2, 4)).mean() * (float("inf") if step == 2 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
 
 
 def run(tmp_path: Path, code: str, *options: str) -> tuple[int, str]:
+    """Its exit status, and the report, or what it printed to stderr where there is none."""
+    done, report = run_process(tmp_path, code, *options)
+    return done.returncode, report or done.stderr
+
+
+def run_process(tmp_path: Path, code: str, *options: str) -> tuple[subprocess.CompletedProcess[str], str]:
     script, report = tmp_path / "train.py", tmp_path / "out" / "report.html"
     script.write_text(code)
     command = [sys.executable, "-W", "ignore", "-m", "halfstep", "run", "--report", str(report), str(script), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    return done.returncode, report.read_text(encoding="utf-8") if report.exists() else done.stderr
+    return done, report.read_text(encoding="utf-8") if report.exists() else ""
 
 
 def cells(page: str) -> list[str]:
-    return re.findall(r"<td>(.*?)</td>", page)
+    """Those of all tables, and of rows the heading, too."""
+    return re.findall(r'<t[dh](?: scope="row")?>(.*?)</t[dh]>', page)
 
 
 def test_steps_skips_and_scales(tmp_path: Path) -> None:
-    status, page = run(tmp_path, TRAIN, "--epochs", "<3>")
-    assert status == 0
+    done, page = run_process(tmp_path, TRAIN, "--epochs", "<3>")
+    assert done.returncode == 0
     assert cells(page)[:4] == ["SGD", "6", "2", "16384"]  # 2**16 is too much for the first step, too
     assert "It ran to its end." in page
-    assert "--epochs &lt;3&gt;" in page
-    assert page.count("<svg") == 3
+    command = html.unescape(re.search(r"<code>(.*?)</code>", page)[1])  # type: ignore[index]
+    assert command.startswith("halfstep run --report=")
+    assert command.endswith("train.py --epochs '<3>'")
+    assert page.count('role="img"') == 3
     assert not re.search(r'(src|href)="(?!#)', page), "nothing is loaded from elsewhere"
+    assert done.stderr.endswith("halfstep: 2 of 6 steps were skipped for an overflow.\n")
+
+
+def test_the_scale_is_the_one_that_each_step_used(tmp_path: Path) -> None:
+    _, page = run(tmp_path, TRAIN)
+    changes = page[page.index("<summary>Changes") :]
+    assert cells(changes)[:9] == ["SGD", "0", "65536", "SGD", "1", "32768", "SGD", "3", "16384"]
+
+
+def test_a_grad_scaler_whose_optimizer_is_skipped_on_the_host(tmp_path: Path) -> None:
+    done, page = run_process(tmp_path, SCALER)
+    assert cells(page)[:4] == ["Rprop", "5", "1", "512"]
+    assert "1 of 5 step was skipped for an overflow." in done.stderr
 
 
 def test_fp16_optimizer(tmp_path: Path) -> None:
@@ -70,7 +108,7 @@ def test_fp16_optimizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("last", "status", "said"),
     [
-        ("raise KeyError('lost')", 1, "It ended with KeyError: &#39;lost&#39;"),
+        ("raise KeyError('lost')", 1, "It ended with KeyError: 'lost'"),
         ("sys.exit(3)", 3, "It exited with 3."),
         ("sys.exit()", 0, "It ran to its end."),
         ("raise KeyboardInterrupt", None, "It ended with KeyboardInterrupt"),
@@ -88,6 +126,13 @@ def test_a_script_without_amp(tmp_path: Path) -> None:
     assert status == 0
     assert "No optimizer stepped under amp" in page
     assert "<svg" not in page
+
+
+def test_warm_up_does_not_flatten_the_times() -> None:
+    times = [5.0, 1.0] + [0.01, 0.012, 0.011] * 20
+    assert 0.012 < robust_limit(times) < 0.1
+    assert robust_limit([0.01, 0.011, 0.012]) == pytest.approx(1.1 * 0.012), "no outliers, no cut"
+    assert robust_limit([0.01] * 6 + [1.0] * 4) > 1.0, "a third of all steps are no outliers"
 
 
 def test_only_the_first_process_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

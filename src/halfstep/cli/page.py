@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..numerics.html import style
 from .machine import describe_machine
 
 if TYPE_CHECKING:
@@ -21,10 +22,13 @@ _INK = "#010203"  # what matplotlib draws in this color takes the page's text co
 def render(name: str, device: torch.device, **values: Any) -> str:
     """A page from ``templates/{name}.html.j2``, with the facts of the machine at its end."""
     import jinja2
+    from markupsafe import Markup
 
     loader = jinja2.PackageLoader("halfstep.cli")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, loader=loader)
-    return environment.get_template(f"{name}.html.j2").render(machine=describe_machine(device), **values)
+    return environment.get_template(f"{name}.html.j2").render(
+        machine=describe_machine(device), style=Markup(style()), **values
+    )
 
 
 def picture(ylabel: str, draw: Callable[[Axes], None]) -> str:

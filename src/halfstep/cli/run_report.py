@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..gradients.loss_scaler import DeviceLossScaler
+from ..numerics.charts import Line, between, details, figure, lines, power
+from ..numerics.html import Markup, element, note, page, section, table, write_page
 from ..stepping.attached import AttachedOptimizer, observers
-from .page import log2_axis, picture, render
+from .machine import describe_machine
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-__all__ = ["Recording", "recording", "write_report"]
-
-_COLORS = ("#3d85c6", "#dd8321", "#2f9e77", "#8a929b")
+__all__ = ["Recording", "recording", "robust_limit", "write_report"]
 
 
 @dataclass
@@ -29,17 +28,28 @@ class Steps:
 
     Attributes:
         name: the optimizer's class.
-        scales: the scales of its losses before the step, 1.0 where nothing is scaled.
+        scales: the scale that the latest loss of each step was multiplied by, for each of its loss scales; NaN where
+            there was no such loss.
         skipped: whether the step was skipped.
         seconds: since the end of the step before; for the first one, since the recording began.
         bytes: the most that was allocated on the GPU, or what is resident in the process.
     """
 
     name: str
-    scales: list[list[float]] = field(default_factory=list)
+    scales: dict[DeviceLossScaler, list[float]] = field(default_factory=dict)
     skipped: list[bool] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
+
+    def add_scales(self, used: dict[DeviceLossScaler, float]) -> None:
+        """Add those of a step."""
+        before = len(self.skipped)
+        for scaler in [*self.scales, *(scaler for scaler in used if scaler not in self.scales)]:
+            self.scales.setdefault(scaler, [math.nan] * before).append(used.get(scaler, math.nan))
+
+    def last_scales(self) -> list[float]:
+        """The latest of each loss scale."""
+        return [next(scale for scale in reversed(line) if scale == scale) for line in self.scales.values()]
 
 
 class Recording:
@@ -54,12 +64,13 @@ class Recording:
         self.steps: list[Steps] = []
         self.device = torch.device("cpu")
         self._of: dict[int, tuple[AttachedOptimizer, Steps]] = {}
-        self._before: tuple[list[float], int] = ([], 0)
+        self._before: tuple[dict[DeviceLossScaler, float], int] = ({}, 0)
         self._last = time.perf_counter()
 
     def before_step(self, attached: AttachedOptimizer) -> None:
         """Note the scales and the skipped steps. Reads the device."""
-        self._before = _scales(attached), attached.stepping.skipped
+        scales = {scaler: float(scale) for scaler, scale in attached.passes.scales.items()}
+        self._before = scales, attached.stepping.skipped
 
     def after_step(self, attached: AttachedOptimizer) -> None:
         """Record the step. Reads the device."""
@@ -69,7 +80,7 @@ class Recording:
             self.steps.append(self._of[id(attached)][1])
         steps = self._of[id(attached)][1]
         self.device = attached.device
-        steps.scales.append(scales)
+        steps.add_scales(scales)
         steps.skipped.append(attached.stepping.skipped > skipped)
         steps.bytes.append(_memory(self.device))
         now = time.perf_counter()
@@ -100,60 +111,141 @@ def write_report(path: Path, record: Recording, script: str, command: Sequence[s
     """
     if not record.steps:
         ending += " No optimizer stepped under amp: the script made none, or never called amp.initialize or its like."
+    header = element(
+        "header",
+        element("p", "halfstep run"),
+        element("h1", script),
+        element("p", "Made by ", element("code", shlex.join(command))),
+    )
+    facts = describe_machine(record.device).items()
+    machine = element("dl", *(part for name, text in facts for part in (element("dt", name), element("dd", text))))
+    parts = _pictures(record) if record.steps else []
+    write_page(path, page(f"halfstep run: {script}", header, note(ending), *parts, section("The machine", machine)))
+
+
+def robust_limit(seconds: Sequence[float]) -> float:
+    """The upper edge of a picture of step times: what takes much longer than most, as warm-up does, lies above."""
+    usual = max(4.0 * statistics.median(seconds), 1.2 * _quantile(seconds, 0.9))
+    return min(usual, 1.1 * max(seconds))
+
+
+# ---- inside
+
+
+def _pictures(record: Recording) -> list[Markup]:
+    names = _names(record.steps)
+    device = "Memory is the most that was allocated on the GPU." if record.device.type == "cuda" else ""
+    text = (
+        "A step is from the end of the one before to its own end, with all that lies between: data, forward and "
+        f"backward passes. Times are medians. {device or 'Memory is that of the process.'}"
+    )
     header = ["optimizer", "steps", "skipped", "loss scale", "step ms", "memory MiB"]
     rows = [
         [
-            steps.name,
+            name,
             str(len(steps.skipped)),
             str(sum(steps.skipped)),
-            ", ".join(f"{scale:g}" for scale in steps.scales[-1]),
+            ", ".join(f"{scale:g}" for scale in steps.last_scales()) or "none",
             f"{1e3 * statistics.median(steps.seconds):.1f}",
             f"{max(steps.bytes) / 2**20:.1f}",
         ]
-        for steps in record.steps
+        for name, steps in zip(names, record.steps, strict=True)
     ]
-    cuda = record.device.type == "cuda"
-    page = render(
-        "run",
-        record.device,
-        script=script,
-        command=" ".join(command),
-        ending=ending,
-        header=header,
-        rows=rows,
-        memory_note="Memory is the most that was allocated on the GPU." if cuda else "Memory is the process's own.",
-        scales=_picture("loss scale", record, _draw_scales),
-        times=_picture("ms", record, lambda axes, s, color: axes.plot([1e3 * t for t in s.seconds], color=color)),
-        memory=_picture("MiB", record, lambda axes, s, color: axes.plot([b / 2**20 for b in s.bytes], color=color)),
+    return [
+        section("Steps", table(header, rows), element("p", text, class_="small")),
+        section("Loss scale", _scales(names, record.steps)),
+        section("Time", _times(names, record.steps)),
+        section("Memory", _memories(names, record.steps)),
+    ]
+
+
+def _scales(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
+    drawn, changes = [], []
+    for name, steps in zip(names, all_steps, strict=True):
+        for i, scales in enumerate(steps.scales.values()):
+            label = name if len(steps.scales) == 1 else f"{name}, loss {i}"
+            points = [(step, math.log2(scale)) for step, scale in enumerate(scales) if scale == scale]
+            marks = [(step, power_of) for step, power_of in points if steps.skipped[step]]
+            drawn.append(Line(label, points, marks, stairs=True))
+            known = [(step, scale) for step, scale in enumerate(scales) if scale == scale]
+            for i, (step, scale) in enumerate(known):
+                if i == 0 or scale != known[i - 1][1]:
+                    changes.append([label, f"{step:,}", f"{scale:g}"])
+    if not drawn:
+        return element("p", "No loss was scaled.")
+    exponents = [value for line in drawn for _, value in line.points]
+    low, high = min(math.floor(min(exponents)) - 0.5, -1.0), max(math.ceil(max(exponents)) + 0.5, 1.0)
+    skipped = sum(sum(steps.skipped) for steps in all_steps)
+    picture = lines(
+        "Loss scale",
+        f"From {min(exponents):.0f} to {max(exponents):.0f} as powers of 2. {skipped} steps were skipped.",
+        drawn,
+        low=low,
+        high=high,
+        label=power,
+        ticks=[tick for tick in between(low, high) if tick == round(tick)],
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    text = (
+        "What the loss of each step was multiplied by. A dynamic scale falls after an overflow, whose step is skipped: "
+        "these are marked."
+    )
+    return figure(picture, details("Changes", table(["optimizer", "from step", "scale"], changes)), caption=text)
 
 
-def _picture(ylabel: str, record: Recording, draw: Any) -> str:
-    def all_of_them(axes: Axes) -> None:
-        for i, steps in enumerate(record.steps):
-            draw(axes, steps, _COLORS[i % len(_COLORS)])
-            axes.plot([], color=_COLORS[i % len(_COLORS)], label=steps.name)
-        if ylabel == "loss scale":
-            log2_axis(axes)
+def _times(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
+    limit = max(robust_limit(steps.seconds) for steps in all_steps)
+    every = [
+        (second, name, step)
+        for name, steps in zip(names, all_steps, strict=True)
+        for step, second in enumerate(steps.seconds)
+    ]
+    beyond = [second for second, _, _ in every if second > limit]
+    text = "Milliseconds for each step."
+    if beyond:
+        text += (
+            f" {_count(len(beyond), 'step')} took longer than the picture shows, up to {max(beyond):.3g} s, and "
+            f"{'is' if len(beyond) == 1 else 'are'} marked at its upper edge."
+        )
+    description = f"The median is {1e3 * statistics.median(second for second, _, _ in every):.3g} ms."
+    slowest = sorted(every, reverse=True)[:10]
+    body = [[name, f"{step:,}", f"{1e3 * second:.4g}"] for second, name, step in slowest]
+    picture = _plain_lines(
+        "Time", description, names, [[1e3 * s for s in each.seconds] for each in all_steps], 1e3 * limit
+    )
+    return figure(picture, details("The slowest steps", table(["optimizer", "step", "ms"], body)), caption=text)
 
-    return picture(ylabel, all_of_them) if record.steps else ""
+
+def _memories(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
+    mebibytes = [[size / 2**20 for size in steps.bytes] for steps in all_steps]
+    largest = max(map(max, mebibytes))
+    picture = _plain_lines("Memory", f"At most {largest:.4g} MiB.", names, mebibytes, 1.1 * largest)
+    header = ["optimizer", "first", "least", "most", "last"]
+    body = [
+        [name, *(f"{size:.1f}" for size in (line[0], min(line), max(line), line[-1]))]
+        for name, line in zip(names, mebibytes, strict=True)
+    ]
+    return figure(picture, details("Numbers", table(header, body)), caption="MiB after each step.")
 
 
-def _draw_scales(axes: Axes, steps: Steps, color: str) -> None:
-    for i in range(max(map(len, steps.scales))):
-        line = [scales[min(i, len(scales) - 1)] for scales in steps.scales]
-        axes.step(range(len(line)), line, color=color)
-        marks = [at for at, skipped in enumerate(steps.skipped) if skipped]
-        axes.plot(marks, [line[at] for at in marks], "x", color=color)
+def _plain_lines(
+    title: str, description: str, names: Sequence[str], columns: Iterable[Sequence[float]], high: float
+) -> Markup:
+    drawn = [Line(name, list(enumerate(column))) for name, column in zip(names, columns, strict=True)]
+    return lines(title, description, drawn, low=0.0, high=high, label=lambda at: f"{at:,g}", ticks=between(0.0, high))
 
 
-def _scales(attached: AttachedOptimizer) -> list[float]:
-    scalers = [record.scaler for record in attached.passes.records if record.scaler is not None]
-    if attached.session is not None:
-        scalers = getattr(attached.session, "loss_scalers", scalers)
-    return [scaler.loss_scale() for scaler in dict.fromkeys(scalers)] or [1.0]
+def _names(all_steps: Sequence[Steps]) -> list[str]:
+    """The classes of the optimizers, with numbers where there are several of one."""
+    classes = [steps.name for steps in all_steps]
+    return [name if classes.count(name) == 1 else f"{name} {classes[:i].count(name)}" for i, name in enumerate(classes)]
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
 def _memory(device: torch.device) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from .html import Markup, element, join
 
-__all__ = ["Band", "Line", "Strip", "details", "figure", "lines", "power", "strips"]
+__all__ = ["Band", "Line", "Strip", "between", "details", "figure", "lines", "power", "strips"]
 
 _HEIGHT = 220  # of a plot, in CSS pixels
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -32,6 +32,17 @@ def figure(*content: str, caption: str) -> Markup:
 def details(summary: str, *content: str) -> Markup:
     """What is there to be opened: the table beside a picture."""
     return element("details", element("summary", summary), *content)
+
+
+def between(low: float, high: float) -> list[float]:
+    """Some round numbers from one number to another, for ticks."""
+    across = high - low
+    if across <= 0:
+        return [low]
+    rough = across / 4
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * n for n in (1, 2, 5, 10) if unit * n >= rough)
+    return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ def lines(
     for tick in ticks:
         parts.append(element("line", x1=0, x2="100%", y1=y(tick), y2=y(tick), class_="rule"))
         parts.append(element("text", label(tick), x=-8, y=y(tick) + 4, class_="tick end"))
-    for step in _steps_to_label(first, last):
+    for step in [tick for tick in between(first, last) if tick == round(tick)]:
         parts.append(element("text", f"{step:,.0f}", x=f"{x(step):.4g}%", y=_HEIGHT + 18, class_=_side(x(step))))
     if limit is not None:
         parts.append(element("line", x1=0, x2="100%", y1=y(limit), y2=y(limit), class_="limit"))
@@ -228,17 +239,6 @@ def _image(tag: str, title: str, description: str, content: Markup, **attributes
     if tag != "svg":
         return element(tag, content, role="img", aria_label=f"{title}. {description}", **attributes)
     return element(tag, element("title", title), element("desc", description), content, role="img", **attributes)
-
-
-def _steps_to_label(first: float, last: float) -> list[float]:
-    """Some round steps from the first to the last one."""
-    across = last - first
-    if across <= 0:
-        return [first]
-    rough = across / 4
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = max(1.0, next(unit * n for n in (1, 2, 5, 10) if unit * n >= rough))
-    return [step * i for i in range(math.ceil(first / step), math.floor(last / step) + 1)]
 
 
 def _side(percent: float) -> str:

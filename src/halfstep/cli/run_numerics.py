@@ -1,0 +1,142 @@
+"""``halfstep run --numerics``: monitors every model that a script trains, and saves what they have seen."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shlex
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..numerics import Monitor, Row, save_rows, write_report
+from ..numerics.monitor import TENSORS
+from ..stepping.attached import AttachedOptimizer, creation_callbacks, observers
+
+__all__ = ["monitored"]
+
+
+@contextmanager
+def monitored(path: Path, every: int, script: str, command_line: Sequence[str]) -> Iterator[None]:
+    """Monitor the models that are trained in this block, and save the rows however it ends.
+
+    Args:
+        path: the file: rows as JSON lines, or with the suffix ".html" a page of pictures. Other ranks than 0 put
+            ".rank1" and so on behind it.
+        every: how many steps lie between two that are looked at.
+        script: the name of the script.
+        command_line: what made the file.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    path = path.resolve()  # the script may go elsewhere
+    path = path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")
+    monitors = Monitors(every)
+    creation_callbacks.append(monitors.see_created)
+    observers.append(monitors)
+    hook = register_optimizer_step_pre_hook(monitors.see_step)
+    try:
+        yield
+    finally:
+        hook.remove()
+        observers.remove(monitors)
+        creation_callbacks.remove(monitors.see_created)
+        rows = monitors.rows()
+        if not rows:
+            click.echo(f"halfstep: no optimizer stepped, so {path.name} has no rows.", err=True)
+        if path.suffix != ".html":
+            save_rows(path, rows, command=shlex.join(command_line), every=every)
+        elif rows:
+            write_report(rows, path, title=script, command=shlex.join(command_line))
+
+
+class Monitors:
+    """A monitor for each model and optimizer that a script trains.
+
+    One begins when ``amp`` prepares the two. For an optimizer that ``amp`` never saw together with a model, it begins
+    at the optimizer's first step, with the outermost module that has its parameters.
+
+    Args:
+        every: how many steps lie between two that are looked at.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._monitors: list[tuple[nn.Module, Monitor]] = []
+
+    def see_created(self, attached: AttachedOptimizer) -> None:
+        """An optimizer comes under ``amp``."""
+        if not attached.passes.ranks.inside:
+            self._begin(attached.optimizer, [model for ref in attached.passes.models if (model := ref()) is not None])
+
+    def before_step(self, attached: AttachedOptimizer) -> None:
+        """As an observer: a step begins, perhaps the first one."""
+        self._begin_late(attached.optimizer)
+
+    def after_step(self, attached: AttachedOptimizer) -> None:
+        """As an observer: the monitors note it themselves."""
+
+    def see_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Any optimizer of torch steps."""
+        self._begin_late(optimizer)
+
+    def rows(self) -> list[Row]:
+        """The rows of all models. Where there are several, names begin with the class of the model."""
+        kinds = Counter(type(model).__name__ for model in {id(model): model for model, _ in self._monitors}.values())
+        names: dict[int, str] = {}
+        found = []
+        for model, monitor in self._monitors:
+            monitor.detach()
+            kind = type(model).__name__
+            number = sum(name.startswith(kind) for name in names.values())
+            names.setdefault(id(model), kind if kinds[kind] == 1 else f"{kind}{number}")
+            rows = monitor.rows()
+            if kinds.total() > 1:
+                rows = [replace(row, module=f"{names[id(model)]}.{row.module}") for row in rows]
+            found += rows
+        return sorted(found, key=lambda row: row.step)
+
+    def _begin_late(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self._seen:
+            self._begin(optimizer, _modules_of(optimizer))
+
+    def _begin(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+        params = _params(optimizer)
+        for model in models:
+            if params.isdisjoint(map(id, model.parameters())):
+                continue
+            again = any(model is known for known, _ in self._monitors)
+            kinds = tuple(kind for kind in TENSORS if not (again and kind.startswith("output")))
+            self._seen.add(optimizer)
+            self._monitors.append((model, Monitor(model, optimizer, every=self._every, tensors=kinds).attach()))
+
+
+def _modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+    """The module with most of an optimizer's parameters that is in no other module, without its wrappers."""
+    params = _params(optimizer)
+    holding = [
+        module
+        for module in gc.get_objects()
+        if issubclass(type(module), nn.Module) and not params.isdisjoint(map(id, module.parameters()))
+    ]
+    inner = {id(child) for module in holding for child in module.modules() if child is not module}
+    outermost = [module for module in holding if id(module) not in inner]
+    if not outermost:
+        return []
+    best = max(outermost, key=lambda module: len(params.intersection(map(id, module.parameters()))))
+    while isinstance(wrapped := getattr(best, "module", getattr(best, "_orig_mod", None)), nn.Module):
+        best = wrapped
+    return [best]
+
+
+def _params(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
