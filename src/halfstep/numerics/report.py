@@ -39,13 +39,16 @@ _COLORS = (
 _TINY = 1e-3  # share of a row below which an exponent does not widen the picture
 
 
-def write_report(rows: Iterable[Row], path: str | Path, *, title: str = "Numerics of a run") -> None:
+def write_report(
+    rows: Iterable[Row], path: str | Path, *, title: str = "Numerics of a run", command: str | None = None
+) -> None:
     """Write one self-contained HTML page with pictures of a run, and a table beside each.
 
     Args:
         rows: of the run.
         path: the file; missing folders are made.
         title: its heading.
+        command: what made the rows, to be shown.
 
     Raises:
         ArgumentValueError: if there are no rows.
@@ -53,10 +56,10 @@ def write_report(rows: Iterable[Row], path: str | Path, *, title: str = "Numeric
     found = list(rows)
     if not found:
         raise ArgumentValueError("There are no rows to report on: the run ended before a step that was looked at.")
-    write_page(path, page(title, *_content(found, title)))
+    write_page(path, page(title, *_content(found, title, command)))
 
 
-def _content(rows: Sequence[Row], title: str) -> list[Markup]:
+def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Markup]:
     tensors = tensors_of(rows)
     lost = grids(rows)
     steps = sorted({row.step for row in rows})
@@ -66,6 +69,7 @@ def _content(rows: Sequence[Row], title: str) -> list[Markup]:
         "header",
         element("p", "halfstep numerics"),
         element("h1", title),
+        *(() if command is None else (element("p", "Made by ", element("code", command)),)),
         element("p", f"{len(tensors)} tensors of {span}, in {dtypes}."),
     )
     parts = [header, section("What stands out", _findings(tensors, lost))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, Literal, Protocol
 
@@ -84,6 +84,7 @@ class AttachedOptimizer:
     Args:
         optimizer: any; this must not outlive it.
         masters, copies, originals, own: see ``MasterKeeper``.
+        models: those that it trains, if they are known.
         verbose: whether to log what is skipped.
 
     Attributes:
@@ -101,11 +102,13 @@ class AttachedOptimizer:
         copies: torch.dtype | None = None,
         originals: dict[int, torch.Tensor] | None = None,
         own: bool = True,
+        models: Iterable[torch.nn.Module] = (),
         verbose: bool = True,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.keeper = MasterKeeper(optimizer, masters, copies, originals, own=own)
         self.passes = BackwardPasses(self.keeper)
+        self.passes.models = tuple(map(weakref.ref, models))
         self.stepping = Stepping(optimizer)
         self.session: Any = None
         self.verbose = verbose

@@ -39,7 +39,7 @@ class BackwardPasses:
         ranks: what it knows about other processes.
         records: one for each pass; the next step asks them whether gradients overflowed.
         scales: what the losses since the last step were multiplied by, 0-dim tensors, by the loss scale they came from.
-        models: weak references to the models that it trains, for whoever attached it to fill.
+        models: weak references to the models that it trains, where they are known.
         got_gradients: whether any parameter had a gradient after the latest pass.
         is_open: whether a block is open.
         delayed: whether gradients of delayed passes are there, still scaled.

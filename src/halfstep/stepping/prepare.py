@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -174,9 +173,9 @@ def prepare_optimizer(
         copies=policy.compute_dtype if policy.op_lists is not None else None,
         originals=originals,
         own=own,
+        models=models,
         verbose=verbose,
     )
-    attached.passes.models = tuple(map(weakref.ref, models))
     if not masters and optimizer.state:
         given.load_state_dict(given.state_dict())  # torch casts the state to the parameters' new dtype
     return attached
