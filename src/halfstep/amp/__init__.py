@@ -1,5 +1,8 @@
 """Apex's ``amp`` and what belongs to it: opt levels, loss scaling around the backward pass, op casting."""
 
+import importlib
+from typing import Any
+
 from ..casting.modules import exempt
 from ..casting.op_casting import disable_casts
 from ..casting.sessions import deactivate
@@ -50,3 +53,9 @@ __all__ = [
     "state_dict",
     "steps_skipped",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "debugging":  # imported when asked for: few scripts do
+        return importlib.import_module(".debugging", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,186 @@
+"""Check the results of all ops, or of some, for inf and NaN while a script runs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ...numerics.ops import OpCall, op_name
+from .checks import Checked, DebugMode, can_check, check_mode, facts_of, read
+from .names import listed, log_name, op_of
+from .watching import Watching
+
+__all__ = ["TensorCheckerConfig", "check_layer_numerics", "disable_tensor_checker", "enable_tensor_checker"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNSET = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"))
+"""Ops whose results are not numbers yet."""
+
+
+class TensorCheckerConfig:
+    """What ``enable_tensor_checker`` checks.
+
+    Args:
+        enable: whether to check at all.
+        debug_mode: what is printed, and whether inf and NaN raise an error.
+        output_dir: a folder; lines go to the file ``worker_cpu`` or ``worker_gpu.0`` in it instead of stdout.
+        checked_op_list: check only these ops and their gradients, by Paddle's or torch's names.
+        skipped_op_list: do not check these ops, nor their gradients.
+        debug_step: (start, end): check from the call of ``enable_tensor_checker`` number ``start``, counted from 0, up
+            to that of ``end``, without it. None checks always.
+        stack_height_limit: not used; there because Paddle has it.
+
+    Raises:
+        ArgumentTypeError: if ``debug_mode`` is no ``DebugMode``.
+        ArgumentValueError: for other values than these, and for a name that no op has.
+    """
+
+    def __init__(
+        self,
+        enable: bool,
+        debug_mode: DebugMode = DebugMode.CHECK_NAN_INF_AND_ABORT,
+        output_dir: str | None = None,
+        checked_op_list: Sequence[str] | None = None,
+        skipped_op_list: Sequence[str] | None = None,
+        debug_step: Sequence[int] | None = None,
+        stack_height_limit: int = 1,
+    ) -> None:
+        check_mode(debug_mode)
+        for name, given in (("debug_step", debug_step), ("checked_op_list", checked_op_list)):
+            _check_sequence(name, given)
+        _check_sequence("skipped_op_list", skipped_op_list)
+        if debug_step is not None and (len(debug_step) != 2 or not 0 <= debug_step[0] < debug_step[1]):
+            raise ArgumentValueError(f"debug_step={debug_step!r} must be (start, end) with 0 <= start < end.")
+        if isinstance(stack_height_limit, bool) or not isinstance(stack_height_limit, int):
+            raise ArgumentValueError(f"stack_height_limit must be int, not {stack_height_limit!r}.")
+        self.enable = enable
+        self.debug_mode = debug_mode
+        self.output_dir = output_dir
+        self.checked_op_list = checked_op_list
+        self.skipped_op_list = skipped_op_list
+        self.debug_step = debug_step
+        self.stack_height_limit = stack_height_limit
+        self.current_step_id = 0
+        self._checked = None if checked_op_list is None else listed(checked_op_list)
+        self._skipped = frozenset() if skipped_op_list is None else listed(skipped_op_list)
+
+    def update_and_check_step_id(self) -> bool:
+        """Count a step, and say whether it is to be checked."""
+        step, self.current_step_id = self.current_step_id, self.current_step_id + 1
+        return self.enable and (self.debug_step is None or self.debug_step[0] <= step < self.debug_step[1])
+
+    def checks(self, op: str) -> bool:
+        """Whether an op is to be checked, by its canonical name."""
+        return op not in self._skipped and (self._checked is None or op in self._checked)
+
+
+def _check_sequence(name: str, given: object) -> None:
+    if given is not None and not isinstance(given, (list, tuple)):
+        raise ArgumentValueError(f"{name} must be list or tuple, not {given!r}.")
+
+
+class _Checker:
+    """Checks the results of ops by a config."""
+
+    def __init__(self, config: TensorCheckerConfig) -> None:
+        self._config = config
+        self.watching = Watching(self._check)
+
+    def _check(self, call: OpCall) -> None:
+        config = self._config
+        if call.op.is_view or op_name(call.op) in _UNSET or not config.checks(op := op_of(call)):
+            return
+        name = log_name(op) + ("_grad" if call.backward else "")
+        for tensor in _tensors(call.result):
+            checked = read(tensor, *facts_of(tensor))
+            if checked.wanted(config.debug_mode):
+                self._write(checked, checked.line(name, ""))
+            if checked.bad and config.debug_mode is DebugMode.CHECK_NAN_INF_AND_ABORT:
+                raise checked.error(name, "")
+
+    def _write(self, checked: Checked, line: str) -> None:
+        if self._config.output_dir is None:
+            sys.stdout.write(line)
+            return
+        folder = Path(self._config.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"worker_{checked.device.replace(':', '.')}").open("a", encoding="utf-8") as file:
+            file.write(line)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if can_check(value) and value.numel():
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+_checking: list[_Checker] = []
+
+
+def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
+    """Check the results of the ops that this thread runs from now on, forward and backward.
+
+    Each result costs a read of the device. Compiled modules run eagerly. To be called once a step, if ``debug_step``
+    is to count steps; a config that takes the place of another ends that.
+
+    Args:
+        checker_config: what to check.
+
+    Raises:
+        ArgumentTypeError: for something else.
+    """
+    if not isinstance(checker_config, TensorCheckerConfig):
+        raise ArgumentTypeError(f"enable_tensor_checker takes a TensorCheckerConfig, not {checker_config!r}.")
+    disable_tensor_checker()
+    if checker_config.update_and_check_step_id():
+        _checking.append(_Checker(checker_config))
+        _checking[0].watching.begin()
+
+
+def disable_tensor_checker() -> None:
+    """Check no longer. Without ``enable_tensor_checker`` nothing happens."""
+    if _checking:
+        _checking.pop().watching.end()
+
+
+def check_layer_numerics(forward: F) -> F:
+    """Check all that a layer's ``forward`` computes: inf or NaN raise an error, which names the op.
+
+    ::
+
+        class Layer(nn.Module):
+            @amp.debugging.check_layer_numerics
+            def forward(self, x): ...
+
+    Args:
+        forward: of a module. Its first argument must be a tensor, given by position.
+
+    Raises:
+        UsageError: from the call, without such an argument.
+        HalfstepError: from the call, for inf or NaN.
+    """
+
+    @functools.wraps(forward)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args:
+            raise UsageError("No elements found in args. Give the first input of this layer by position.")
+        if not isinstance(args[0], torch.Tensor):
+            raise UsageError(f"First input of this layer must be tensor. It is a {type(args[0]).__name__}.")
+        checker = _Checker(TensorCheckerConfig(enable=True))
+        checker.watching.begin()
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            checker.watching.end()
+
+    return checked  # type: ignore[return-value]
