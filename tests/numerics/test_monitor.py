@@ -484,12 +484,13 @@ def test_sparse_integer_and_empty_tensors_are_taken_or_left() -> None:
 
 def test_latest_is_plain_numbers_by_name() -> None:
     model, optimizer = prepared("O2", torch.float16, "AdamW")
-    monitor = Monitor(model, optimizer, every=2)
+    monitor = Monitor(model, optimizer, every=1)
     assert monitor.latest() == {}
     with monitor:
         for step in range(3):
             by_block(model, optimizer, step)
     latest = monitor.latest()
+    assert latest, "the step that had begun when it was detached is none"
     row = of(monitor.rows(), "output", "0", step=2)[0]
     assert latest["numerics/0/output/amax"] == row.amax
     assert latest["numerics/0.weight/grad/headroom"] == of(monitor.rows(), "grad", "0.weight", step=2)[0].headroom

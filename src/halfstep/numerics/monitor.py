@@ -24,6 +24,8 @@ from ..stepping.attached import AttachedOptimizer, attached_to, observers
 from ..stepping.prepare import bare
 from .alarms import Alarms
 from .gradients import GradientTotals, Totals
+from .owners import ROOT, qualified_names
+from .report import write_report
 from .row import Row, merge_rows, save_rows
 from .sampled_step import Named, SampledStep
 from .survey import About, Surveyed
@@ -129,11 +131,15 @@ class Monitor:
         """
         if self._hooks:
             raise UsageError("This Monitor is attached already; detach() it first.")
-        inner = getattr(self._model, "module", None)
-        self._root = inner if isinstance(inner, nn.Module) else self._model
-        named = ((name or "(root)", module) for name, module in self._root.named_modules())
-        self._modules = [(name, module) for name, module in named if self._wanted(name)]
-        self._names = {id(p): name for name, p in self._root.named_parameters() if self._wanted(name)}
+        modules = {name: module for module, name in qualified_names(self._model).items()}
+        self._root = modules[ROOT]  # inside of all wrappers
+        self._modules = [(name, module) for name, module in modules.items() if self._wanted(name)]
+        self._names = {}
+        for name, module in modules.items():
+            for part, param in module.named_parameters(recurse=False):
+                full = part if name == ROOT else f"{name}.{part}"
+                if self._wanted(full):
+                    self._names[id(param)] = full
         optimizer = self._optimizer
         if optimizer is None:
             self._hooks = [self._root.register_forward_pre_hook(self._before_forward, prepend=True)]
@@ -197,6 +203,14 @@ class Monitor:
     def save(self, path: str | Path) -> None:
         """Write all rows as JSON lines, for ``halfstep.numerics.compare`` and ``load_rows``."""
         save_rows(path, self.rows())
+
+    def report(self, path: str | Path) -> None:
+        """Write one HTML page: exponents against the range of each dtype, headroom over time, updates against weights.
+
+        Raises:
+            ArgumentValueError: if no step was sampled.
+        """
+        write_report(self.rows(), path)
 
     # ---- steps
 
@@ -284,7 +298,9 @@ class Monitor:
         if step is not None:
             step.close()
             with NO_CASTING:
-                self._steps.append(_Step(step.finish(skipped), self._totals.take(self._names)))
+                surveyed = step.finish(skipped)
+            if surveyed:  # else it had only begun
+                self._steps.append(_Step(surveyed, self._totals.take(self._names)))
 
     def _poll(self, *, wait: bool) -> None:
         while self._arrived < len(self._steps) and (wait or self._steps[self._arrived].arrived):

@@ -44,7 +44,7 @@ class BackwardPasses:
         is_open: whether a block is open.
         delayed: whether gradients of delayed passes are there, still scaled.
         delayed_scale: the scale that those have; None for none.
-        scale: the tensor that the latest loss was multiplied by, which moves in place; None if none is known.
+        scale: what the loss of the present pass, or of the latest, was multiplied by, a 0-dim tensor; None for none.
     """
 
     def __init__(self, keeper: MasterKeeper) -> None:
