@@ -13,6 +13,7 @@ __all__ = ["SUBCOMMANDS", "app"]
 SUBCOMMANDS = {
     "demo": "Train a small model on real data at every opt level, side by side.",
     "run": "Run a script written for Apex, unedited.",
+    "compare": "Where two saved runs part.",
     "migrate": "Rewrite code that calls Apex.",
     "oplists": "Which op runs in which precision.",
     "doctor": "What this machine can do, or what loses precision in a script.",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from .files import check_writable
 
 if TYPE_CHECKING:
     from ..stepping.attached import AttachedOptimizer
@@ -88,22 +89,6 @@ def _check(opt_level: str | None, numerics: Path | None, every: int | None, file
     for path in files:
         if path is not None:
             check_writable(path)
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a path where no file can be written.
-
-    Raises:
-        click.ClickException: if a file cannot be made in its folder, or in the first one above it that is there.
-    """
-    folder = path.resolve().parent
-    while not folder.exists():
-        folder = folder.parent
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise click.ClickException(f"{path} cannot be written: {error.strerror}: {folder}") from None
 
 
 def _is_first() -> bool:

@@ -1,12 +1,13 @@
 """See the numbers of a run: what tensors look like, step by step, and where two runs part.
 
-``Monitor`` writes down a ``Row`` for each tensor of the steps it samples, ``write_report`` draws them. ``compare_step`` and
-``compare`` say which module adds the error of 16 bits, and ``op_table`` counts the ops of one step.
+``Monitor`` writes down a ``Row`` for each tensor of the steps it samples, and ``write_report`` draws them.
+``compare_step`` and ``compare`` say which module adds the error of 16 bits. ``op_table`` counts the ops of one step.
 """
 
 from .compare_runs import compare
 from .compare_step import compare_step
 from .comparison import Comparison, Entry, ModuleError
+from .comparison_report import write_comparison
 from .monitor import Monitor
 from .op_table import CastRow, OpRow, OpTable, op_table
 from .report import write_report
@@ -27,5 +28,6 @@ __all__ = [
     "merge_rows",
     "op_table",
     "save_rows",
+    "write_comparison",
     "write_report",
 ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from .html import Markup, element, join
 
-__all__ = ["Band", "Line", "Strip", "between", "details", "figure", "lines", "power", "strips"]
+__all__ = ["Band", "Bar", "Line", "Strip", "bars", "between", "details", "figure", "lines", "power", "strips"]
 
 _HEIGHT = 220  # of a plot, in CSS pixels
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -194,10 +194,7 @@ def strips(
         height=16,
         width="100%",
     )
-    head = element(
-        "div", element("span", class_="name"), axis, element("span", value_name, class_="value"), class_="strip head"
-    )
-    body = [head]
+    body = [_row("", axis, value_name, head=True)]
     for row in rows:
         top = max(row.cells.values(), default=0.0)
         shapes: list[str] = [
@@ -222,16 +219,53 @@ def strips(
             for at in row.marks
             if low <= at <= high
         ]
-        body.append(
-            element(
-                "div",
-                element("span", element("bdi", row.name), class_="name", title=row.name),
-                element("svg", *shapes, width="100%", height=16),
-                element("span", row.value, class_="value alarm" if row.alarming else "value"),
-                class_="strip",
-            )
-        )
+        drawn = element("svg", *shapes, width="100%", height=16)
+        body.append(_row(row.name, drawn, row.value, alarming=row.alarming))
     return _image("div", title, description, join(body), class_="strips")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row of bars.
+
+    Attributes:
+        name: of the row.
+        value: the number at its end, as text.
+        length: of the bar, from 0 to 1.
+        alarming: whether it stands out.
+    """
+
+    name: str
+    value: str
+    length: float
+    alarming: bool = False
+
+
+def bars(title: str, description: str, rows: Sequence[Bar], *, mark: float, value_name: str) -> Markup:
+    """Rows of bars.
+
+    Args:
+        title: of the picture.
+        description: what is in it, for those who cannot see it.
+        rows: from top to bottom.
+        mark: where a line goes through all of them, from 0 to 1.
+        value_name: what the numbers at the end of the rows are.
+    """
+    body = [_row("", element("svg", class_="axis", width="100%", height=1), value_name, head=True)]
+    edge = element("line", x1=f"{100.0 * mark:.4g}%", x2=f"{100.0 * mark:.4g}%", y1=0, y2="100%", class_="edge")
+    for row in rows:
+        kind = "cell high" if row.alarming else "cell normal"
+        bar = element("rect", x=0, y=2, height=12, width=f"{100.0 * min(row.length, 1.0):.4g}%", class_=kind)
+        drawn = element("svg", bar, edge, width="100%", height=16)
+        body.append(_row(row.name, drawn, row.value, alarming=row.alarming))
+    return _image("div", title, description, join(body), class_="strips")
+
+
+def _row(name: str, drawn: Markup, value: str, *, alarming: bool = False, head: bool = False) -> Markup:
+    """A name, what is drawn, and a number."""
+    label = element("span", element("bdi", name), class_="name", title=name or None)
+    end = element("span", value, class_="value alarm" if alarming else "value")
+    return element("div", label, drawn, end, class_="strip head" if head else "strip")
 
 
 def _image(tag: str, title: str, description: str, content: Markup, **attributes: object) -> Markup:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from .comparison_report import write_comparison
 from .text import aligned
 
 __all__ = ["Comparison", "Entry", "ModuleError", "entry_of"]
@@ -119,6 +121,14 @@ class Comparison:
             "entries": [{**asdict(entry), "diverges": entry.diverges} for entry in self.entries],
             "modules": [{**asdict(module), "worst": self.entries.index(module.worst)} for module in self.modules()],
         }
+
+    def report(self, path: str | Path) -> None:
+        """Write one self-contained HTML page with pictures, and a table beside each.
+
+        Args:
+            path: the file; missing folders are made.
+        """
+        write_comparison(self.to_dict(), path)
 
     def __str__(self) -> str:
         first, found = self.first(), self.modules()

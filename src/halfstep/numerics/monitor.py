@@ -205,10 +205,13 @@ class Monitor:
         save_rows(path, self.rows())
 
     def report(self, path: str | Path) -> None:
-        """Write one HTML page: exponents against the range of each dtype, headroom over time, updates against weights.
+        """Write one self-contained HTML page with pictures of all rows, and a table beside each.
+
+        Args:
+            path: the file; missing folders are made.
 
         Raises:
-            ArgumentValueError: if no step was sampled.
+            ArgumentValueError: if there are no rows.
         """
         write_report(self.rows(), path)
 
