@@ -95,6 +95,14 @@ def test_rows_are_saved_when_the_script_fails_and_pictures_where_the_file_is_htm
 
 
 @pytest.mark.exhaustive
+def test_rows_are_saved_when_the_script_is_terminated(tmp_path: Path) -> None:
+    end = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('it goes on')\n"
+    done, file = run(tmp_path, MODEL + PLAIN + end, "--numerics", "run.jsonl", "--every", "4")
+    assert (done.returncode, done.stdout) == (143, "")
+    assert seen(load_rows(file), "grad", "0.weight") == [0, 4]
+
+
+@pytest.mark.exhaustive
 def test_each_rank_has_a_file(tmp_path: Path) -> None:
     done, file = run(tmp_path, MODEL + PLAIN, "--numerics", "run.jsonl", RANK="3")
     assert done.returncode == 0

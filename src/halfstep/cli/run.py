@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .files import check_writable
+from .termination import exiting_on_sigterm
 
 if TYPE_CHECKING:
     from ..stepping.attached import AttachedOptimizer
@@ -62,6 +63,8 @@ def command(
         if device == "cpu":
             stack.enter_context(cuda_on_cpu())
         stack.enter_context(_telling_skips())
+        if report is not None or numerics is not None:
+            stack.enter_context(exiting_on_sigterm())
         line = ["halfstep", "run", *written, str(script), *args]
         if report is not None:
             stack.enter_context(_reported(report, script.name, line))
