@@ -81,7 +81,7 @@ def _extent(rows: Sequence[Row]) -> str:
 
 def _entries(pairs: Sequence[tuple[Row, Row]]) -> list[Entry]:
     sizes = _largest_rms(right for right, _ in pairs)
-    handed_on, before = 0.0, (-1, "")
+    handed_on, lost_before, before = 0.0, 0.0, (-1, "")
     entries = []
     for right, row in pairs:
         module, _, name = row.module.rpartition(".")
@@ -92,13 +92,14 @@ def _entries(pairs: Sequence[tuple[Row, Row]]) -> list[Entry]:
         elif row.tensor == "output_grad":  # the backward pass of the module before has made it
             module, what = before[1] if before[0] == row.step else OUTSIDE, f"output_grad of {row.module}"
             before = row.step, row.module
-        error, lost = _error(row, right, norm), _lost(row, right)
+        error, whole, lost = *_errors(row, right, norm), _lost(row, right)
         entries.append(
             entry_of(
-                max(error, lost),
+                error,
                 handed_on,
                 torch.finfo(getattr(torch, row.dtype)).eps / 2,
-                why="underflow" if lost > error else "",
+                lost=lost,
+                lost_before=lost_before,
                 op=what,
                 module=module,
                 occurrence=row.call,
@@ -108,7 +109,7 @@ def _entries(pairs: Sequence[tuple[Row, Row]]) -> list[Entry]:
             )
         )
         if row.tensor in _FEEDS:
-            handed_on = max(handed_on, error, lost)
+            handed_on, lost_before = max(handed_on, whole, lost), max(lost_before, lost)
     return entries
 
 
@@ -122,17 +123,27 @@ def _largest_rms(rows: Iterable[Row]) -> dict[Any, float]:
     return found
 
 
-def _error(row: Row, right: Row, norm: float) -> float:
-    """The relative error of the values that rows keep; inf where one is not finite that should be."""
+def _errors(row: Row, right: Row, norm: float) -> tuple[float, float]:
+    """The relative error of the values that rows keep; inf where one is not finite that should be.
+
+    The first number leaves out gradients that are 0 in one run: there a ReLU or a maximum has decided otherwise.
+    """
     if not math.isfinite(right.amax):
-        return 0.0
+        return 0.0, 0.0
     if not math.isfinite(row.amax):
-        return math.inf
+        return math.inf, math.inf
     if row.numel != right.numel or len(row.probe) != len(right.probe) or not row.probe:
-        values, rights = (row.rms, row.amax), (right.rms, right.amax)
-        return max(abs(a - b) / b if b else float(a > 0) for a, b in zip(values, rights, strict=True))
-    size = max(math.hypot(*right.probe), norm * math.sqrt(len(right.probe)))
-    difference = math.dist(row.probe, right.probe)
+        values = (row.rms, row.amax), (right.rms, right.amax)
+        error = max(abs(a - b) / b if b else float(a > 0) for a, b in zip(*values, strict=True))
+        return error, error
+    pairs = list(zip(row.probe, right.probe, strict=True))
+    both = [(a, b) for a, b in pairs if a and b] if row.tensor in _GRADIENTS else pairs
+    return _relative(both, norm), _relative(pairs, norm)
+
+
+def _relative(pairs: Sequence[tuple[float, float]], norm: float) -> float:
+    size = max(math.hypot(*(b for _, b in pairs)), norm * math.sqrt(len(pairs)))
+    difference = math.hypot(*(a - b for a, b in pairs))
     return difference / size if size else float(difference > 0)
 
 

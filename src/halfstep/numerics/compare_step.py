@@ -30,8 +30,6 @@ _PROOF = 64
 
 _HEADROOM = 4.0
 _MANY = 0.1
-_FEW = 2.0**-9
-"""A share of lost values that is nothing: the unit of their excess."""
 
 
 def compare_step(
@@ -190,7 +188,7 @@ def _entries(candidate: Sequence[Record], reference: Sequence[Record], scale: fl
             found = _Difference() if record.source is None else _difference(record, record.source, amax)
             errors.append(_Difference(0.0, max(inherited.lost, found.lost), inherited.whole + found.whole))
             inherited, decided = _Difference(), 0.0
-        elif other is None:  # nothing is known of it
+        elif other is None or (record.index and not record.backward):  # unknown, or statistics beside the result
             errors.append(inherited)
             continue
         else:
@@ -201,17 +199,16 @@ def _entries(candidate: Sequence[Record], reference: Sequence[Record], scale: fl
         if record.passes_on and record.source is None:
             continue
         known, why = _known(record, candidate)
-        roundoff = _roundoff(_WIDE if record.wide else record.dtype)
-        explained = inherited.lost + decided
-        lost = 0.0 if math.isinf(explained) else max(0.0, found.lost - explained) / (_FEW + explained)
         key = (record.module, record.op, record.backward)
         entries.append(
             entry_of(
-                max(found.error, found.lost),
+                found.error,
                 inherited.whole,
-                roundoff,
-                least=max(known, lost),
-                why=why or ("underflow" if found.lost > found.error or _is_subnormal(record) else ""),
+                _roundoff(_WIDE if record.wide else record.dtype),
+                lost=found.lost,
+                lost_before=inherited.lost + decided,
+                least=known,
+                why=why or ("underflow" if _is_subnormal(record) else ""),
                 module=record.module,
                 op=record.op,
                 occurrence=occurrences[key],

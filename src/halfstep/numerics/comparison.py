@@ -16,6 +16,9 @@ __all__ = ["Comparison", "Entry", "ModuleError", "entry_of"]
 _LIMIT = 32.0
 """An excess above this is a divergence: well-conditioned ops have one or two, a softmax or a norm perhaps ten."""
 
+_FEW = 2.0**-7
+"""A share of lost values that is nothing yet: the unit of their excess."""
+
 _SHOWN = 12
 
 
@@ -146,7 +149,15 @@ class Comparison:
 
 
 def entry_of(
-    error: float, inherited: float, roundoff: float, *, least: float = 0.0, why: str = "", **where: Any
+    error: float,
+    inherited: float,
+    roundoff: float,
+    *,
+    lost: float = 0.0,
+    lost_before: float = 0.0,
+    least: float = 0.0,
+    why: str = "",
+    **where: Any,
 ) -> Entry:
     """An entry from its errors.
 
@@ -154,16 +165,28 @@ def entry_of(
         error: of the tensor.
         inherited: of what went in.
         roundoff: the unit roundoff of the dtype that the op should compute in.
+        lost: the share of values that are 0 and should not be.
+        lost_before: the share that what went in explains.
         least: an excess that is known for another reason.
-        why: that reason.
+        why: the reason of that, or of an error.
         **where: the other attributes.
     """
     added = 0.0 if math.isinf(inherited) else max(0.0, error - inherited)
-    excess = max(least, added / (roundoff + inherited) if added else 0.0)
+    more = 0.0 if math.isinf(lost_before) else max(0.0, lost - lost_before)
+    by_error = added / (roundoff + inherited) if added else 0.0
+    by_loss = more / (_FEW + lost_before) if more else 0.0
+    excess = max(least, by_error, by_loss)
     if math.isinf(excess):
         why = "overflow"
     elif excess <= _LIMIT:
         why = ""
-    else:
-        why = why or "cancellation"
-    return Entry(error=error, inherited=inherited, added=added, excess=excess, why=why, **where)
+    elif by_loss == excess:
+        why = "underflow"
+    return Entry(
+        error=max(error, lost),
+        inherited=max(inherited, lost_before),
+        added=max(added, more),
+        excess=excess,
+        why=why or ("cancellation" if excess > _LIMIT else ""),
+        **where,
+    )

@@ -102,16 +102,21 @@ class Cast(NamedTuple):
 
 
 class Functions(TorchFunctionMode):
-    """Knows which function of torch is running, which may call several ops, and whether it began under autocast."""
+    """Knows which function of torch is running, which may call several ops, and whether it began under autocast.
+
+    Attributes:
+        running: the function; None if none is.
+        autocast: whether native autocast was on when it was called.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.running = ""
+        self.running: Callable[..., Any] | None = None
         self.autocast = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outer = self.running, self.autocast
-        self.running, self.autocast = getattr(func, "__name__", ""), is_any_autocast_enabled()
+        self.running, self.autocast = func, is_any_autocast_enabled()
         try:
             return func(*args, **kwargs) if kwargs else func(*args)
         finally:
@@ -168,7 +173,7 @@ class OpWatch(TorchDispatchMode):
             number = -1 if node is None else node_sequence_number(node)
             return self._casts.get(number, (CASTING if ours else TORCH, ""))
         recomputed = node is not None  # the function that runs is ``backward``
-        function = "" if recomputed else self.functions.running
+        function = "" if recomputed else getattr(self.functions.running, "__name__", "")
         if function in _CONVERSIONS:
             made = (CASTING if ours else USER, "")
         else:

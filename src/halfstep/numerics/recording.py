@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,8 @@ class Recorder:
             if name in _MAKE and name != "_unsafe_view":  # perhaps where another tensor was before
                 self._made.pop(_place(call.result), None)
             return
-        wide = not call.backward and _should_be_wide(name)
+        running = None if self.watch is None else self.watch.functions.running
+        wide = not call.backward and _should_be_wide(name, running)
         inputs = tuple(dict.fromkeys(self._came_from(call.args, call.kwargs)))
         results = call.result if call.result is not None else call.args[:1]
         for index, tensor in enumerate(_floating(results)):
@@ -204,19 +205,23 @@ class Recorder:
 
 
 @functools.cache
-def _reason(op: str) -> tuple[str, str]:
-    """The name of an ATen op on the op lists, and why it is on the float list; empty if it is not."""
+def _listed(op: str) -> str:
+    """The name of an ATen op on the op lists."""
     bare = op.removesuffix("_").removeprefix("_")
     names = (bare, bare.removeprefix("native_"), bare.removeprefix("fused_"), bare.removesuffix("_forward"))
-    name = next((name for name in names if name in FLOAT), bare)
-    return name, FLOAT.get(name, "")
+    return next((name for name in names if name in FLOAT), bare)
 
 
-def _should_be_wide(op: str) -> bool:
-    """Whether an op should compute in fp32: by the lists in force, or without any because it is a loss."""
-    name, reason = _reason(op)
-    casting = active_casting()
-    return reason == "loss" if casting is None else casting.lists.rule_of(name) in ("float", "banned")
+def _should_be_wide(op: str, running: Callable[..., Any] | None) -> bool:
+    """Whether an op should compute in fp32: by the lists in force, or without any because it is a loss.
+
+    Args:
+        op: the name of the ATen op.
+        running: the function that calls it, which the lists are about: a pooling may call ``mean``.
+    """
+    name = spellings().get(running, ("", False))[0] if running is not None else ""
+    name, casting = name or _listed(op), active_casting()
+    return FLOAT.get(name) == "loss" if casting is None else casting.lists.rule_of(name) in ("float", "banned")
 
 
 def _floating(values: Any) -> Iterable[torch.Tensor]:
