@@ -96,7 +96,7 @@ def test_the_scale_is_the_one_that_each_step_used(tmp_path: Path) -> None:
 def test_a_grad_scaler_whose_optimizer_is_skipped_on_the_host(tmp_path: Path) -> None:
     done, page = run_process(tmp_path, SCALER)
     assert cells(page)[:4] == ["Rprop", "5", "1", "512"]
-    assert "1 of 5 step was skipped for an overflow." in done.stderr
+    assert "1 of 5 steps was skipped for an overflow." in done.stderr
 
 
 def test_fp16_optimizer(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shlex
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ __all__ = ["monitored"]
 
 
 @contextmanager
-def monitored(path: Path, every: int, script: str, command_line: Sequence[str]) -> Iterator[None]:
+def monitored(path: Path, every: int, script: str, command_line: str) -> Iterator[None]:
     """Monitor the models that are trained in this block, and save the rows however it ends.
 
     Args:
@@ -53,9 +52,9 @@ def monitored(path: Path, every: int, script: str, command_line: Sequence[str]) 
         if not rows:
             click.echo(f"halfstep: no optimizer stepped, so {path.name} has no rows.", err=True)
         if path.suffix != ".html":
-            save_rows(path, rows, command=shlex.join(command_line), every=every)
+            save_rows(path, rows, command=command_line, every=every)
         elif rows:
-            write_report(rows, path, title=script, command=shlex.join(command_line))
+            write_report(rows, path, title=script, command=command_line)
 
 
 class Monitors:

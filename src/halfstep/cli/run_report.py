@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,7 +98,7 @@ def recording() -> Iterator[Recording]:
         observers.remove(record)
 
 
-def write_report(path: Path, record: Recording, script: str, command: Sequence[str], ending: str) -> None:
+def write_report(path: Path, record: Recording, script: str, command: str, ending: str) -> None:
     """Write the page.
 
     Args:
@@ -115,7 +114,7 @@ def write_report(path: Path, record: Recording, script: str, command: Sequence[s
         "header",
         element("p", "halfstep run"),
         element("h1", script),
-        element("p", "Made by ", element("code", shlex.join(command))),
+        element("p", "Made by ", element("code", command)),
     )
     facts = describe_machine(record.device).items()
     machine = element("dl", *(part for name, text in facts for part in (element("dt", name), element("dd", text))))

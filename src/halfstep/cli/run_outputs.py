@@ -1,0 +1,116 @@
+"""What ``halfstep run`` writes beside what the script does: a report, rows of numerics, and a line on skipped steps."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .files import check_writable
+from .termination import exiting_on_sigterm
+
+if TYPE_CHECKING:
+    from ..stepping.attached import AttachedOptimizer
+
+__all__ = ["Outputs"]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files that were asked for.
+
+    Attributes:
+        report: for a page on every step.
+        numerics: for what tensors look like.
+        every: how many steps lie between two that ``numerics`` looks at; None for 100.
+    """
+
+    report: Path | None = None
+    numerics: Path | None = None
+    every: int | None = None
+
+    def check(self) -> None:
+        """Refuse what could only fail after the script has run.
+
+        Raises:
+            click.ClickException: says why.
+        """
+        if self.every is not None and self.numerics is None:
+            raise click.UsageError("--every goes with --numerics FILE.")
+        for path in (self.report, self.numerics):
+            if path is not None:
+                check_writable(path)
+
+    @contextmanager
+    def written(self, script: str, command_line: list[str]) -> Iterator[None]:
+        """Write them when the block ends, however it does.
+
+        Args:
+            script: the name of the script.
+            command_line: what was called, for the pages to show.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(_telling_skips())
+            if self.report is not None or self.numerics is not None:
+                stack.enter_context(exiting_on_sigterm())
+            if self.report is not None and _is_first():
+                stack.enter_context(_reported(self.report, script, shlex.join(command_line)))
+            if self.numerics is not None:
+                from .run_numerics import monitored
+
+                stack.enter_context(monitored(self.numerics, self.every or 100, script, shlex.join(command_line)))
+            yield
+
+
+def _is_first() -> bool:
+    """Whether this is the only process, or that of rank 0."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+@contextmanager
+def _telling_skips() -> Iterator[None]:
+    """Say at the end how many steps were skipped, if any were."""
+    from ..stepping.attached import creation_callbacks
+
+    made = []
+
+    def note(attached: AttachedOptimizer) -> None:
+        made.append((attached.stepping, attached.passes.ranks))  # which let go of the optimizer
+
+    creation_callbacks.append(note)
+    try:
+        yield
+    finally:
+        creation_callbacks.remove(note)
+        counted = [stepping for stepping, ranks in made if not ranks.inside]
+        skipped = sum(stepping.skipped for stepping in counted)
+        if skipped and _is_first():
+            steps = sum(stepping.calls for stepping in counted)
+            were = "was" if skipped == 1 else "were"
+            click.echo(f"halfstep: {skipped} of {steps} steps {were} skipped for an overflow.", err=True)
+
+
+@contextmanager
+def _reported(path: Path, script: str, command_line: str) -> Iterator[None]:
+    """Write the report."""
+    from .run_report import recording, write_report
+
+    path = path.resolve()  # the script may go elsewhere
+    ending = "It ran to its end."
+    with recording() as record:
+        try:
+            yield
+        except SystemExit as left:
+            ending = ending if not left.code else f"It exited with {left.code}."
+            raise
+        except BaseException as error:
+            ending = f"It ended with {type(error).__name__}: {error}"
+            raise
+        finally:
+            write_report(path, record, script, command_line, ending)
