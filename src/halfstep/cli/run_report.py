@@ -14,7 +14,7 @@ import torch
 
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..numerics.charts import Line, between, details, figure, lines, power
-from ..numerics.html import Markup, element, note, page, section, table, write_page
+from ..numerics.html import Markup, element, note, page, section, table, write_text
 from ..stepping.attached import AttachedOptimizer, observers
 from .machine import describe_machine
 
@@ -119,7 +119,7 @@ def write_report(path: Path, record: Recording, script: str, command: str, endin
     facts = describe_machine(record.device).items()
     machine = element("dl", *(part for name, text in facts for part in (element("dt", name), element("dd", text))))
     parts = _pictures(record) if record.steps else []
-    write_page(path, page(f"halfstep run: {script}", header, note(ending), *parts, section("The machine", machine)))
+    write_text(path, page(f"halfstep run: {script}", header, note(ending), *parts, section("The machine", machine)))
 
 
 def robust_limit(seconds: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .charts import Bar, Line, bars, details, figure, lines, power
-from .html import Markup, element, note, page, section, table, write_page
+from .html import Markup, element, note, page, section, table, write_text
 
 __all__ = ["write_comparison"]
 
@@ -44,7 +44,7 @@ def write_comparison(comparison: Mapping[str, Any], path: str | Path, *, command
     if entries:
         parts.append(section("What each module adds", _modules(modules, entries, comparison["limit"])))
         parts.append(section("Errors in the order of execution", _errors(entries)))
-    write_page(path, page(f"{candidate} against {reference}", *parts))
+    write_text(path, page(f"{candidate} against {reference}", *parts))
 
 
 def _modules(modules: Sequence[Any], entries: Sequence[Any], limit: float) -> Markup:

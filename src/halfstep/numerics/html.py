@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..core.files import replacing
 
-__all__ = ["Markup", "element", "join", "note", "page", "section", "style", "table", "write_page"]
+__all__ = ["Markup", "element", "join", "note", "page", "section", "style", "table", "write_text"]
 
 
 class Markup(str):
@@ -77,8 +77,8 @@ def style() -> str:
     return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
-def write_page(path: str | Path, text: str) -> None:
-    """Write a page. Missing folders are made, and an existing file is replaced whole."""
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text. Missing folders are made, and an existing file is replaced whole."""
     with replacing(Path(path), shared=False) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 

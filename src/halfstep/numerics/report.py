@@ -13,7 +13,7 @@ import torch
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentValueError
 from .charts import Band, Line, Strip, details, figure, lines, power, strips
-from .html import Markup, element, page, section, table, write_page
+from .html import Markup, element, page, section, table, write_text
 from .overview import Grid, Tensor, grids, tensors_of
 from .row import Row
 
@@ -56,7 +56,7 @@ def write_report(
     found = list(rows)
     if not found:
         raise ArgumentValueError("There are no rows to report on: the run ended before a step that was looked at.")
-    write_page(path, page(title, *_content(found, title, command)))
+    write_text(path, page(title, *_content(found, title, command)))
 
 
 def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Markup]:

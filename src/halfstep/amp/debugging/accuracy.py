@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ...core.errors import ArgumentValueError
-from ...core.files import replacing
+from ...numerics.html import element, page, section, write_text
 
 __all__ = ["compare_accuracy"]
 
@@ -155,8 +155,8 @@ def compare_accuracy(
     }
     stem = Path(output_filename)
     stem = stem.with_suffix("") if stem.suffix in (".xlsx", ".html", ".csv") else stem
-    _write(stem.with_name(f"{stem.name}.html"), _page(found, float(loss_scale)))
-    _write(stem.with_name(f"{stem.name}.csv"), _csv(found))
+    write_text(stem.with_name(f"{stem.name}.html"), _page(found, float(loss_scale)))
+    write_text(stem.with_name(f"{stem.name}.csv"), _csv(found))
 
 
 def _logs_in(folder: Path) -> list[str]:
@@ -220,8 +220,6 @@ def _csv(found: dict[str, list[_Compared]]) -> str:
 
 
 def _page(found: dict[str, list[_Compared]], scale: float) -> str:
-    from ...numerics.html import element, page, section
-
     groups = (
         ("", 4),
         ("reference", len(_OF_A_RUN)),
@@ -249,8 +247,3 @@ def _page(found: dict[str, list[_Compared]], scale: float) -> str:
         class_="small",
     )
     return page("Accuracy of two runs", element("header", element("h1", "Accuracy of two runs")), key, *parts)
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path, shared=False) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
