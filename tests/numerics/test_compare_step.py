@@ -295,6 +295,37 @@ def test_under_ddp_each_rank_compares_alone(ranks: Ranks) -> None:
     assert len(grads) == 4
 
 
+# ---- what is no divergence
+
+
+def test_statistics_beside_a_result_are_not_blamed() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.LayerNorm(32), nn.Linear(32, 4))
+    found = numerics.compare_step(lambda: loss_of(model), model, candidate="O1")  # the mean of normalized rows is 0
+    assert found.first() is None, str(found)
+
+
+def test_the_lists_are_about_functions_and_not_about_the_ops_inside() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    x = torch.randn(4, 1, 9, 9)
+    found = numerics.compare_step(lambda: model(x).square().mean(), model, candidate="O1")
+    assert ("1", "mean", "bfloat16") in {(entry.module, entry.op, entry.dtype) for entry in found.entries}
+    assert found.first() is None, str(found)
+
+
+def test_the_gradient_of_a_bias_before_a_norm_is_noise() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    found = numerics.compare_step(lambda: loss_of(model), model, candidate="O1")
+    assert found.first() is None, str(found)
+
+
+def test_a_batch_in_16_bits_is_wide_in_the_reference() -> None:
+    model = nn.Conv1d(4, 8, 3)
+    x = torch.randn(4, 4, 16).bfloat16()
+    found = numerics.compare_step(lambda: model(x).float().square().mean(), model, candidate="O3")
+    assert found.first() is None, str(found)
+    assert max(entry.error for entry in found.entries) > 2.0**-12
+
+
 # ---- what comes out
 
 

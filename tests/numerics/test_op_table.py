@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -224,6 +225,19 @@ def test_what_torch_casts_by_itself() -> None:
 
     casts = cast_rows(numerics.op_table(step, linear))
     assert casts == {("(step)", "", "torch", "float32", "bfloat16", True, 1)}
+
+
+def test_what_fsdp2_casts_is_torchs() -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = fsdp.fully_shard(nn.Linear(8, 4), mesh=dist.init_device_mesh("cpu", (1,)), mp_policy=policy)
+        table = numerics.op_table(lambda: model(torch.randn(2, 8)), model)
+    finally:
+        dist.destroy_process_group()
+    assert {(cast.made_by, cast.source, cast.target) for cast in table.casts()} == {("torch", "float32", "bfloat16")}
+    assert ("(root)", "addmm", {"bfloat16": 1}) in [(row.module, row.op, row.calls) for row in table.rows()]
 
 
 # ---- nothing changes

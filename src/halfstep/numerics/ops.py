@@ -168,29 +168,31 @@ class OpWatch(TorchDispatchMode):
         return Cast(source.dtype, target.dtype, *self._maker(call.backward), size)
 
     def _maker(self, backward: bool) -> tuple[str, str]:
-        node, ours = current_node(), _is_called_by_us()
+        node, caller = current_node(), _caller()
         if backward:
             number = -1 if node is None else node_sequence_number(node)
-            return self._casts.get(number, (CASTING if ours else TORCH, ""))
+            return self._casts.get(number, (CASTING if caller == CASTING else TORCH, ""))
         recomputed = node is not None  # the function that runs is ``backward``
         function = "" if recomputed else getattr(self.functions.running, "__name__", "")
         if function in _CONVERSIONS:
-            made = (CASTING if ours else USER, "")
+            made = (caller, "")
         else:
-            casting = ours or recomputed or self.functions.autocast or active_casting() is not None
+            casting = caller == CASTING or recomputed or self.functions.autocast or active_casting() is not None
             made = (CASTING if casting else TORCH, function)
         return self._casts.setdefault(next_sequence_number() - 1, made)
 
 
-def _is_called_by_us() -> bool:
-    """Whether the code that called torch is halfstep's: not the modes that pass calls on, nor this room."""
+def _caller() -> str:
+    """Whose code has called torch: halfstep's (not the modes that pass calls on), FSDP2's, or the user's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
+        if name.startswith("torch.distributed."):
+            return TORCH
         if not name.startswith(_PASS_ON):
-            return bool(name.startswith("halfstep."))
+            return CASTING if name.startswith("halfstep.") else USER
         frame = frame.f_back
-    return False
+    return USER
 
 
 @contextmanager
