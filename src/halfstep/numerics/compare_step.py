@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from difflib import SequenceMatcher
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.dtypes import HALF_DTYPES, dtype_name
+from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.loss_scale import make_loss_scale
 from ..core.policy import Policy, check_policy
-from ..findings.samples import grid_flags
-from .comparison import Comparison, Entry, entry_of
-from .ops import USER, OpWatch, entered
+from .blame import entries_of
+from .comparison import Comparison
+from .ops import OpWatch, entered
 from .owners import Owners, qualified_names
 from .recording import Record, Recorder, ReferenceWatch
 from .trial_runs import Dice, as_candidate, as_reference, refuse, run_step
 
 __all__ = ["compare_step"]
 
-_WIDE = torch.float32
-_PROOF = 64
-"""With fewer values on the grid of a 16-bit format nothing is proved."""
-
 _HEADROOM = 4.0
-_MANY = 0.1
+"""What a dynamic loss scale leaves between the largest gradient and the largest number of the dtype, at least."""
 
 
 def compare_step(
@@ -104,7 +98,7 @@ def compare_step(
     scale = _scale(policy, wide.records)
     with as_candidate(model, policy):
         scaled = run(narrow, OpWatch(narrow.notice, Owners(model)), scale)
-    entries, unmatched = _entries(narrow.records, wide.records, scale if scaled else 1.0)
+    entries, unmatched = entries_of(narrow.records, wide.records, scale if scaled else 1.0)
     about: dict[str, Any] = {"ops of one run only": unmatched} if unmatched else {}
     if scaled and scale != 1.0:
         about["loss scale"] = scale
@@ -132,207 +126,5 @@ def _scale(policy: Policy | None, reference: Sequence[Record]) -> float:
     if not rule.dynamic:
         return rule.init_scale
     values = (r.amax for r in reference if r.backward and not r.passes_on and math.isfinite(r.amax))
-    limit = torch.finfo(policy.compute_dtype or _WIDE).max
+    limit = torch.finfo(policy.compute_dtype or torch.float32).max
     return 2.0 ** math.floor(math.log2(min(rule.init_scale, limit, limit / _HEADROOM / max(values, default=1.0))))
-
-
-# ---- alignment
-
-
-def _aligned(a: Sequence[Hashable], b: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
-    """Which places in two sequences belong together."""
-    if a == b:
-        yield from ((i, i) for i in range(len(a)))
-        return
-    for at_a, at_b, size in SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks():
-        yield from ((at_a + i, at_b + i) for i in range(size))
-
-
-def _matches(candidate: Sequence[Record], reference: Sequence[Record]) -> tuple[dict[int, int], int]:
-    """The place of each record of the candidate in the reference, and how many ops have none."""
-    places: list[dict[Any, list[int]]] = []
-    for records in (candidate, reference):
-        found: dict[Any, list[int]] = defaultdict(list)
-        for i, record in enumerate(records):
-            if not record.passes_on:
-                found[record.module, record.backward].append(i)
-        places.append(found)
-    matched: dict[int, int] = {}
-    for where in places[0].keys() & places[1].keys():
-        ours, theirs = places[0][where], places[1][where]
-        keys = [
-            [(r.op, r.index, r.shape) for r in map(records.__getitem__, at)]
-            for records, at in ((candidate, ours), (reference, theirs))
-        ]
-        matched |= {ours[i]: theirs[j] for i, j in _aligned(*keys)}
-    total = sum(len(at) for found in places for at in found.values())
-    return matched, total - 2 * len(matched)
-
-
-# ---- errors
-
-
-def _entries(candidate: Sequence[Record], reference: Sequence[Record], scale: float) -> tuple[list[Entry], int]:
-    matched, unmatched = _matches(candidate, reference)
-    gradients = _gradient_norms(reference)
-    errors: list[_Difference] = []
-    entries: list[Entry] = []
-    occurrences: Counter[tuple[str, str, bool]] = Counter()
-    for i, record in enumerate(candidate):
-        inherited = _Difference.largest(errors[j] for j in record.inputs)
-        # what a backward op has from the forward pass decides which gradients are 0
-        decided = max((errors[j].whole for j in record.inputs if not candidate[j].backward), default=0.0)
-        other = reference[matched[i]] if i in matched else None
-        if record.passes_on:  # measured by itself, and hands on what it gets
-            amax = sum(candidate[j].amax for j in record.inputs)
-            found = _Difference() if record.source is None else _difference(record, record.source, amax)
-            errors.append(_Difference(0.0, max(inherited.lost, found.lost), inherited.whole + found.whole))
-            inherited, decided = _Difference(), 0.0
-        elif other is None or (record.index and not record.backward):  # unknown, or statistics beside the result
-            errors.append(inherited)
-            continue
-        else:
-            factor = scale if record.scaled else 1.0
-            norm = gradients.get(record.module, 0.0) * factor if record.leaf else 0.0
-            found = _difference(record, other.sample * factor, other.amax, norm)
-            errors.append(found._replace(whole=max(found.whole, _sketched(record.sketch, other.sketch * factor))))
-        if record.passes_on and record.source is None:
-            continue
-        known, why = _known(record, candidate)
-        key = (record.module, record.op, record.backward)
-        entries.append(
-            entry_of(
-                found.error,
-                inherited.whole,
-                _roundoff(_WIDE if record.wide else record.dtype),
-                lost=found.lost,
-                lost_before=inherited.lost + decided,
-                least=known,
-                why=why or ("underflow" if _is_subnormal(record) else ""),
-                module=record.module,
-                op=record.op,
-                occurrence=occurrences[key],
-                backward=record.backward,
-                dtype=dtype_name(record.dtype),
-            )
-        )
-        occurrences[key] += 1
-    return entries, unmatched
-
-
-def _roundoff(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 2
-
-
-class _Difference(NamedTuple):
-    """How a sample differs from what it should be, relatively.
-
-    Attributes:
-        error: the L2 norm of the difference. In gradients, of the values that are 0 in neither.
-        lost: in gradients, the share of values that are 0 and should not be.
-        whole: the L2 norm of the difference of all values, and at least ``lost``: what is handed on.
-    """
-
-    error: float = 0.0
-    lost: float = 0.0
-    whole: float = 0.0
-
-    @classmethod
-    def largest(cls, found: Iterable[_Difference]) -> _Difference:
-        """The largest of each."""
-        return cls(*(max(values) for values in zip(cls(), *found, strict=True)))
-
-
-def _is_subnormal(record: Record) -> bool:
-    """Whether many values are so small that they have fewer digits."""
-    sizes = record.sample[record.sample != 0].abs()
-    return len(sizes) > 0 and float((sizes < torch.finfo(record.dtype).smallest_normal).float().mean()) > _MANY
-
-
-def _difference(record: Record, right: torch.Tensor, amax: float, norm: float = 0.0) -> _Difference:
-    """How a record differs from what it should be.
-
-    Args:
-        record: with the sample.
-        right: what it should be.
-        amax: the largest magnitude of the tensor that is right.
-        norm: the error is measured against this root mean square where it is larger.
-    """
-    if not (math.isfinite(record.amax) and math.isfinite(amax)):
-        overflow = math.inf if math.isfinite(amax) else 0.0
-        return _Difference(overflow, 0.0, overflow)
-    sample, right = record.sample.double(), right.double()
-    whole = _relative(sample, right, norm)
-    if not record.backward:
-        return _Difference(whole, 0.0, whole)
-    # Where one of them is 0, a ReLU or a maximum has decided otherwise, or a value was lost.
-    there = right != 0
-    both = there & (sample != 0)
-    lost = 1.0 - float(both.sum()) / float(there.sum()) if bool(there.any()) else 0.0
-    return _Difference(_relative(sample[both], right[both], norm), lost, max(whole, lost))
-
-
-def _sketched(sketch: torch.Tensor, right: torch.Tensor) -> float:
-    """The relative error of a whole tensor, by its sketch: a sample may miss a few values that went another way."""
-    if not len(sketch) or not bool(sketch.isfinite().all() & right.isfinite().all()) or not right[0]:
-        return 0.0
-    return float((sketch[1:].double() - right[1:].double()).norm() / right[0])
-
-
-def _relative(sample: torch.Tensor, right: torch.Tensor, norm: float) -> float:
-    size = max(float(right.norm()), norm * math.sqrt(right.numel()))
-    difference = float((sample - right).norm())
-    return difference / size if size else float(difference > 0)
-
-
-def _gradient_norms(reference: Sequence[Record]) -> dict[str, float]:
-    """The largest root mean square of the gradients of each module's parameters.
-
-    The gradient of a bias before a norm is 0 but for roundoff, and is to be measured against that of the weight.
-    """
-    found: dict[str, float] = defaultdict(float)
-    for record in reference:
-        if record.leaf and math.isfinite(record.amax):
-            found[record.module] = max(found[record.module], float(record.sample.double().square().mean().sqrt()))
-    return found
-
-
-# ---- roundoff that no error shows
-
-
-def _known(record: Record, candidate: Sequence[Record]) -> tuple[float, str]:
-    """An excess that is known whatever the errors are, and why."""
-    wide = _roundoff(_WIDE)
-    if record.wide and record.dtype in HALF_DTYPES:
-        return _roundoff(record.dtype) / wide, "fp32 op in 16 bits"
-    if record.dtype is not _WIDE or not record.inputs:
-        return 0.0, ""
-    if record.cast is not None:
-        dtype = _rounded_by_user(record, candidate)
-        return (0.0, "") if dtype is None else (_roundoff(dtype) / wide, "fp32 in name only")
-    inputs = (candidate[j] for j in record.inputs)
-    if not record.passes_on and _is_on_grid(record.sample) and all(map(_is_off_grid, inputs)):
-        return _roundoff(torch.bfloat16) / wide, "fp32 in name only"
-    return 0.0, ""
-
-
-def _rounded_by_user(record: Record, candidate: Sequence[Record]) -> torch.dtype | None:
-    """The dtype to which the script has cast fp32 values that are cast back here, with nothing in between."""
-    at = record.inputs
-    while at and candidate[at[0]].passes_on:
-        before = candidate[at[0]]
-        if before.cast is not None:
-            rounded = before.cast.made_by == USER and before.inputs and _is_off_grid(candidate[before.inputs[0]])
-            return before.dtype if rounded and before.cast.source is _WIDE else None
-        at = before.inputs
-    return None
-
-
-def _is_off_grid(record: Record) -> bool:
-    wide = record.dtype is _WIDE and record.sample.numel() >= _PROOF
-    return wide and bool(grid_flags(record.sample)[0])
-
-
-def _is_on_grid(sample: torch.Tensor) -> bool:
-    off, used = grid_flags(sample).tolist() if sample.numel() >= _PROOF else (1.0, 0.0)
-    return not off and bool(used)
