@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp, numerics
+from halfstep.casting.thread_state import thread
 from halfstep.numerics import OpTable
 from halfstep.numerics.ops import OpCall, watching_ops
 from tests.support.processes import Ranks
@@ -305,8 +306,12 @@ def test_the_weight_cache_works_as_without() -> None:
         with amp.auto_cast(dtype="bfloat16"):
             model(torch.randn(2, 8))
 
-    casts = [c for c in numerics.op_table(step, model).casts() if c.module == "twice" and not c.backward]
-    assert sum(cast.calls for cast in casts) == 3  # weight and bias once, the input of the first call
+    counts = []
+    for run in (step, lambda: numerics.op_table(step, model)):
+        before = thread.cache.casts
+        run()
+        counts.append(thread.cache.casts - before)
+    assert counts == [6, 6]  # the weight and the bias of each linear layer, once
 
 
 # ---- text
@@ -316,7 +321,7 @@ def test_the_table_prints() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
 
     def step() -> None:
-        with amp.auto_cast(dtype="bfloat16"):
+        with torch.autocast("cpu", torch.bfloat16):
             model(torch.randn(2, 8)).float().argmax()
 
     table = numerics.op_table(step, model)
