@@ -204,6 +204,80 @@ def test_masters_do_not_move(optimizer: str, dtype: torch.dtype, bad: float) -> 
     assert not torch.equal(model[0].weight, before[0][0])
 
 
+def by_scale_loss(level: str, scale: Any) -> Callable[[nn.Module, Any], Callable[[torch.Tensor], None]]:
+    def face(model: nn.Module, optim: Any) -> Callable[[torch.Tensor], None]:
+        amp.initialize(model, optim, opt_level=level, dtype=torch.bfloat16, fused=False, loss_scale=scale, verbosity=0)
+
+        def train(x: torch.Tensor) -> None:
+            with amp.scale_loss(model(x).float().square().mean(), optim) as scaled:
+                scaled.backward()
+            optim.step()
+
+        return train
+
+    return face
+
+
+def by_scaler(
+    make: Callable[[], Any], attach: bool, early: bool
+) -> Callable[[nn.Module, Any], Callable[[torch.Tensor], None]]:
+    def face(model: nn.Module, optim: Any) -> Callable[[torch.Tensor], None]:
+        scaler = make()
+        if attach:
+            amp.initialize(model, optim, opt_level="O0", verbosity=0)
+
+        def train(x: torch.Tensor) -> None:
+            scaler.scale(model(x).float().square().mean()).backward()
+            if early:
+                scaler.unscale_(optim)
+            scaler.step(optim)
+            scaler.update()
+
+        return train
+
+    return face
+
+
+FIRST_STEPS = {
+    **{
+        f"{level}, {scale}": by_scale_loss(level, scale)
+        for level in ("O0", "O1", "O2", "O3")
+        for scale in ("dynamic", 128.0)
+    },
+    **{
+        f"GradScaler{', attached' if attach else ''}{', unscale_' if early else ''}": by_scaler(
+            lambda: amp.GradScaler(init_loss_scaling=128.0), attach, early
+        )
+        for attach in (False, True)
+        for early in (False, True)
+    },
+    "torch's GradScaler": by_scaler(lambda: torch.amp.GradScaler("cpu", init_scale=128.0), True, False),
+}
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("face", FIRST_STEPS)
+def test_a_first_step_that_overflows_leaves_no_momentum(
+    face: str, dampening: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's fused SGD makes its momentum in the first step, and leaves it without values if the flag says to skip."""
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **how: torch.full_like(tensor, math.nan, **how))
+    results = []
+    for factors in ([1.0, 1.0], [math.inf, math.nan, 1.0, 1.0]):
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 2), torch.randn(3, 4)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening, fused=True)
+        train = FIRST_STEPS[face](model, optim)
+        start = model.weight.detach().float().clone()
+        for factor in factors:
+            train(x * factor)
+            optim.zero_grad()
+        amp.deactivate()
+        results.append(model.weight.detach().float() - start)
+    assert results[0].any()
+    assert torch.equal(results[0], results[1])
+
+
 @pytest.mark.parametrize("bad", BAD, ids=str)
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("level", ["O0", "O2"])

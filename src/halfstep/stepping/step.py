@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..optimizers.base import FusedOptimizer
+
 __all__ = ["Stepping"]
 
 
@@ -72,6 +74,9 @@ class Stepping:
         optimizer: Any = self._optimizer()
         step: Any = self.own or optimizer.step
         self._latest = False
+        flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf
+        if flag is not None and not _start_momentum(optimizer) and flag.item():
+            return self.skip()
         with self._flags(optimizer, found_inf):
             return step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
 
@@ -110,3 +115,26 @@ class Stepping:
         if self._skipped_on_device is None:
             self._skipped_on_device = torch.zeros_like(found_inf)
         self._skipped_on_device.add_(found_inf)  # in place, so that a captured step goes on counting
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Give torch's fused SGD momentum of zeros; False if it must not see a flag before its first step is taken.
+
+    Its first step allocates momentum without values, and leaves it so where the flag says to skip: later steps go on
+    from uninitialised memory (torch 2.11 to 2.13). Zeros are what its first step starts from, but for dampening, which
+    the first step leaves out.
+    """
+    if not isinstance(optimizer, torch.optim.SGD) or isinstance(optimizer, FusedOptimizer):
+        return True
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"] != 0:
+            unset = [
+                p
+                for p in group["params"]
+                if p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
+            ]
+            if unset and group["dampening"] != 0:
+                return False
+            for param in unset:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
+    return True
