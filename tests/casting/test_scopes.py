@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import OpLists, amp
+from halfstep import OpLists, amp, optimizers
 from halfstep.casting import torch_patches
 from halfstep.casting.op_casting import OpCasting, active_casting
+from halfstep.casting.weight_copies import held_by_others
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -266,6 +267,54 @@ def test_a_copy_never_goes_stale(change: str, grad: bool) -> None:
         CHANGES[change](weight)
         assert weight[0, 0].item() != 1.0
         assert linear_of(weight).item() == 4 * weight[0, 0].item()
+
+
+HOLDERS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "param.data": lambda w: w.data,
+    "a view of param.data": lambda w: w.data.view(-1)[:2],
+    "a numpy array": lambda w: w.detach().numpy(),
+    "a flat buffer": lambda w: as_part_of_a_buffer(w),
+}
+
+
+def as_part_of_a_buffer(weight: nn.Parameter) -> torch.Tensor:
+    flat = torch.ones(10)
+    weight.data = flat[2:6].view_as(weight)
+    return flat
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, optimizers.FusedSGD])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_copy_does_not_miss_what_is_written_to_memory_held_from_before(
+    holder: str, optimizer: Any, grad: bool
+) -> None:
+    weight = nn.Parameter(torch.ones(1, 4))
+    weight.grad = torch.zeros_like(weight)
+    kept = optimizer([weight], lr=1.0)
+    kept.step()
+    held = HOLDERS[holder](weight)
+    with scope(), torch.set_grad_enabled(grad):
+        assert linear_of(weight).item() == 4.0
+        held *= 3.0
+        assert weight.sum().item() > 4.0
+        assert linear_of(weight).item() == weight.sum().item()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, optimizers.FusedAdam])
+@pytest.mark.parametrize("size", [4, 128])  # a large weight has a copy that a fused optimizer writes
+def test_what_an_optimizer_holds_does_not_cost_a_cast_at_every_use(optimizer: Any, size: int) -> None:
+    layer, x = nn.Linear(size, size), torch.ones(1, size)
+    stepping = optimizer(layer.parameters(), lr=1e-3)
+    amp.initialize(layer, stepping, opt_level="O1", verbosity=0)
+    for _ in range(3):
+        y = layer(layer(x))
+        assert Counting(layer.weight).of(y) == 1
+        with amp.scale_loss(y.sum(), stepping) as scaled:
+            scaled.backward()
+        stepping.step()
+        assert not held_by_others(layer.weight)
+    amp.deactivate()
 
 
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])

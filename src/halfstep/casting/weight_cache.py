@@ -43,7 +43,8 @@ class WeightCache:
     """The 16-bit copies of leaf tensors. An entry lives as long as its weight and is good for one version of it.
 
     A weight that was written in place has another version, and one that got other memory (``param.data = x``) another
-    address: either is cast anew. Under ``no_grad`` any copy is good; with gradients on, only one that autograd follows
+    address: either is cast anew. So is a weight whose memory someone else holds (``param.data`` kept for later, a numpy
+    array), for what is written there gives it no new version. Under ``no_grad`` any copy is good; with gradients on, only one that autograd follows
     back to the weight. Nothing is kept while operations are recorded (tracing, ``make_fx``, ``torch.func``), for a kept
     tensor would be recorded as a constant.
 
@@ -90,6 +91,7 @@ class WeightCache:
                 and (has_graph == weight.requires_grad or not _is_grad_enabled())
                 and (not inference or torch.is_inference_mode_enabled())
                 and not ((dispatch_mode_count() and _is_recorded()) or jit_tracing_state())
+                and not weight_copies.held_by_others(weight)
             ):
                 return cast
         return self._make(weight, dtype, wide)

@@ -18,7 +18,7 @@ from ..core.dtypes import is_half
 from ..core.torch_compat import storage_owners
 from ..gradients.ledger import set_grads
 
-__all__ = ["WeightCopies", "adding_in_fp32", "forget", "fresh_copy", "keep_cast", "memory_of", "widen_gradients"]
+__all__ = ["WeightCopies", "adding_in_fp32", "forget", "fresh_copy", "held_by_others", "keep_cast", "memory_of", "widen_gradients"]
 
 _MIN_ELEMENTS = 2**14  # a smaller weight is cast as fast as autograd is told of the copy
 _MAX_LOSSES = 8  # after so many copies that went stale unused, none is kept: something else writes to this weight
@@ -51,13 +51,12 @@ class _Copy:
     def is_fresh(self, weight: torch.Tensor) -> bool:
         """Whether the weight is what it was when the copy was written.
 
-        A second holder of the weight's memory (``param.data`` kept for later, a flat buffer, a numpy array) may write
-        to it without a new version. Three holders are known: the weight, ``memory``, and the storage asked here.
+        Who else holds the weight's memory may write to it without a new version.
         """
         return (
             self.version == weight._version
             and self.memory.data_ptr() == weight.data_ptr()
-            and storage_owners(weight.untyped_storage()._cdata) <= 3
+            and not held_by_others(weight)
         )
 
     def drop(self) -> None:
@@ -211,10 +210,31 @@ def forget(weight: torch.Tensor) -> None:
         copy.drop()
 
 
+_memories: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""What ``memory_of`` has given out for parameters without a copy, by the identity of the parameter."""
+
+
 def memory_of(param: torch.Tensor) -> torch.Tensor:
     """``param.detach()``, but the same tensor for all callers, which counts as one holder of the memory."""
     copy = _copy_of(param)
-    return param.detach() if copy is None else copy.locate(param)
+    if copy is not None:
+        return copy.locate(param)
+    known = _memories.get(id(param))
+    if known is None or known.data_ptr() != param.data_ptr():
+        known = _memories[id(param)] = param.detach()
+    return known
+
+
+def held_by_others(weight: torch.Tensor) -> bool:
+    """Whether a tensor or an array that halfstep does not know has the weight's memory.
+
+    Known are the weight, what ``memory_of`` gave out, and the storage that is asked here. Another holder
+    (``param.data`` kept for later, a flat buffer, a numpy array) may write to it without a new version.
+    """
+    copy = _copy_of(weight)
+    known = _memories.get(id(weight)) if copy is None else copy.memory
+    holders = 2 if known is None or known.data_ptr() != weight.data_ptr() else 3
+    return storage_owners(weight.untyped_storage()._cdata) > holders
 
 
 def widen_gradients(params: Iterable[torch.Tensor] | None = None) -> None:
