@@ -9,6 +9,7 @@ import io
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -766,3 +767,86 @@ def test_16_bit_tensors_of_the_other_dtype_are_joined_while_an_o1_model_lives(dt
         p.grad = x.clone()
     assert float(nn.utils.clip_grad_norm_(params, 1.0)) == pytest.approx(2.0, rel=1e-2)
     assert model is not None
+# ---- optimizers that amp was not given
+
+
+class Recording(torch.optim.Optimizer):
+    """Its step notes in which dtype it computes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.seen: list[torch.dtype] = []
+        self.fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (weight, *_) = self.param_groups[0]["params"]
+        self.seen.append((weight @ weight.mT).dtype)
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+            self.seen.append((weight @ weight.mT).dtype)
+        if self.fails:
+            raise ZeroDivisionError
+
+
+CASTING: dict[str, Callable[[], Any]] = {
+    "a session of O1": nullcontext,
+    "auto_cast": lambda: amp.auto_cast(dtype=BF16),
+    "both": lambda: amp.auto_cast(dtype=BF16),
+}
+
+
+@pytest.mark.parametrize("around", CASTING)
+def test_the_step_of_any_optimizer_is_not_cast_and_its_closure_is(around: str) -> None:
+    _alive = None if around == "auto_cast" else bring_up("O1", BF16)
+    other = nn.Linear(4, 4)
+    optimizer, inside = Recording(other.parameters()), []
+    with CASTING[around]():
+        optimizer.step()
+        assert outside() is BF16
+        optimizer.step(lambda: inside.append(outside()))
+        assert outside() is BF16
+        optimizer.step(closure=lambda: inside.append(outside()))
+        assert outside() is BF16
+    assert optimizer.seen == [FP32] * 5
+    assert inside == [BF16, BF16]
+    assert torch._C._len_torch_function_stack() == (around != "auto_cast")
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Adam", "Muon", "LBFGS"])
+def test_an_optimizer_beside_a_session_steps_as_without_it(name: str) -> None:
+    def steps() -> torch.Tensor:
+        torch.manual_seed(0)
+        other = nn.Linear(4, 4, bias=False)
+        optimizer = getattr(torch.optim, name)(other.parameters(), lr=0.1)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            with amp.disable_casts():
+                loss = other(X).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            if name == "LBFGS":
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        return other.weight.detach()
+
+    expected = steps()
+    _alive = bring_up("O1", BF16)
+    assert torch.equal(steps(), expected)
+
+
+def test_a_step_that_fails_gives_the_casts_back() -> None:
+    model = bring_up("O1", BF16)
+    optimizer = Recording(nn.Linear(4, 4).parameters())
+    optimizer.fails = True
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        assert seen(model) == [BF16, FP32]
+        assert outside() is BF16

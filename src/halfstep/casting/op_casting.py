@@ -264,7 +264,7 @@ def _join() -> None:
 
 def patch_torch() -> None:
     """Count one more casting that is in force; ``torch_patches.release`` counts it off."""
-    torch_patches.hold(_uncast, _remember, _after_step)
+    torch_patches.hold(_uncast, _remember, _before_step, _after_step)
 
 
 def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -282,8 +282,21 @@ def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
     return uncast
 
 
-def _after_step() -> None:
-    """Forget copies after an optimizer step: a fused one writes to weights without a new version."""
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A step of any optimizer runs without casts, and a closure given to it under those that are in force now."""
+    if torch.compiler.is_dynamo_compiling() or active_casting() is None:
+        return None
+    args = tuple(_remember(each) if callable(each) else each for each in args)
+    if kwargs.get("closure") is not None:
+        kwargs = {**kwargs, "closure": _remember(kwargs["closure"])}
+    _enter(NO_CASTING, explicit=True, owner=optimizer, frame=sys._getframe(1))  # a step that fails has no second hook
+    return args, kwargs
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Put back the casts, and forget copies: a fused step writes to weights without a new version."""
+    if not torch.compiler.is_dynamo_compiling():
+        _leave(optimizer)
     clear_in_all_threads()
     torch.clear_autocast_cache()
 

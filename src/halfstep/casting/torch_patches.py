@@ -3,7 +3,7 @@
 These are two functions of ``torch.autograd``, two names in ``torch.utils.checkpoint``, and the ``parallel_apply`` of
 DataParallel, which runs replicas in threads of its own (as of torch 2.11 to 2.13). The first casting in the process
 wraps them, the last puts them back. So it is with torch's setting that has ``torch.compile`` cast in backward passes
-what it casts in forward.
+what it casts in forward, and with the hooks around the step of every optimizer.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from typing import Any
 import torch
 import torch.nn.parallel.data_parallel
 import torch.utils.checkpoint as checkpoint
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 __all__ = ["hold", "release"]
 
 _data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel has a function of that name
 _lock = threading.RLock()  # the garbage collector may end a session while this thread is in here
 _held = 0
-_hook: Any = None
+_hooks: list[Any] = []
 _originals: dict[tuple[Any, str], Any] = {}
 _wrappers: dict[tuple[Any, str, Any], Any] = {}  # kept, for a class among them takes long to make
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def hold(uncast: Wrap, remember: Wrap, after_step: Callable[[], None]) -> None:
+def hold(uncast: Wrap, remember: Wrap, before_step: Callable[..., Any], after_step: Callable[..., None]) -> None:
     """Count one more casting; the first puts the wrappers in place.
 
     Args:
         uncast: makes a function run without casts.
         remember: makes a function run, whenever it is called, under the casting that is in force now.
-        after_step: called after every step of an optimizer.
+        before_step: called before every step of an optimizer, as torch calls its hooks.
+        after_step: called after it.
     """
-    global _held, _hook
+    global _held
     with _lock:
         _held += 1
         if _held > 1:
@@ -50,14 +51,15 @@ def hold(uncast: Wrap, remember: Wrap, after_step: Callable[[], None]) -> None:
         _wrap(checkpoint, "_checkpoint_without_reentrant_generator", lambda own: _changing_first(remember, own))
         _wrap(checkpoint, "CheckpointFunction", lambda own: _checkpoint_function(remember, own))
         _wrap(_data_parallel, "parallel_apply", lambda own: _changing_first(lambda ms: [remember(m) for m in ms], own))
-        _hook = register_optimizer_step_post_hook(lambda *_: after_step())
+        _hooks.append(register_optimizer_step_pre_hook(before_step))
+        _hooks.append(register_optimizer_step_post_hook(after_step))
         compiler_config: Any = import_module("torch._functorch.config")
         _replace(compiler_config, "backward_pass_autocast", "off")
 
 
 def release() -> None:
     """Count one casting less; the last puts torch's own functions back."""
-    global _held, _hook
+    global _held
     with _lock:
         _held -= 1
         if _held:
@@ -65,9 +67,8 @@ def release() -> None:
         for (owner, name), original in _originals.items():
             setattr(owner, name, original)
         _originals.clear()
-        if _hook is not None:
-            _hook.remove()
-            _hook = None
+        while _hooks:
+            _hooks.pop().remove()
 
 
 def _wrap(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:

@@ -44,9 +44,9 @@ class WeightCache:
 
     A weight that was written in place has another version, and one that got other memory (``param.data = x``) another
     address: either is cast anew. So is a weight whose memory someone else holds (``param.data`` kept for later, a numpy
-    array), for what is written there gives it no new version. Under ``no_grad`` any copy is good; with gradients on, only one that autograd follows
-    back to the weight. Nothing is kept while operations are recorded (tracing, ``make_fx``, ``torch.func``), for a kept
-    tensor would be recorded as a constant.
+    array), for what is written there gives it no new version. Under ``no_grad`` any copy is good; with gradients on,
+    only one that autograd follows back to the weight. Nothing is kept while operations are recorded (tracing,
+    ``make_fx``, ``torch.func``), for a kept tensor would be recorded as a constant.
 
     Attributes:
         casts: how many casts it has made.

@@ -18,7 +18,16 @@ from ..core.dtypes import is_half
 from ..core.torch_compat import storage_owners
 from ..gradients.ledger import set_grads
 
-__all__ = ["WeightCopies", "adding_in_fp32", "forget", "fresh_copy", "held_by_others", "keep_cast", "memory_of", "widen_gradients"]
+__all__ = [
+    "WeightCopies",
+    "adding_in_fp32",
+    "forget",
+    "fresh_copy",
+    "held_by_others",
+    "keep_cast",
+    "memory_of",
+    "widen_gradients",
+]
 
 _MIN_ELEMENTS = 2**14  # a smaller weight is cast as fast as autograd is told of the copy
 _MAX_LOSSES = 8  # after so many copies that went stale unused, none is kept: something else writes to this weight
@@ -219,10 +228,16 @@ def memory_of(param: torch.Tensor) -> torch.Tensor:
     copy = _copy_of(param)
     if copy is not None:
         return copy.locate(param)
+    if type(param) is not torch.nn.Parameter:
+        return param.detach()
     known = _memories.get(id(param))
-    if known is None or known.data_ptr() != param.data_ptr():
+    if known is None or _place(known) != _place(param):
         known = _memories[id(param)] = param.detach()
     return known
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def held_by_others(weight: torch.Tensor) -> bool:
