@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import shutil
+import stat
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from halfstep import kernels
-from halfstep.kernels.backends import compiler
+from halfstep import kernels, optimizers
+from halfstep.core import files
+from halfstep.kernels.backends import compiler, cpp
 
-CACHED = (compiler.available, compiler.build, compiler._compiler, compiler._flags, compiler._processor)
+CACHED = (
+    *(compiler.available, compiler.build, compiler._compiler, compiler._flags, compiler._processor),
+    *(cpp._library_call, files._say_once, files._temporary_directory),
+)
 SOURCE = 'extern "C" int answer() { return 42; }'
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 
@@ -27,7 +34,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """What is known about the compiler is forgotten before and after each test."""
     for function in CACHED:
         function.cache_clear()
-    folder = tmp_path / "cache"
+    folder = tmp_path / "home" / "cache"
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(compiler, "_gave_up", False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("HALFSTEP_CACHE_DIR", str(folder))
     monkeypatch.delenv("HALFSTEP_BACKEND", raising=False)
     yield folder
@@ -162,3 +172,216 @@ def test_processors_have_libraries_of_their_own(tmp_path: Path, monkeypatch: pyt
     assert found[2] == found[3], "where nothing is known, the kind of machine has to do"
     assert platform.machine() in found[2]
     assert len(list(cache.iterdir())) == 3
+
+
+# ---- what is kept: only whole files, of this user, where nobody else can write
+
+
+def in_a_new_process() -> int:
+    """The answer of the library, as a process gets it that has built and loaded nothing."""
+    compiler.build.cache_clear()
+    answer: int = compiler.build("answer", SOURCE).answer()
+    return answer
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted(folder.glob("answer-*.so"))
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "one bit": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_built_anew(damage: str, cache: Path, tmp_path: Path) -> None:
+    assert in_a_new_process() == 42
+    (library,) = kept(cache)
+    whole = library.read_bytes()
+    library.rename(tmp_path / "loaded")  # a library that is in use must not change
+    library.write_bytes(DAMAGES[damage](whole))
+    assert in_a_new_process() == 42
+    (library,) = kept(cache)
+    assert library.read_bytes() == whole
+
+
+@needs_compiler
+def test_a_library_has_the_users_rights_only(cache: Path) -> None:
+    cache.parent.mkdir()
+    before = os.umask(0)
+    try:
+        in_a_new_process()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(path.stat().st_mode) for path in kept(cache)] == [0o700]
+
+
+HOSTILE = 'extern "C" int answer() { return 666; }'
+
+
+def others_write(cache: Path) -> None:
+    cache.chmod(0o777)
+
+
+def others_write_to_the_library(cache: Path) -> None:
+    kept(cache)[0].chmod(0o666)
+
+
+def others_rename_above(cache: Path) -> None:
+    cache.parent.chmod(0o777)
+
+
+def owned_by_another(cache: Path) -> None:
+    os.chown(cache, 65534, 65534)
+
+
+def a_library_of_another(cache: Path) -> None:
+    os.chown(kept(cache)[0], 65534, 65534)
+
+
+def a_link_to_a_library(cache: Path) -> None:
+    (library,) = kept(cache)
+    shutil.move(library, cache.parent / "elsewhere")
+    library.symlink_to(cache.parent / "elsewhere")
+
+
+DOORS = [
+    others_write,
+    others_write_to_the_library,
+    others_rename_above,
+    a_link_to_a_library,
+    *(
+        pytest.param(door, marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away"))
+        for door in (owned_by_another, a_library_of_another)
+    ),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("door", DOORS)
+def test_what_somebody_else_may_have_written_is_not_loaded(
+    door: Callable[[Path], None], cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert in_a_new_process() == 42
+    (library,) = kept(cache)
+    library.unlink()
+    subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", library], input=HOSTILE, text=True, check=True)
+    library.chmod(0o700)
+    library.rename(files._place(cache, library.stem.rpartition("-")[0], ".so", library))
+    assert in_a_new_process() == 666, "in the folder of this user it would be loaded"
+    (library,) = kept(cache)
+    shutil.copy(library, tmp_path / "copy")  # another file than the one that this process has loaded
+    library.unlink()
+    shutil.move(tmp_path / "copy", library)
+    door(cache)
+    with caplog.at_level(logging.WARNING, logger="halfstep"):
+        assert in_a_new_process() == 42
+        assert in_a_new_process() == 42
+    refused = door in (others_write, others_rename_above, owned_by_another)
+    assert [str(cache) in message for message in caplog.messages] == [True] * refused
+    assert len(kept(tmp_path / "temporary" / f"halfstep-{os.geteuid()}")) == refused
+
+
+@needs_compiler
+def test_a_folder_that_somebody_else_made_among_the_temporary_files_is_not_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("HALFSTEP_CACHE_DIR", str(tmp_path / "a file"))
+    theirs = tmp_path / "temporary" / f"halfstep-{os.geteuid()}"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    assert in_a_new_process() == 42
+    assert kept(theirs) == []
+    theirs.rmdir()
+    theirs.symlink_to(tmp_path)
+    assert in_a_new_process() == 42
+    assert kept(tmp_path) == []
+    own = files._temporary_directory()
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert len(kept(own)) == 1
+
+
+def refuses_writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a folder read-only, for root too."""
+    make = tempfile.mkstemp
+
+    def mkstemp(suffix: str, prefix: str, place: Path) -> tuple[int, str]:
+        if place == folder:
+            raise PermissionError(13, "Permission denied")
+        return make(suffix, prefix, place)
+
+    monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
+
+
+@needs_compiler
+def test_a_read_only_cache_is_read_and_what_is_missing_is_built_elsewhere(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert in_a_new_process() == 42
+    refuses_writes(cache, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it is in the cache"))
+        assert in_a_new_process() == 42
+    assert compiler.build("other", SOURCE.replace("42", "43")).answer() == 43
+    assert len(list((tmp_path / "temporary" / f"halfstep-{os.geteuid()}").glob("other-*.so"))) == 1
+
+
+@needs_compiler
+def test_a_home_is_not_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("HALFSTEP_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert in_a_new_process() == 42
+    assert len(kept(tmp_path / "temporary" / f"halfstep-{os.geteuid()}")) == 1
+
+
+@needs_compiler
+def test_where_nothing_can_be_executed_it_is_built_elsewhere(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = compiler.ctypes.CDLL
+
+    def cdll(path: str) -> object:
+        if Path(path).parent == cache:
+            raise OSError("failed to map segment from shared object")
+        return load(path)
+
+    monkeypatch.setattr(compiler.ctypes, "CDLL", cdll)
+    assert in_a_new_process() == 42
+    assert kept(cache) == []
+    assert len(kept(tmp_path / "temporary" / f"halfstep-{os.geteuid()}")) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_compiler_that_fails_after_the_first_library_is_told_of_once(
+    masters: bool, wrapped: Wrapped, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapped('case "$*" in *probe*|*-fsyntax-only*) ;; *) echo killed >&2; exit 4;; esac')
+
+    def train(name: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(5).to(torch.bfloat16 if masters else torch.float32))]
+        optimizer = getattr(optimizers, name)(weights, lr=0.1, master_weights="split" if masters else False)
+        for _ in range(3):
+            weights[0].grad = torch.randn(5).to(weights[0].dtype)
+            optimizer.step()
+        return weights[0].detach()
+
+    with caplog.at_level(logging.WARNING, logger="halfstep"):
+        assert kernels.backend_for("cpu") == "compiled"
+        found = [train("FusedAdam"), train("FusedSGD")]
+        assert step() == [3.0, 6.0]
+    (message,) = caplog.messages
+    assert "cannot build a library here (killed)" in message
+    monkeypatch.setenv("HALFSTEP_BACKEND", "eager")
+    for left, right in zip(found, [train("FusedAdam"), train("FusedSGD")], strict=True):
+        torch.testing.assert_close(left, right)

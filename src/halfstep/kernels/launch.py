@@ -95,9 +95,14 @@ def launch(
 def _launcher(name: str, kernel: ElementwiseKernel, table: TensorTable) -> Launcher:
     """A kernel made ready for a table on a backend. Backends are imported when first used."""
     if name == "compiled":
+        from .backends import compiler
         from .backends.cpp import CppLauncher
 
-        return CppLauncher(kernel, table)
+        try:
+            return CppLauncher(kernel, table)
+        except compiler.FAILURES as error:  # full disk, no memory, a machine that changes under the process
+            compiler.give_up(error)
+            name = "torch"
     if name == "triton":
         from .backends.triton import TritonLauncher
 

@@ -7,10 +7,11 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...core.files import cache_directory, replacing
+from ...core.files import cache_directories, write_whole
 from ..expr import ElementwiseKernel, trace
 
 __all__ = ["CONFIGS", "DEFAULT", "READING", "LaunchConfig", "default", "fastest"]
@@ -72,17 +73,20 @@ def fastest(
         measure: milliseconds that a launch takes; infinity if it cannot run so.
         configs: to choose from.
     """
-    path = cache_directory() / f"launch-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
-    known = _read(path)
-    if known is not None and known in configs:
-        return known
+    name = f"launch-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
+    paths = [folder / name for folder in cache_directories()]
+    for known in map(_read, paths):
+        if known is not None and known in configs:
+            return known
     times = {config: measure(config) for config in configs}
     best = min(times, key=times.__getitem__)
     if not math.isfinite(times[best]):
         return DEFAULT
     logger.info("Tuned a fused kernel: %s takes %.3g ms, %s takes %.3g ms", best, times[best], DEFAULT, times[DEFAULT])
-    with replacing(path, shared=True) as unfinished:
-        unfinished.write_text(json.dumps(asdict(best)), encoding="utf-8")
+    for path in paths:
+        with suppress(OSError):  # read-only, or full: the next
+            write_whole(path, json.dumps(asdict(best)))
+            break
     return best
 
 

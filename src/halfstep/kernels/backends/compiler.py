@@ -12,9 +12,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from ...core.files import cache_directory, replacing
+from ...core.files import generated
 
-__all__ = ["available", "build"]
+__all__ = ["FAILURES", "available", "build", "give_up"]
+
+FAILURES = (OSError, subprocess.SubprocessError)
+"""What ``build`` raises."""
 
 logger = logging.getLogger("halfstep")
 
@@ -37,15 +40,26 @@ def available() -> bool:
         return False
     try:
         build("probe", 'extern "C" int probe() { return 1; }')
-    except (OSError, subprocess.SubprocessError) as error:
+    except FAILURES as error:
+        give_up(error)
+        return False
+    return True
+
+
+def give_up(error: Exception) -> None:
+    """Say once in the log that a library could not be built. Later ones are loaded if they are kept, and not built."""
+    global _gave_up
+    if not _gave_up:
+        _gave_up = True
         logger.warning(
             "%s cannot build a library here (%s): fused optimizers on the CPU run on torch's own steps, slower and "
             "with other roundings.",
-            compiler,
+            _compiler(),
             _first_line(error),
         )
-        return False
-    return True
+
+
+_gave_up = False
 
 
 @functools.cache
@@ -63,18 +77,20 @@ def build(name: str, source: str) -> ctypes.CDLL:
     compiler = _compiler() or "c++"
     flags = _flags(compiler)
     key = hashlib.sha256("\n".join((source, compiler, *flags, _processor())).encode()).hexdigest()[:20]
-    library = cache_directory() / f"{name}-{key}.so"
-    if not library.exists():
-        with replacing(library, shared=True) as unfinished:
-            subprocess.run(
-                [compiler, *flags, "-x", "c++", "-", "-o", str(unfinished)],
-                input=source,
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT_SECONDS,
-            )
-    return ctypes.CDLL(str(library))
+
+    def write(path: Path) -> None:
+        if _gave_up:
+            raise subprocess.SubprocessError("an earlier library could not be built")
+        subprocess.run(
+            [compiler, *flags, "-x", "c++", "-", "-o", str(path)],
+            input=source,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+        )
+
+    return generated(f"{name}-{key}", ".so", write, lambda path: ctypes.CDLL(str(path)))
 
 
 @functools.cache

@@ -11,11 +11,12 @@ import hashlib
 import importlib.util
 import os
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...core.files import cache_directory, replacing
+from ...core.files import generated, write_whole
 from ..codegen import GeneratedLauncher, Layout, layout_of, scalar_names
 from ..expr import ElementwiseKernel
 from ..tensor_table import TensorTable
@@ -122,10 +123,11 @@ def _module(kernel: ElementwiseKernel, layout: Layout, interpreted: bool) -> Any
     It is written to the cache because Triton reads the source of its kernels from their file.
     """
     text = source(kernel, layout)
-    path = cache_directory() / f"{kernel.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.py"
-    if not path.exists():
-        with replacing(path, shared=True) as unfinished:
-            unfinished.write_text(text, encoding="utf-8")
+    stem = f"{kernel.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
+    return generated(stem, ".py", lambda path: write_whole(path, text), _imported)
+
+
+def _imported(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"halfstep_kernels_{path.stem.replace('-', '_')}", path)
     assert spec is not None
     assert spec.loader is not None
