@@ -329,23 +329,28 @@ def test_a_sparse_gradient_travels_alone(monkeypatch: pytest.MonkeyPatch, dtype:
     assert table.grad.to_dense().tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a rank without the gradient of a sparse parameter sends zeros, and the ranks wait for each other",
-)
-def test_ranks_send_alike_if_one_of_them_has_no_sparse_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sent_with(grad: torch.Tensor | None) -> list[tuple[torch.layout, torch.Size]]:
-        table: Any = nn.Parameter(torch.zeros(3, 2))
-        table.grad = grad
-        seen: list[tuple[torch.layout, torch.Size]] = []
-        other_rank(monkeypatch, lambda tensor: seen.append((tensor.layout, tensor.shape)))
-        wrapper = Wrapper(table)
-        ranks = with_wrappers(wrapper)
-        ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
-        ranks.average_unsynced([table], [])
-        return seen
+@pytest.mark.parametrize("mine", [torch.ones(3, 2), None], ids=["sparse", "none"])
+def test_ranks_send_alike_if_one_of_them_has_no_sparse_gradient(
+    mine: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table: Any = nn.Parameter(torch.zeros(3, 2))
+    table.grad = None if mine is None else mine.to_sparse(1)
+    seen: list[tuple[torch.layout, torch.Size]] = []
 
-    assert sent_with(torch.ones(3, 2).to_sparse()) == sent_with(None)
+    def answer(tensor: torch.Tensor) -> None:
+        seen.append((tensor.layout, tensor.shape))
+        others = {6: [1.0, 1.0, 0.0, 0.0, -(2.0**20), -(2.0**20)], 1: [1]}  # facts, and sparse dimensions
+        if not tensor.is_sparse:
+            tensor.copy_(torch.maximum(tensor, torch.tensor(others[tensor.numel()])))
+
+    other_rank(monkeypatch, answer)
+    ranks = with_wrappers(Wrapper(table))
+    ranks._unsynced.update(ranks.reductions if mine is not None else ())
+    ranks.agree([table], [], [])
+    ranks.average_unsynced([table], [])
+    assert seen == [(torch.strided, (6,)), (torch.strided, (1,)), (torch.sparse_coo, (3, 2))]
+    assert table.grad.is_sparse
+    assert table.grad.to_dense().tolist() == [[0.5 * (mine is not None)] * 2] * 3
 
 
 def test_flat_buckets_hold_one_dtype_and_not_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

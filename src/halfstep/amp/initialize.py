@@ -169,6 +169,7 @@ def initialize(
         verbose=verbosity > 0,
     ):
         attached.session = session
+        attached.passes.scalers = [scaler for scaler in scalers if not scaler.neutral and num_losses == 1]
     if policy.op_lists is not None:
         sessions.begin_session(casting, [*model_list, *optimizer_list])
     _amp_state.session = session

@@ -7,7 +7,7 @@ step the gradients that no backward pass has averaged, and shares overflows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,11 @@ class RankSync:
         self._key: tuple[int, ...] = (0,)
         self._watched: dict[Reduction, tuple[int, dict[torch.Tensor, int]]] = {}
         self._averaged_next = False
+        self._has_passed = False
+        self._ever_passed = False
+        self._ever_agreed = False
+        self._agreed = False
+        self._sparse: dict[int, int] = {}
         self._scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     @property
@@ -73,6 +78,11 @@ class RankSync:
     def clear(self) -> None:
         """The gradients were cleared."""
         self._unsynced.clear()
+        self.end_window()
+
+    def end_window(self) -> None:
+        """The gradients were used: what comes now is another accumulation window."""
+        self._has_passed = self._agreed = False
 
     def gradient_scale(self, scale: torch.Tensor | None) -> torch.Tensor | None:
         """What the gradients of a pass are to be divided by, where its loss is multiplied by ``scale``.
@@ -148,6 +158,8 @@ class RankSync:
             held: what is set aside of their gradients; what the ranks average in this pass is taken out of it.
         """
         self.reductions = [reduction for reduction in self.reductions if reduction.alive]
+        self._has_passed = self._ever_passed = True
+        self._agreed = False
         for reduction in self.reductions:
             if not reduction.hooked and reduction.will_sync:
                 # Under a user's communication hook our gradients can only travel in ``p.grad``, in its dtype.
@@ -192,18 +204,80 @@ class RankSync:
     # ---- before a step
 
     @torch.no_grad()
+    def agree(
+        self,
+        params: Sequence[torch.Tensor],
+        records: list[BackwardRecord],
+        scalers: Sequence[DeviceLossScaler | None],
+    ) -> None:
+        """Find out whether any rank has gradients that were not averaged: all ranks must do then what one of them does.
+
+        A rank may have had no backward pass in this window. It takes part with gradients of zero, and moves its loss
+        scales as the others do. Nothing is sent where the ranks cannot differ: in a window that was averaged by its
+        last pass. A collective operation.
+
+        Args:
+            params: those of the optimizer.
+            records: those of this window; extended on a rank that has none where others have some.
+            scalers: the loss scales that those are of, if there are no records in this window at all.
+
+        Raises:
+            UsageError: on every rank, if they had passes with different numbers of loss scales.
+        """
+        silent = not (self._has_passed or records) and (self._ever_passed or all(p.grad is None for p in params))
+        if self._agreed or not (silent or self._unsynced or self._ever_agreed):
+            return
+        self._agreed = True
+        self._sparse.clear()
+        new = len({record.scaler for record in records if not record.shared})
+        missing = list(dict.fromkeys(record.scaler for record in records)) or scalers
+        none, follows = -(2.0**20), False
+        for group in _groups([self]):
+            mine = [reduction for reduction in self.reductions if reduction.alive and reduction.group is group]
+            unsynced = [float(reduction in self._unsynced) for reduction in mine]
+            sparse = any(p.grad is not None and p.grad.is_sparse for p in params)
+            counts = [new, -new, none, none] if new else [none, none, len(missing), -len(missing)]
+            told = torch.tensor([*unsynced, float(sparse), *counts], device=mine[0].device)
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+            *unsynced, sparse, most, fewest, most_missing, fewest_missing = told.tolist()
+            if most == none:
+                pass  # no rank looks for overflows, or all have shared what they found
+            elif most != -fewest or (most_missing != none and not most_missing == -fewest_missing == most):
+                raise UsageError(
+                    f"Before this step this rank had backward passes of {new} loss scales, and another rank of another "
+                    "number. Call scale_loss for every loss on every rank; without a batch, on any loss times zero."
+                )
+            else:
+                follows = follows or not new
+            self._unsynced.update(reduction for reduction, told in zip(mine, unsynced, strict=True) if told)
+            self._ever_agreed = self._ever_agreed or any(unsynced)
+            if sparse:
+                self._share_sparse([p for p in params if p.requires_grad], group, mine[0].device)
+        for scaler in missing if follows else ():
+            found_inf, dynamic = torch.zeros((), device=self.reductions[0].device), bool(scaler and scaler.dynamic)
+            records.append(BackwardRecord(found_inf, scaler, dynamic=dynamic))
+
+    def _share_sparse(self, params: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+        """Find out of which parameters some rank has a sparse gradient, and with how many sparse dimensions."""
+        dims = [p.grad.sparse_dim() if p.grad is not None and p.grad.is_sparse else 0 for p in params]
+        told = torch.tensor(dims, device=device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        self._sparse.update((id(p), dim) for p, dim in zip(params, told.tolist(), strict=True) if dim)
+
+    @torch.no_grad()
     def average_unsynced(self, params: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
         """Average the gradients that no backward pass has averaged, in flat buckets. A collective operation.
 
         Gradients of ``wide`` parameters are fp32 afterwards, on every rank.
         """
         fp32 = set(map(id, wide))
+        sparse = {id(p): p.grad.sparse_dim() for p in params if p.grad is not None and p.grad.is_sparse} | self._sparse
         done: set[int] = set()
         for reduction in [reduction for reduction in self.reductions if reduction in self._unsynced]:
             owners = [p for p in params if reduction.holds(p) and id(p) not in done and p.requires_grad]
             done.update(map(id, owners))
-            for bucket in _flat_buckets(owners):
-                _average(bucket, reduction, fp32)
+            for bucket in _flat_buckets(owners, sparse):
+                _average(bucket, reduction, fp32, sparse)
         self._unsynced.clear()
 
 
@@ -296,20 +370,24 @@ def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return chunks
 
 
-def _flat_buckets(owners: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    sparse = [[p] for p in owners if p.grad is not None and p.grad.is_sparse]
-    single = {id(p) for (p,) in sparse}
-    return [*sparse, *_chunks([p for p in owners if id(p) not in single])]
+def _flat_buckets(owners: list[torch.Tensor], sparse: Mapping[int, int]) -> list[list[torch.Tensor]]:
+    alone = [[p] for p in owners if id(p) in sparse]
+    return [*alone, *_chunks([p for p in owners if id(p) not in sparse])]
 
 
-def _average(owners: list[torch.Tensor], reduction: Reduction, fp32: set[int]) -> None:
+def _average(owners: list[torch.Tensor], reduction: Reduction, fp32: set[int], sparse: Mapping[int, int]) -> None:
     """Replace each gradient by its mean over the ranks. A rank without a gradient counts as zero."""
     grads = get_grads(owners)
     first = grads[0]
-    if first is not None and first.is_sparse:
+    if id(owners[0]) in sparse:
+        param, dims = owners[0], sparse[id(owners[0])]
+        if first is None:
+            first = torch.zeros_like(param, dtype=torch.float32 if id(param) in fp32 else param.dtype).to_sparse(dims)
+        elif not first.is_sparse:
+            first = first.to_sparse(dims)
         total = (first.float() if is_half(first) else first).coalesce()
         dist.all_reduce(total, group=reduction.group)
-        set_grads(owners[:1], [(total / reduction.world).to(first.dtype)])
+        set_grads([param], [(total / reduction.world).to(first.dtype)])
         return
     dtype = torch.float32 if is_half(owners[0]) else owners[0].dtype
     parts = [

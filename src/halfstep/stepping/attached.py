@@ -210,7 +210,7 @@ class AttachedOptimizer:
         passes.unscale_delayed()
         if closure is None:
             passes.sync()
-        records, passes.records = passes.records, []
+        records = passes.end_window()
         casting = active_casting()
         with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None

@@ -39,6 +39,7 @@ class BackwardPasses:
         ranks: what it knows about other processes.
         records: one for each pass; the next step asks them whether gradients overflowed.
         scales: what the losses since the last step were multiplied by, 0-dim tensors, by the loss scale they came from.
+        scalers: the loss scales of the latest window, before the first one those that whoever attached it expects.
         models: weak references to the models that it trains, where they are known.
         got_gradients: whether any parameter had a gradient after the latest pass.
         is_open: whether a block is open.
@@ -52,6 +53,7 @@ class BackwardPasses:
         self.ranks = RankSync()
         self.records: list[BackwardRecord] = []
         self.scales: dict[DeviceLossScaler, torch.Tensor] = {}
+        self.scalers: list[DeviceLossScaler | None] = []
         self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
         self.got_gradients = False
         self.is_open = False
@@ -176,6 +178,7 @@ class BackwardPasses:
         params = self.keeper.params()
         self._discover_wrappers(params)
         if self.ranks.reductions:
+            self.ranks.agree(params, self.records, self.scalers)
             if self.ranks.has_unsynced:
                 self.ranks.average_unsynced(params, halves(params) if self.keeper.any else [])
             sync_overflow([self])
@@ -183,7 +186,14 @@ class BackwardPasses:
     def take_records(self) -> list[BackwardRecord]:
         """The records since the last call, which the ranks agree on; there are none afterwards."""
         self.sync()
+        return self.end_window()
+
+    def end_window(self) -> list[BackwardRecord]:
+        """The records since the last call; there are none afterwards, and passes to come belong to another step."""
         records, self.records = self.records, []
+        if records:
+            self.scalers = list(dict.fromkeys(record.scaler for record in records))
+        self.ranks.end_window()
         return records
 
     def clear(self) -> None:
