@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
-import runpy
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,50 +26,90 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--report", metavar="FILE", type=_FILE, help="write an HTML report")
 @click.option("--numerics", metavar="FILE", type=_FILE, help="save what tensors look like; FILE.html gets pictures")
 @click.option("--every", metavar="N", type=click.IntRange(min=1), help="look at every N-th step  [default: 100]")
-@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m")
+@click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_obj
 def command(
+    later: list[Callable[[], None]],
     opt_level: str | None,
     dtype: str | None,
     device: str | None,
     report: Path | None,
     numerics: Path | None,
     every: int | None,
-    script: Path,
+    module: bool,
+    script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Run SCRIPT with ARGS; its `import apex` finds halfstep."""
-    from ..compat.cuda_shim import cuda_on_cpu
-    from ..compat.install import install
-
-    _check_level(opt_level)
+    """Run SCRIPT with ARGS; its `import apex` finds halfstep. A SCRIPT of `-` is the standard input."""
+    _check_level(opt_level, dtype)
+    _check_script(script, module)
     outputs = Outputs(report, numerics, every)
     outputs.check()
     options = {"opt-level": opt_level, "dtype": dtype, "device": device, **vars(outputs)}
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    line = ["halfstep", "run", *given, *(["-m"] if module else []), script, *args]
     if opt_level:
         os.environ["HALFSTEP_OPT_LEVEL"] = opt_level
     if dtype:
         os.environ["HALFSTEP_DTYPE"] = dtype
+    # Not here: click catches what ends a script, such as KeyboardInterrupt, EOFError and a broken pipe.
+    later.append(functools.partial(_run, script, args, module, device, outputs, line))
+
+
+def _run(
+    script: str, args: Sequence[str], module: bool, device: str | None, outputs: Outputs, line: Sequence[str]
+) -> None:
+    from ..compat.cuda_shim import cuda_on_cpu
+    from ..compat.install import install
+    from .run_script import hide_halfstep, prepare_workers, run_script
+
     install()
-    sys.argv = [str(script), *args]
-    sys.path.insert(0, str(script.resolve().parent))
+    prepare_workers(device)
+    hide_halfstep(_hint if device is None else lambda _: None)
     import torch.distributed as dist
 
-    line = ["halfstep", "run", *given, str(script), *args]
-    with cuda_on_cpu() if device == "cpu" else nullcontext(), outputs.written(script.name, line):
-        runpy.run_path(str(script), run_name="__main__")
+    with cuda_on_cpu() if device == "cpu" else nullcontext(), outputs.written(Path(script).name, line):
+        run_script(script, args, module=module)
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()  # scripts for Apex never do, and torch warns without it
 
 
-def _check_level(opt_level: str | None) -> None:
+# ---- what is checked before anything runs
+
+
+def _check_level(opt_level: str | None, dtype: str | None) -> None:
     if opt_level is None:
         return
+    import torch
+
     from ..core.errors import ArgumentValueError
     from ..core.policy import parse_level
 
     try:
-        parse_level(opt_level)
+        parse_level(opt_level, None if dtype is None else getattr(torch, dtype))
     except ArgumentValueError as error:
         raise click.BadParameter(str(error), param_hint="--opt-level") from None
+
+
+def _check_script(script: str, module: bool) -> None:
+    if module:
+        sys.path[0] = os.getcwd()  # where python -m looks first
+        if importlib.util.find_spec(script.partition(".")[0]) is None:
+            raise click.BadParameter(f"No module named {script}", param_hint="-m")
+    elif script != "-" and not Path(script).is_file():
+        raise click.BadParameter(f"File {script!r} does not exist.", param_hint="SCRIPT")
+
+
+def _hint(error: BaseException) -> str | None:
+    """What to try when a script ends because it asks for a GPU where there is none."""
+    import torch
+
+    asked = any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA", "no GPUs found"))
+    if isinstance(error, Exception) and asked and not torch.cuda.is_available():
+        return (
+            "halfstep run: torch finds no CUDA device here. `halfstep run --device cpu` sends what a script asks of "
+            "CUDA to the CPU."
+        )
+    return None

@@ -1,0 +1,69 @@
+"""Runs a script in this process as ``python SCRIPT`` would: its ``__main__``, arguments, traceback and exit status."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+__all__ = ["hide_halfstep", "prepare_workers", "run_script"]
+
+
+def run_script(script: str, args: Sequence[str], *, module: bool = False) -> None:
+    """Run a script as ``__main__``; it ends as it likes.
+
+    Args:
+        script: its path; "-" for what comes from the standard input; or the name of a module.
+        args: what it finds in ``sys.argv``.
+        module: run a module, as ``python -m`` does.
+    """
+    sys.argv = [script, *args]
+    if not getattr(sys.flags, "safe_path", False):  # python -P, from 3.11 on
+        sys.path[0] = os.getcwd() if module else "" if script == "-" else str(Path(script).resolve().parent)
+    if module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        return
+    main: Any = ModuleType("__main__")
+    if script != "-":
+        main.__file__ = os.path.abspath(script)
+    sys.modules["__main__"] = main
+    exec(_code(script), vars(main))
+
+
+def _code(script: str) -> CodeType:
+    if script == "-":
+        return compile(sys.stdin.read(), "<stdin>", "exec", dont_inherit=True)
+    with io.open_code(os.path.abspath(script)) as file:
+        return compile(file.read(), os.path.abspath(script), "exec", dont_inherit=True)
+
+
+def prepare_workers(device: str | None) -> None:
+    """Let ``import apex`` find halfstep in the Python processes that the script starts, too."""
+    startup = str(Path(__file__).with_name("startup"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, os.environ.get("PYTHONPATH")]))
+    if device:
+        os.environ["HALFSTEP_RUN_DEVICE"] = device
+
+
+def hide_halfstep(hint: Callable[[BaseException], str | None]) -> None:
+    """Have the traceback of an error begin in the script, and write a hint below it if there is one."""
+    own, here = sys.excepthook, Path(__file__).parent
+    starters = {sys.modules["__main__"].__dict__.get("__file__"), runpy.__file__, "<frozen runpy>"}
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        while trace is not None:
+            file = trace.tb_frame.f_code.co_filename
+            if file not in starters and Path(file).parent != here:
+                break
+            trace = trace.tb_next
+        own(kind, error.with_traceback(trace), trace)
+        said = hint(error)
+        if said:
+            sys.stderr.write(f"{said}\n")
+
+    sys.excepthook = hook

@@ -1,0 +1,190 @@
+"""``halfstep run`` is ``python`` with an Apex: what a script sees, what it starts, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+RUN = [sys.executable, "-m", "halfstep", "run"]
+
+Ending = tuple[int, str, str]
+
+
+def ending(command: list[str], folder: Path, stdin: str = "", **environment: str) -> Ending:
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=folder,
+        input=stdin,
+        env={**os.environ, **environment},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+SCRIPTS = {
+    "reads what is not there": "input()",
+    "is interrupted": "raise KeyboardInterrupt",
+    "breaks a pipe": "import errno\nraise BrokenPipeError(errno.EPIPE, 'worker died')",
+    "fails deep inside": """
+def f(x):
+    return 1 / x
+
+try:
+    f(0)
+except ZeroDivisionError as e:
+    raise KeyError(1) from e
+""",
+    "cannot be compiled": "x = (",
+    "exits": "import sys\nprint('a', flush=True)\nsys.exit(3)",
+    "exits with words": "import sys\nsys.exit('no data')",
+    "asks where it is": """
+import os, sys
+import neighbour
+os.chdir("/")
+print(os.path.exists(__file__), __file__, sys.argv, sys.path[0], __name__, neighbour.__file__)
+print(sys.modules["__main__"].__dict__ is globals())
+""",
+}
+WAYS = {"script": ["train.py"], "module": ["-m", "train"], "stdin": ["-"]}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("way", "what"),
+    [*(("script", what) for what in SCRIPTS), ("module", "asks where it is"), *((w, "exits") for w in WAYS)]
+    + [(way, "fails deep inside") for way in ("module", "stdin")],
+)
+def test_a_script_ends_as_under_python(way: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPTS[what] + "\n")
+    (tmp_path / "neighbour.py").touch()
+    asked = [*WAYS[way], "--lr", "1", "--device", "x"]
+    stdin = SCRIPTS[what] if way == "stdin" else ""
+    expected = ending([sys.executable, *asked], tmp_path, stdin)
+    found = ending([*RUN, *asked], tmp_path, stdin)
+    assert found[:2] == expected[:2]
+    lines = [line for line in expected[2].splitlines() if "<frozen runpy>" not in line]  # which python -m shows
+    assert found[2].splitlines() == lines
+
+
+WORKERS = """
+import sys
+import torch
+import torch.multiprocessing as mp
+from torch.utils.data import DataLoader, Dataset
+
+class Data(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        from apex import amp
+        import amp_C
+        return [amp.__name__, amp_C.__name__, str(torch.cuda.is_available())]
+
+def work(rank):
+    from apex.fp16_utils import FP16_Optimizer
+    print("worker", FP16_Optimizer.__module__.split(".")[0], flush=True)
+
+def pooled(x):
+    import apex
+    return apex.__name__
+
+if __name__ == "__main__":
+    import apex
+    from apex import amp
+    mp.spawn(work, nprocs=1)
+    print(next(iter(DataLoader(Data(), num_workers=1, multiprocessing_context="spawn", batch_size=None))))
+    with mp.get_context("spawn").Pool(1) as pool:
+        print(pool.map(pooled, [1]))
+    import subprocess
+    subprocess.run([sys.executable, "-c", "import apex; print(apex.__name__)"], check=True)
+    print(amp.__name__)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", [[], ["--device", "cpu"]])
+def test_processes_that_a_script_starts_find_apex(device: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORKERS)
+    status, out, error = ending([*RUN, *device, "train.py"], tmp_path)
+    assert status == 0, error
+    cuda = str(bool(device) or torch.cuda.is_available())
+    name = "halfstep.compat.apex"
+    assert out.splitlines() == [
+        "worker halfstep",
+        str([f"{name}.amp", f"{name}.amp_C", cuda]),
+        str([name]),
+        name,
+        f"{name}.amp",
+    ]
+
+
+@pytest.mark.exhaustive
+def test_a_sitecustomize_of_the_user_s_is_imported_too(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import os\nos.environ['SEEN'] = 'yes'\n")
+    (tmp_path / "train.py").write_text(
+        "import os, subprocess, sys\n"
+        "del os.environ['SEEN']\n"
+        'code = \'import os, sys; print(os.environ.get("SEEN"), "halfstep" in sys.modules)\'\n'
+        "subprocess.run([sys.executable, '-c', code], check=True)\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
+    status, out, error = ending([*RUN, "train.py"], tmp_path, PYTHONPATH=path)
+    assert (status, out) == (0, "yes False\n"), error
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--opt-level", "O9", "train.py"], "Unexpected optimization level 'O9'"),
+        (["--opt-level", "O4", "--dtype", "float16", "train.py"], "means O1 in bfloat16"),
+        (["--dtype", "int8", "train.py"], "'int8' is not one of"),
+        (["--device", "tpu", "train.py"], "'tpu' is not"),
+        (["missing.py"], "'missing.py' does not exist"),
+        (["-m", "missing.train"], "No module named missing.train"),
+        ([], "Missing argument 'SCRIPT'"),
+    ],
+)
+def test_options_are_checked_before_the_script_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('it runs')\n")
+    status, out, error = ending([*RUN, *arguments], tmp_path)
+    assert (status, out) == (2, "")
+    assert message in " ".join(error.replace("│", " ").split())
+    assert "Traceback" not in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("code", "hinted"),
+    [
+        ("import torch\ntorch.ones(1).cuda()", True),
+        ("import torch\ntorch.cuda.set_device(0)", True),
+        ("import torch\ntorch.ones(1, device='cuda')", True),
+        ("raise ValueError('a number')", False),
+    ],
+)
+def test_a_script_that_needs_a_gpu_is_told_how_to_try_it_without(code: str, hinted: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(code + "\n")
+    status, _, error = ending([*RUN, "train.py"], tmp_path)
+    assert status == 1
+    assert ("`halfstep run --device cpu`" in error.splitlines()[-1]) is hinted
+    assert "halfstep/cli" not in error
+
+
+@pytest.mark.exhaustive
+def test_a_script_that_is_stopped_by_the_keyboard_dies_of_it(tmp_path: Path) -> None:
+    code = "import os, signal\nprint('runs', flush=True)\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "train.py").write_text(code)
+    assert ending([*RUN, "train.py"], tmp_path)[:2] == (-signal.SIGINT, "runs\n")
