@@ -26,6 +26,7 @@ class Wrapper:
     def __init__(self, *params: torch.Tensor, group: object = None, factor: float = 1.0) -> None:
         self.group, self.factor, self.world = group or object(), factor, 2
         self.alive, self.will_sync, self.hooked, self.watched = True, True, True, False
+        self.is_joining, self.joins = False, 0
         self.device = torch.device("cpu")
         self.allreduces = 0
         self.scale: torch.Tensor | None = None

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.dtypes import is_half
-from ..core.torch_compat import HAS_GRAD_DTYPE, has_comm_hook, queue_after_backward
+from ..core.torch_compat import HAS_GRAD_DTYPE, backward_pass_id, has_comm_hook, queue_after_backward
 from ..gradients.ledger import set_grads
 from ..kernels.shards import is_sharded
 
@@ -127,6 +127,8 @@ class Reduction:
         scale: by what the gradients of the present backward pass are to be divided; None if by nothing.
         held: for each optimizer in that block, the gradients that are set aside, by the identity of the parameter.
         allreduces: how many backward passes our hook has seen the ranks average.
+        joins: how many ``join`` contexts have ended, as far as ``has_joined`` was asked.
+        source: the rank of ``group`` whose weights all ranks got at the end of the latest one.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, options: AllReduceOptions) -> None:
@@ -147,6 +149,9 @@ class Reduction:
         self._unused = bool(wrapper.find_unused_parameters and not wrapper.static_graph)
         self._unsynced_params: dict[int, torch.Tensor] = {}
         self.allreduces = 0
+        self.joins = 0
+        self.source = 0
+        self._ended_join: Any = None
         self._arriving = False
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters and their fp32 gradients in this pass
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -194,6 +199,23 @@ class Reduction:
         """Whether this wrapper reduces the gradient of a parameter."""
         return id(param) in self._params
 
+    # ---- uneven inputs
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this is inside of ``DistributedDataParallel.join``, where some ranks may have run out of inputs.
+
+        Those repeat the collective operations of torch's reducer for the others, and no other operation.
+        """
+        wrapper = self._wrapper()
+        if wrapper is None:
+            return False
+        config: Any = wrapper._join_config  # torch leaves it there when the context has ended (as of torch 2.13)
+        ended = vars(wrapper).pop("_authoritative_rank", None)
+        if ended is not None:
+            self.joins, self.source, self._ended_join = self.joins + 1, ended, config
+        return bool(config.enable) and config is not self._ended_join
+
     # ---- around a backward pass that the ranks do not average
 
     def remember_unsynced(self, params: Iterable[torch.Tensor]) -> None:
@@ -218,20 +240,25 @@ class Reduction:
     @torch.no_grad()
     def communicate(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """Add what this rank has accumulated so far to a bucket, then average the bucket over the ranks."""
-        self._begin_arrival()
+        takes_part = backward_pass_id() != -1  # it has not run out of inputs
+        if takes_part:
+            self._begin_arrival()
         buffer, params = bucket.buffer(), bucket.parameters()
         wide = any(id(p) in self._wide for p in params)
         widen = is_half(buffer) and (wide if self._options.widen is None else self._options.widen)
         sent = buffer.float() if widen else buffer
-        if sent.is_sparse:
+        if not takes_part:
+            pass
+        elif sent.is_sparse:
             sent = self._add_sparse(sent, params[0])
             if widen:
                 self._sums.append((params[0], sent))
         elif wide or self._partial:
             self._add(bucket, buffer, sent)
         average = self._options.average or self.watched
-        before = self._options.predivide or (self.world if average else 1.0)
-        after = self.world / before if average else 1.0
+        world = self._active_ranks(takes_part) if self.is_joining else self.world
+        before = self._options.predivide or (world if average else 1.0)
+        after = world / before if average else 1.0
         if before != 1.0:
             sent.div_(before)
 
@@ -250,6 +277,15 @@ class Reduction:
         work = dist.all_reduce(sent, group=self.group, async_op=True)
         future: torch.futures.Future[torch.Tensor] = work.get_future().then(arrived)
         return future
+
+    def _active_ranks(self, takes_part: bool) -> int:
+        """By how many ranks gradients are divided while some may have run out of inputs."""
+        wrapper: Any = self._wrapper()
+        if wrapper._divide_by_initial_world_size:
+            return self.world
+        active = torch.full((), float(takes_part), device=self.device)
+        dist.all_reduce(active, group=self.group)
+        return int(active)
 
     def _add(self, bucket: Any, buffer: torch.Tensor, sent: torch.Tensor) -> None:
         local: list[torch.Tensor] = []

@@ -58,6 +58,7 @@ class RankSync:
         self._key: tuple[int, ...] = (0,)
         self._watched: dict[Reduction, tuple[int, dict[torch.Tensor, int]]] = {}
         self._averaged_next = False
+        self._joins: dict[Reduction, int] = {}
         self._has_passed = False
         self._ever_passed = False
         self._ever_agreed = False
@@ -69,6 +70,11 @@ class RankSync:
     def alone(self) -> bool:
         """Whether there is nothing to do: this process never had a wrapper, or an outer optimizer does it."""
         return self.inside or wrappers_seen() == 0
+
+    @property
+    def joining(self) -> bool:
+        """Whether some ranks may have run out of inputs, so that they take part in nothing but reductions."""
+        return any(reduction.is_joining for reduction in self.reductions)
 
     @property
     def has_unsynced(self) -> bool:
@@ -133,6 +139,11 @@ class RankSync:
             wide: those among them whose gradients are to be fp32.
             mastered: those whose masters are to be the same on every rank.
         """
+        for reduction in self.reductions:
+            if not reduction.is_joining and reduction.joins != self._joins.get(reduction, 0):
+                # All ranks got the weights of one that was active to the end; its masters belong to them.
+                self._joins[reduction] = reduction.joins
+                _share_masters([p for p in mastered if reduction.holds(p)], reduction.group, reduction.source)
         key = (wrappers_seen(), len(params), len(wide))
         if key == self._key or self.alone:
             return
@@ -144,6 +155,7 @@ class RankSync:
             if reduction not in self.reductions and any(reduction.holds(p) for p in params):
                 self.reductions.append(reduction)
                 # The wrapper gave every rank the weights of rank 0, but each rank still has its own masters.
+                self._joins[reduction] = reduction.joins
                 _share_masters([p for p in mastered if reduction.holds(p)], reduction.group)
             reduction.widen(wide)
 
@@ -224,6 +236,13 @@ class RankSync:
         Raises:
             UsageError: on every rank, if they had passes with different numbers of loss scales.
         """
+        if self.joining:
+            if self._unsynced:
+                raise UsageError(
+                    "Inside of DistributedDataParallel.join() the last backward pass before a step must not be in "
+                    "no_sync(): ranks that have run out of inputs take part in the reductions of backward passes only."
+                )
+            return
         silent = not (self._has_passed or records) and (self._ever_passed or all(p.grad is None for p in params))
         if self._agreed or not (silent or self._unsynced or self._ever_agreed):
             return
@@ -310,7 +329,8 @@ def share_overflow(
         else:
             new.setdefault(record.scaler, []).append(record)
     told = {scaler: row[-1].found_inf for scaler, row in new.items() if scaler is not None}
-    if new and (groups := _groups(ranks)):
+    # While ranks join, what is shared is in the averaged gradients: they are not finite on any rank.
+    if new and (groups := _groups(one for one in ranks if not one.joining)):
         device = next(iter(new.values()))[0].found_inf.device
         verdicts = torch.stack([torch.stack([p.found_inf.to(device) for p in row]).amax() for row in new.values()])
         for group in groups:
@@ -342,9 +362,9 @@ def _versions(reduction: Reduction, params: Sequence[torch.Tensor]) -> dict[torc
 
 
 @torch.no_grad()
-def _share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Give every rank the masters of the group's first rank."""
-    source = dist.get_global_rank(group, 0)
+def _share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup, rank: int = 0) -> None:
+    """Give every rank the masters of one rank of the group."""
+    source = dist.get_global_rank(group, rank)
     owners = [p for p in params if master_of(p) is not None]
     for bucket in _chunks(owners):
         flat = torch.cat([master_of(p).flatten() for p in bucket])  # type: ignore[union-attr]

@@ -1,0 +1,144 @@
+"""``DistributedDataParallel.join``: ranks with different numbers of batches train as without mixed precision."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep import amp
+from halfstep.core.errors import UsageError
+from tests.distributed.test_accumulation_across_processes import OPTIMIZERS, WRAPPERS, data, micro_step, net
+from tests.support.processes import Ranks
+
+
+def train(
+    rank: int, level: str, scale: Any, wrapper: str, batches: tuple[int, int], initial: bool, rounds: int
+) -> dict[str, Any]:
+    """Some rounds of uneven inputs, after each of which come two ordinary steps: one synced, one not."""
+    model = net()
+    model, optim = amp.initialize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),  # with momentum, ranks that ran out would have another one
+        opt_level=level,
+        dtype=torch.bfloat16,
+        loss_scale=scale,
+        verbosity=0,
+    )
+    ddp: Any = DistributedDataParallel(model, **WRAPPERS[wrapper])
+    steps = []
+
+    def step(number: int, how: str) -> None:
+        micro_step(ddp, optim, how, data(rank, number, 0))
+        optim.step()
+        optim.zero_grad()
+        steps.append([p.detach().float().clone() for p in amp.master_params(optim)])
+
+    for once in range(rounds):
+        with warnings.catch_warnings(), ddp.join(divide_by_initial_world_size=initial):
+            for i in range(batches[rank]):
+                step(10 * once + i, "s")
+        step(10 * once + 8, "s")
+        step(10 * once + 9, "u")
+    amp.deactivate()
+    return {"masters": steps[-1], "steps": len(steps), "half": [p.detach().clone() for p in model.parameters()]}
+
+
+def by_hand(batches: tuple[int, int], initial: bool, rounds: int) -> list[torch.Tensor]:
+    """In fp32, in one process."""
+    model = net()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for once in range(rounds):
+        numbers = [10 * once + i for i in range(max(batches))] + [10 * once + 8, 10 * once + 9]
+        for number in numbers:
+            active = [rank for rank in (0, 1) if number % 10 >= 8 or number % 10 < batches[rank]]
+            for rank in active:
+                divisor = 2 if initial else len(active)
+                (model(data(rank, number, 0)).square().mean() / divisor).backward()
+            optim.step()
+            optim.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("batches", [(3, 5), (4, 2), (3, 3)])
+@pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O1", 1.0), ("O2", 1.0), ("O2", 128.0), ("O2", "dynamic")])
+def test_ranks_with_different_numbers_of_batches(
+    ranks: Ranks, level: str, scale: Any, batches: tuple[int, int], initial: bool
+) -> None:
+    if level == "O2" and not initial and scale == 1.0:
+        scale = "dynamic"
+    first, second = ranks.run(train, level, scale, "plain", batches, initial, 2)
+    assert (first["steps"], second["steps"]) == (2 * (batches[0] + 2), 2 * (batches[1] + 2))
+    expected = by_hand(batches, initial, 2)
+    start = [p.detach() for p in net().parameters()]
+    for a, b, e, s in zip(first["masters"], second["masters"], expected, start, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a - s, e - s, rtol=0.1, atol=1e-5 if level == "O0" else 0.01)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wrapper", ["views", "unused", "small buckets"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_every_wrapper(ranks: Ranks, level: str, wrapper: str) -> None:
+    first, second = ranks.run(train, level, 128.0, wrapper, (2, 4), True, 1)
+    expected = by_hand((2, 4), True, 1)
+    for a, e in zip(first["masters"], expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0.1, atol=0.02)
+    assert second["steps"] == 6
+
+
+def masters_after(rank: int, optimizer: str) -> list[list[torch.Tensor]]:
+    model = net()
+    model, optim = amp.initialize(
+        model, OPTIMIZERS[optimizer](model.parameters()), opt_level="O2", dtype=torch.bfloat16, verbosity=0
+    )
+    ddp: Any = DistributedDataParallel(model)
+    with warnings.catch_warnings(), ddp.join():
+        for i in range(2 + 2 * rank):
+            micro_step(ddp, optim, "s", data(rank, i, 0))
+            optim.step()
+            optim.zero_grad()
+    joined = [p.detach().clone() for p in amp.master_params(optim)]
+    with amp.scale_loss(ddp(data(rank, 9, 0)).float().square().mean(), optim):
+        pass  # no backward pass: only what ranks tell each other before one
+    found = [p.detach().clone() for p in amp.master_params(optim)]
+    amp.deactivate()
+    return [joined, found]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "ours"])
+def test_all_ranks_have_the_masters_of_one_that_was_active_to_the_end(ranks: Ranks, optimizer: str) -> None:
+    (_, first), (last, second) = ranks.run(masters_after, optimizer)
+    for a, b, c in zip(first, second, last, strict=True):
+        assert torch.equal(b, c)
+        assert torch.equal(a, c)
+        assert not torch.equal(c, c.bfloat16().float())
+
+
+def unsynced(rank: int) -> str:
+    model = net()
+    model, optim = amp.initialize(
+        model, OPTIMIZERS["sgd"](model.parameters()), opt_level="O2", dtype=torch.bfloat16, verbosity=0
+    )
+    ddp: Any = DistributedDataParallel(model)
+    try:
+        with warnings.catch_warnings(), ddp.join():
+            micro_step(ddp, optim, "u", data(rank, 0, 0))
+            micro_step(ddp, optim, "s", data(rank, 0, 0))
+            optim.step()
+            micro_step(ddp, optim, "u", data(rank, 0, 0))
+            optim.step()
+    except UsageError as error:
+        return str(error)
+    finally:
+        amp.deactivate()
+    return ""
+
+
+def test_a_window_that_ends_unsynced_is_refused(ranks: Ranks) -> None:
+    for message in ranks.run(unsynced):
+        assert "DistributedDataParallel.join()" in message
