@@ -19,6 +19,7 @@ from halfstep.casting import torch_patches
 from halfstep.casting.op_casting import OpCasting, active_casting
 from halfstep.casting.weight_copies import held_by_others
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
+from tests.support.backends import skip_without_compiler
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -304,6 +305,7 @@ def test_a_copy_does_not_miss_what_is_written_to_memory_held_from_before(
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, optimizers.FusedAdam])
 @pytest.mark.parametrize("size", [4, 128])  # a large weight has a copy that a fused optimizer writes
 def test_what_an_optimizer_holds_does_not_cost_a_cast_at_every_use(optimizer: Any, size: int) -> None:
+    skip_without_compiler(optimizer is optimizers.FusedAdam)
     layer, x = nn.Linear(size, size), torch.ones(1, size)
     stepping = optimizer(layer.parameters(), lr=1e-3)
     amp.initialize(layer, stepping, opt_level="O1", verbosity=0)

@@ -20,6 +20,7 @@ from halfstep import amp, kernels, multi_tensor, optimizers
 from halfstep.casting import weight_copies
 from halfstep.casting.thread_state import thread
 from halfstep.masters import keeper
+from tests.support.backends import needs_compiler
 from tests.support.processes import Ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -146,6 +147,7 @@ def test_a_weight_without_a_copy_has_none_to_forget() -> None:
         assert torch.equal(weight @ weight, torch.full((2, 2), 8.0, dtype=BF16))
 
 
+@needs_compiler
 def test_small_weights_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_copies, "_MIN_ELEMENTS", 48)
     model, optim = make()
@@ -155,6 +157,7 @@ def test_small_weights_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert casts() - before == 3
 
 
+@needs_compiler
 @NARROW
 def test_gradients_reach_the_step_in_16_bits() -> None:
     model, optim = make()
@@ -537,6 +540,7 @@ def test_a_use_in_fp32_keeps_its_digits() -> None:
 # ---- the optimizer's doors
 
 
+@needs_compiler
 def test_copies_are_no_state() -> None:
     model, optim = make(optimizer="Adam")
     train(model, optim)
@@ -564,6 +568,7 @@ def test_they_go_with_their_optimizer() -> None:
     assert weight_copies._watchers or "data" not in vars(torch.nn.Parameter)
 
 
+@needs_compiler
 def test_a_group_that_comes_later() -> None:
     def run() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -684,6 +689,7 @@ def run_without(run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         return run()
 
 
+@needs_compiler
 def test_a_torch_without_grad_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are used all the same; gradients come in fp32."""
 

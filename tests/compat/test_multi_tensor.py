@@ -16,6 +16,7 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageErr
 from halfstep.kernels.backends import compiler as cxx
 from halfstep.multi_tensor import multi_tensor_applier
 from tests.support import optimizer_references as papers
+from tests.support.backends import skip_without_compiler
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(3, 4), (), (0,), (5000,)]
@@ -23,6 +24,7 @@ SHAPES = [(3, 4), (), (0,), (5000,)]
 
 @pytest.fixture(params=["eager", "torch", "compiled"], autouse=True)
 def on(request: pytest.FixtureRequest) -> Iterator[str]:
+    skip_without_compiler(request.param == "compiled")
     with kernels.backend(request.param):
         yield request.param
 
@@ -93,6 +95,7 @@ def test_checks(bad: float) -> None:
 
 def test_choosing_a_backend(monkeypatch: pytest.MonkeyPatch, on: str) -> None:
     assert kernels.backend_for("cpu") == on
+    skip_without_compiler()
     with kernels.backend("auto"):
         assert kernels.backend_for("cpu") == "compiled"
         with kernels.backend("eager"):

@@ -18,6 +18,7 @@ from halfstep.distributed import ddp_hook as reduction
 from halfstep.gradients import ledger as gradients
 from halfstep.masters import keeper
 from halfstep.stepping import prepare
+from tests.support.backends import skip_without_compiler
 
 HALVES = [torch.bfloat16, torch.float16]
 in_both_halves = pytest.mark.parametrize("half", HALVES, ids=["bf16", "fp16"])
@@ -136,6 +137,7 @@ def test_a_torch_without_grad_dtype(without_grad_dtype: None, door: str, half: t
 @in_both_halves
 def test_a_batch_makes_few_python_calls(half: torch.dtype, make: Any, fused: bool) -> None:
     """At most two a parameter."""
+    skip_without_compiler(fused)
     layers = 100
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     optimizer = make(model.parameters(), lr=1e-3)

@@ -18,6 +18,7 @@ from halfstep.kernels.expr import ElementwiseKernel, trace
 from halfstep.kernels.launch import launch
 from halfstep.kernels.storage import SPLIT, copied, dense, join, plain, split, stochastic
 from halfstep.kernels.tensor_table import ScalarTable, TensorTable
+from tests.support.backends import skip_without_compiler
 
 F32, F64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 SHAPES = [(3, 4), (), (0,), (70_000,), (2, 3, 5)]
@@ -25,6 +26,7 @@ SHAPES = [(3, 4), (), (0,), (70_000,), (2, 3, 5)]
 
 @pytest.fixture(params=["eager", "torch", "compiled"], autouse=True)
 def on(request: pytest.FixtureRequest) -> Iterator[str]:
+    skip_without_compiler(request.param == "compiled")
     with kernels.backend(request.param):
         yield request.param
 

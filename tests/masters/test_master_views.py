@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from halfstep import amp
+from tests.support.backends import skip_without_compiler
 
 BF16, FP16 = torch.bfloat16, torch.float16
 in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
@@ -95,6 +96,7 @@ def test_copies_and_pickles_are_ordinary_parameters(fused: bool, half: torch.dty
 @with_both_masters
 @torch.no_grad()
 def test_operations_in_place_return_it_and_others_do_not_write(fused: bool, half: torch.dtype) -> None:
+    skip_without_compiler(fused)
     model, optimizer = start(half, fused)
     before = model.state_dict()["weight"].clone()
     view, bias = amp.master_params(optimizer)

@@ -16,6 +16,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from halfstep.kernels import backend_for
 from halfstep.kernels.storage import join
+from tests.support.backends import needs_compiler
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALVES = [BF16, FP16]
@@ -235,6 +236,7 @@ def test_fused_then_initialized() -> None:
     assert {"remainder", "master"} & optim.state[model[0].weight].keys()
 
 
+@needs_compiler
 def test_what_cannot_be_fused() -> None:
     params = [nn.Parameter(torch.ones(1))]
     with pytest.raises(ArgumentTypeError, match=r"torch\.optim\.Adam, .*not RMSprop"):

@@ -24,6 +24,7 @@ from halfstep.casting import weight_copies
 from halfstep.core.errors import ArgumentValueError, UsageError
 from halfstep.kernels import backend
 from halfstep.optimizers import release as release_file
+from tests.support.backends import needs_compiler
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -216,6 +217,7 @@ def test_groups_that_come_and_go(tiny_buckets: None) -> None:
     assert_same(*runs)
 
 
+@needs_compiler
 @pytest.mark.parametrize("bucket", [1, 2**22])
 def test_weight_copies_are_written_and_kept(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release_file, "_BUCKET", bucket)
@@ -252,6 +254,7 @@ def test_a_parameter_that_left_keeps_its_gradient() -> None:
 # ---- memory
 
 
+@needs_compiler
 @pytest.mark.parametrize(("loss_scale", "ordinary"), [(1.0, 12.0), (64.0, 16.0)])
 def test_ten_bytes_a_parameter(loss_scale: float, ordinary: float, tiny_buckets: None) -> None:
     """Weight 2, remainder 2, first moment 2, second moment 4, and the gradient of one layer of 8."""

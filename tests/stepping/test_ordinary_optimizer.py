@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from halfstep import amp
 from halfstep.core.errors import UsageError
 from halfstep.stepping.attached import attached_to
+from tests.support.backends import needs_compiler
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -252,6 +253,7 @@ def test_the_optimizer_is_an_ordinary_one(name: str, level: str, fused: bool, ha
     assert hasattr(optimizer, "_amp_stash")
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", FUSED)
 def test_only_fused_false_runs_the_step_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = "adam" if name == "AdamW" else name.lower()

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from halfstep import DynamicLossScale, TrainStep, amp, optimizers
 from halfstep.stepping.attached import observers
 from halfstep.train_step import graphed_steps
+from tests.support.backends import skip_without_compiler
 from tests.support.tape import imitation
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -27,6 +28,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    skip_without_compiler()  # a tape records launches of the compiled backend
     with imitation() as tape:
         monkeypatch.setattr(graphed_steps, "CudaGraph", tape)
         yield

@@ -1,0 +1,19 @@
+"""Tests of what only the compiled backend has: on a machine without a C++ compiler they skip, and say why."""
+
+from __future__ import annotations
+
+import pytest
+
+from halfstep.kernels.backends import compiler
+
+__all__ = ["needs_compiler", "skip_without_compiler"]
+
+_REASON = "no C++ compiler: halfstep runs on torch's own steps here"
+
+needs_compiler = pytest.mark.skipif(not compiler.available(), reason=_REASON)
+
+
+def skip_without_compiler(needed: bool = True) -> None:
+    """Skip the rest of a test, if it needs what only the compiled backend has."""
+    if needed and not compiler.available():
+        pytest.skip(_REASON)
