@@ -33,6 +33,7 @@ def offline(tmp_path: Path, *arguments: str, mutate: str = "") -> tuple[int, lis
     command = [sys.executable, "-c", program, "triton_offline", *arguments, "--json", str(file)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["HALFSTEP_CACHE_DIR"] = str(tmp_path / "sources")
+    env["TRITON_CACHE_DIR"] = str(tmp_path.parent / "triton")  # Triton's own is in the home, which may be read-only
     done = subprocess.run(command, cwd=HOME, env=env, capture_output=True, text=True, check=False)
     lacking = re.search(r"Cannot find (ptxas|cuobjdump)\S*|ROCm linker \S+ not found", done.stderr)
     if lacking:  # before Triton 3.6 the wheel had no linker for AMD

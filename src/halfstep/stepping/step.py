@@ -121,7 +121,7 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Give torch's fused SGD momentum of zeros; False if it must not see a flag before its first step is taken.
 
     Its first step allocates momentum without values, and leaves it so where the flag says to skip: later steps go on
-    from uninitialised memory (torch 2.11 to 2.13). Zeros are what its first step starts from, but for dampening, which
+    from uninitialised memory (as of torch 2.13). Zeros are what its first step starts from, but for dampening, which
     the first step leaves out.
     """
     if not isinstance(optimizer, torch.optim.SGD) or isinstance(optimizer, FusedOptimizer):
