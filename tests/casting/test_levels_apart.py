@@ -767,6 +767,8 @@ def test_16_bit_tensors_of_the_other_dtype_are_joined_while_an_o1_model_lives(dt
         p.grad = x.clone()
     assert float(nn.utils.clip_grad_norm_(params, 1.0)) == pytest.approx(2.0, rel=1e-2)
     assert model is not None
+
+
 # ---- optimizers that amp was not given
 
 

@@ -58,9 +58,7 @@ def command(
     later.append(functools.partial(_run, script, args, module, device, outputs, line))
 
 
-def _run(
-    script: str, args: Sequence[str], module: bool, device: str | None, outputs: Outputs, line: Sequence[str]
-) -> None:
+def _run(script: str, args: Sequence[str], module: bool, device: str | None, outputs: Outputs, line: list[str]) -> None:
     from ..compat.cuda_shim import cuda_on_cpu
     from ..compat.install import install
     from .run_script import hide_halfstep, prepare_workers, run_script

@@ -11,14 +11,14 @@ import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
-__all__ = ["cache_directories", "generated", "save_whole", "write_whole"]
+__all__ = ["cache_directories", "generated", "replacing", "save_whole", "write_whole"]
 
 logger = logging.getLogger("halfstep")
 
@@ -27,23 +27,25 @@ T = TypeVar("T")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-# ---- checkpoints
+# ---- files of the user
 
 
-def save_whole(state: Any, path: str | os.PathLike[str]) -> None:
-    """``torch.save`` that leaves the previous file until the new one is whole, forced to the disk and renamed.
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to write to. It takes the place of the previous one when the block ends without an error.
 
-    Renaming is one operation: a process killed at any moment leaves the file that was there before. The unfinished file
-    is ``{name}.tmp``. What a killed process left there is removed, and a link there is not followed.
+    It is forced to the disk and renamed. Renaming is one operation: a process killed at any moment leaves the file that
+    was there before. The unfinished file is ``{name}.tmp``. What a killed process left there is removed, and a link
+    there is not followed.
 
     Args:
-        state: what to save.
         path: where; missing folders are made. A link stays a link, and its target is replaced. A new file gets the mode
-            of the one it replaces. One process at a time may write to it.
+            of the one it replaces. A device or a pipe is written to. One process at a time may write to it.
     """
     path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():  # a device or a pipe is written to, not replaced
-        torch.save(state, path)
+    if path.exists() and not path.is_file():
+        with open(path, "wb") as file:
+            yield file
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
@@ -53,7 +55,7 @@ def save_whole(state: Any, path: str | os.PathLike[str]) -> None:
     handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
     try:
         with open(handle, "wb") as file:
-            torch.save(state, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         if mode is not None:
@@ -61,6 +63,12 @@ def save_whole(state: Any, path: str | os.PathLike[str]) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def save_whole(state: Any, path: str | os.PathLike[str]) -> None:
+    """``torch.save`` that leaves the previous file until the new one is whole; see ``replacing``."""
+    with replacing(path) as file:
+        torch.save(state, file)
 
 
 # ---- what is generated

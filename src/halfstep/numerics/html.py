@@ -79,8 +79,8 @@ def style() -> str:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a text. Missing folders are made, and an existing file is replaced whole."""
-    with replacing(Path(path), shared=False) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 _EMPTY = frozenset(("meta", "line", "rect", "circle", "path", "polyline"))

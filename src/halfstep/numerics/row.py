@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -181,9 +182,10 @@ def save_rows(path: str | Path, rows: Iterable[Row], **about: Any) -> None:
         rows: to be written.
         **about: what else the first line says: strings and numbers.
     """
-    with replacing(Path(path), shared=False) as unfinished, unfinished.open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"halfstep": "numerics", "format": _FORMAT, **about}) + "\n")
-        file.writelines(json.dumps(row.to_dict()) + "\n" for row in rows)
+    with replacing(path) as file:
+        header = {"halfstep": "numerics", "format": _FORMAT, **about}
+        for line in itertools.chain((header,), (row.to_dict() for row in rows)):
+            file.write(json.dumps(line).encode() + b"\n")
 
 
 def load_rows(path: str | Path) -> list[Row]:
