@@ -22,6 +22,8 @@ def as_models(caller: str, models: Any) -> list[nn.Module]:
         UsageError: for a model that is wrapped for parallel training.
     """
     found = _listed("model", models, nn.Module)
+    if not found:
+        raise ArgumentTypeError(f"The list of models is empty; give {caller} the models that the optimizers train.")
     for model in found:
         if isinstance(model, PARALLEL):
             kind = type(model).__name__

@@ -91,7 +91,14 @@ def decorate(
     saved = None if save_dtype is None else _check_dtype("save_dtype", save_dtype, _SAVE_DTYPES)
     keep = _excluded(excluded_layers, model_list)
     masters = _check_masters(master_weight, master_grad, optimizer_list)
-    check("amp.decorate", model_list, optimizer_list, half if level == "O2" else None, again=True)
+    check(
+        "amp.decorate",
+        model_list,
+        optimizer_list,
+        half if level == "O2" else None,
+        again=True,
+        module_filter=module_filter,
+    )
     check_emulate(emulate)
     if level == "O2" and emulate is False:
         warn_of_slow_devices(model_list, half)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..casting.dynamo import eager
+from ..core.checks import as_number, check_number
 from ..core.dtypes import is_half
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.loss_scale import DynamicLossScale
@@ -21,7 +22,7 @@ from ..gradients.unscale import Unscaler
 from ..optimizers.release import release_of
 from ..stepping.attached import AttachedOptimizer, attached_to
 from ..stepping.diagnosis import first_bad_gradient
-from .scaler_settings import ScalerSettings
+from .scaler_settings import ScalerSettings, check_interval
 from .step_result import StepResult
 
 __all__ = ["GradScaler"]
@@ -58,8 +59,8 @@ class GradScaler(ScalerSettings):
         init_loss_scaling: where the scale starts, a finite number above zero.
         incr_ratio: what the scale is multiplied by when it grows, above 1.
         decr_ratio: what it is multiplied by when it shrinks, between 0 and 1.
-        incr_every_n_steps: finite steps in a row before it grows; 0 for never.
-        decr_every_n_nan_or_inf: overflowing steps in a row before it shrinks; 0 for never.
+        incr_every_n_steps: finite steps in a row before it grows; None for never.
+        decr_every_n_nan_or_inf: overflowing steps in a row before it shrinks; None for never.
         use_dynamic_loss_scaling: False keeps the scale where it is. Overflowing steps are skipped all the same.
         min_loss_scaling: the floor; None stands for the smallest normal float32 number.
         max_loss_scaling: the ceiling; None stands for the largest float32 number.
@@ -84,8 +85,8 @@ class GradScaler(ScalerSettings):
         init_loss_scaling: float = 2.0**15,
         incr_ratio: float = 2.0,
         decr_ratio: float = 0.5,
-        incr_every_n_steps: int = 1000,
-        decr_every_n_nan_or_inf: int = 2,
+        incr_every_n_steps: int | None = 1000,
+        decr_every_n_nan_or_inf: int | None = 2,
         use_dynamic_loss_scaling: bool = True,
         *,
         min_loss_scaling: float | None = None,
@@ -98,12 +99,15 @@ class GradScaler(ScalerSettings):
         growth_interval: int | None = None,
         device: str | torch.device | None = None,
     ) -> None:
+        check_interval("incr_every_n_steps", incr_every_n_steps)
+        check_interval("growth_interval", growth_interval)
+        check_interval("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf)
         rule = DynamicLossScale(
             init_scale=init_loss_scaling if init_scale is None else init_scale,
             growth_factor=incr_ratio if growth_factor is None else growth_factor,
             backoff_factor=decr_ratio if backoff_factor is None else backoff_factor,
-            growth_interval=(incr_every_n_steps if growth_interval is None else growth_interval) or None,
-            backoff_interval=decr_every_n_nan_or_inf or None,
+            growth_interval=incr_every_n_steps if growth_interval is None else growth_interval,
+            backoff_interval=decr_every_n_nan_or_inf,
             min_scale=min_loss_scaling,
             max_scale=max_loss_scaling,
             collapse_after=collapse_after,
@@ -182,8 +186,11 @@ class GradScaler(ScalerSettings):
 
         Raises:
             UsageError: as ``unscale_``.
+            ArgumentTypeError: for a ``max_norm`` that is no number.
+            ArgumentValueError: if it is below 0 or NaN.
         """
         self._refuse_released(optimizer, "clip_grad_norm_")
+        check_number("max_norm", max_norm, finite=False)
         attached = self._attached_to(optimizer)
         if not self._enabled or attached_to(optimizer) is not None:
             self.unscale_(optimizer)
@@ -240,10 +247,12 @@ class GradScaler(ScalerSettings):
         """
         if not self._enabled:
             return
+        scale = None if new_scale is None else as_number("new_scale", new_scale)
+        if scale is not None:
+            self._scaler.set_scale(scale)
         states, optimizers = self._per_optimizer_states, self._optimizers
         self._begin_iteration()
-        if new_scale is not None:
-            self._scaler.set_scale(float(new_scale))
+        if scale is not None:
             return
         flags = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
         if not flags:
@@ -274,7 +283,10 @@ class GradScaler(ScalerSettings):
 
     def _attached_to(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer:
         """What is kept about an optimizer: by ``amp`` where it has been there, else by this scaler alone."""
-        found = attached_to(optimizer) or self._known.get(optimizer)
+        found = attached_to(optimizer)
+        if found is None and not hasattr(optimizer, "param_groups"):
+            raise ArgumentTypeError(f"GradScaler needs a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+        found = found or self._known.get(optimizer)
         if found is None:
             found = self._known[optimizer] = AttachedOptimizer(optimizer)
         return found
@@ -303,7 +315,14 @@ class GradScaler(ScalerSettings):
         release = release_of(optimizer)
         if release is not None:
             release.refuse_other_scaler(self)
-        params = self._attached_to(optimizer).params()
+        attached = self._attached_to(optimizer)
+        params = attached.params()
+        if not self._done.losses and release is None and all(p.grad is None for p in params):
+            raise UsageError(
+                f"No loss has been scaled since the last update(), and the parameters of this "
+                f"{type(optimizer).__name__} have no gradient. Call scaler.scale(loss).backward() before unscale_() or "
+                "step()."
+            )
         scale = self._present_scale(params[0].device if params else torch.device("cpu"))
         found_inf = torch.zeros((), device=scale.device)
         done = self._done.among(params)

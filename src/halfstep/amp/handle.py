@@ -14,14 +14,15 @@ from ..casting import sessions
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.modules import join_process_casting
 from ..casting.op_casting import OpCasting, active_casting, clear_cache, disable_casts, join_process
+from ..core.checks import check_count
 from ..core.dtypes import default_half, parse_half
-from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.errors import ArgumentTypeError, UsageError
 from ..core.hardware import accelerator, warn_if_slow
 from ..core.loss_scale import LossScale, LossScaleSpec, StaticLossScale, make_loss_scale
 from ..core.oplists import OpLists
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..stepping.attached import AttachedOptimizer, attach, attached_to
-from ..stepping.backward import ScaledBackward
+from ..stepping.backward import ScaledBackward, check_loss
 from ..stepping.dynamic_class import undress
 from ..stepping.optimizer_wrapper import ForwardingOptimizer
 
@@ -98,6 +99,7 @@ class NoOpHandle:
     """Whether casts of weights are kept for a second use."""
     verbose = False
     """Whether each cast is logged."""
+    _alive = False
 
     def is_active(self) -> bool:
         """Whether ops are being cast."""
@@ -120,8 +122,7 @@ class NoOpHandle:
         """
         if isinstance(optimizer, OptimWrapper) or not isinstance(optimizer, torch.optim.Optimizer):
             raise ArgumentTypeError(f"wrap_optimizer needs a torch.optim.Optimizer, not {type(optimizer).__name__}.")
-        if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
-            raise ArgumentValueError(f"num_loss={num_loss!r} must be a whole number, 1 or more.")
+        check_count("num_loss", num_loss)
         return OptimWrapper(optimizer, self, num_loss)
 
     def new_scaler(self, name: str) -> DeviceLossScaler:
@@ -201,6 +202,7 @@ class AmpHandle(NoOpHandle):
             return nullcontext(loss)
         if not given:
             raise ArgumentTypeError("scale_loss needs the optimizer as second argument, not an empty list.")
+        check_loss("scale_loss", loss)
         passes = [found.passes for item in given if (found := self.attach(item)) is not None]
         return ScaledBackward(loss, passes, self._scaler, name="scale_loss")
 
@@ -277,6 +279,8 @@ class OptimWrapper(ForwardingOptimizer):
             UsageError: for more losses than ``num_loss``.
             ArgumentTypeError: if the loss is no floating tensor.
         """
+        if self._handle._alive:
+            check_loss("scale_loss", loss)
         attached = self._handle.attach(self.optimizer)
         if attached is None:
             return nullcontext(loss)

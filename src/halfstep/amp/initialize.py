@@ -12,8 +12,8 @@ from torch import nn
 from ..casting import modules, sessions
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.op_casting import OpCasting
+from ..core.checks import check_count, check_kind
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, is_half
-from ..core.errors import ArgumentValueError
 from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
@@ -138,11 +138,11 @@ def initialize(
         custom_black_list=custom_black_list,
     )
     policy, half = recipe.policy, recipe.half
-    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 0:
-        raise ArgumentValueError(f"num_losses={num_losses!r} must be a whole number, 1 or more.")
+    check_count("num_losses", num_losses)
+    check_kind("verbosity", verbosity, int, "0, 1 or 2")
     check_emulate(emulate)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
-    check("amp.initialize", model_list, optimizer_list, policy.param_dtype)
+    check("amp.initialize", model_list, optimizer_list, policy.param_dtype, module_filter=module_filter)
     if verbosity > 0:
         _tell_of_halves(model_list, policy)
     if policy.compute_dtype in HALF_DTYPES and emulate is False:

@@ -209,6 +209,8 @@ _FIELDS = {
 def _cast_model_type(value: Any, level: str) -> Any:
     if value is not False and not isinstance(value, torch.dtype):
         raise ArgumentTypeError(f"cast_model_type={value!r} must be a torch.dtype, or False to leave the model alone.")
+    if value is not False:
+        parse_dtype(value, "cast_model_type")
     if level == "O1" and value not in (False, torch.float32):
         raise UsageError(
             f"opt_level O1 casts around operations and leaves the weights fp32, so cast_model_type={value} contradicts "

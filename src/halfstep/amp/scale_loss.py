@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ..casting.dynamo import eager
-from ..core.errors import ArgumentIndexError
+from ..core.errors import ArgumentIndexError, ArgumentTypeError
 from ..stepping.backward import ScaledBackward
 from .session import as_list, session_of
 
@@ -39,7 +39,7 @@ def scale_loss(
     Args:
         loss: a tensor of any floating dtype on any device; 16-bit losses are scaled in fp32.
         optimizers: those whose parameters get gradients from this backward pass.
-        loss_id: which loss scaler to use, below ``num_losses`` of ``amp.initialize``.
+        loss_id: which loss scaler to use, from 0 on and below ``num_losses`` of ``amp.initialize``.
         model: accepted for Apex's sake, not used.
         delay_unscale: leave the gradients scaled and unscale them with the next undelayed pass (or the step). Never
             necessary: gradients accumulate rightly without it.
@@ -53,16 +53,18 @@ def scale_loss(
         UsageError: before ``amp.initialize``, without an optimizer or for one that it did not return; from the block,
             if another block of the optimizer is open, or if ``backward`` was called on the loss that is not scaled.
         ArgumentIndexError: for a ``loss_id`` there is no scaler for.
-        ArgumentTypeError: if the loss is no floating tensor.
+        ArgumentTypeError: if the loss is no floating tensor, or ``loss_id`` no whole number.
     """
     session, attached = session_of(as_list(optimizers, "amp.scale_loss"), "amp.scale_loss")
     if not session.options.enabled:
         return nullcontext(loss)
     scalers = session.loss_scalers
-    if not -len(scalers) <= loss_id < len(scalers):
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+        raise ArgumentTypeError(f"loss_id={loss_id!r} must be a whole number: which loss this is, counted from 0.")
+    if not 0 <= loss_id < len(scalers):
         raise ArgumentIndexError(
-            f"loss_id={loss_id}, but amp.initialize was called with num_losses={len(scalers)}; "
-            "pass num_losses= as many as there are losses with a scale of their own."
+            f"loss_id={loss_id}, but amp.initialize was called with num_losses={len(scalers)}; count losses from 0, "
+            "and pass num_losses= as many as there are losses with a scale of their own."
         )
     return ScaledBackward(
         loss,

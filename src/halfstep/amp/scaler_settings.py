@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from ..core.errors import ArgumentValueError
+from ..core.checks import as_number, check_count
+from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator
 from ..core.loss_scale import DynamicLossScale, StaticLossScale
 from ..gradients.loss_scaler import DeviceLossScaler
 
-__all__ = ["ScalerSettings"]
+__all__ = ["ScalerSettings", "check_interval"]
 
 
 class ScalerSettings(torch.amp.GradScaler):
@@ -87,17 +88,19 @@ class ScalerSettings(torch.amp.GradScaler):
         """After how many finite steps in a row the scale grows; 0 for never."""
         return self._rule.growth_interval or 0
 
-    def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
-        """Set it; 0 for never."""
-        self._change(growth_interval=new_incr_every_n_steps or None)
+    def set_incr_every_n_steps(self, new_incr_every_n_steps: int | None) -> None:
+        """Set it; None for never."""
+        check_interval("new_incr_every_n_steps", new_incr_every_n_steps)
+        self._change(growth_interval=new_incr_every_n_steps)
 
     def get_decr_every_n_nan_or_inf(self) -> int:
         """After how many overflowing steps in a row the scale shrinks; 0 for never."""
         return self._rule.backoff_interval or 0
 
-    def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int) -> None:
-        """Set it; 0 for never."""
-        self._change(backoff_interval=new_decr_every_n_nan_or_inf or None)
+    def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int | None) -> None:
+        """Set it; None for never."""
+        check_interval("new_decr_every_n_nan_or_inf", new_decr_every_n_nan_or_inf)
+        self._change(backoff_interval=new_decr_every_n_nan_or_inf)
 
     # ---- torch's names: the getters are the same, the setters have other argument names
 
@@ -118,8 +121,8 @@ class ScalerSettings(torch.amp.GradScaler):
         """Set it, between 0 and 1."""
         self.set_decr_ratio(new_factor)
 
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set it; 0 for never."""
+    def set_growth_interval(self, new_interval: int | None) -> None:
+        """Set it; None for never."""
         self.set_incr_every_n_steps(new_interval)
 
     # ---- torch's private names, which trainers reach for
@@ -188,30 +191,38 @@ class ScalerSettings(torch.amp.GradScaler):
         Raises:
             ArgumentValueError: if it is empty, lacks an entry, or has a value that is not allowed. Nothing is loaded
                 then.
+            ArgumentTypeError: for something else than a dict.
         """
         if not self._enabled:
             return
+        if not isinstance(state_dict, Mapping):
+            raise ArgumentTypeError(
+                f"load_state_dict takes what state_dict() of a GradScaler returned, not {type(state_dict).__name__}."
+            )
         if not state_dict:
             raise ArgumentValueError(
                 "The input state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
-        scale = _number(_entry(state_dict, "scale"))
+        scale = _entry(state_dict, "scale")
+        growth = _entry(state_dict, "incr_ratio", "growth_factor")
+        backoff = _entry(state_dict, "decr_ratio", "backoff_factor")
+        interval = _entry(state_dict, "incr_every_n_steps", "growth_interval")
+        hysteresis = state_dict.get("decr_every_n_nan_or_inf", self._rule.backoff_interval or 0)
         rule = replace(
             self._rule,
             init_scale=scale,
-            growth_factor=float(_entry(state_dict, "incr_ratio", "growth_factor")),
-            backoff_factor=float(_entry(state_dict, "decr_ratio", "backoff_factor")),
-            growth_interval=int(_entry(state_dict, "incr_every_n_steps", "growth_interval")) or None,
-            backoff_interval=int(state_dict.get("decr_every_n_nan_or_inf", self._rule.backoff_interval or 0)) or None,
+            growth_factor=growth,
+            backoff_factor=backoff,
+            growth_interval=int(interval) or None,
+            backoff_interval=int(as_number("decr_every_n_nan_or_inf", hysteresis)) or None,
         )
         good = int(_entry(state_dict, "incr_count", "_growth_tracker"))
+        bad = int(as_number("decr_count", state_dict.get("decr_count", 0)))
         self._dynamic = bool(state_dict.get("use_dynamic_loss_scaling", self._dynamic))
         self._rule = rule
         self._scaler.rule = rule if self._dynamic else StaticLossScale(rule.init_scale)
         self._init_growth_tracker = good
-        self._scaler.load_state_dict(
-            {"loss_scale": rule.init_scale, "unskipped": good, "bad": int(state_dict.get("decr_count", 0))}
-        )
+        self._scaler.load_state_dict({"loss_scale": rule.init_scale, "unskipped": good, "bad": bad})
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and state; the tensors are made anew where the first loss will be."""
@@ -236,18 +247,22 @@ class ScalerSettings(torch.amp.GradScaler):
         return int(now["unskipped"]), int(now.get("bad", 0))
 
 
-def _entry(state_dict: Mapping[str, Any], *names: str) -> Any:
+def check_interval(name: str, value: object) -> None:
+    """Check how many steps in a row it takes to move the scale; None is for never.
+
+    Raises:
+        ArgumentValueError: for anything but a whole number above 0.
+    """
+    if value is not None:
+        check_count(name, value, never=True)
+
+
+def _entry(state_dict: Mapping[str, Any], *names: str) -> float:
+    """A number of a saved state: it has the first of some names, or the second."""
     for name in names:
         if name in state_dict:
-            return state_dict[name]
+            return as_number(name, state_dict[name])
     raise ArgumentValueError(
         f"The state dict has no {' and no '.join(map(repr, names))}, only {', '.join(map(repr, state_dict))}; pass "
         "what state_dict() of a GradScaler returned. Nothing was loaded."
     )
-
-
-def _number(value: Any) -> float:
-    """A number, or the one element of an array, tensor or list."""
-    while isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
-    return float(value.item() if hasattr(value, "item") else value)

@@ -17,7 +17,7 @@ import torch
 from ..casting import sessions
 from ..casting.op_casting import clear_cache, disable_casts
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..gradients.loss_scaler import DeviceLossScaler
+from ..gradients.loss_scaler import DeviceLossScaler, saved_numbers
 from ..stepping.attached import AttachedOptimizer, attached_to
 from .options import Properties
 
@@ -130,14 +130,14 @@ def as_list(optimizers: Any, caller: str) -> list[Any]:
     Raises:
         ArgumentTypeError: for anything else.
     """
-    if isinstance(optimizers, (list, tuple)):
-        return list(optimizers)
-    if optimizers is None or isinstance(optimizers, (str, torch.Tensor, torch.nn.Module)):
-        raise ArgumentTypeError(
-            f"{caller} needs an optimizer or a list of them, not {type(optimizers).__name__}; "
-            "pass those that amp.initialize returned."
-        )
-    return [optimizers]
+    found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for optimizer in found:
+        if not hasattr(optimizer, "param_groups"):
+            raise ArgumentTypeError(
+                f"{caller} needs an optimizer or a list of them, not {type(optimizer).__name__}; "
+                "pass those that amp.initialize returned."
+            )
+    return found
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -158,8 +158,9 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     if attached is not None:
         yield from attached.keeper.master_params()
         return
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    for each in as_list(optimizer, "amp.master_params"):
+        for group in each.param_groups:
+            yield from group["params"]
 
 
 def steps_skipped(optimizer: torch.optim.Optimizer) -> int:
@@ -200,17 +201,28 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizer: torch.optim.Opt
 
     Raises:
         UsageError: before ``amp.initialize``.
+        ArgumentTypeError: for something else than a dict.
         ArgumentValueError: for an entry that is not one of a loss scaler; nothing is loaded then.
     """
     scalers = _session(optimizer, "amp.load_state_dict").loss_scalers
+    if not isinstance(state_dict, Mapping):
+        raise ArgumentTypeError(
+            f"amp.load_state_dict takes what amp.state_dict() returned, a dict, not {type(state_dict).__name__}."
+        )
     names = [key for key in state_dict if key.startswith("loss_scaler")]
     unexpected = [key for key in state_dict if key not in names]
-    incomplete = [key for key in names if not {"loss_scale", "unskipped"} <= set(state_dict[key])]
-    if unexpected or incomplete:
+    if unexpected:
         raise ArgumentValueError(
-            f"amp.load_state_dict: unexpected keys {unexpected}, entries without loss_scale or unskipped {incomplete}; "
-            "pass what amp.state_dict() returned. Nothing was loaded."
+            f"amp.load_state_dict: unexpected keys {unexpected}; pass what amp.state_dict() returned. Nothing was "
+            "loaded."
         )
+    try:
+        for name in names:
+            saved_numbers(name, state_dict[name])
+    except ArgumentValueError as error:
+        raise ArgumentValueError(
+            f"amp.load_state_dict: {error} Pass what amp.state_dict() returned. Nothing was loaded."
+        ) from None
     if len(names) != len(scalers):
         logger.warning(
             "amp.load_state_dict: %d loss scalers saved, %d in use; the surplus is left as it is.",

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from .checks import check_between, check_count, check_kind
 from .errors import ArgumentValueError, UsageError
 from .torch_compat import update_scale_
 
@@ -24,7 +25,6 @@ __all__ = [
     "LossScaleState",
     "NoLossScale",
     "StaticLossScale",
-    "check_between",
     "check_loss_scale",
     "loss_scale_text",
     "make_loss_scale",
@@ -162,7 +162,8 @@ class DynamicLossScale(LossScale):
                 check_between(name, getattr(self, name), above=0.0)
         for name in ("growth_interval", "backoff_interval", "collapse_after"):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
+                check_count(name, getattr(self, name), never=True)
+        check_kind("sticky_backoff", self.sticky_backoff, bool, "True or False")
         floor = _SMALLEST if self.min_scale is None else max(self.min_scale, _SMALLEST)
         ceiling = _LARGEST if self.max_scale is None else min(self.max_scale, _LARGEST)
         object.__setattr__(self, "floor", floor)
@@ -280,19 +281,3 @@ def parse_loss_scale(text: str) -> LossScaleSpec:
         raise ArgumentValueError(
             f'loss_scale={text!r} is neither a number nor "dynamic", nor a rule such as dynamic(init_scale=8.0).'
         ) from None
-
-
-def check_between(name: str, value: float, *, above: float = 0.0, below: float = math.inf) -> None:
-    """Check that a number lies between two others.
-
-    Raises:
-        ArgumentValueError: if it does not, or is no number.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < below:
-        limits = f"above {above:g}" + ("" if below == math.inf else f" and below {below:g}")
-        raise ArgumentValueError(f"{name}={value!r} must be a finite number {limits}.")
-
-
-def _check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentValueError(f"{name}={value!r} must be a whole number above 0, or None for never.")

@@ -109,8 +109,13 @@ class Policy:
         """The policy that prints as ``text``; a field left out has its default.
 
         Raises:
+            ArgumentTypeError: for something else than a text.
             ArgumentValueError: for an unknown field or a value that does not fit it.
         """
+        if not isinstance(text, str):
+            raise ArgumentTypeError(
+                f"{text!r} is no text; Policy.parse reads name=value,name=value, as a policy prints."
+            )
         names = [field.name for field in fields(cls)]
         values: dict[str, object] = {}
         for part in text.split(","):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.torch_compat import BatchNorm, InstanceNorm, SyncBatchNormFunction
 
@@ -175,6 +176,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     Returns:
         The model.
     """
+    check_kind("convert_syncbn_model: module", module, nn.Module, "a torch.nn.Module")
     made: dict[nn.Module, nn.Module] = {}  # a module with two names stays one
 
     def convert(old: nn.Module) -> nn.Module:

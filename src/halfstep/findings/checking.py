@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.checks import check_count, check_kind
+from ..core.errors import ArgumentTypeError
 from ..core.policy import Policy
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..stepping.prepare import bare
@@ -69,8 +70,10 @@ def check(
         raise ArgumentTypeError(f"scaler must be a GradScaler of torch or halfstep, not {type(scaler).__name__}.")
     if policy is not None and not isinstance(policy, Policy):
         raise ArgumentTypeError(f"policy must be a halfstep.Policy, not {policy!r}.")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ArgumentValueError(f"accumulate={accumulate!r} must be a whole number, 1 or more.")
+    check_count("accumulate", accumulate)
+    if batch is not None and not callable(batch):
+        what = "a function that returns the loss, or the arguments of the model: a tuple, a mapping or one tensor"
+        check_kind("batch", batch, (tuple, list, Mapping, torch.Tensor), what)
     forward = None if batch is None else run(model, batch)
     scalers = [] if scaler is None else [scaler]
     return findings_of(model, optimizers, scalers=scalers, policy=policy, accumulate=accumulate, forward=forward)

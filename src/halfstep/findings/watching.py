@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.checks import check_count
+from ..core.errors import ArgumentTypeError
 from ..gradients.async_reader import AsyncReader, capturing
 from ..gradients.ledger import get_grads
 from ..stepping.attached import attached_to
@@ -51,8 +52,7 @@ def watch(optimizer: Any, every: int = 100) -> Watch:
     inner = bare(optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         raise ArgumentTypeError(f"halfstep.watch takes a torch.optim.Optimizer, not {type(optimizer).__name__}.")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ArgumentValueError(f"every={every!r} must be a whole number, 1 or more.")
+    check_count("every", every)
     return Watch(inner, every)
 
 

@@ -7,16 +7,17 @@ are the values of ``core.loss_scale``. The state moves in place, so a captured C
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from ..core.errors import LossScaleCollapsed
-from ..core.loss_scale import LossScale, LossScaleState, StaticLossScale, check_between
+from ..core.checks import as_number, check_between, check_count
+from ..core.errors import ArgumentValueError, LossScaleCollapsed
+from ..core.loss_scale import LossScale, LossScaleState, StaticLossScale
 from .async_reader import AsyncReader, capturing
 
-__all__ = ["DeviceLossScaler"]
+__all__ = ["DeviceLossScaler", "saved_numbers"]
 
 logger = logging.getLogger("halfstep")
 
@@ -98,8 +99,8 @@ class DeviceLossScaler:
         Raises:
             ArgumentValueError: unless it is a finite number above zero.
         """
-        self._pick_up(wait=True)
         check_between("loss_scale", scale, above=0.0)
+        self._pick_up(wait=True)
         self._state = self._start(scale, int(self._state.good), int(self._state.bad), self._state.scale.device)
 
     @property
@@ -122,10 +123,9 @@ class DeviceLossScaler:
         """Take over what ``state_dict`` of this or of Apex's scaler returned.
 
         Raises:
-            ArgumentValueError: unless the scale in it is a finite number above zero.
+            ArgumentValueError: unless it has whole numbers and a scale that is finite and above zero.
         """
-        scale, good, bad = float(entry["loss_scale"]), int(entry["unskipped"]), int(entry.get("bad", 0))
-        check_between("loss_scale", scale, above=0.0)
+        scale, good, bad = saved_numbers(self.name, entry)
         self._pick_up(wait=True)
         self._state = self._start(scale, good, bad, self._state.scale.device)
 
@@ -166,3 +166,23 @@ class DeviceLossScaler:
             "and at the learning rate; a missing zero_grad makes gradients grow too. collapse_after=None of the loss "
             "scale turns this check off."
         )
+
+
+def saved_numbers(name: str, entry: Any) -> tuple[float, int, int]:
+    """The scale, and the finite and overflowing steps in a row, of a saved loss scaler.
+
+    Args:
+        name: what the message calls it.
+        entry: what ``state_dict`` of a ``DeviceLossScaler`` or of Apex's scaler returned.
+
+    Raises:
+        ArgumentValueError: for anything else.
+    """
+    if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= set(entry):
+        raise ArgumentValueError(f"{name} was saved as {entry!r}; it must have loss_scale and unskipped.")
+    scale = as_number(f"loss_scale of {name}", entry["loss_scale"])
+    check_between(f"loss_scale of {name}", scale, above=0.0)
+    counts = [entry["unskipped"], entry.get("bad", 0)]
+    for count in counts:
+        check_count(f"a count of {name}", count, least=0)
+    return scale, counts[0], counts[1]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +15,10 @@ from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from ..casting.op_casting import NO_CASTING
+from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import save_whole
+from ..core.loading import load_whole
 from ..core.torch_compat import export_errors
 from ..gradients.master_registry import master_of
 from .cast_pass import Casting
@@ -66,14 +67,19 @@ def capture(model: nn.Module, loss_fn: Callable[..., Any] | None, example_inputs
         example_inputs: of the model's forward, followed by the label.
 
     Raises:
-        ArgumentTypeError: something else than tensors as inputs.
+        ArgumentTypeError: something else than tensors as inputs, a loss that cannot be called.
+        ArgumentValueError: more or fewer inputs than the model's forward takes, the label counted.
         UsageError: where torch.export cannot capture it; the message says why.
     """
-    inputs = tuple(example_inputs)
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ArgumentTypeError(f"loss_fn={loss_fn!r} must be called with the outputs and the label, or be None.")
+    check_kind("example_inputs", example_inputs, (tuple, list), "a tuple or list of tensors")
+    inputs = tuple(example_inputs)
     if not inputs or not all(isinstance(x, torch.Tensor) for x in inputs):
         raise ArgumentTypeError("example_inputs must be tensors: those of the model's forward, then the label.")
+    _check_inputs(model, len(inputs) - (loss_fn is not None), len(inputs))
     dynamic = tuple({0: torch.export.Dim.AUTO} if x.dim() else None for x in inputs)
     wrapped = _ModelAndLoss(model, loss_fn)
     try:
@@ -82,6 +88,19 @@ def capture(model: nn.Module, loss_fn: Callable[..., Any] | None, example_inputs
     except export_errors() as error:
         raise UsageError(f"torch.export cannot capture {type(model).__name__}: {error}") from error
     return Program(exported, _feed_names(model, loss_fn, len(inputs)), loss_fn is not None)
+
+
+def _check_inputs(model: nn.Module, count: int, given: int) -> None:
+    """Check that the model's forward takes so many inputs; ``given`` counts the label, too."""
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        label = " and then one label for loss_fn" if given > count else ""
+        raise ArgumentValueError(
+            f"example_inputs has {given} tensors, and forward of {type(model).__name__} takes {signature}: {error}. "
+            f"Give what forward takes{label}."
+        ) from None
 
 
 def _feed_names(model: nn.Module, loss_fn: Any, count: int) -> list[str]:
@@ -132,6 +151,7 @@ class Program:
 
     def minimize(self, optimizer: torch.optim.Optimizer) -> None:
         """Train with a torch optimizer, in fp32, from now on; ``static.amp.decorate`` is for 16 bits."""
+        check_kind("minimize: optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         assert self.loss
         self.train_with(_Fp32Trainer(optimizer))
 
@@ -167,6 +187,11 @@ class Program:
     def positions(self, fetch_list: Sequence[Value | str]) -> tuple[list[str], list[int]]:
         """The names to fetch beside loss and outputs, and the place of each item of the list in the results."""
         own = [*(["loss"] if self._has_loss else []), *(value.name for value in self.outputs)]
+        if isinstance(fetch_list, str) or not all(isinstance(item, (Value, str)) for item in fetch_list):
+            raise ArgumentTypeError(
+                f"fetch_list={fetch_list!r} must be a list of program.loss, program.outputs, or names of these or of "
+                "nodes."
+            )
         names = [item.name if isinstance(item, Value) else item for item in fetch_list]
         extra = [name for name in dict.fromkeys(names) if name not in own]
         return extra, [(own + extra).index(name) for name in names]
@@ -210,8 +235,11 @@ def load(path: str | PathLike[str]) -> Program:
     """Read what ``Program.save`` wrote; its parameters are its own.
 
     Read only files that you trust: ``torch.export.load`` unpickles the graph, which can run code (torch 2.13).
+
+    Raises:
+        ArgumentValueError: for a file that it did not write.
     """
-    saved: Mapping[str, Any] = torch.load(Path(path), weights_only=True)
+    saved = load_whole(path, ("graph", "facts"), "Program.save")
     facts = json.loads(saved["facts"])
     return Program(torch.export.load(io.BytesIO(saved["graph"])), facts["feed_names"], facts["has_loss"])
 

@@ -22,7 +22,7 @@ class Executor:
     """
 
     def __init__(self, device: torch.device | str | None = None, *, compiled: bool = False) -> None:
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else _device(device)
         self.compiled = compiled
 
     def run(
@@ -50,13 +50,17 @@ class Executor:
         """
         if not isinstance(program, Program):
             raise ArgumentTypeError(f"Executor.run takes a Program from static.capture, not {type(program).__name__}.")
+        if not isinstance(feed, Mapping):
+            raise ArgumentTypeError(
+                f"feed must be a dict with {', '.join(program.feed_names)} as its keys, not {type(feed).__name__}."
+            )
         if set(feed) != set(program.feed_names):
             raise ArgumentValueError(
                 f"feed has {', '.join(map(str, feed)) or 'nothing'}, and this program takes "
                 f"{', '.join(program.feed_names)}."
             )
         device = self.device or next((p.device for p in program.parameters()), torch.device("cpu"))
-        inputs = [torch.as_tensor(feed[name]).to(device) for name in program.feed_names]
+        inputs = [_tensor(name, feed[name]).to(device) for name in program.feed_names]
         extra, positions = program.positions(fetch_list)
         module = program.module(extra, self.compiled)
         if program.trainer is not None and train:
@@ -67,3 +71,19 @@ class Executor:
             with torch.no_grad():
                 results = module(*inputs)
         return [results[i].detach() for i in positions]
+
+
+def _device(given: torch.device | str) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError):
+        raise ArgumentValueError(f"device={given!r} is no device; write 'cpu', 'cuda', 'cuda:1' or the like.") from None
+
+
+def _tensor(name: str, given: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (RuntimeError, TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"feed[{name!r}] must be a tensor, an array or numbers, not {type(given).__name__}."
+        ) from None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..casting.modules import remove_hooks
+from ..core.checks import check_kind
 from ..gradients.master_registry import keeper_of
 
 __all__ = ["master_model"]
@@ -32,7 +33,11 @@ def master_model(model: nn.Module) -> nn.Module:
 
     Returns:
         The module. 16-bit parameters without a master are fp32 copies in it.
+
+    Raises:
+        ArgumentTypeError: for something else than a module.
     """
+    check_kind("amp.master_model: model", model, nn.Module, "a torch.nn.Module")
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         memo[id(tensor)] = _wide(tensor)

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core.checks import check_count, check_kind
+from ..core.errors import ArgumentValueError
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["Callback", "call", "calling"]
+__all__ = ["Callback", "call", "calling", "check_running"]
 
 _log = logging.getLogger("halfstep")
 
@@ -68,6 +71,22 @@ class Callback:
 
     def on_predict_end(self, logs: Logs) -> None:
         """After a prediction."""
+
+
+def check_running(batch_size: object, num_workers: object, verbose: object, callbacks: object) -> None:
+    """Check what ``fit``, ``evaluate`` and ``predict`` have in common.
+
+    Raises:
+        ArgumentValueError: for a number that is not allowed.
+        ArgumentTypeError: for callbacks that are none.
+    """
+    check_count("batch_size", batch_size)
+    check_count("num_workers", num_workers, least=0)
+    if verbose not in (0, 1, 2):
+        raise ArgumentValueError(f"verbose={verbose!r} must be 0, 1 or 2.")
+    given = callbacks if isinstance(callbacks, Sequence) else [] if callbacks is None else [callbacks]
+    for callback in given:
+        check_kind("callbacks", callback, Callback, "a halfstep.model.Callback, or a list of them")
 
 
 def call(callbacks: list[Callback], event: str, *args: Any) -> None:

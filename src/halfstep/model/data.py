@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ..core.errors import ArgumentValueError
+from ..core.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = ["as_list", "as_loader", "batch_size_of", "inputs_and_labels", "length_of"]
 
@@ -19,12 +19,19 @@ def as_list(parts: Any) -> list[Any]:
 
 
 def as_loader(data: Any, batch_size: int, shuffle: bool, num_workers: int) -> Iterable[Any]:
-    """A loader for a dataset. Any other iterable is a loader already."""
+    """A loader for a dataset. Any other iterable is a loader already.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+    """
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, (DataLoader, list, tuple))):
         shuffle = shuffle and not isinstance(data, IterableDataset)
         return DataLoader(data, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers)
-    loader: Iterable[Any] = data
-    return loader
+    if not isinstance(data, Iterable):
+        raise ArgumentTypeError(
+            f"The data must be a torch dataset, or a loader that gives batches, not {type(data).__name__}."
+        )
+    return data
 
 
 def inputs_and_labels(batch: Any) -> tuple[list[Any], list[Any]]:
@@ -40,8 +47,18 @@ def inputs_and_labels(batch: Any) -> tuple[list[Any], list[Any]]:
 
 
 def batch_size_of(parts: list[Any]) -> int:
-    """How many samples a batch holds, by the first dimension of its last part."""
+    """How many samples a batch holds, by the first dimension of its last part.
+
+    Raises:
+        ArgumentTypeError: if that has no length.
+    """
     last = parts[-1]
+    if not hasattr(last, "__len__"):
+        raise ArgumentTypeError(
+            f"The label of a batch must be a tensor with one row for each sample, and this one is {last!r}, of type "
+            f"{type(last).__name__}. A list is taken for a loader of batches: give a torch Dataset, or "
+            "DataLoader(data, batch_size=...), which makes batches of samples."
+        )
     return len(last) if not isinstance(last, torch.Tensor) or last.dim() else 1
 
 

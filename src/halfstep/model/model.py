@@ -16,10 +16,12 @@ from torch import nn
 from ..amp.auto_cast import auto_cast
 from ..amp.decorate import decorate
 from ..amp.grad_scaler import GradScaler
+from ..core.checks import check_count
 from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import save_whole
-from .callbacks import Callback, call, calling
+from ..core.loading import load_whole
+from .callbacks import Callback, call, calling, check_running
 from .configs import LIST_KEYS, SCALER_KEYS, read_configs
 from .data import as_list, as_loader, batch_size_of, inputs_and_labels, length_of
 from .metrics import Metrics
@@ -121,6 +123,7 @@ class Model:
     @torch.no_grad()
     def eval_batch(self, inputs: Any, labels: Any = None) -> torch.Tensor:
         """The loss of one batch in eval mode, as ``train_batch`` returns it. Metrics are updated."""
+        self._need_loss()
         self.network.eval()
         return self._losses(as_list(inputs), as_list(labels))
 
@@ -169,13 +172,14 @@ class Model:
 
         Raises:
             UsageError: before ``prepare`` with an optimizer and a loss.
-            ArgumentValueError: a count below 1.
+            ArgumentValueError: a number that is not allowed, or a batch without a label.
+            ArgumentTypeError: data, callbacks or labels of the wrong kind.
         """
         counts = {"epochs": epochs, "eval_freq": eval_freq, "log_freq": log_freq, "save_freq": save_freq}
         counts["accumulate_grad_batches"] = accumulate_grad_batches
         for name, count in counts.items():
-            if count < 1:
-                raise ArgumentValueError(f"{name}={count}, but it counts from 1.")
+            check_count(name, count)
+        check_running(batch_size, num_workers, verbose, callbacks)
         self._need_optimizer()
         loader = as_loader(train_data, batch_size, shuffle, num_workers)
         evaluated = None if eval_data is None else as_loader(eval_data, batch_size, False, num_workers)
@@ -209,6 +213,8 @@ class Model:
 
         The arguments are as for ``fit``; ``verbose=1`` shows a progress bar.
         """
+        check_running(batch_size, num_workers, verbose, callbacks)
+        self._need_loss()
         loader = as_loader(eval_data, batch_size, False, num_workers)
         with calling(self, callbacks, length_of(loader), verbose) as (_, called):
             return self._evaluate(loader, called)
@@ -225,6 +231,7 @@ class Model:
 
         ``test_data`` may have labels or not. The arguments are as for ``fit``; ``verbose=1`` shows a progress bar.
         """
+        check_running(batch_size, num_workers, verbose, callbacks)
         loader = as_loader(test_data, batch_size, False, num_workers)
         kinds = [p.kind for p in inspect.signature(self.network.forward).parameters.values()]
         count = None if inspect.Parameter.VAR_POSITIONAL in kinds else len(kinds)
@@ -255,8 +262,20 @@ class Model:
         Args:
             path: as given to ``save``.
             reset_optimizer: True leaves the optimizer and the loss scaler as they are.
+
+        Raises:
+            ArgumentValueError: for a file that ``save`` did not write, or weights of other shapes. Nothing is loaded
+                then.
         """
-        state = torch.load(f"{fspath(path)}.pt", weights_only=True, map_location=self._device())
+        file = f"{fspath(path)}.pt"
+        state = load_whole(file, ("model",), "Model.save", self._device())
+        own = self.network.state_dict()
+        for name, saved in state["model"].items():
+            if name in own and own[name].shape != saved.shape:
+                raise ArgumentValueError(
+                    f"{name} has shape {tuple(saved.shape)} in {file} and {tuple(own[name].shape)} in this network; "
+                    "load it into the network that it was saved from. Nothing was loaded."
+                )
         self.network.load_state_dict(state["model"])
         if self._optimizer is not None and not reset_optimizer and "optimizer" in state:
             self._optimizer.load_state_dict(state["optimizer"])
@@ -322,12 +341,11 @@ class Model:
         return loss.detach()
 
     def _losses(self, inputs: list[Any], labels: list[Any]) -> torch.Tensor:
-        if self._loss is None:
-            raise UsageError("There is no loss; give one to Model.prepare(optimizer, loss).")
+        loss_fn = self._need_loss()
         labels = self._moved(labels)
         with self._scope:
             outputs = [_in_fp32(part) for part in as_list(self.network(*self._moved(inputs)))]
-            loss: torch.Tensor = self._loss(*outputs, *labels)
+            loss: torch.Tensor = loss_fn(*outputs, *labels)
         self._metrics.update([part.detach() for part in outputs], labels)
         return loss.float()
 
@@ -335,6 +353,11 @@ class Model:
         if self._optimizer is None or self._loss is None:
             raise UsageError("Training needs an optimizer and a loss; give both to Model.prepare(optimizer, loss).")
         return self._optimizer
+
+    def _need_loss(self) -> Callable[..., Any]:
+        if self._loss is None:
+            raise UsageError("There is no loss; give one to Model.prepare(optimizer, loss).")
+        return self._loss
 
     def _device(self) -> torch.device:
         return next((p.device for p in self.network.parameters()), torch.device("cpu"))

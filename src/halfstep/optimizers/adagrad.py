@@ -107,8 +107,6 @@ class FusedAdagrad(FusedOptimizer):
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
-        sums = {"lr_decay": lr_decay, "initial_accumulator_value": initial_accumulator_value}
-        check_hyperparameters(lr=lr, eps=eps, weight_decay=weight_decay, **sums)
         defaults = {
             "lr": lr,
             "eps": eps,
@@ -120,6 +118,9 @@ class FusedAdagrad(FusedOptimizer):
         }
         options = FusedOptions(max_grad_norm, master_weights, None, rounding, seed)
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+
+    def _check(self, group: Hyper) -> None:
+        check_hyperparameters(group, "lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value")
 
     def _layout(self, group: Hyper) -> StateLayout:
         return {"step": NUMBER, "sum": StateSpec(torch.float32, group["initial_accumulator_value"])}

@@ -146,7 +146,6 @@ class FusedAdam(FusedOptimizer):
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
-        check_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -160,6 +159,9 @@ class FusedAdam(FusedOptimizer):
         }
         options = FusedOptions(max_grad_norm, master_weights, state_dtype, rounding, seed)
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+
+    def _check(self, group: Hyper) -> None:
+        check_hyperparameters(group, "lr", "betas", "eps", "weight_decay")
 
     def _layout(self, group: Hyper) -> StateLayout:
         second = StateSpec(torch.float32)

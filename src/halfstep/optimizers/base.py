@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
+from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError
 from ..kernels.tensor_table import Number
 from .fused_state import FusedState, Hyper
@@ -111,6 +112,11 @@ class FusedOptimizer(FusedState):
                 "read from the parameters, 16-bit copies are written with master_weights=, and a scaler passes its "
                 "scale by torch's contract."
             )
+        if closure is not None and not callable(closure):
+            raise ArgumentTypeError(
+                f"{type(self).__name__}.step takes a closure, a function that evaluates the model and returns the "
+                f"loss, not {closure!r} of type {type(closure).__name__}."
+            )
         if self.release is not None:
             self.release.begin_step(closure, scaler)
         loss = None
@@ -150,9 +156,11 @@ class FusedOptimizer(FusedState):
             UsageError: if it is attached already; for gradients that other ranks average (DistributedDataParallel,
                 FSDP); if masters are kept outside of this optimizer. From a backward pass: for a second gradient of a
                 parameter before ``step()``, for ``create_graph=True``, and for a sparse gradient.
+            ArgumentTypeError: for something else than a module.
             ArgumentValueError: if parameters are not in the model or are on several devices, or for a layer that makes
                 sparse gradients.
         """
+        check_kind("attach: model", model, torch.nn.Module, "a torch.nn.Module")
         handle = GradientRelease(self, scaler)
         if release:
             handle.start(model)

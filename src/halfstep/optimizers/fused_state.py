@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..casting.weight_copies import WeightCopies
+from ..core.checks import check_optimizer_state
 from ..core.dtypes import HALF_DTYPES
 from ..kernels.shards import is_sharded
 from ..kernels.storage import honoured, split
@@ -47,7 +48,22 @@ class FusedState(torch.optim.Optimizer):
         self._groups: dict[int, GroupRows] = {}
         self._started: dict[int, torch.Tensor] = {}  # where masters start from, by the identity of the parameter
         self._warned = False
+        self._check(defaults)
         super().__init__(params, defaults)
+
+    def _check(self, group: Hyper) -> None:
+        """Refuse hyperparameters of a group that this optimizer cannot use; a subclass says which."""
+
+    def add_param_group(self, param_group: Hyper) -> None:
+        """Add a group; what it does not say has its default.
+
+        Raises:
+            ArgumentValueError: for a hyperparameter out of range.
+            ArgumentTypeError: for one of the wrong type.
+        """
+        if isinstance(param_group, dict):
+            self._check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
 
     def keep_masters(self, started: dict[int, torch.Tensor] | None = None) -> None:
         """Keep masters of 16-bit parameters from now on, unless told otherwise when made: ``master_weights=True``.
@@ -115,7 +131,12 @@ class FusedState(torch.optim.Optimizer):
         """Load state of this class or of the torch optimizer of the same name; nothing is rounded on the way.
 
         torch's own would cast state to the dtype of the parameters, which loses moments and remainders of 16-bit ones.
+
+        Raises:
+            ArgumentTypeError: for something else than a dict. Nothing has been loaded then.
+            ArgumentValueError: for a dict without ``state`` or ``param_groups``. Nothing has been loaded then.
         """
+        check_optimizer_state(self, state_dict)
         seen: dict[str, Any] = {}
         params = [p for group in self.param_groups for p in group["params"]]
         masters = {

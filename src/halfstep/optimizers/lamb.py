@@ -144,7 +144,6 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise ArgumentValueError("amsgrad=True: LAMB has no AMSGrad variant; leave it False.")
-        check_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -158,6 +157,9 @@ class FusedLAMB(FusedOptimizer):
         }
         options = FusedOptions(max_grad_norm or None, master_weights, state_dtype, rounding, seed)
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+
+    def _check(self, group: Hyper) -> None:
+        check_hyperparameters(group, "lr", "betas", "eps", "weight_decay")
 
     def _layout(self, group: Hyper) -> StateLayout:
         first = StateSpec(self.options.state_dtype or torch.float32)

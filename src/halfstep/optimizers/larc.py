@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..casting.weight_copies import memory_of, widen_gradients
+from ..core.checks import check_kind, check_number
 from ..core.errors import UsageError
 from ..kernels.expr import elementwise_kernel
 from ..kernels.grouping import group_rows
@@ -47,6 +48,10 @@ class LARC:
 
     Attributes:
         optim: the wrapped optimizer. Other attributes of it are reached through the wrapper.
+
+    Raises:
+        ArgumentTypeError: for something else than an optimizer, or a number of another type.
+        ArgumentValueError: for a number below 0, or not finite.
     """
 
     def __init__(
@@ -56,6 +61,9 @@ class LARC:
         clip: bool = True,
         eps: float = 1e-8,
     ) -> None:
+        check_kind("LARC: optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+        check_number("trust_coefficient", trust_coefficient)
+        check_number("eps", eps)
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.eps = eps

@@ -112,9 +112,6 @@ class FusedNovoGrad(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise ArgumentValueError("amsgrad=True: NovoGrad has no AMSGrad variant here; leave it False.")
-        if norm_type not in (0, 2):
-            raise ArgumentValueError(f"norm_type={norm_type!r} must be 2, or 0 for the largest magnitude.")
-        check_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -129,6 +126,11 @@ class FusedNovoGrad(FusedOptimizer):
         }
         options = FusedOptions(max_grad_norm, master_weights, state_dtype, rounding, seed)
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+
+    def _check(self, group: Hyper) -> None:
+        check_hyperparameters(group, "lr", "betas", "eps", "weight_decay")
+        if group["norm_type"] not in (0, 2):
+            raise ArgumentValueError(f"norm_type={group['norm_type']!r} must be 2, or 0 for the largest magnitude.")
 
     def _layout(self, group: Hyper) -> StateLayout:
         return {"step": NUMBER, "exp_avg": StateSpec(self.options.state_dtype or torch.float32), "exp_avg_sq": NUMBER}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from ..core.checks import check_number
 from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..kernels.launch import backend_for
@@ -42,8 +44,8 @@ class FusedOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
-            raise ArgumentValueError(f"max_grad_norm={self.max_grad_norm!r} must be a number from 0 up, or None.")
+        if self.max_grad_norm is not None:
+            check_number("max_grad_norm", self.max_grad_norm, finite=False)
         if self.master_weights not in ("split", "plain", True, False, None):
             raise ArgumentValueError(
                 f"master_weights={self.master_weights!r} must be 'split', 'plain', True (split for bfloat16, plain for "
@@ -59,7 +61,7 @@ class FusedOptions:
         if not isinstance(self.seed, int):
             raise ArgumentTypeError(f"seed must be an int, not {self.seed!r}.")
         if self.state_dtype is not None:
-            dtype = parse_dtype(self.state_dtype)
+            dtype = parse_dtype(self.state_dtype, "state_dtype")
             if dtype not in (torch.float32, torch.bfloat16):
                 raise ArgumentValueError(
                     f"state_dtype={dtype_name(dtype)}: first moments are kept in float32 or bfloat16; float16 has no "
@@ -91,26 +93,25 @@ class FusedOptions:
         return stochastic(dtype) if self.rounding == "stochastic" else dense(dtype)
 
 
-def check_hyperparameters(**given: Any) -> None:
-    """Refuse numbers below 0, and ``betas`` outside of [0, 1). Tensors are taken as they are.
+def check_hyperparameters(group: Mapping[str, Any], *names: str) -> None:
+    """Refuse hyperparameters of a group below 0 or not finite, and ``betas`` that are not two numbers in [0, 1).
+
+    Args:
+        group: a parameter group, or the defaults of all groups. A tensor in it is read.
+        names: which of its entries to look at.
 
     Raises:
         ArgumentValueError: if a number is outside.
         ArgumentTypeError: if it is no number.
     """
-    for name, value in given.items():
-        if name == "betas":
-            _check_number("betas[0]", value[0], below=1.0)
-            _check_number("betas[1]", value[1], below=1.0)
-        else:
-            _check_number(name, value)
-
-
-def _check_number(name: str, value: object, *, below: float | None = None) -> None:
-    if isinstance(value, torch.Tensor):
-        return
-    if not isinstance(value, (int, float)):
-        raise ArgumentTypeError(f"{name} must be a number, not {value!r}.")
-    if not value >= 0 or (below is not None and not value < below):
-        limits = "at least 0" + ("" if below is None else f" and below {below:g}")
-        raise ArgumentValueError(f"{name}={value!r} must be {limits}.")
+    for name in names:
+        value = group[name]
+        if name != "betas":
+            check_number(name, value)
+            continue
+        if not isinstance(value, (tuple, list)):
+            raise ArgumentTypeError(f"betas={value!r} must be two numbers, each at least 0 and below 1.")
+        if len(value) != 2:
+            raise ArgumentValueError(f"betas={value!r} must be two numbers, each at least 0 and below 1.")
+        check_number("betas[0]", value[0], below=1.0)
+        check_number("betas[1]", value[1], below=1.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import ArgumentValueError
+from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.torch_compat import fused_sgd_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars
@@ -135,12 +135,6 @@ class FusedSGD(FusedOptimizer):
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
-        check_hyperparameters(lr=lr, momentum=momentum, weight_decay=weight_decay)
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ArgumentValueError(
-                f"nesterov=True with momentum={momentum} and dampening={dampening}: it needs momentum above 0 and no "
-                "dampening."
-            )
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -153,6 +147,17 @@ class FusedSGD(FusedOptimizer):
         self.materialize_master_grads = materialize_master_grads
         options = FusedOptions(max_grad_norm, master_weights, state_dtype, rounding, seed)
         super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+
+    def _check(self, group: Hyper) -> None:
+        check_hyperparameters(group, "lr", "momentum", "weight_decay")
+        momentum, dampening = group["momentum"], group["dampening"]
+        if isinstance(dampening, bool) or not isinstance(dampening, (int, float)):
+            raise ArgumentTypeError(f"dampening must be a number, not {dampening!r}.")
+        if group["nesterov"] and (momentum <= 0 or dampening != 0):
+            raise ArgumentValueError(
+                f"nesterov=True with momentum={momentum} and dampening={dampening}: it needs momentum above 0 and no "
+                "dampening."
+            )
 
     def _rows_of(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +12,7 @@ from torch.fx.traceback import annotate
 
 from ..amp.grad_scaler import GradScaler
 from ..casting.emulation import Emulate, check_emulate
+from ..core.checks import check_kind
 from ..core.dtypes import parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.oplists import OpLists
@@ -50,9 +52,9 @@ class CustomOpLists:
         custom_black_list: Iterable[str] | None = None,
         custom_black_varnames: Iterable[str] | None = None,
     ) -> None:
+        OpLists.custom(custom_white_list, custom_black_list)
         self.white, self.black = tuple(custom_white_list or ()), tuple(custom_black_list or ())
         self.black_varnames = frozenset(custom_black_varnames or ())
-        OpLists.custom(self.white, self.black)
 
 
 def decorate(
@@ -86,13 +88,19 @@ def decorate(
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+    if amp_lists is not None:
+        check_kind("amp_lists", amp_lists, CustomOpLists, "a static.amp.CustomOpLists")
     old = [name for name in _OLD if name in kwargs]
     new = [name for name in _NEW if name in kwargs]
     if old and new:
         raise ArgumentTypeError(f"{', '.join(old)} and {', '.join(new)} belong to different signatures of decorate.")
     emulate = check_emulate(kwargs.pop("emulate", "auto"))
     by_number = bool(args) and isinstance(args[0], (int, float)) and not isinstance(args[0], bool)
-    decorated = (_decorate_old if old or by_number else _decorate_new)(optimizer, amp_lists, *args, **kwargs)
+    make = _decorate_old if old or by_number else _decorate_new
+    allowed = list(inspect.signature(make).parameters)[2:]
+    if unknown := [name for name in kwargs if name not in allowed]:
+        raise ArgumentTypeError(f"decorate takes no {', '.join(map(repr, unknown))}, only {', '.join(allowed)}.")
+    decorated = make(optimizer, amp_lists, *args, **kwargs)
     decorated.emulate = emulate
     return decorated
 

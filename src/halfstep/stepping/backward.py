@@ -25,7 +25,7 @@ from ..masters.keeper import MasterKeeper
 from ..optimizers.release import GradientRelease, release_of
 from .diagnosis import first_bad_gradient, refuse_strays
 
-__all__ = ["BackwardPasses", "ScaledBackward", "record_pass", "sync_overflow"]
+__all__ = ["BackwardPasses", "ScaledBackward", "check_loss", "record_pass", "sync_overflow"]
 
 
 class BackwardPasses:
@@ -227,6 +227,17 @@ class BackwardPasses:
         self.ranks.discover_wrappers(params, half, half if self.keeper.alike else [])
 
 
+def check_loss(name: str, loss: object) -> None:
+    """Check that a loss can be scaled; ``name`` is who asks.
+
+    Raises:
+        ArgumentTypeError: if it is no floating tensor.
+    """
+    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+        kind = loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ArgumentTypeError(f"{name} needs a floating tensor as loss, not {kind}.")
+
+
 class _NotEntered(UsageError, AttributeError):  # noqa: N818 - an AttributeError too, so that hasattr() works
     """A block was used as if it were the loss."""
 
@@ -262,9 +273,7 @@ class ScaledBackward:
         delay: bool = False,
         check: bool = True,
     ) -> None:
-        if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
-            kind = loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ArgumentTypeError(f"{name} needs a floating tensor as loss, not {kind}.")
+        check_loss(name, loss)
         self._loss = loss
         self._passes = passes
         self._scaler = scaler

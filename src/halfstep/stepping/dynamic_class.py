@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..casting.dynamo import eager
+from ..core.checks import check_optimizer_state
 from ..optimizers.schedulers import count_steps, counts_steps
 
 __all__ = ["base_of", "dress", "undress"]
@@ -44,6 +45,7 @@ class _Attached:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The optimizer's own, with state of 16-bit parameters in the dtype of their masters."""
+        check_optimizer_state(self, state_dict)
         with self._amp_stash.keeper.in_place():
             super().load_state_dict(state_dict)  # type: ignore[misc]
 

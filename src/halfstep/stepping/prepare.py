@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from ..casting import modules
 from ..casting.op_casting import OpCasting
-from ..core.dtypes import is_half
-from ..core.errors import UsageError
+from ..core.dtypes import is_half, parse_dtype
+from ..core.errors import ArgumentTypeError, UsageError
 from ..core.policy import Policy
 from ..core.torch_compat import HAS_GRAD_DTYPE
 from ..gradients.ledger import set_grads
@@ -58,6 +58,8 @@ def prepare(
         verbose: whether to log skipped steps.
     """
     originals: dict[int, torch.Tensor] = {}
+    if module_filter is not None and policy.param_dtype is not None:
+        module_filter = _decided(models, module_filter)
     for model in models:
         originals |= prepare_model(
             model,
@@ -194,6 +196,7 @@ def check(
     dtype: torch.dtype | None,
     *,
     again: bool = False,
+    module_filter: modules.ModuleFilter | None = None,
 ) -> None:
     """Refuse models and optimizers that ``prepare`` cannot bring to a policy.
 
@@ -203,10 +206,17 @@ def check(
         optimizers: the optimizers.
         dtype: what the weights are to be cast to; None if they are not.
         again: whether models may have been prepared before.
+        module_filter: as ``prepare`` will get it.
 
     Raises:
+        ArgumentTypeError: for a ``module_filter`` that cannot be called.
         UsageError: for what is in a list twice, was prepared before, or cannot be prepared as it is.
     """
+    if module_filter is not None and not callable(module_filter):
+        raise ArgumentTypeError(
+            f"module_filter={module_filter!r} must be a function that is called with (module, name) and returns a "
+            "dtype, or None to leave the module to the level."
+        )
     if len(set(map(id, models))) < len(models) or len(set(map(id, optimizers))) < len(optimizers):
         raise UsageError(f"A model or optimizer is in the list twice; {caller} takes each once.")
     for model in models:
@@ -241,6 +251,14 @@ def check(
                 "of theirs. Make the optimizer from the parameters of these very models, after they were moved or "
                 "changed, or give the models that it trains, too."
             )
+
+
+def _decided(models: Sequence[nn.Module], module_filter: modules.ModuleFilter) -> modules.ModuleFilter:
+    """A filter that has been asked about every module of all models: it may raise, and nothing has changed yet."""
+    asked = [(module, name) for model in models for name, module in model.named_modules()]
+    answers = {(id(module), name): module_filter(module, name) for module, name in asked}
+    chosen = {key: None if answer is None else parse_dtype(answer) for key, answer in answers.items()}
+    return lambda module, name: chosen[id(module), name]
 
 
 def _gains(optimizer: torch.optim.Optimizer) -> bool:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..amp.grad_scaler import GradScaler
 from ..amp.scale_loss import scale_loss
+from ..core.checks import check_count
 from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..gradients.loss_scaler import DeviceLossScaler
@@ -120,7 +121,8 @@ class TrainStep:
             The loss, a detached 0-dim tensor on its device. Nothing waits for it.
 
         Raises:
-            UsageError: where gradients are off; for ``max_grad_norm`` with an optimizer that releases its gradients.
+            UsageError: where gradients are off, or the loss requires none; for ``max_grad_norm`` with an optimizer
+                that releases its gradients.
             ArgumentTypeError: without a target for ``loss_fn``.
         """
         if not torch.is_grad_enabled():
@@ -183,6 +185,11 @@ class TrainStep:
             if self._program is not None:
                 return self._program.backward(batch, signature, self._trained(), self._scaled, self.accumulate)
             loss = self.loss(batch)
+            if not loss.requires_grad:
+                raise UsageError(
+                    "TrainStep: the loss requires no gradient, so there is nothing to train. Compute it from "
+                    "parameters that require gradients, without detach() or no_grad on the way."
+                )
             with self._scaled(loss / self.accumulate if self.accumulate > 1 else loss) as scaled_loss:
                 scaled_loss.backward()
             return loss.detach()
@@ -313,10 +320,11 @@ def _check(
             f"TrainStep: scaler must be an amp.GradScaler, a torch.amp.GradScaler or None, not "
             f"{type(scaler).__name__}. amp.initialize needs none: its loss scale comes with the optimizer."
         )
-    if max_grad_norm is not None and (not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0):
+    if max_grad_norm is not None and (
+        isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, (int, float)) or not max_grad_norm > 0
+    ):
         raise ArgumentValueError(f"TrainStep: max_grad_norm={max_grad_norm!r} must be a number above 0, or None.")
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ArgumentValueError(f"TrainStep: accumulate={accumulate!r} must be a whole number from 1 up.")
+    check_count("TrainStep: accumulate", accumulate)
     if isinstance(model, nn.Module):
         mine = {id(p) for p in model.parameters()}
         if mine and not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...core.checks import check_count
 from ...core.errors import ArgumentValueError
 from ...core.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from ...core.torch_compat import values_of
@@ -144,6 +145,7 @@ class DynamicLossScaler(LossScaler):
     ) -> None:
         if isinstance(scale_factor, bool) or not isinstance(scale_factor, (int, float)) or not scale_factor > 1.0:
             raise ArgumentValueError(f"scale_factor={scale_factor!r} must be a number above 1.")
+        check_count("scale_window", scale_window)
         rule = DynamicLossScale(
             init_scale=init_scale,
             growth_factor=scale_factor,

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...casting.containers import cast_tree
 from ...casting.modules import BatchNorm, cast_module
+from ...core.checks import check_kind
 
 __all__ = ["BN_convert_float", "FP16Model", "convert_module", "convert_network", "network_to_half", "tofp16"]
 
@@ -57,6 +58,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
     The network is cast in place; the names of its parameters gain the prefix ``"1."``.
     """
+    check_kind("network_to_half: network", network, nn.Module, "a torch.nn.Module")
     return nn.Sequential(tofp16(), BN_convert_float(convert_network(network, torch.float16)))
 
 

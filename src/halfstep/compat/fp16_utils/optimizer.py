@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
 
+from ...core.checks import as_number, check_kind, check_number
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...stepping.attached import attach
@@ -77,7 +78,9 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             raise ArgumentTypeError(f"init_optimizer must be a torch.optim.Optimizer, not {init_optimizer!r}.")
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
         self.loss_scaler = (
-            _dynamic(dynamic_loss_args or {}) if dynamic_loss_scale else LossScaler(float(static_loss_scale))
+            _dynamic({} if dynamic_loss_args is None else dynamic_loss_args)
+            if dynamic_loss_scale
+            else LossScaler(as_number("static_loss_scale", static_loss_scale))
         )
         if verbose:
             _log_groups(init_optimizer)
@@ -161,6 +164,8 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         Returns:
             The norm before clipping, a 0-dim tensor; -1 if the gradients overflowed. Does not read the device.
         """
+        check_number("max_norm", max_norm, finite=False)
+        check_number("norm_type", norm_type, finite=False)
         self._settle()
         return self._attached.passes.clip(max_norm, norm_type)
 
@@ -206,7 +211,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         self._settle()
-        self.loss_scaler.cur_scale = float(value)
+        self.loss_scaler.cur_scale = as_number("loss_scale", value)
 
     def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
         """The gradients of the masters, in the shapes of the model's parameters.
@@ -269,6 +274,11 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         Raises:
             ArgumentValueError: if it does not fit this optimizer. Nothing has been changed then.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ArgumentTypeError(
+                "load_state_dict takes what state_dict() of an FP16_Optimizer returned, not "
+                f"{type(state_dict).__name__}."
+            )
         missing = [k for k in ("loss_scaler", "optimizer_state_dict", "fp32_from_fp16") if k not in state_dict]
         if missing:
             raise ArgumentValueError(
@@ -277,6 +287,10 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             )
         saved = state_dict["fp32_from_fp16"]
         masters = self.fp32_from_fp16_groups
+        if not _are_groups_of_tensors(saved):
+            raise ArgumentValueError(
+                f"fp32_from_fp16 must have a list of tensors for each group, as state_dict() returned, not {saved!r}."
+            )
         shapes = [[tuple(tensor.shape) for tensor in group] for group in saved]
         expected = [[tuple(master.shape) for master in group] for group in masters]
         if shapes != expected:
@@ -287,7 +301,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         entry = saved_entry(state_dict["loss_scaler"])
         try:
             self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        except (KeyError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ArgumentValueError(
                 f"optimizer_state_dict does not fit {type(self.optimizer).__name__}: {error}"
             ) from error
@@ -321,7 +335,8 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         self._found_inf = found_inf if before is None else torch.maximum(before.to(found_inf.device), found_inf)
 
 
-def _dynamic(args: dict[str, Any]) -> DynamicLossScaler:
+def _dynamic(args: Any) -> DynamicLossScaler:
+    check_kind("dynamic_loss_args", args, Mapping, "a dict of arguments of DynamicLossScaler")
     unknown = sorted(set(args) - set(_DYNAMIC_ARGS))
     if unknown:
         raise ArgumentTypeError(
@@ -329,6 +344,13 @@ def _dynamic(args: dict[str, Any]) -> DynamicLossScaler:
             f"{', '.join(_DYNAMIC_ARGS)}."
         )
     return DynamicLossScaler(**args)
+
+
+def _are_groups_of_tensors(saved: Any) -> bool:
+    kinds = (list, tuple)
+    return isinstance(saved, kinds) and all(
+        isinstance(group, kinds) and all(isinstance(tensor, torch.Tensor) for tensor in group) for group in saved
+    )
 
 
 def _log_groups(optimizer: torch.optim.Optimizer) -> None:

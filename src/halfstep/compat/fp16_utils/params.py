@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.checks import check_kind
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentValueError, UsageError
 from ...core.torch_compat import unflatten_dense_tensors
@@ -52,6 +53,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     Raises:
         UsageError: if ``flat_master`` meets mixed dtypes or devices, or no trainable parameter.
     """
+    check_kind("prep_param_lists: model", model, nn.Module, "a torch.nn.Module")
     model_params = [param for param in model.parameters() if param.requires_grad]
     if not flat_master:
         masters = [param.detach().to(torch.float32, copy=True).requires_grad_() for param in model_params]

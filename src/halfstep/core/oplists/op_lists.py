@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..errors import ArgumentTypeError, ArgumentValueError
-from .names import computes, resolve
+from .names import computes, known_names, resolve
 from .tables import BANNED, CORE_HALF, EXTRA_FLOAT, FLOAT, HALF, NATIVE, PROMOTE, SEQUENCE
 
 __all__ = ["LIST_LEVELS", "RULES", "OpLists", "native_rule"]
@@ -42,12 +42,32 @@ class OpLists:
         white: canonical names of ops that run in 16 bits whatever the level says.
         black: canonical names of ops that run in fp32 whatever the level says.
         promote: at O2, whether an op on no list computes in the widest dtype of its inputs (True) or in 16 bits.
+
+    Raises:
+        ArgumentValueError: for an unknown level, or a name that is no op's canonical one.
+        ArgumentTypeError: for names that are not in a tuple.
     """
 
     level: str = "O1"
     white: tuple[str, ...] = ()
     black: tuple[str, ...] = ()
     promote: bool = True
+
+    def __post_init__(self) -> None:
+        if self.level not in LIST_LEVELS:
+            raise ArgumentValueError(f"level={self.level!r} has no op lists; use one of {', '.join(LIST_LEVELS)}.")
+        for name in ("white", "black"):
+            ops = getattr(self, name)
+            if not isinstance(ops, tuple):
+                raise ArgumentTypeError(
+                    f"{name}={ops!r} must be a tuple of names; OpLists.custom takes other collections."
+                )
+            unknown = [op for op in ops if op not in known_names()]
+            if unknown:
+                raise ArgumentValueError(
+                    f"{name} has {', '.join(map(repr, unknown))}, which is no canonical name of an op; OpLists.custom "
+                    "takes every spelling."
+                )
 
     @classmethod
     def default(cls) -> OpLists:
@@ -154,7 +174,7 @@ class OpLists:
         Raises:
             ArgumentValueError: for a text of another form, or an unknown op.
         """
-        match = _TEXT.fullmatch(text.strip())
+        match = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None or match["level"] not in LIST_LEVELS:
             raise ArgumentValueError(
                 f"op lists {text!r} do not read LEVEL+op-op, as 'O1+gelu-linear' does, with a level among "

@@ -1,0 +1,182 @@
+"""What a wrong use is done to, and a snapshot that shows whether it has changed anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import amp, fp16_utils, optimizers, static
+from halfstep.casting import sessions
+from halfstep.core.errors import HalfstepError
+from halfstep.core.torch_compat import module_hooks
+
+__all__ = ["World", "Wrong", "same", "snapshot"]
+
+World = SimpleNamespace
+"""The objects of a row, by name."""
+
+
+class Wrong(NamedTuple):
+    """One wrong use.
+
+    Attributes:
+        name: what is wrong, as a reader would type it.
+        setup: makes the objects.
+        use: does it.
+        error: what must be raised.
+        words: what the message must have in it: what was given, what is allowed, what to do.
+    """
+
+    name: str
+    setup: Callable[[], World]
+    use: Callable[[World], Any]
+    error: type[HalfstepError]
+    words: tuple[str, ...]
+
+
+def net() -> nn.Module:
+    """A small model with BatchNorm."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def plain() -> World:
+    """A model and torch's Adam."""
+    model = net()
+    return World(model=model, optimizer=torch.optim.Adam(model.parameters()), x=torch.ones(3, 4), loss=torch.ones(()))
+
+
+def at(level: str = "O2", dtype: torch.dtype = torch.float16, **options: Any) -> Callable[[], World]:
+    """The setup that brings the model and optimizer up at a level."""
+
+    def setup() -> World:
+        world = plain()
+        amp.initialize(world.model, world.optimizer, opt_level=level, dtype=dtype, verbosity=0, **options)
+        world.loss = world.model(world.x).float().square().mean()
+        return world
+
+    return setup
+
+
+def scaled() -> World:
+    """A model, Adam and an ``amp.GradScaler`` with a loss that has not gone backward yet."""
+    world = plain()
+    world.scaler = amp.GradScaler(init_scale=8.0)
+    world.loss = world.model(world.x).square().mean()
+    return world
+
+
+def handled() -> World:
+    """The handle of 2018, and an optimizer wrapped by it."""
+    world = plain()
+    world.handle = amp.init(dtype=torch.bfloat16)
+    world.wrapped = world.handle.wrap_optimizer(world.optimizer, num_loss=1)
+    world.loss = world.model(world.x).float().square().mean()
+    return world
+
+
+def old() -> World:
+    """``FP16_Optimizer`` around Adam over a half model."""
+    model = nn.Linear(4, 2).half()
+    inner = torch.optim.Adam(model.parameters())
+    optimizer = fp16_utils.FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
+    return World(model=model, inner=inner, optimizer=optimizer, loss=torch.ones((), requires_grad=True))
+
+
+def fused() -> World:
+    """A bfloat16 layer and FusedAdam with masters after a step."""
+    model = nn.Linear(4, 2).bfloat16()
+    optimizer = optimizers.FusedAdam(model.parameters(), master_weights=True)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    return World(model=model, optimizer=optimizer)
+
+
+def captured() -> World:
+    """A captured program, and an optimizer of it."""
+    model = nn.Linear(4, 2)
+    loss_fn = nn.MSELoss()
+    program = static.capture(model, loss_fn, (torch.ones(3, 4), torch.ones(3, 2)))
+    return World(
+        model=model,
+        loss_fn=loss_fn,
+        program=program,
+        optimizer=torch.optim.SGD(program.parameters(), lr=0.1),
+        feed={"input": torch.ones(3, 4), "label": torch.ones(3, 2)},
+    )
+
+
+def networked() -> World:
+    """A ``halfstep.Model`` that is prepared, with a dataset."""
+    world = plain()
+    world.network = halfstep.Model(world.model)
+    world.network.prepare(world.optimizer, nn.CrossEntropyLoss())
+    world.data = [(torch.ones(3, 4), torch.zeros(3, dtype=torch.long))]
+    return world
+
+
+def stepping() -> World:
+    """A ``halfstep.TrainStep``."""
+    world = plain()
+    world.step = halfstep.TrainStep(world.model, nn.MSELoss(), world.optimizer)
+    return world
+
+
+def nothing() -> World:
+    """No objects."""
+    return World()
+
+
+# ---- what must not change
+
+
+def snapshot(world: World) -> dict[str, Any]:
+    """The state of every object, and of the process, as numbers that can be compared."""
+    found = {name: _state(value) for name, value in vars(world).items()}
+    found["the process"] = (
+        sessions.process_casting(),
+        amp._amp_state.session,
+        torch.is_grad_enabled(),
+        torch._C._len_torch_function_stack(),
+    )
+    return found
+
+
+def _state(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        hooks = sum(module_hooks(module) for module in value.modules())
+        grads = [None if p.grad is None else p.grad.clone() for p in value.parameters()]
+        own = {name: (t.dtype, t.clone()) for name, t in (*value.named_parameters(), *value.named_buffers())}
+        return type(value), hooks, value.training, own, deepcopy(value.state_dict()), grads
+    if isinstance(value, torch.optim.Optimizer) and not isinstance(value, fp16_utils.FP16_Optimizer):
+        groups = [{**group, "params": [id(p) for p in group["params"]]} for group in value.param_groups]
+        held = {id(p): {k: _copied(v) for k, v in state.items()} for p, state in value.state.items()}
+        return type(value), sorted(vars(value)), groups, held
+    if isinstance(value, halfstep.TrainStep):
+        return value.settings(), value.grad_norm
+    if isinstance(value, halfstep.Model):
+        return value._optimizer, value._loss, value._scaler, value._scope
+    if isinstance(value, (amp.GradScaler, fp16_utils.FP16_Optimizer)):
+        return deepcopy(value.state_dict())
+    return _copied(value) if isinstance(value, torch.Tensor) else None
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two snapshots are equal to the bit."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype is b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
