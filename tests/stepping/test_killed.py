@@ -1,0 +1,26 @@
+"""A run that is killed with SIGKILL at a random moment, also while it saves, goes on from a whole checkpoint to the bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL"),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_at_random_moments(ranks: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.killed", str(ranks), "50", "0", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    kills, loaded = done.stdout.split(" kills, ")[0], int(done.stdout.split(" kills, ")[1].split()[0])
+    assert kills == "50"
+    assert loaded >= 25  # the others were killed before there was one
