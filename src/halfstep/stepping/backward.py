@@ -238,6 +238,10 @@ def check_loss(name: str, loss: object) -> None:
         raise ArgumentTypeError(f"{name} needs a floating tensor as loss, not {kind}.")
 
 
+_MANY = 64
+"""So many passes without a step have their records merged: somebody may never step."""
+
+
 class _NotEntered(UsageError, AttributeError):  # noqa: N818 - an AttributeError too, so that hasattr() works
     """A block was used as if it were the loss."""
 
@@ -379,6 +383,21 @@ def record_pass(
         passes.scales[scaler] = scale
     if not any(passes.ranks.has_unsynced for passes in optimizers):
         sync_overflow(optimizers)
+    for passes in optimizers:
+        if len(passes.records) >= _MANY:
+            passes.records = _merged(passes.records)
+
+
+def _merged(records: list[BackwardRecord]) -> list[BackwardRecord]:
+    """The records of many passes without a step as few: those that all ranks have are one for each loss scale."""
+    found = [record for record in records if not record.shared]
+    alike: dict[tuple[DeviceLossScaler | None, bool], list[BackwardRecord]] = {}
+    for record in records:
+        if record.shared:
+            alike.setdefault((record.scaler, record.dynamic), []).append(record)
+    for (scaler, dynamic), row in alike.items():
+        found.append(BackwardRecord(any_overflow(row), scaler, shared=True, dynamic=dynamic))
+    return found
 
 
 def sync_overflow(optimizers: Sequence[BackwardPasses]) -> None:
