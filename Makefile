@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .NOTPARALLEL:
-.PHONY: demo test quick coverage lint docs bench clean
+.PHONY: demo test quick fuzz coverage lint docs bench clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/halfstep demo
@@ -30,6 +30,11 @@ coverage: $(VENV)/.installed-coverage
 # Some tests of every folder, in a minute or so; what is left out is marked exhaustive.
 quick: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --timeout=300 -m "not exhaustive"
+
+# Random cases against references, for MINUTES each.
+MINUTES ?= 10
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

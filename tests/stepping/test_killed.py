@@ -1,4 +1,4 @@
-"""A run that is killed with SIGKILL at a random moment, also while it saves, goes on from a whole checkpoint to the bit."""
+"""A run that is killed with SIGKILL at a random moment, also while it saves, goes on from its checkpoint to the bit."""
 
 from __future__ import annotations
 

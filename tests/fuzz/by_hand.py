@@ -1,0 +1,176 @@
+"""Mixed precision by hand, as a reference: plain torch, casts written out, fp32 masters in a list.
+
+It knows nothing of halfstep but its fused updates on fp32 weights, which ``optimizers/test_in_place_of_torch.py`` holds
+to torch's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from halfstep.kernels.storage import round_half_away
+
+__all__ = ["ByHand", "Net"]
+
+
+class Net(nn.Module):
+    """Linear layers, a norm, and a weight that two layers share.
+
+    Args:
+        norm: "batch", "layer" or None.
+        shared: whether the second and third layer have one weight.
+    """
+
+    def __init__(self, norm: str | None, shared: bool) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 6)
+        self.norm = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}[norm](6) if norm else None
+        self.b = nn.Linear(6, 6)
+        self.c = nn.Linear(6, 6)
+        if shared:
+            self.c.weight = self.b.weight
+        self.d = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        x = x if self.norm is None else self.norm(x)
+        return self.d(torch.relu(self.c(torch.relu(self.b(torch.relu(x))))))
+
+
+def _forward_at_o1(net: Net, x: torch.Tensor, half: torch.dtype) -> torch.Tensor:
+    """The forward pass of O1, every cast written out; each weight is cast once, also where two layers share it."""
+    casts: dict[int, torch.Tensor] = {}
+
+    def cast(param: torch.Tensor) -> torch.Tensor:
+        return casts.setdefault(id(param), param.to(half))
+
+    def linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.to(half), cast(layer.weight), cast(layer.bias))
+
+    x = linear(net.a, x)
+    if isinstance(net.norm, nn.LayerNorm):
+        x = net.norm(x.float())
+    elif net.norm is not None:
+        x = net.norm(x)  # torch's own takes 16-bit input with fp32 parameters
+    x = linear(net.b, torch.relu(x))
+    x = linear(net.c, torch.relu(x))
+    return linear(net.d, torch.relu(x))
+
+
+class ByHand:
+    """A model, its masters, an optimizer over them and a loss scale.
+
+    Args:
+        net: an fp32 model; it is copied.
+        level: an opt level.
+        half: the 16-bit dtype.
+        make: makes the optimizer from the model's parameters and what to put in their place.
+        scales: a loss scale for each loss.
+        interval: finite passes in a row after which the scale doubles; None for a scale that stays.
+        split: whether weights are the upper halves of their masters, rounded away from zero at a tie.
+    """
+
+    def __init__(
+        self,
+        net: Net,
+        level: str,
+        half: torch.dtype,
+        make: Callable[[Net, Callable[[nn.Parameter], nn.Parameter]], torch.optim.Optimizer],
+        scales: list[float],
+        interval: int | None,
+        split: bool,
+    ) -> None:
+        self.net = copy.deepcopy(net)
+        self.level, self.half, self.split = level, half, split
+        self.scales, self.interval, self.good = list(scales), interval, [0] * len(scales)
+        self.overflowed = False
+        masters = {p: nn.Parameter(p.detach().clone()) for p in self.net.parameters()} if level == "O2" else {}
+        if level in ("O2", "O3"):
+            for module in self.net.modules():
+                if level == "O3" or not isinstance(module, nn.BatchNorm1d):
+                    for p in module.parameters(recurse=False):
+                        p.data = p.data.to(half)
+            if level == "O3":
+                self.net.to(half)
+        self.masters = {p: master for p, master in masters.items() if p.dtype is half}
+        self.optimizer = make(self.net, lambda p: self.masters.get(p, p))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs."""
+        if self.level == "O1":
+            return _forward_at_o1(self.net, x, self.half)
+        return self.net(x.to(self.half)).float() if self.level in ("O2", "O3") else self.net(x)
+
+    def backward(self, loss: torch.Tensor, which: int) -> None:
+        """One scaled pass whose gradients are unscaled, looked at and added; ``which`` is the number of its scale."""
+        scale = self.scales[which]
+        neutral = self.interval is None and scale == 1.0
+        kept = [(p, p.grad) for p in self.net.parameters()]
+        for p, _ in kept:
+            p.grad = None
+        (loss * scale).backward()
+        finite = True
+        for p, before in kept:
+            new, p.grad = p.grad, before
+            owner = self.masters.get(p, p)
+            if new is None:
+                continue
+            unscaled = (new.float() * (1.0 / scale)).to(owner.dtype)
+            finite = finite and bool(unscaled.isfinite().all())
+            owner.grad = unscaled if owner.grad is None else owner.grad + unscaled
+        if neutral:
+            return
+        self.overflowed = self.overflowed or not finite
+        if self.interval is None:
+            return
+        self.good[which] = self.good[which] + 1 if finite else 0
+        if not finite:
+            self.scales[which] *= 0.5
+        elif self.good[which] == self.interval:
+            self.scales[which], self.good[which] = min(scale * 2, 2.0**24), 0
+
+    def grads(self) -> list[torch.Tensor | None]:
+        """The gradients that the next step takes."""
+        return [self.masters.get(p, p).grad for p in self.net.parameters()]
+
+    def stepped(self) -> list[nn.Parameter]:
+        """What the optimizer updates, in its order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def step(self) -> None:
+        """A step, unless a pass overflowed."""
+        if not self.overflowed:
+            self.optimizer.step()
+            self.round()
+        self.overflowed = False
+
+    def round(self) -> None:
+        """Write the masters to the weights."""
+        for p, master in self.masters.items():
+            p.data.copy_(round_half_away(master.detach()) if self.split else master.detach())
+
+    def written(self, param: nn.Parameter) -> None:
+        """Somebody has written a weight: its master starts from there."""
+        if param in self.masters:
+            self.masters[param].data.copy_(param)
+
+    def roll_back(self, weights: list[torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+        """Load weights, and the buffers of a saved model."""
+        self.net.load_state_dict(saved)
+        for p, weight in zip(self.net.parameters(), weights, strict=True):
+            self.masters.get(p, p).data.copy_(weight)
+        self.round()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear gradients, and forget what overflowed."""
+        self.optimizer.zero_grad(set_to_none)
+        self.overflowed = False
+
+    def weights(self) -> list[torch.Tensor]:
+        """The fp32 numbers behind the weights."""
+        return [self.masters.get(p, p).detach().float().clone() for p in self.net.parameters()]
