@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import HealthCheck, settings
+
+from .casts import Casts
 from .fused import Fused
 from .trainer import Trainer
+from .windows import Windows
 
-__all__ = ["MACHINES"]
+__all__ = ["MACHINES", "options"]
 
-MACHINES: dict[str, Any] = {"trainer": Trainer, "fused": Fused}
+MACHINES: dict[str, Any] = {"trainer": Trainer, "fused": Fused, "casts": Casts, "windows": Windows}
 """State machines by name; ``cases`` of one says how many cases it has begun."""
+
+
+def options(machine: Any, count: int) -> settings:
+    """So many cases of a machine, however long they take."""
+    return settings(
+        max_examples=count,
+        stateful_step_count=machine.steps,
+        phases=machine.phases,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )

@@ -13,12 +13,12 @@ import warnings
 from random import randrange
 
 import torch
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import seed
 from hypothesis.stateful import run_state_machine_as_test
 
 from halfstep.amp import PrecisionWarning
 
-from . import MACHINES
+from . import MACHINES, options
 
 
 def main() -> int:
@@ -33,31 +33,21 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", PrecisionWarning)
-    found = 0
+    failed = []
     for name in given.names or MACHINES:
         machine = MACHINES[name]
         end, first = time.monotonic() + 60 * given.minutes, machine.cases
         try:
             while time.monotonic() < end:
                 made = seed(randrange(2**32))(type(name, (machine,), {}))
-                run_state_machine_as_test(made, settings=cases(50))  # type: ignore[no-untyped-call, unused-ignore]
+                run_state_machine_as_test(made, settings=options(machine, 50))  # type: ignore[no-untyped-call, unused-ignore]
         except Exception:  # noqa: BLE001 - the other machines run all the same
             traceback.print_exc()
-            found = 1
-        sys.stdout.write(f"{name}: {machine.cases - first} cases{', one of them fails' if found else ''}\n")
+            failed.append(name)
+        ending = ", one of them fails" if name in failed else ""
+        sys.stdout.write(f"{name}: {machine.cases - first} cases{ending}\n")
         sys.stdout.flush()
-    return found
-
-
-def cases(count: int) -> settings:
-    """So many cases, whatever they take."""
-    return settings(
-        max_examples=count,
-        stateful_step_count=20,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

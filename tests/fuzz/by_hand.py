@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep.kernels.storage import round_half_away
+from halfstep.kernels.storage import join, round_half_away, split
 
 __all__ = ["ByHand", "Net"]
 
@@ -154,10 +154,24 @@ class ByHand:
         for p, master in self.masters.items():
             p.data.copy_(round_half_away(master.detach()) if self.split else master.detach())
 
-    def written(self, param: nn.Parameter) -> None:
-        """Somebody has written a weight: its master starts from there."""
+    def write(self, name: str, factor: float, *, keeps_low: bool) -> None:
+        """Multiply a weight in place. Its master starts from there, where that has changed it.
+
+        Args:
+            name: of the parameter.
+            factor: what to multiply by.
+            keeps_low: whether the weight is the upper half of its master, whose lower half stays.
+        """
+        param = self.net.get_parameter(name)
+        before = param.detach().clone()
+        with torch.no_grad():
+            param.mul_(factor)
         if param in self.masters:
-            self.masters[param].data.copy_(param)
+            data = self.masters[param].data
+            if keeps_low:
+                data.copy_(join(param.detach(), split(data)[1]))
+            else:
+                data.copy_(torch.where(param == before, data, param.float()))
 
     def roll_back(self, weights: list[torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
         """Load weights, and the buffers of a saved model."""

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import torch
+from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import nn
@@ -60,6 +61,8 @@ class Fused(RuleBasedStateMachine):
     """One fused optimizer beside torch's, on weights of the same values."""
 
     cases = 0
+    steps = 20
+    phases = tuple(Phase)
 
     @initialize(
         name=st.sampled_from(sorted(PAIRS)),

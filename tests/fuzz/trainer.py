@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from torch import nn
@@ -103,6 +104,8 @@ class Trainer(RuleBasedStateMachine):
     """One training, by ``amp.initialize`` and by hand."""
 
     cases = 0
+    steps = 20
+    phases = tuple(Phase)
 
     @initialize(setup=SETUPS)
     def begin(self, setup: Setup) -> None:
@@ -254,10 +257,10 @@ class Trainer(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["a.weight", "b.bias", "d.weight"]), factor=st.sampled_from([0.5, 1.25]))
     def write(self, name: str, factor: float) -> None:
         """Write a weight in place."""
+        param = self.model.get_parameter(name)
         with torch.no_grad():
-            self.model.get_parameter(name).mul_(factor)
-            self.hand.net.get_parameter(name).mul_(factor)
-        self.hand.written(self.hand.net.get_parameter(name))
+            param.mul_(factor)
+        self.hand.write(name, factor, keeps_low="remainder" in self.optimizer.state.get(param, {}))
         self.compare()
 
     @rule()
