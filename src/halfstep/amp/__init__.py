@@ -19,6 +19,7 @@ from ..core.hardware import is_bfloat16_supported, is_float16_supported
 from ..masters.model import master_model
 from .auto_cast import auto_cast, autocast
 from .decorate import decorate
+from .give_masters import give_masters, has_masters
 from .grad_scaler import GradScaler
 from .handle import init
 from .initialize import initialize
@@ -37,7 +38,9 @@ __all__ = [
     "disable_casts",
     "exempt",
     "float_function",
+    "give_masters",
     "half_function",
+    "has_masters",
     "init",
     "initialize",
     "is_bfloat16_supported",

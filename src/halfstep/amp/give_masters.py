@@ -1,0 +1,60 @@
+"""``amp.give_masters``: fp32 masters for an optimizer that is made after its model was cast, as trainers do it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..core.policy import Policy
+from ..gradients.master_registry import keeper_of
+from ..stepping.attached import attached_to
+from ..stepping.prepare import check, prepare_optimizer
+from .arguments import as_optimizers
+
+__all__ = ["give_masters", "has_masters"]
+
+
+def give_masters(
+    optimizer: torch.optim.Optimizer,
+    weights: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    fused: bool = True,
+) -> torch.optim.Optimizer:
+    """Give fp32 masters to an optimizer whose model was cast to 16 bits before, without it.
+
+    ::
+
+        weights = {p: p.detach() for p in model.parameters()}
+        amp.decorate(model, level="O2", save_dtype="float32")
+        optimizer = amp.give_masters(make_optimizer(model), weights)
+
+    This is the same as ``amp.decorate(model, optimizer, level="O2")``, in two calls.
+
+    Args:
+        optimizer: changed in place. Its 16-bit parameters get masters.
+        weights: the fp32 weights before the cast, by parameter: masters start from these, where they still round to
+            the parameter. Any other master starts from the 16-bit weight.
+        fused: as in ``amp.initialize``.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ArgumentTypeError: for something else than a ``torch.optim.Optimizer``.
+        UsageError: for an optimizer that ``amp`` has prepared before.
+    """
+    as_optimizers("amp.give_masters", [optimizer])
+    check("amp.give_masters", [], [optimizer], None)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    originals = {id(param): weights[param] for param in params if weights is not None and param in weights}
+    alone = all(keeper_of(param) is None for param in params)
+    policy = Policy(master_weights=True)
+    prepare_optimizer(optimizer, policy, originals=originals, fused=fused and alone, own=alone)
+    return optimizer
+
+
+def has_masters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``amp`` has prepared an optimizer and given it fp32 masters."""
+    attached = attached_to(optimizer)
+    return attached is not None and attached.keeper.any
