@@ -17,6 +17,7 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, LossScaleCollapsed, UsageError
+from halfstep.core.loss_scale import DynamicLossScale, StaticLossScale
 from tests.support.apex_recording import golden
 from tests.support.scaling_reference import FLAGS, RULES, reference
 
@@ -709,3 +710,22 @@ def test_a_parameter_in_two_optimizers_is_unscaled_once() -> None:
     scaler.step(second)
     scaler.update()
     assert (param.grad.item(), param.item()) == (1.0, 0.75)
+
+
+# ---- from the rule of a policy
+
+
+def test_a_scaler_moves_its_scale_by_the_rule_it_is_made_from() -> None:
+    rule = DynamicLossScale(init_scale=64.0, backoff_interval=2, sticky_backoff=True, max_scale=None)
+    scaler = amp.GradScaler.from_loss_scale(rule)
+    assert scaler.loss_scaler.rule == rule
+    assert scaler.get_scale() == 64.0
+    assert amp.GradScaler.from_loss_scale("dynamic").loss_scaler.rule == DynamicLossScale()
+
+
+def test_a_static_scale_stays_and_a_scale_of_one_is_none() -> None:
+    scaler = amp.GradScaler.from_loss_scale(StaticLossScale(128.0))
+    assert (scaler.get_scale(), scaler.is_use_dynamic_loss_scaling()) == (128.0, False)
+    assert not amp.GradScaler.from_loss_scale(1.0).is_enabled()
+    with pytest.raises(ArgumentValueError, match="loss_scale"):
+        amp.GradScaler.from_loss_scale(-1.0)

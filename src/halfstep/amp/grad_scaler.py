@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,7 @@ from ..casting.dynamo import eager
 from ..core.checks import as_number, check_number
 from ..core.dtypes import is_half
 from ..core.errors import ArgumentTypeError, UsageError
-from ..core.loss_scale import DynamicLossScale
+from ..core.loss_scale import DynamicLossScale, LossScaleSpec, make_loss_scale
 from ..core.torch_compat import OptState, new_optimizer_state
 from ..distributed.ddp_sync import BackwardRecord
 from ..gradients.ledger import UnscaledOnce
@@ -114,6 +115,27 @@ class GradScaler(ScalerSettings):
         )
         super().__init__(bool(enable if enabled is None else enabled), rule, bool(use_dynamic_loss_scaling))
         self._prepare()
+
+    @classmethod
+    def from_loss_scale(cls, loss_scale: LossScaleSpec) -> GradScaler:
+        """A scaler that moves its scale by a rule.
+
+        Args:
+            loss_scale: as in a ``halfstep.Policy``: a number above zero, "dynamic", or a ``halfstep.DynamicLossScale``
+                or ``StaticLossScale``.
+
+        Returns:
+            The scaler. It is disabled for a static scale of 1.0.
+
+        Raises:
+            ArgumentValueError: for anything else.
+        """
+        rule = make_loss_scale(loss_scale)
+        if not isinstance(rule, DynamicLossScale):
+            return cls(rule.init_scale != 1.0, rule.init_scale, use_dynamic_loss_scaling=False)
+        scaler = cls(init_loss_scaling=rule.init_scale)
+        scaler._change(**{each.name: getattr(rule, each.name) for each in fields(rule) if each.init})
+        return scaler
 
     def _prepare(self) -> None:
         self._known: WeakKeyDictionary[torch.optim.Optimizer, AttachedOptimizer] = WeakKeyDictionary()
