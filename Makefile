@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .NOTPARALLEL:
-.PHONY: demo test quick fuzz coverage lint docs bench clean
+.PHONY: demo test quick fuzz integrations coverage lint docs bench clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/halfstep demo
@@ -35,6 +35,11 @@ quick: $(VENV)/.installed-test
 MINUTES ?= 10
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
+# The adapters with the real trainers. The second line is for timm's own files, which need little of torchvision.
+integrations: $(VENV)/.installed-integrations
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) --no-deps timm
+	$(BIN)/python -m pytest --timeout=300 tests/integrations
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

@@ -1,0 +1,94 @@
+"""Lightning Fabric: ``Fabric(plugins=HalfstepFabricPrecision("O2"))``, and what it shares with the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision import Precision
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+
+from .. import amp
+from ..core.errors import UsageError
+from .recipe import Recipe
+
+__all__ = ["HalfstepFabricPrecision", "RecipePrecision"]
+
+
+class RecipePrecision(Precision):
+    """What Trainer and Fabric have in common; the arguments are those of ``halfstep.integrations.recipe.Recipe``."""
+
+    def __init__(self, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
+        self._recipe = Recipe(level, dtype, **options)
+        self.scaler = self._recipe.scaler
+        self.precision = self._recipe.name
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast the weights."""
+        return self._recipe.cast(module)
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Cast operations."""
+        with self._recipe.scope():
+            yield
+
+    def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+        """The fp32 masters of 16-bit parameters, and the other parameters themselves."""
+        return amp.master_params(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the loss scale."""
+        self.scaler.load_state_dict(state_dict)
+
+
+class HalfstepFabricPrecision(RecipePrecision):
+    """The precision of a Fabric. At O2 ``prepare`` comes before ``fabric.setup``, which hides the optimizer.
+
+    ::
+
+        precision = HalfstepFabricPrecision("O2")
+        fabric = Fabric(plugins=precision)
+        model, optimizer = fabric.setup(*precision.prepare(model, optimizer))
+
+    Args:
+        level: see ``halfstep.integrations.recipe.Recipe``, also for the other arguments.
+        dtype: likewise.
+        **options: likewise.
+    """
+
+    def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[Any, ...]:
+        """Cast a model and give masters to its optimizers; returns all of them."""
+        self._recipe.cast(model)
+        for optimizer in optimizers:
+            self._recipe.give_masters(optimizer)
+        return model, *optimizers
+
+    def convert_output(self, data: Any) -> Any:
+        """Give floating outputs in fp32."""
+        return apply_to_collection(data, torch.Tensor, lambda t: t.float() if t.is_floating_point() else t)
+
+    def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Scale the loss before its backward pass."""
+        super().backward(self.scaler.scale(tensor), model, *args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Before clipping."""
+        self.scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step, unless gradients overflowed. Returns whether it did, which ``bool`` reads."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not amp.has_masters(optimizer) and any(p.dtype is self._recipe.half and p.requires_grad for p in params):
+            raise UsageError(
+                f"This {type(optimizer).__name__} has 16-bit parameters and no masters, so small updates would be "
+                "lost. Write fabric.setup(*precision.prepare(model, optimizer))."
+            )
+        return self._recipe.step(optimizer, **kwargs)

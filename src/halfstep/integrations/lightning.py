@@ -1,0 +1,86 @@
+"""Lightning: ``Trainer(plugins=HalfstepPrecision("O2"))`` and ``Fabric(plugins=HalfstepFabricPrecision("O2"))``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+
+from .. import amp
+from ..core.errors import UsageError
+from .fabric import HalfstepFabricPrecision, RecipePrecision
+
+__all__ = ["HalfstepFabricPrecision", "HalfstepPrecision"]
+
+
+class HalfstepPrecision(RecipePrecision, Precision):
+    """The precision of a Trainer.
+
+    ::
+
+        trainer = Trainer(plugins=HalfstepPrecision("O2"), gradient_clip_val=1.0)
+
+    Any optimizer, fused or not, with accumulation, clipping and several optimizers. A skipped step does not advance a
+    schedule whose interval is "step".
+
+    Args:
+        level: see ``halfstep.integrations.recipe.Recipe``, also for the other arguments.
+        dtype: likewise.
+        **options: likewise.
+    """
+
+    def __init__(self, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
+        super().__init__(level, dtype, **options)
+        self._results: dict[int, Any] = {}  # by identity of the optimizer: whether its latest step was taken
+        self._patched: nn.Module | None = None
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Give masters to the optimizers; the model is wrapped by now."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise UsageError("LBFGS evaluates its closure many times a step, which Lightning's hooks do not allow.")
+            self._recipe.give_masters(optimizer)
+        if lr_schedulers:
+            self._hold_schedules(getattr(model, "module", model), lr_schedulers)
+        return model, optimizers, lr_schedulers
+
+    def _hold_schedules(self, module: Any, configs: list[Any]) -> None:
+        advance, per_step = module.lr_scheduler_step, {id(c.scheduler) for c in configs if c.interval == "step"}
+
+        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+            if id(scheduler) not in per_step or self._results.get(id(scheduler.optimizer), True):
+                advance(scheduler, metric)
+
+        module.lr_scheduler_step = lr_scheduler_step
+        self._patched = module
+
+    def teardown(self) -> None:
+        """Leave the module as it was."""
+        if self._patched is not None:
+            del self._patched.lr_scheduler_step
+        self._patched = None
+        super().teardown()
+
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
+        """Scale the loss."""
+        return super().pre_backward(self.scaler.scale(tensor), module)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the gradients that the step uses."""
+        if amp.has_masters(optimizer):
+            optimizer.clip_master_grads(clip_val)
+        else:
+            super().clip_grad_by_norm(optimizer, clip_val)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """The passes, the hooks and clipping on unscaled gradients, and the step."""
+        loss = closure()
+        if loss is None and model.automatic_optimization:  # training_step returned None: there was no pass
+            return loss
+        self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        self._results[id(optimizer)] = self._recipe.step(optimizer, **kwargs)
+        return loss

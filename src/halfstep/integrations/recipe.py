@@ -1,0 +1,130 @@
+"""What the adapters share: a precision as one value, brought to a model, its optimizers and its steps.
+
+A trainer casts the model, makes optimizers and steps them at different times, so there is a method for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .. import amp
+from ..core.dtypes import default_half, is_half, parse_half
+from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.policy import Policy
+
+__all__ = ["Recipe"]
+
+
+class Recipe:
+    """A level or a policy, and a loss scale.
+
+    Args:
+        level: "O0", "O1" or "O2", as in ``amp.auto_cast`` and ``amp.decorate``.
+        dtype: torch.float16, torch.bfloat16 or their names; None means float16 where there is CUDA, else bfloat16.
+        custom_white_list: ops to run in 16 bits; see ``amp.auto_cast``.
+        custom_black_list: ops to run in fp32, likewise.
+        excluded_layers: modules or module types that stay fp32 at O2; see ``amp.decorate``.
+        module_filter: the dtype of single modules; see ``amp.decorate``.
+        scaler: the loss scale. None means an ``amp.GradScaler`` in float16, and none in bfloat16.
+        policy: a ``halfstep.Policy`` in the place of ``level``, ``dtype``, op lists and ``excluded_layers``. It is
+            what ``amp.initialize`` takes, and at O1 it casts in the whole process.
+
+    Attributes:
+        half: the 16-bit dtype.
+        scaler: the loss scale, which may be disabled.
+        name: a few characters, such as "bf16-halfstep-O2".
+
+    Raises:
+        ArgumentValueError: for a level, dtype or op that is not allowed.
+        ArgumentTypeError: for a scaler or policy of another kind.
+        UsageError: for a policy beside what it replaces.
+    """
+
+    def __init__(
+        self,
+        level: str = "O1",
+        dtype: torch.dtype | str | None = None,
+        *,
+        custom_white_list: Iterable[object] | None = None,
+        custom_black_list: Iterable[object] | None = None,
+        excluded_layers: Any = None,
+        module_filter: Any = None,
+        scaler: amp.GradScaler | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        if level not in ("O0", "O1", "O2"):
+            raise ArgumentValueError(f"level={level!r} must be O0, O1 or O2. Any other recipe is a policy=.")
+        if scaler is not None and not isinstance(scaler, amp.GradScaler):
+            raise ArgumentTypeError(f"scaler must be a halfstep.amp.GradScaler, not {type(scaler).__name__}.")
+        if policy is not None:
+            if not isinstance(policy, Policy):
+                raise ArgumentTypeError(f"policy must be a halfstep.Policy, not {policy!r}.")
+            if level != "O1" or (dtype, custom_white_list, custom_black_list, excluded_layers) != (None,) * 4:
+                raise UsageError(
+                    "policy= says what level, dtype, the op lists and excluded_layers say, and one of them was given "
+                    "too. Leave it out."
+                )
+            dtype = policy.compute_dtype if policy.compute_dtype in (torch.float16, torch.bfloat16) else None
+            scaler = scaler or amp.GradScaler.from_loss_scale(policy.loss_scale)
+        self._level = level
+        self._policy = policy
+        self.half = default_half("cuda" if torch.cuda.is_available() else "cpu") if dtype is None else parse_half(dtype)
+        scales = self.half is torch.float16 and level != "O0"
+        self.scaler = scaler or amp.GradScaler(scales, decr_every_n_nan_or_inf=1)
+        kind = "policy" if policy is not None else level
+        self.name = f"{'16' if self.half is torch.float16 else 'bf16'}-halfstep-{kind}"
+        self._layers = {"excluded_layers": excluded_layers, "module_filter": module_filter}
+        self._scope: AbstractContextManager[Any] = nullcontext()  # for a policy the model's own hooks cast
+        if policy is None:
+            self._scope = amp.auto_cast(True, custom_white_list, custom_black_list, level, self.half)
+        self._models: WeakSet[nn.Module] = WeakSet()
+        self._weights: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether weights become 16-bit ones."""
+        return self._level == "O2" if self._policy is None else self._policy.param_dtype is self.half
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """The scope in which models, and losses, compute."""
+        return self._scope
+
+    def cast(self, model: nn.Module) -> nn.Module:
+        """Cast the weights of a model in place, once. The fp32 ones are kept for the masters to start from."""
+        if model in self._models:
+            return model
+        before = [(param, param.detach()) for param in model.parameters() if param.requires_grad and not is_half(param)]
+        if self._policy is not None:
+            policy = self._policy.replace(loss_scale=1.0)
+            amp.initialize(model, policy=policy, module_filter=self._layers["module_filter"], verbosity=0)
+        elif self._level == "O2":
+            amp.decorate(model, level="O2", dtype=self.half, save_dtype="float32", **self._layers)
+        self._weights.update((param, weight) for param, weight in before if is_half(param))
+        self._models.add(model)
+        return model
+
+    def give_masters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer masters, once, if it trains 16-bit weights: cast ones, and others that came in 16 bits."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        wanted = self._level != "O0" if self._policy is None else self._policy.master_weights
+        if wanted and not amp.has_masters(optimizer) and any(is_half(p) and p.requires_grad for p in params):
+            amp.give_masters(optimizer, self._weights)
+        for param in params:
+            self._weights.pop(param, None)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer, unless its gradients overflowed, and move the scale.
+
+        Returns:
+            What ``GradScaler.step`` returns: it is true if the step was taken.
+        """
+        result = self.scaler.step(optimizer, *args, **kwargs)
+        self.scaler.update()
+        return result

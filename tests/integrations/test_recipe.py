@@ -1,0 +1,137 @@
+"""What the adapters share, without any trainer: arguments, policies, and masters that are given later."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from halfstep import DynamicLossScale, Policy, amp
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
+from halfstep.integrations.recipe import Recipe
+from tests.integrations import direct_loop as direct
+
+ADAPTERS = Path(__file__).parents[2] / "src" / "halfstep" / "integrations"
+TRAINERS = {"accelerate", "lightning", "lightning_utilities", "timm", "transformers"}
+
+
+def train(recipe: Recipe, data: Any) -> direct.Trained:
+    model = recipe.cast(direct.classifier())
+    optimizer = direct.optimizer_of("AdamW", model.parameters())
+    recipe.give_masters(optimizer)
+    losses = []
+    for x, y in data:
+        with recipe.scope():
+            loss = F.cross_entropy(model(x), y)
+        losses.append(loss.item())
+        recipe.scaler.scale(loss).backward()
+        recipe.step(optimizer)
+        optimizer.zero_grad()
+    weights = [p.detach().clone() for p in amp.master_params(optimizer)]
+    return direct.Trained(losses, weights, recipe.scaler.get_scale())
+
+
+@pytest.mark.parametrize(("level", "dtype"), direct.RECIPES)
+def test_a_recipe_is_decorate_auto_cast_and_grad_scaler(level: str, dtype: str) -> None:
+    data = direct.batches(overflow_at=2 if dtype == "float16" else None)
+    direct.same(train(Recipe(level, dtype), data), direct.train(level, dtype, data=data))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_policy_is_what_initialize_makes_of_it(level: str) -> None:
+    policy = Policy.from_level(level, "bfloat16").replace(loss_scale=DynamicLossScale(init_scale=64.0))
+    mine = train(Recipe(policy=policy), direct.batches())
+
+    model = direct.classifier()
+    optimizer = direct.optimizer_of("AdamW", model.parameters())
+    amp.initialize(model, optimizer, policy=policy, verbosity=0)
+    losses = []
+    for x, y in direct.batches():
+        loss = F.cross_entropy(model(x), y)
+        losses.append(loss.item())
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [p.detach() for p in amp.master_params(optimizer)]
+    direct.same(mine, direct.Trained(losses, weights, 64.0))
+
+
+def test_models_are_cast_once_and_optimizers_get_masters_once() -> None:
+    recipe = Recipe("O2", "bfloat16")
+    model = recipe.cast(direct.classifier())
+    hooks = len(model._forward_pre_hooks)
+    assert recipe.cast(model) is model
+    assert len(model._forward_pre_hooks) == hooks
+    optimizer = direct.optimizer_of("AdamW", model.parameters())
+    recipe.give_masters(optimizer)
+    recipe.give_masters(optimizer)
+    assert amp.has_masters(optimizer)
+
+
+def test_weights_that_came_in_16_bits_get_masters_at_o1_too() -> None:
+    model = direct.classifier().to(torch.bfloat16)
+    optimizer = direct.optimizer_of("AdamW", model.parameters())
+    recipe = Recipe("O1", "bfloat16")
+    recipe.cast(model)
+    recipe.give_masters(optimizer)
+    assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
+
+
+def test_excluded_layers_filters_and_op_lists_are_those_of_amp() -> None:
+    recipe = Recipe("O2", "bfloat16", excluded_layers=torch.nn.Linear)
+    assert {p.dtype for p in recipe.cast(direct.classifier()).parameters()} == {torch.float32}
+    recipe = Recipe("O2", "bfloat16", module_filter=lambda module, name: "float32" if name == "3" else None)
+    assert recipe.cast(direct.classifier())[3].weight.dtype is torch.float32  # type: ignore[index]
+    with Recipe("O1", "bfloat16", custom_black_list=["linear"]).scope():
+        assert direct.classifier()[0](torch.randn(2, 12)).dtype is torch.float32  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"level": "O3"}, ArgumentValueError, "policy="),
+        ({"dtype": "float32"}, ArgumentValueError, "has not 16 bits"),
+        ({"scaler": 128.0}, ArgumentTypeError, "GradScaler"),
+        ({"policy": "O2"}, ArgumentTypeError, "Policy"),
+        ({"policy": Policy(), "dtype": "bfloat16"}, UsageError, "Leave it out"),
+        ({"level": "O2", "policy": Policy()}, UsageError, "Leave it out"),
+        ({"custom_white_list": ["no_such_op"]}, HalfstepError, "no_such_op"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_first_batch(arguments: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Recipe(**arguments)
+
+
+def test_names_say_dtype_and_level() -> None:
+    assert Recipe("O2", "float16").name == "16-halfstep-O2"
+    assert Recipe(policy=Policy.from_level("O3", "bfloat16")).name == "bf16-halfstep-policy"
+
+
+# ---- the adapters as files
+
+
+@pytest.mark.parametrize("path", sorted(ADAPTERS.glob("*.py")), ids=lambda path: path.stem)
+def test_an_adapter_is_thin_and_uses_public_names_of_the_engine(path: Path) -> None:
+    text = path.read_text()
+    assert path.stem == "recipe" or len(text.splitlines()) < 120
+    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.level == 2]
+    engine = {f"{node.module or ''}.{alias.name}".lstrip(".") for node in imports for alias in node.names}
+    public = {"amp", "optimizers", "findings.check", "core.policy.Policy", "model.Callback"}
+    # Facts and errors have no state; everything else is what users have too.
+    assert {name for name in engine if not name.startswith(("core.errors.", "core.dtypes."))} <= public
+
+
+def test_no_trainer_is_imported_unless_an_adapter_is_asked_for() -> None:
+    code = (
+        "import sys, halfstep, halfstep.amp, halfstep.integrations, halfstep.integrations.recipe; print(*sys.modules)"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not TRAINERS & {name.partition(".")[0] for name in loaded}
