@@ -5,8 +5,10 @@ A trainer casts the model, makes optimizers and steps them at different times, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+import functools
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
@@ -30,7 +32,8 @@ class Recipe:
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 where there is CUDA, else bfloat16.
         custom_white_list: ops to run in 16 bits; see ``amp.auto_cast``.
         custom_black_list: ops to run in fp32, likewise.
-        excluded_layers: modules or module types that stay fp32 at O2; see ``amp.decorate``.
+        excluded_layers: modules or module types that stay fp32 at O2; see ``amp.decorate``. A module that has nothing
+            but buffers that are not saved, such as the frequencies of rotary embeddings, stays too.
         module_filter: the dtype of single modules; see ``amp.decorate``.
         scaler: the loss scale. None means an ``amp.GradScaler`` in float16, and none in bfloat16.
         policy: a ``halfstep.Policy`` in the place of ``level``, ``dtype``, op lists and ``excluded_layers``. It is
@@ -96,6 +99,23 @@ class Recipe:
         """The scope in which models, and losses, compute."""
         return self._scope
 
+    def scoped(self, method: Any, wrapper: Callable[[Any], Any]) -> Any:
+        """A method that runs in the scope, and in a wrapper. In a copy of its object it runs the copy's."""
+        function = getattr(method, "__func__", method)
+
+        @functools.wraps(function)
+        def in_scope(*args: Any, **kwargs: Any) -> Any:
+            with self._scope:
+                return function(*args, **kwargs)
+
+        return MethodType(wrapper(in_scope), method.__self__) if function is not method else wrapper(in_scope)
+
+    def shard_policy(self) -> Any:
+        """What ``fully_shard`` is to be told at O2: it casts by itself, and its fp32 shards are the masters."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy  # imported when asked for
+
+        return MixedPrecisionPolicy(self.half, reduce_dtype=torch.float32, output_dtype=torch.float32)
+
     def cast(self, model: nn.Module) -> nn.Module:
         """Cast the weights of a model in place, once. The fp32 ones are kept for the masters to start from."""
         if model in self._models:
@@ -105,7 +125,11 @@ class Recipe:
             policy = self._policy.replace(loss_scale=1.0)
             amp.initialize(model, policy=policy, module_filter=self._layers["module_filter"], verbosity=0)
         elif self._level == "O2":
-            amp.decorate(model, level="O2", dtype=self.half, save_dtype="float32", **self._layers)
+            given = self._layers["excluded_layers"]
+            layers = [*given] if isinstance(given, (list, tuple, set)) else [] if given is None else [given]
+            layers += filter(_holds_constants, model.modules())
+            filtered = self._layers["module_filter"]
+            amp.decorate(model, None, "O2", self.half, None, "float32", excluded_layers=layers, module_filter=filtered)
         self._weights.update((param, weight) for param, weight in before if is_half(param))
         self._models.add(model)
         return model
@@ -119,6 +143,13 @@ class Recipe:
         for param in params:
             self._weights.pop(param, None)
 
+    @staticmethod
+    def has_masters_of(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> bool:
+        """Whether an optimizer has masters and trains exactly these parameters, frozen ones aside."""
+        own = [param for group in optimizer.param_groups for param in group["params"]]
+        mine, given = ({id(param) for param in each if param.requires_grad} for each in (own, params))
+        return amp.has_masters(optimizer) and mine == given
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer, unless its gradients overflowed, and move the scale.
 
@@ -128,3 +159,10 @@ class Recipe:
         result = self.scaler.step(optimizer, *args, **kwargs)
         self.scaler.update()
         return result
+
+
+def _holds_constants(module: nn.Module) -> bool:
+    """Whether a module has nothing but buffers that are not saved."""
+    return (
+        next(module.parameters(), None) is None and next(module.buffers(), None) is not None and not module.state_dict()
+    )

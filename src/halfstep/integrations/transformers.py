@@ -1,0 +1,72 @@
+"""Transformers: ``HalfstepTrainer(..., halfstep=dict(level="O2"))``, or ``HalfstepMixin`` before another trainer."""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+from typing import Any
+
+from transformers import PreTrainedModel, Trainer
+
+from ..core.dtypes import is_half
+from .accelerate import attach
+
+__all__ = ["HalfstepMixin", "HalfstepTrainer"]
+
+
+def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """Save a model whose ``state_dict()`` is fp32 with a config that says so, not what the weights compute in."""
+    type(self).save_pretrained(self, save_directory, *args, **kwargs)
+    if kwargs.get("state_dict") is None and kwargs.get("is_main_process", True):
+        config = copy.deepcopy(self.config)
+        config.dtype = "float32"
+        config.save_pretrained(save_directory)
+
+
+class HalfstepMixin:
+    """The precision of a trainer, to stand before ``Trainer`` or a class made from it.
+
+    ::
+
+        class MyTrainer(HalfstepMixin, SFTTrainer): ...
+
+        MyTrainer(model, args, train_dataset=data, halfstep=dict(level="O2", dtype="bfloat16"))
+
+    A model that ``from_pretrained`` loaded in 16 bits gets fp32 masters at O1 and O2. Leave ``bf16`` and ``fp16`` of
+    ``TrainingArguments`` as they are.
+
+    Args:
+        *args: those of the trainer.
+        halfstep: the arguments of ``halfstep.integrations.recipe.Recipe``; None for the defaults.
+        **kwargs: those of the trainer.
+    """
+
+    def __init__(self, *args: Any, halfstep: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self._halfstep = {} if halfstep is None else halfstep
+        self._came_in_16_bits = False
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Give the accelerator of the trainer the recipe."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        attach(self.accelerator, **self._halfstep)  # type: ignore[attr-defined]
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The trainer's own, which ``accelerator.prepare`` gives masters to."""
+        trainer: Any = self
+        chosen = trainer.model if model is None else model
+        if isinstance(chosen, PreTrainedModel):
+            self._came_in_16_bits = any(is_half(param) and param.requires_grad for param in chosen.parameters())
+            if trainer.accelerator.halfstep.casts_weights:
+                chosen.save_pretrained = MethodType(_save_pretrained, chosen)
+        return super().create_optimizer(*(() if model is None else (model,)))  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = self
+        if checkpoint is not None and self._came_in_16_bits and not trainer.is_fsdp_enabled:
+            trainer._load_from_checkpoint(checkpoint)  # again: the first time there were no masters, and it rounded
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+
+class HalfstepTrainer(HalfstepMixin, Trainer):
+    """``transformers.Trainer`` with ``halfstep=dict(level=..., dtype=...)``; see ``HalfstepMixin``."""
