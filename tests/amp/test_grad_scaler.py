@@ -729,3 +729,16 @@ def test_a_static_scale_stays_and_a_scale_of_one_is_none() -> None:
     assert not amp.GradScaler.from_loss_scale(1.0).is_enabled()
     with pytest.raises(ArgumentValueError, match="loss_scale"):
         amp.GradScaler.from_loss_scale(-1.0)
+
+
+def test_overflows_are_counted() -> None:
+    weight = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = amp.GradScaler(init_loss_scaling=4.0)
+    for factor in (1.0, math.inf, 1.0, math.inf, math.inf):
+        scaler.scale(weight * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.overflows() == 3
+    assert amp.GradScaler(False).overflows() == 0

@@ -385,3 +385,13 @@ def test_refusals_change_nothing(configs: Any, message: str) -> None:
     assert all(param.dtype == torch.float32 for param in model.network.parameters())
     with pytest.raises(halfstep.HalfstepError, match="needs an optimizer and a loss"):
         model.fit([], verbose=0)
+
+
+def test_what_was_prepared_can_be_read() -> None:
+    model = halfstep.Model(network())
+    assert model.optimizer is None
+    assert not model.scaler.is_enabled()
+    optimizer = torch.optim.SGD(model.network.parameters(), lr=0.1)
+    model.prepare(optimizer, nn.CrossEntropyLoss(), amp_configs={"level": "O2", "dtype": "float16"})
+    assert model.optimizer is optimizer
+    assert model.scaler.is_enabled()

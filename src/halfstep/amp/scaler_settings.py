@@ -113,6 +113,10 @@ class ScalerSettings(torch.amp.GradScaler):
         """The present scale, 1.0 if the scaler is disabled. Reads the device."""
         return self._scaler.loss_scale() if self._enabled else 1.0
 
+    def overflows(self) -> int:
+        """How many updates have found an overflow so far. Reads the device; replays of a CUDA graph are not counted."""
+        return self._scaler.overflows() if self._enabled else 0
+
     def set_growth_factor(self, new_factor: float) -> None:
         """Set it, above 1."""
         self.set_incr_ratio(new_factor)

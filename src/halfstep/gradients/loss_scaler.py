@@ -40,6 +40,7 @@ class DeviceLossScaler:
         self._verbose = verbose
         self._late = AsyncReader(2)
         self._present: torch.Tensor | None = None
+        self._overflows = 0
         self._state = self._start(rule.init_scale, 0, 0, torch.device("cpu"))
 
     @property
@@ -92,6 +93,11 @@ class DeviceLossScaler:
         """The present scale as a number. Reads the device."""
         self._pick_up(wait=True)
         return float(self._state.scale)
+
+    def overflows(self) -> int:
+        """How many updates have found an overflow so far. Reads the device; replays of a CUDA graph are not counted."""
+        self._pick_up(wait=True)
+        return self._overflows
 
     def set_scale(self, scale: float) -> None:
         """Set the present scale.
@@ -146,6 +152,7 @@ class DeviceLossScaler:
     def _pick_up(self, *, wait: bool = False) -> None:
         """Tell of the updates that the host has heard of by now."""
         for found_inf, scale in self._late.poll(wait=wait):
+            self._overflows += bool(found_inf)
             at_floor = self._known_scale <= self.rule.collapse_scale
             self._stuck = self._stuck + 1 if found_inf and at_floor else 0
             if found_inf and self._verbose:

@@ -61,6 +61,16 @@ class Model:
         self._scope: AbstractContextManager[Any] = nullcontext()
         self._scaler = GradScaler(enable=False)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What ``prepare`` was given."""
+        return self._optimizer
+
+    @property
+    def scaler(self) -> GradScaler:
+        """The loss scale, which is disabled where the recipe needs none."""
+        return self._scaler
+
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the network."""
         return list(self.network.parameters())
