@@ -35,7 +35,7 @@ PUBLIC_MODULES = sorted(
     for module in pkgutil.walk_packages(halfstep.__path__, "halfstep.")
     if not any(part.startswith("_") for part in module.name.split("."))
     # Each adapter needs the trainer it is for; tests/integrations has these tests for them.
-    and not (module.name.startswith("halfstep.integrations.") and module.name != "halfstep.integrations.recipe")
+    and (not module.name.startswith("halfstep.integrations.") or module.name.endswith((".recipe", ".figures")))
 )
 
 

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from .. import amp
 from ..core.errors import UsageError
 from .fabric import HalfstepFabricPrecision, RecipePrecision
+from .figures import figures
 
-__all__ = ["HalfstepFabricPrecision", "HalfstepPrecision"]
+__all__ = ["HalfstepCallback", "HalfstepFabricPrecision", "HalfstepPrecision"]
 
 
 class HalfstepPrecision(RecipePrecision, Precision):
@@ -84,3 +86,23 @@ class HalfstepPrecision(RecipePrecision, Precision):
         self._after_closure(model, optimizer)
         self._results[id(optimizer)] = self._recipe.step(optimizer, **kwargs)
         return loss
+
+
+class HalfstepCallback(Callback):
+    """Log ``halfstep.integrations.figures`` to the loggers of a Trainer: TensorBoard, wandb, CSV and so on.
+
+    Args:
+        every_n_steps: how often.
+        monitor: anything whose ``latest()`` is a dict of numbers.
+    """
+
+    def __init__(self, every_n_steps: int = 50, monitor: Any = None) -> None:
+        self._every, self._monitor = every_n_steps, monitor
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Log after some steps."""
+        if trainer.global_step % self._every == 0:
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            found = figures(pl_module, trainer.optimizers, scaler, self._monitor)
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step=trainer.global_step)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..core.dtypes import is_half
 from .accelerate import attach
+from .figures import figures
 
 __all__ = ["HalfstepMixin", "HalfstepTrainer"]
 
@@ -35,14 +36,17 @@ class HalfstepMixin:
     A model that ``from_pretrained`` loaded in 16 bits gets fp32 masters at O1 and O2. Leave ``bf16`` and ``fp16`` of
     ``TrainingArguments`` as they are.
 
+    What the trainer logs with a loss has ``halfstep.integrations.figures`` too: loss scale, overflows, findings.
+
     Args:
         *args: those of the trainer.
         halfstep: the arguments of ``halfstep.integrations.recipe.Recipe``; None for the defaults.
+        monitor: anything whose ``latest()`` is a dict of numbers, which is logged too.
         **kwargs: those of the trainer.
     """
 
-    def __init__(self, *args: Any, halfstep: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        self._halfstep = {} if halfstep is None else halfstep
+    def __init__(self, *args: Any, halfstep: dict[str, Any] | None = None, monitor: Any = None, **kwargs: Any) -> None:
+        self._halfstep, self._monitor = {} if halfstep is None else halfstep, monitor
         self._came_in_16_bits = False
         super().__init__(*args, **kwargs)
 
@@ -60,6 +64,14 @@ class HalfstepMixin:
             if trainer.accelerator.halfstep.casts_weights:
                 chosen.save_pretrained = MethodType(_save_pretrained, chosen)
         return super().create_optimizer(*(() if model is None else (model,)))  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The trainer's own, with figures about precision."""
+        trainer: Any = self
+        if "loss" in logs:
+            optimizer = trainer.optimizer.optimizer
+            logs = logs | figures(trainer.model, optimizer, trainer.accelerator.scaler, self._monitor)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self

@@ -1,0 +1,96 @@
+"""What there is to log about a training's precision, as one dict of numbers, and a callback of ``Model.fit`` for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from .. import amp
+from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..findings import check
+from ..model import Callback
+
+__all__ = ["FiguresCallback", "figures", "sink"]
+
+
+def figures(
+    model: nn.Module, optimizers: Any, scaler: amp.GradScaler | None = None, monitor: Any = None
+) -> dict[str, float]:
+    """The loss scale, how many steps overflowed, what ``halfstep.check`` finds, and what a monitor has measured.
+
+    Args:
+        model: for ``halfstep.check``.
+        optimizers: one or a list, likewise.
+        scaler: the loss scale; a disabled one, or None, adds nothing.
+        monitor: anything whose ``latest()`` is a dict of numbers, which is added; None for nothing.
+
+    Returns:
+        ``halfstep/loss_scale``, ``halfstep/overflows``, ``halfstep/findings``, and the number of findings of each code
+        as ``halfstep/HS102`` and so on. Reads the device.
+    """
+    found: dict[str, float] = {}
+    if scaler is not None and scaler.is_enabled():
+        found |= {"halfstep/loss_scale": scaler.get_scale(), "halfstep/overflows": float(scaler.overflows())}
+    else:
+        scaler = None
+    findings = check(model, optimizers, scaler=scaler)
+    found["halfstep/findings"] = float(len(findings))
+    for finding in findings:
+        found[f"halfstep/{finding.code}"] = found.get(f"halfstep/{finding.code}", 0.0) + 1.0
+    return found if monitor is None else found | dict(monitor.latest())
+
+
+def sink(target: Any) -> Callable[[Mapping[str, float], int], None]:
+    """A function ``(figures, step)`` that logs to a target.
+
+    Args:
+        target: a TensorBoard ``SummaryWriter``, a run of wandb, a dict, which gets a list of ``(step, value)`` for each
+            name, or such a function.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+    """
+    if isinstance(target, dict):
+
+        def collect(values: Mapping[str, float], step: int) -> None:
+            for name, value in values.items():
+                target.setdefault(name, []).append((step, value))
+
+        return collect
+    if hasattr(target, "add_scalar"):
+
+        def write(values: Mapping[str, float], step: int) -> None:
+            for name, value in values.items():
+                target.add_scalar(name, value, step)
+
+        return write
+    if hasattr(target, "log"):
+        return lambda values, step: target.log(dict(values), step=step)
+    if not callable(target):
+        raise ArgumentTypeError(f"{target!r} is no SummaryWriter, run of wandb, dict or function (figures, step).")
+    return target  # type: ignore[no-any-return]
+
+
+class FiguresCallback(Callback):
+    """A callback of ``halfstep.Model.fit`` that logs ``figures``.
+
+    Args:
+        target: where to; see ``sink``.
+        every: after how many batches, 1 or more.
+        monitor: see ``figures``.
+    """
+
+    def __init__(self, target: Any, every: int = 50, monitor: Any = None) -> None:
+        if every < 1:
+            raise ArgumentValueError(f"every={every!r} must be a whole number, 1 or more.")
+        self._log, self._every, self._monitor = sink(target), every, monitor
+        self._batches = 0
+
+    def on_train_batch_end(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Log after some batches; batches are counted through all epochs."""
+        self._batches += 1
+        if self._batches % self._every == 0:
+            model = self.model
+            self._log(figures(model.network, model.optimizer, model.scaler, self._monitor), self._batches)
