@@ -109,3 +109,11 @@ def test_operations_in_place_return_it_and_others_do_not_write(fused: bool, half
     assert torch.equal(model.state_dict()["weight"], 3 * before + 1)
     assert torch.equal(model.weight, (3 * before + 1).to(half)) is fused, "a plain master is rounded at the next step"
     assert torch.equal(view, 3 * before + 1)
+
+
+@in_both_halves
+@with_both_masters
+def test_it_is_read_as_an_array(fused: bool, half: torch.dtype) -> None:
+    _, optimizer = start(half, fused)
+    view = next(iter(amp.master_params(optimizer)))
+    assert view.detach().cpu().numpy().tolist() == view.detach().clone().tolist()

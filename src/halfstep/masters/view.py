@@ -90,6 +90,10 @@ class SplitMasterParameter(MasterParameter):
         view.weight, view._read, view._write = weight, read, write
         return view  # type: ignore[no-any-return]
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array of their own: there is no memory to share. TensorBoard and wandb ask for it."""
+        return self.detach().clone().numpy(force=force)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:  # ``view.data`` is written to as well
