@@ -21,6 +21,7 @@ BENCHMARKS = {
     "monitor": "what halfstep.numerics.Monitor adds to a training step, at every step and at every 100th",
     "numerics": "one look at a step: halfstep.numerics.op_table and compare_step, against the plain step",
     "check": "halfstep.check on a model of many small tensors, and what halfstep.watch adds to a step",
+    "trainers": "a step in Lightning Fabric, with its own autocast and with halfstep's levels, and in a plain loop",
     "walks": "the files and functions of halfstep that one batch calls, for five usual loops",
     "host_time": "Python time of a step by the number of tensors: torch.optim.AdamW(fused=True) and FusedAdam",
     "triton_offline": "the Triton kernels compiled for GPUs that are not here: bytes, access widths, registers, spills",

@@ -143,6 +143,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             if rank == 0:
                 last = {name: values[-1] for name, values in history.items()}
                 print(f"step {done}: " + ", ".join(f"{name} {value:.3g}" for name, value in last.items()), flush=True)
+    if rank == 0 and history["mismatch"]:
+        early = history["mismatch"][:20]
+        print(f"mean mismatch of the first {len(early)} steps: {sum(early) / len(early):.2g}", flush=True)
     return history
 
 
