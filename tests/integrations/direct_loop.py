@@ -10,9 +10,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep import amp, optimizers
+from halfstep import Policy, amp, optimizers
 
-__all__ = ["BATCHES", "OPTIMIZERS", "RECIPES", "Trained", "batches", "classifier", "optimizer_of", "same", "train"]
+__all__ = [
+    "BATCHES",
+    "OPTIMIZERS",
+    "RECIPES",
+    "Trained",
+    "batches",
+    "classifier",
+    "optimizer_of",
+    "same",
+    "train",
+    "train_by_policy",
+]
 
 RECIPES = [(level, dtype) for level in ("O1", "O2") for dtype in ("bfloat16", "float16")]
 BATCHES = 6
@@ -91,6 +102,23 @@ def train(
             scaler.update()
             stepper.zero_grad()
     return Trained(losses, [p.detach().clone() for p in amp.master_params(stepper)], scaler.get_scale())
+
+
+def train_by_policy(policy: Policy) -> Trained:
+    """Train with ``amp.initialize`` in a plain loop."""
+    model = classifier()
+    optimizer = optimizer_of("AdamW", model.parameters())
+    amp.initialize(model, optimizer, policy=policy, verbosity=0)
+    losses = []
+    for x, y in batches():
+        loss = F.cross_entropy(model(x), y)
+        losses.append(loss.item())
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [p.detach().clone() for p in amp.master_params(optimizer)]
+    return Trained(losses, weights, amp.state_dict(optimizer=optimizer)["loss_scaler0"]["loss_scale"])
 
 
 def _clip(optimizer: Any, value: float, clip_by: str) -> None:

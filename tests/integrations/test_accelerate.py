@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch.nn import functional as F
 
-from halfstep import amp
+from halfstep import DynamicLossScale, Policy, amp
 from halfstep.core.errors import UsageError
 from halfstep.integrations.accelerate import attach
 from tests.integrations import direct_loop as direct
@@ -40,12 +40,21 @@ def fresh_accelerate() -> Iterator[None]:
 class Run:
     """A model, its optimizer and a schedule, prepared by Accelerate."""
 
-    def __init__(self, level: str, dtype: str, optimizer: str = "AdamW", *, shards: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        level: str = "O1",
+        dtype: str | None = None,
+        optimizer: str = "AdamW",
+        *,
+        shards: Any = None,
+        policy: Policy | None = None,
+        **options: Any,
+    ) -> None:
         accelerator = Accelerator(cpu=True, **options)
         if shards is not None:  # on a CPU Accelerate never turns FSDP on by itself
             PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
             accelerator.state.fsdp_plugin = shards
-        self.accelerator = attach(accelerator, level, dtype)
+        self.accelerator = attach(accelerator, level, dtype, policy=policy)
         model = direct.classifier()
         stepper = direct.optimizer_of(optimizer, model.parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(stepper, lambda step: 1.0)
@@ -204,3 +213,10 @@ def test_shards_resume_bit_for_bit(ranks: Any, level: str, dtype: str, tmp_path:
     direct.same(resumed, whole)
     direct.same(whole._replace(losses=[]), other._replace(losses=[]))
     assert whole.scale == (2.0**14 if dtype == "float16" else 1.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_policy_is_what_initialize_makes_of_it(level: str) -> None:
+    policy = Policy.from_level(level, "bfloat16").replace(loss_scale=DynamicLossScale(init_scale=64.0))
+    run = Run(policy=policy).train(direct.batches())
+    direct.same(run.trained(), direct.train_by_policy(policy))

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from halfstep import amp
+from halfstep import DynamicLossScale, Policy, amp
 from halfstep.core.errors import UsageError
 from halfstep.integrations.lightning import HalfstepPrecision
 from tests.integrations import direct_loop as direct
@@ -200,3 +200,9 @@ def test_ranks_train_one_model(ranks: Any, level: str, dtype: str) -> None:
     assert first.losses != second.losses  # each has data of its own
     direct.same(first._replace(losses=[]), second._replace(losses=[]))
     assert first.scale == (2.0**14 if dtype == "float16" else 1.0)  # one overflow, on one rank
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_policy_is_what_initialize_makes_of_it(level: str) -> None:
+    policy = Policy.from_level(level, "bfloat16").replace(loss_scale=DynamicLossScale(init_scale=64.0))
+    direct.same(fit(Classifier(), HalfstepPrecision(policy=policy)), direct.train_by_policy(policy))

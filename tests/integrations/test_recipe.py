@@ -47,20 +47,7 @@ def test_a_recipe_is_decorate_auto_cast_and_grad_scaler(level: str, dtype: str) 
 def test_a_policy_is_what_initialize_makes_of_it(level: str) -> None:
     policy = Policy.from_level(level, "bfloat16").replace(loss_scale=DynamicLossScale(init_scale=64.0))
     mine = train(Recipe(policy=policy), direct.batches())
-
-    model = direct.classifier()
-    optimizer = direct.optimizer_of("AdamW", model.parameters())
-    amp.initialize(model, optimizer, policy=policy, verbosity=0)
-    losses = []
-    for x, y in direct.batches():
-        loss = F.cross_entropy(model(x), y)
-        losses.append(loss.item())
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = [p.detach() for p in amp.master_params(optimizer)]
-    direct.same(mine, direct.Trained(losses, weights, 64.0))
+    direct.same(mine, direct.train_by_policy(policy))
 
 
 def test_models_are_cast_once_and_optimizers_get_masters_once() -> None:

@@ -21,17 +21,24 @@ from timm.utils import ModelEmaV3, NativeScaler
 from timm.utils.agc import adaptive_clip_grad
 from torch.nn import functional as F
 
-from halfstep import amp, optimizers
+from halfstep import DynamicLossScale, Policy, amp, optimizers
 from halfstep.integrations.timm import HalfstepScaler
 from tests.integrations import direct_loop as direct
 
 
 def train(
-    level: str, dtype: str, optimizer: str = "AdamW", *, accumulate: int = 1, data: Any = None, **clip: Any
+    level: str = "O1",
+    dtype: str | None = None,
+    optimizer: str = "AdamW",
+    *,
+    accumulate: int = 1,
+    data: Any = None,
+    policy: Policy | None = None,
+    **clip: Any,
 ) -> tuple[direct.Trained, list[Any]]:
     model = direct.classifier()
     stepper = direct.optimizer_of(optimizer, model.parameters())
-    loss_scaler = HalfstepScaler(level, dtype)
+    loss_scaler = HalfstepScaler(level, dtype, policy=policy)
     loss_scaler.prepare(model, stepper)
     losses, steps = [], []
     for i, (x, y) in enumerate(direct.batches() if data is None else data):
@@ -165,3 +172,9 @@ def test_an_average_of_weights_is_fp32() -> None:
         assert value.dtype is torch.float32
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-7)
     assert ema.module(torch.randn(2, 12)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_policy_is_what_initialize_makes_of_it(level: str) -> None:
+    policy = Policy.from_level(level, "bfloat16").replace(loss_scale=DynamicLossScale(init_scale=64.0))
+    direct.same(train(policy=policy)[0], direct.train_by_policy(policy))

@@ -39,6 +39,12 @@ class HalfstepPrecision(RecipePrecision, Precision):
         self._results: dict[int, Any] = {}  # by identity of the optimizer: whether its latest step was taken
         self._patched: nn.Module | None = None
 
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast the weights. Lightning calls steps of the module, and only these call the networks in it."""
+        return self._recipe.cast(
+            module, [child for child in module.children() if next(child.parameters(), None) is not None]
+        )
+
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Give masters to the optimizers; the model is wrapped by now."""
         for optimizer in optimizers:

@@ -6,7 +6,7 @@ A trainer casts the model, makes optimizers and steps them at different times, s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -116,14 +116,23 @@ class Recipe:
 
         return MixedPrecisionPolicy(self.half, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
-    def cast(self, model: nn.Module) -> nn.Module:
-        """Cast the weights of a model in place, once. The fp32 ones are kept for the masters to start from."""
+    def cast(self, model: nn.Module, parts: Sequence[nn.Module] = ()) -> nn.Module:
+        """Cast the weights of a model in place, once. The fp32 ones are kept for the masters to start from.
+
+        Args:
+            model: changed in place.
+            parts: with a policy, the modules that are called where the model itself is not.
+
+        Returns:
+            The model.
+        """
         if model in self._models:
             return model
         before = [(param, param.detach()) for param in model.parameters() if param.requires_grad and not is_half(param)]
         if self._policy is not None:
             policy = self._policy.replace(loss_scale=1.0)
-            amp.initialize(model, policy=policy, module_filter=self._layers["module_filter"], verbosity=0)
+            called = list(parts) or [model]
+            amp.initialize(called, policy=policy, module_filter=self._layers["module_filter"], verbosity=0)
         elif self._level == "O2":
             given = self._layers["excluded_layers"]
             layers = [*given] if isinstance(given, (list, tuple, set)) else [] if given is None else [given]
