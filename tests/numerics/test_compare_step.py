@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -131,6 +132,59 @@ def test_a_run_ends_where_the_optimizer_steps() -> None:
     assert top(found) == ("1", "cancellation")
     assert any(entry.backward for entry in found.entries)
     assert same(before, state_of(model))
+
+
+def with_scale_loss(model: nn.Module) -> tuple[Callable[[], None], Callable[[], Any]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", dtype="float16", verbosity=0)
+
+    def step() -> None:
+        loss = loss_of(model)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    return step, amp.state_dict
+
+
+def with_grad_scaler(model: nn.Module) -> tuple[Callable[[], None], Callable[[], Any]]:
+    return scaled_by(amp.GradScaler(), model)
+
+
+def with_torchs_grad_scaler(model: nn.Module) -> tuple[Callable[[], None], Callable[[], Any]]:
+    return scaled_by(torch.amp.GradScaler("cpu"), model)
+
+
+def scaled_by(scaler: Any, model: nn.Module) -> tuple[Callable[[], None], Callable[[], Any]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        with amp.auto_cast(dtype="float16"):
+            loss = loss_of(model)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step, scaler.state_dict
+
+
+@pytest.mark.parametrize("recipe", [with_scale_loss, with_grad_scaler, with_torchs_grad_scaler])
+def test_a_whole_step_with_a_loss_scale_is_compared_and_trains_on(recipe: Any) -> None:
+    model = broken()
+    step, scales = recipe(model)
+    step()
+    before, scale = state_of(model), copy.deepcopy(scales())
+    found = numerics.compare_step(step, model)
+    assert top(found) == ("1", "cancellation")
+    assert any(entry.backward and entry.dtype == "float16" for entry in found.entries)
+    assert same(before, state_of(model))
+    assert same(scale, scales())
+    other = broken()
+    twice, _ = recipe(other)
+    twice()
+    for run in (step, twice):
+        run()
+    assert same(state_of(model)["tensors"], state_of(other)["tensors"])
 
 
 # ---- what is compared

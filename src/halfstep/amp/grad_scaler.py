@@ -22,6 +22,7 @@ from ..gradients.ledger import UnscaledOnce
 from ..gradients.unscale import Unscaler
 from ..optimizers.release import release_of
 from ..stepping.attached import AttachedOptimizer, attached_to
+from ..stepping.backward import before_unscaling
 from ..stepping.diagnosis import first_bad_gradient
 from .scaler_settings import ScalerSettings, check_interval
 from .step_result import StepResult
@@ -345,6 +346,8 @@ class GradScaler(ScalerSettings):
                 f"{type(optimizer).__name__} have no gradient. Call scaler.scale(loss).backward() before unscale_() or "
                 "step()."
             )
+        for callback in before_unscaling:
+            callback()
         scale = self._present_scale(params[0].device if params else torch.device("cpu"))
         found_inf = torch.zeros((), device=scale.device)
         done = self._done.among(params)

@@ -46,7 +46,7 @@ def compare_step(
 
     Both runs begin with the same weights, buffers and random numbers, and get the same batch if ``step`` uses the same.
     Nothing of them remains: weights, buffers, gradients, hooks and the state of the random numbers are what they were,
-    and no optimizer steps: a run ends where the step of one begins. A loss scaler is best left out of ``step``.
+    and no optimizer steps and no loss scale moves: a run ends where gradients are unscaled or an optimizer steps.
 
     In the reference all ops compute in one dtype: casts to a narrower one, of the level or in the script, do nothing,
     and 16-bit weights come from their masters where they have some. Ops of both runs are aligned by module, op, shape

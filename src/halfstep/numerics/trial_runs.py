@@ -1,7 +1,7 @@
 """Trial runs of one step, each from the same weights, buffers and random numbers. Nothing of them remains.
 
 A run gets copies of all parameters and buffers, put in the place of the model's own. So gradients, hooks on parameters
-and optimizers are left out by themselves. A run ends at the latest where an optimizer's step begins.
+and optimizers are left out by themselves. A run ends at the latest where gradients are unscaled, or an optimizer steps.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from ..core.errors import UsageError
 from ..core.policy import Policy
 from ..gradients.master_registry import master_of
 from ..kernels.shards import is_sharded
+from ..stepping.backward import before_unscaling
 from ..stepping.prepare import prepare_model
 
 __all__ = ["Dice", "as_candidate", "as_reference", "run_step"]
 
 
 class _Ended(BaseException):
-    """The step has come to its optimizer."""
+    """The step has come to its loss scaler or its optimizer."""
 
 
 class Dice:
@@ -150,8 +151,7 @@ def run_step(
     with ExitStack() as stack:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             stack.enter_context(model.no_sync())
-        ends = register_optimizer_step_pre_hook(_end)
-        stack.callback(ends.remove)
+        stack.enter_context(_ending_early())
         try:
             loss = step()
         except _Ended:
@@ -164,6 +164,21 @@ def run_step(
         begin_backward(root)
         loss.backward(root)
     return True
+
+
+@contextmanager
+def _ending_early() -> Iterator[None]:
+    """Within the block a step ends where gradients are about to be unscaled, or an optimizer is about to step."""
+    scaler: Any = torch.amp.GradScaler
+    unscale, scaler.unscale_ = scaler.unscale_, _end
+    before_unscaling.append(_end)
+    hook = register_optimizer_step_pre_hook(_end)
+    try:
+        yield
+    finally:
+        hook.remove()
+        before_unscaling.remove(_end)
+        scaler.unscale_ = unscale
 
 
 def _end(*_: Any) -> None:

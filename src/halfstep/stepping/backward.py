@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -25,7 +25,10 @@ from ..masters.keeper import MasterKeeper
 from ..optimizers.release import GradientRelease, release_of
 from .diagnosis import first_bad_gradient, refuse_strays
 
-__all__ = ["BackwardPasses", "ScaledBackward", "check_loss", "record_pass", "sync_overflow"]
+__all__ = ["BackwardPasses", "ScaledBackward", "before_unscaling", "check_loss", "record_pass", "sync_overflow"]
+
+before_unscaling: list[Callable[[], None]] = []
+"""Called before gradients are unscaled and scales move. One that raises leaves both as they were before the block."""
 
 
 class BackwardPasses:
@@ -343,11 +346,16 @@ class ScaledBackward:
         while self._hooks:
             self._hooks.pop().remove()
         if kind is not None or unscaled_loss:
-            for passes in self._passes:
-                passes.abandon()
+            self._abandon()
             if unscaled_loss and kind is None:
                 self._refuse_unscaled()
             return
+        try:
+            for callback in before_unscaling:
+                callback()
+        except BaseException:
+            self._abandon()
+            raise
         found_inf = torch.zeros((), device=self._loss.device) if self._found_inf is None else self._found_inf
         seen: set[int] | None = set() if len(self._passes) > 1 else None
         try:
@@ -359,6 +367,10 @@ class ScaledBackward:
                     passes.abandon()
         if self._scale is not None and self._check and not self._delay:
             record_pass(self._passes, self._scaler, found_inf, self._scale)
+
+    def _abandon(self) -> None:
+        for passes in self._passes:
+            passes.abandon()
 
 
 def record_pass(
