@@ -10,6 +10,7 @@ import torch
 
 from halfstep import amp
 from halfstep.fp16_utils import FP16_Optimizer
+from halfstep.numerics import Monitor
 from halfstep.stepping.attached import AttachedOptimizer, creation_callbacks, observers
 
 
@@ -60,6 +61,19 @@ def test_the_scale_of_each_loss_and_each_skipped_step_are_seen_with_a_grad_scale
             optimizer.zero_grad()
     assert noted.scales == [[64.0], [64.0], [32.0]]
     assert noted.skipped == [0, 1, 1]
+
+
+def test_a_monitor_knows_the_scale_after_it_has_moved() -> None:
+    model, optimizer = model_and_optimizer(torch.optim.SGD)
+    scaler = amp.GradScaler(init_loss_scaling=64.0, decr_every_n_nan_or_inf=1)
+    with Monitor(model, optimizer, every=1) as monitor:
+        for factor in FACTORS:
+            scaler.scale(model(torch.ones(2, 4)).mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    rows = [row for row in monitor.rows() if row.tensor == "output_grad"]
+    assert [(row.scale, row.amax) for row in rows] == [(64.0, 0.5), (64.0, float("inf")), (32.0, 0.5)]
 
 
 def test_the_scale_is_the_one_before_the_update_in_a_scale_loss_block() -> None:

@@ -150,7 +150,7 @@ class AttachedOptimizer:
             may_defer: leave it to a fused step where that loses less.
         """
         params, gradients = self.params(), self.passes.gradients
-        self.passes.scale = scale
+        self.passes.scale = scaler.state(scale.device).scale  # which will be that of the next losses, too
         if self.passes.release is not None:
             self.passes.release.add_overflow(found_inf)
         if may_defer and seen is None and not gradients.any_wide and self.stepping.takes_flags:
