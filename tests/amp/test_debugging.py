@@ -191,6 +191,12 @@ def test_check_numerics_of_nothing_and_of_nan_only() -> None:
     assert numbers[2].isnan()
 
 
+def test_zeros_have_no_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    counts, _ = debugging.check_numerics(torch.tensor([-0.0, -0.0]), "op", "name", DebugMode.CHECK_ALL)
+    assert counts.tolist() == [0, 0, 2]
+    assert "num_zero=2, max=0.000000e+00, min=0.000000e+00, mean=0.000000e+00" in capsys.readouterr().out
+
+
 def test_modes_are_paddles() -> None:
     assert {mode.name: mode.value for mode in DebugMode} == FACTS["DebugMode"]
 

@@ -58,7 +58,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str | N
     return element("div", inner, class_="scroll", tabindex=0, role="region", aria_label=caption or "table")
 
 
-def page(title: str, *content: str) -> str:
+def page(title: str, *content: str, wide: bool = False) -> str:
     """A whole page that loads nothing from elsewhere. It is light or dark, as the reader's system is."""
     head = element(
         "head",
@@ -68,7 +68,7 @@ def page(title: str, *content: str) -> str:
         element("title", title),
         element("style", Markup(style())),
     )
-    body = element("body", element("main", *content))
+    body = element("body", element("main", *content, class_="wide" if wide else None))
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 

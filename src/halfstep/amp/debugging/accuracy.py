@@ -238,7 +238,7 @@ def _page(found: dict[str, list[_Compared]], scale: float) -> str:
         infinite = sorted({row.cells()[0] for row in rows if row.infinite})
         text = f"Ops with infinite results: {', '.join(infinite)}." if infinite else "No op has infinite results."
         inner = element("table", head, element("tbody", *body))
-        region = element("div", inner, class_="scroll", tabindex=0, role="region", aria_label=worker)
+        region = element("div", inner, class_="scroll dense", tabindex=0, role="region", aria_label=worker)
         parts.append(section(worker, element("p", text), region))
     key = element(
         "p",
@@ -246,4 +246,6 @@ def _page(found: dict[str, list[_Compared]], scale: float) -> str:
         "ratio that is neither 1 nor the loss scale, by more than 5 %.",
         class_="small",
     )
-    return page("Accuracy of two runs", element("header", element("h1", "Accuracy of two runs")), key, *parts)
+    return page(
+        "Accuracy of two runs", element("header", element("h1", "Accuracy of two runs")), key, *parts, wide=True
+    )

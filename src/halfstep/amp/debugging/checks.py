@@ -104,7 +104,9 @@ def facts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def read(tensor: torch.Tensor, counts: torch.Tensor, numbers: torch.Tensor) -> Checked:
     """The facts on the host, in one read."""
-    nan, inf, zeros, largest, smallest, mean = torch.cat([counts.double(), numbers.double()]).tolist()
+    nan, inf, zeros, largest, smallest, mean = (
+        torch.cat([counts.double(), numbers.double()]) + 0.0
+    ).tolist()  # no -0.0
     device = tensor.device.type if tensor.device.type == "cpu" else f"gpu:{tensor.device.index}"
     return Checked(device, tensor.dtype, tensor.numel(), int(nan), int(inf), int(zeros), largest, smallest, mean)
 
