@@ -48,6 +48,24 @@ def test_model_fit_logs_to_a_dict() -> None:
     assert [step for step, _ in logged["halfstep/findings"]] == [2, 4]
 
 
+def test_a_monitor_of_numerics_is_logged_too() -> None:
+    model = direct.classifier()
+    optimizer = direct.optimizer_of("AdamW", model.parameters())
+    amp.decorate(model, optimizer, level="O2", dtype="bfloat16")
+    x, y = direct.batches(1)[0]
+    with halfstep.numerics.Monitor(model, optimizer, every=1) as monitor:
+        for _ in range(3):
+            with amp.auto_cast(level="O2", dtype="bfloat16"):
+                loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = figures(model, optimizer, None, monitor)
+    measured = {name: value for name, value in found.items() if name.startswith("numerics/")}
+    assert measured == monitor.latest()
+    assert measured["numerics/0/output/amax"] > 0
+
+
 def test_model_fit_logs_to_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed; `make integrations` installs it")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
