@@ -6,6 +6,7 @@ __all__ = [
     "ArgumentValueError",
     "HalfstepError",
     "LossScaleCollapsed",
+    "MissingModuleError",
     "PrecisionWarning",
     "UnsafeOpError",
     "UsageError",
@@ -34,6 +35,10 @@ class UsageError(HalfstepError):
 
 class LossScaleCollapsed(HalfstepError):  # noqa: N818 - the name says what happened
     """A dynamic loss scale sits at its floor and the gradients still overflow."""
+
+
+class MissingModuleError(HalfstepError, ModuleNotFoundError):
+    """A module of Apex that halfstep does not have."""
 
 
 class UnsafeOpError(HalfstepError, NotImplementedError):

@@ -1,18 +1,22 @@
 """Apex's module tree by its own names: ``halfstep.apex.install()`` makes ``import apex`` find it.
 
-float16 is the default on every device, as Apex's was. Not here: of ``contrib`` all but ``clip_grad``.
+float16 is the default on every device, as Apex's was. ``transformer`` and some of ``contrib`` are not here; importing
+them says what to use.
 """
 
 from importlib import import_module
 from typing import Any
 
 from ..install import install, uninstall
+from ..missing import refuse_missing
 
 __all__ = ["install", "uninstall"]
 
+refuse_missing()
+
 _SUBMODULES = (
     *("RNN", "amp", "contrib", "fp16_utils", "fused_dense", "mlp"),
-    *("multi_tensor_apply", "normalization", "optimizers", "parallel", "reparameterization"),
+    *("multi_tensor_apply", "normalization", "optimizers", "parallel", "pyprof", "reparameterization"),
 )
 
 

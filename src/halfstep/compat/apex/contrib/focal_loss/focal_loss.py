@@ -1,0 +1,52 @@
+"""The focal loss of detectors (Lin et al., arXiv 1708.02002), on torch's binary cross entropy."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+__all__ = ["FocalLoss", "focal_loss"]
+
+_IGNORED = -2
+
+
+def focal_loss(
+    cls_output: torch.Tensor,
+    cls_targets_at_level: torch.Tensor,
+    num_positives_sum: torch.Tensor,
+    num_real_classes: int,
+    alpha: float,
+    gamma: float,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Focal loss of sigmoids, summed over anchors and classes, divided by the number of positives; in fp32.
+
+    Args:
+        cls_output: logits of shape [..., classes].
+        cls_targets_at_level: int64 of shape [...]: the class; -1 for background; -2 for an anchor that does not count.
+        num_positives_sum: what to divide by, a tensor of one number.
+        num_real_classes: the classes behind these are padding and do not count.
+        alpha: weight of positives; that of negatives is ``1 - alpha``.
+        gamma: how much less a well classified example counts.
+        label_smoothing: ``s`` turns the targets 0 and 1 into ``s / 2`` and ``1 - s / 2``.
+
+    Returns:
+        A 0-dim tensor. The gradient has the dtype of ``cls_output``.
+    """
+    logits = cls_output[..., :num_real_classes]
+    logits = logits if logits.dtype is torch.float64 else logits.float()
+    target = cls_targets_at_level.unsqueeze(-1)
+    positive = target == torch.arange(num_real_classes, device=logits.device)
+    smooth = torch.where(positive, 1.0 - label_smoothing / 2, label_smoothing / 2).to(logits.dtype)
+    entropy = F.binary_cross_entropy_with_logits(logits, smooth, reduction="none")
+    # (1 - p_t) ** gamma by its logarithm, whose gradient is finite also where p_t rounds to 1.
+    missed = F.logsigmoid(torch.where(positive, -logits, logits))
+    weight = torch.where(positive, alpha, 1.0 - alpha) * torch.exp(gamma * missed)
+    counts = torch.where(target == _IGNORED, 0.0, weight * entropy)
+    return counts.sum() / num_positives_sum.to(logits.dtype).reshape(())
+
+
+class FocalLoss:
+    """A namespace for ``apply``: in Apex this was an ``autograd.Function``."""
+
+    apply = staticmethod(focal_loss)

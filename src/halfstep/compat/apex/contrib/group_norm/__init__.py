@@ -1,0 +1,5 @@
+"""``apex.contrib.group_norm``."""
+
+from .group_norm import GroupNorm
+
+__all__ = ["GroupNorm"]

@@ -1,0 +1,42 @@
+"""Cross entropy with label smoothing, on ``torch.nn.functional.cross_entropy``."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+__all__ = ["SoftmaxCrossEntropyLoss"]
+
+
+class SoftmaxCrossEntropyLoss:
+    """A namespace for ``apply``: in Apex this was an ``autograd.Function``, which nobody constructs."""
+
+    @staticmethod
+    def apply(
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        smoothing: float = 0.0,
+        padding_idx: int = 0,
+        half_to_float: bool = False,
+    ) -> torch.Tensor:
+        """The loss of each label: ``(1 - smoothing) * -log p[label] + smoothing * mean(-log p)``, computed in fp32.
+
+        Args:
+            logits: floating, of shape [..., classes].
+            labels: int64, of shape [...].
+            smoothing: what share of a label is spread over all classes.
+            padding_idx: where this is the label, loss and gradient are zero. The default is class 0, as in Apex.
+            half_to_float: losses are float32, and otherwise have the dtype of the logits.
+
+        Returns:
+            Losses of the shape of ``labels``. The gradient has the dtype of the logits.
+        """
+        wide = logits if logits.dtype is torch.float64 else logits.float()
+        losses = F.cross_entropy(
+            wide.flatten(0, -2),
+            labels.flatten(),
+            ignore_index=padding_idx,
+            reduction="none",
+            label_smoothing=smoothing,
+        ).view_as(labels)
+        return losses.float() if half_to_float else losses.to(logits.dtype)
