@@ -64,6 +64,42 @@ SAME = [  # to halfstep: before, after
     ),
     ("amp = 3\napex = amp.initialize\n", "amp = 3\napex = amp.initialize\n"),
     ("from .apex import amp\n", "from .apex import amp\n"),
+    (
+        "import amp_C\nimport apex_C as c\nx = amp_C.multi_tensor_l2norm\ny = c.flatten\n",
+        "import halfstep.multi_tensor as amp_C\nimport halfstep.apex.apex_C as c\n"
+        "x = amp_C.multi_tensor_l2norm\ny = c.flatten\n",
+    ),
+    (
+        "import apex.parallel, torch\nx = apex.parallel.Reducer\ny = apex.amp._amp_state.loss_scalers\n",
+        "import halfstep.parallel, halfstep.amp, torch\n"
+        "x = halfstep.parallel.Reducer\ny = halfstep.amp._amp_state.loss_scalers\n",
+    ),
+    (
+        "try:\n    import apex\nexcept ImportError:\n    apex = None\nif apex is not None:\n    apex.amp.init\n",
+        "try:\n    import halfstep.amp\nexcept ImportError:\n    halfstep = None\n"
+        "if halfstep is not None:\n    halfstep.amp.init\n",
+    ),
+    (
+        "from apex import amp\n\ndef f(amp, m):\n    amp.initialize(m)\n    return [amp.unheard_of for amp in m]\n",
+        "from halfstep import amp\n\ndef f(amp, m):\n    amp.initialize(m)\n    return [amp.unheard_of for amp in m]\n",
+    ),
+    (
+        "from apex import (\n\tamp,  # casts\n\tparallel,\n)\r\nx = 'é'; m = amp.initialize((m), *a, **k)  # é\r\n",
+        "from halfstep import (\n\tamp,  # casts\n\tparallel,\n)\r\n"
+        "x = 'é'; m = amp.initialize((m), *a, **k, dtype=\"float16\")  # é\r\n",
+    ),
+    (
+        "from apex import amp\nm = amp.initialize(\n    m,\n    opt_level=(level)  # which\n)\n",
+        "from halfstep import amp\n"
+        'm = amp.initialize(\n    m,\n    opt_level=(level),  # which\n    dtype="float16"\n)\n',
+    ),
+    (
+        "from apex import amp\nm = amp.initialize(m, opt_level=(level), )\n",
+        'from halfstep import amp\nm = amp.initialize(m, opt_level=(level), dtype="float16", )\n',
+    ),
+    ("if x: from apex import amp, RNN\n", "if x: from halfstep import amp; from halfstep.apex import RNN\n"),
+    ("\ufefffrom apex import amp\n", "\ufefffrom halfstep import amp\n"),
+    ("def f():\n\tx = 'no apex here'\t# apex\n", "def f():\n\tx = 'no apex here'\t# apex\n"),
 ]
 
 
@@ -73,22 +109,46 @@ def test_to_halfstep(before: str, after: str) -> None:
     assert found.after == after
     again = migrate(found.after)
     assert again.after == after, "a second time changes nothing"
+    assert not any("not rewritten" in text for _, text in found.problems)
 
 
 @pytest.mark.parametrize(
     ("code", "line", "said"),
     [
         ("\nfrom apex import transformer\n", 2, "from apex import transformer"),
-        ("from apex.contrib.sparsity import ASP\n", 1, "ASP"),
-        ("import apex.pyprof\n", 1, "import apex.pyprof"),
-        ("import apex\n\napex.pyprof.nvtx.init()\n", 3, "pyprof"),
-        ("from apex.pyprof import *\n", 1, "pyprof"),
+        ("from apex.contrib.fmha import FMHAFun\n", 1, "FMHAFun"),
+        ("import apex.transformer\n", 1, "import apex.transformer"),
+        ("from apex.contrib.optimizers import DistributedFusedAdam\n", 1, "DistributedFusedAdam"),
+        ("import apex\n\napex.transformer.parallel_state.get()\n", 3, "transformer"),
+        ("from apex.transformer import *\n", 1, "transformer"),
+        ("from apex import amp\n\namp.unheard_of()\n", 3, "apex.amp.unheard_of"),
+        ("import amp_C\n\namp_C.unheard_of\n", 3, "amp_C.unheard_of"),
+        ("import importlib\nhas = importlib.util.find_spec('apex') is not None\n", 2, "asks for Apex by a string"),
     ],
 )
 def test_what_is_left_is_named(code: str, line: int, said: str) -> None:
     found = migrate(code)
     assert [number for number, _ in found.problems] == [line]
     assert said in found.problems[0][1]
+
+
+def test_what_would_not_resolve_is_not_written() -> None:
+    """One import cannot be rewritten, and the expressions of another module hang on it."""
+    source = "import apex.transformer\nx = apex.amp.initialize\n"
+    found = migrate(source)
+    assert found.after == source
+    assert (2, "not rewritten: halfstep would not be found") in found.problems
+
+
+def test_mentions_are_listed() -> None:
+    source = '"""Uses Apex.\n\nNVIDIA\'s apex.\n"""\nx = 1  # with apex\ny = "apex/amp"\n'
+    source += "from apex import amp\nuse_apex = 1\n"
+    found = migrate(source)
+    assert found.problems == []
+    assert found.mentions == [
+        *((1, '"""Uses Apex.'), (3, "NVIDIA's apex."), (5, "# with apex"), (6, 'y = "apex/amp"')),
+    ]
+    assert migrate(source, "torch").mentions == found.mentions
 
 
 TORCH_BEFORE = """\
@@ -150,6 +210,91 @@ def test_o0_to_torch_has_neither_casts_nor_scale() -> None:
     assert "torch.amp.GradScaler(enabled=False)" in found.after
 
 
+TORCH_ALSO = {
+    "one line": (
+        "    with amp.scale_loss(loss, optimizer) as s: s.backward()\n",
+        "    scaler.scale(loss).backward()\n",
+    ),
+    "an assignment": (
+        "    with amp.scale_loss(loss, optimizer) as s:\n        y = s.backward()  # none\n",
+        "    y = scaler.scale(loss).backward()  # none\n",
+    ),
+    "clipping in a loop": (
+        "    with amp.scale_loss(loss, optimizer) as s:\n        s.backward()\n"
+        "    for p in amp.master_params(optimizer):\n        p.grad.clamp_(-1, 1)\n",
+        "    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n"
+        '    for p in [p for group in optimizer.param_groups for p in group["params"]]:\n'
+        "        p.grad.clamp_(-1, 1)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TORCH_ALSO)
+def test_other_forms_of_a_step(what: str) -> None:
+    before, after = TORCH_ALSO[what]
+    head = "import torch, apex\nfrom apex import amp\n"
+    head += 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
+    found = migrate(f"{head}for x in data:\n    loss = model(x)\n{before}    optimizer.step()\n", "torch")
+    assert found.problems == []
+    assert found.after == (
+        "import torch\nscaler = torch.amp.GradScaler()\nfor x in data:\n"
+        '    with torch.autocast("cuda", dtype=torch.float16):\n        loss = model(x)\n'
+        f"{after}    scaler.step(optimizer)\n    scaler.update()\n"
+    )
+
+
+INFERENCE_BEFORE = """\
+    import torch
+    from apex import amp
+
+    def main():
+    \tmodel = amp.initialize(build(), opt_level="O1")
+    \tmodel.eval()
+    \tfor x in data:
+    \t\ty = model(x)
+    \t\tprint(y)
+    \treturn model(z)
+"""
+INFERENCE_AFTER = """\
+    import torch
+
+    def main():
+    \tmodel = build()
+    \tmodel.eval()
+    \tfor x in data:
+    \t\twith torch.autocast("cuda", dtype=torch.float16):
+    \t\t\ty = model(x)
+    \t\t\tprint(y)
+    \twith torch.autocast("cuda", dtype=torch.float16):
+    \t\treturn model(z)
+"""
+
+
+def test_inference_to_torch() -> None:
+    found = migrate(dedent(INFERENCE_BEFORE), "torch")
+    assert found.problems == []
+    assert found.after == dedent(INFERENCE_AFTER)
+    plain = migrate(dedent(INFERENCE_BEFORE).replace("O1", "O0").replace("build()", "model"), "torch")
+    assert plain.problems == []
+    assert "initialize" not in plain.after
+    assert "autocast" not in plain.after
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("\tmodel = amp", "\tif half: model = amp", "under a condition"),
+        ("model(", "other(", "the model is not called in the same function"),
+        ("\tmodel = amp", "\treturn amp", "whose result is not assigned"),
+    ],
+)
+def test_inference_that_is_refused(old: str, new: str, said: str) -> None:
+    source = dedent(INFERENCE_BEFORE).replace(old, new)
+    found = migrate(source, "torch")
+    assert found.after == source
+    assert any(said in text for _, text in found.problems), found.problems
+
+
 REFUSED = {
     "O2": ("O1", "O2", "O2 and O3 keep 16-bit weights"),
     "a level from elsewhere": ('"O1"', "args.level", "the level cannot be read here"),
@@ -170,6 +315,27 @@ REFUSED = {
     "a wrapper": ("delay_allreduce=True", "gradient_average=False", "gradient_average"),
     "no initialize": ('model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n', "", "no amp.initi"),
     "no torch": ("import torch\n", "import torch as t\n", "import torch"),
+    "no step": ("    optimizer.step()  # go\n", "", "no step of the optimizer"),
+    "a step's result": ("optimizer.step()", "x = optimizer.step()", "whose result is used"),
+    "two clippings": (
+        "optimizer.step()",
+        "optimizer.step(); amp.master_params(optimizer)",
+        "a second amp.master_params",
+    ),
+    "another name": ("model, optimizer = amp", "net, optimizer = amp", "another name"),
+    "no scale_loss": (
+        "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward(retain_graph=True)\n",
+        "    loss.backward()\n",
+        "no scale_loss",
+    ),
+    "two contexts": ("with amp.scale", "with lock, amp.scale", "a with block of its own"),
+    "no Apex": (
+        "from apex import amp\n",
+        "try:\n    from apex import amp\nexcept ImportError:\n    amp = None\n",
+        "is set to",
+    ),
+    "a parameter": ("import torch\n", "import torch\ndef f(amp):\n    amp.x\n", "something else here"),
+    "a module": ("optimizer.step()", "f(amp); optimizer.step()", "cannot be rewritten as a whole"),
     "a star": ("from apex import amp\n", "from apex import amp\nfrom apex.fp16_utils import *\n", "say which names"),
 }
 
@@ -183,6 +349,14 @@ def test_what_torch_has_not_is_refused_as_a_whole(why: str) -> None:
     found = migrate(source, "torch")
     assert found.after == source
     assert any(said in text for _, text in found.problems), found.problems
+
+
+def test_an_import_that_nothing_uses_stays() -> None:
+    """It may be there to find out whether Apex is installed."""
+    source = "try:\n    from apex import amp\n    has = True\nexcept ImportError:\n    has = False\n"
+    found = migrate(source, "torch")
+    assert found.after == source
+    assert found.problems == [(2, "Apex is imported and not used here; see who asks whether the import succeeds")]
 
 
 def test_amp_in_several_functions_is_refused() -> None:
@@ -247,9 +421,33 @@ def test_what_is_left_shows_in_the_exit_status(tmp_path: Path) -> None:
 
 def test_without_libcst_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "libcst", None)
-    code, said = run(str(tmp_path))
+    (tmp_path / "a.py").write_text("from apex import amp\n")
+    assert "+from halfstep import amp" in run(str(tmp_path))[1]
+    code, said = run(str(tmp_path), "--to", "torch")
     assert code == 1
     assert "pip install 'halfstep[migrate]'" in said
+
+
+def test_mentions_show_and_are_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("# faster with apex\n")
+    code, said = run(str(tmp_path))
+    assert code == 0
+    assert "a.py:1: mentions Apex: # faster with apex" in said
+    assert "0 files would change, 0 places left, 1 mentions" in said
+
+
+@pytest.mark.exhaustive
+def test_many_files_are_rewritten_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(9):
+        (tmp_path / f"{i}.py").write_text(f"x = {i}\nfrom apex import amp\n" if i != 5 else "import apex (\n")
+    (tmp_path / "other.py").write_bytes(b"\xff\xfe not UTF-8")
+    monkeypatch.setattr("halfstep.cli.migrate._PARALLEL", 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    code, said = run(str(tmp_path), "--write")
+    assert code == 1
+    assert "8 files changed, 1 places left" in said
+    assert "5.py: not Python that can be read" in said
+    assert (tmp_path / "7.py").read_text() == "x = 7\nfrom halfstep import amp\n"
 
 
 def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import multiprocessing
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +30,13 @@ class Migration:
         before: the text.
         after: the new text; the same if nothing had to be done, or nothing could be.
         problems: line numbers of the text before, and what could not be rewritten there.
+        mentions: line numbers of the text before, and comments and strings there that speak of Apex.
     """
 
     before: str
     after: str
     problems: list[tuple[int, str]]
+    mentions: list[tuple[int, str]] = field(default_factory=list)
 
 
 def migrate(source: str, to: str = "halfstep") -> Migration:
@@ -43,25 +49,45 @@ def migrate(source: str, to: str = "halfstep") -> Migration:
     Raises:
         SyntaxError: if the text is no Python, or its rewriting would not be.
     """
-    import libcst as cst
-    from libcst.metadata import MetadataWrapper
-
-    from ..compat.migrate.to_halfstep import ToHalfstep
-    from ..compat.migrate.to_torch import to_torch
-
-    if not any(name in source for name in ("apex", "amp_C", "syncbn")):
+    if not any(word in source for word in _WORDS):
         return Migration(source, source, [])
-    try:
-        tree = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=False)
-    except cst.ParserSyntaxError as error:
-        raise SyntaxError(f"line {error.raw_line}: {error.message}") from None
+    from ..compat.migrate.mentions import asked_by_string, mentions
+
     if to == "torch":
-        after, problems = to_torch(tree)
+        from ..compat.migrate.to_torch import to_torch as rewrite
     else:
-        rewriting = ToHalfstep()
-        after, problems = tree.visit(rewriting).code, rewriting.problems
+        from ..compat.migrate.to_halfstep import to_halfstep as rewrite
+    mark = source[: source.startswith("\ufeff")]
+    text = source[len(mark) :]
+    after, problems = rewrite(text)
     compile(after, "<migrated>", "exec", dont_inherit=True)
-    return Migration(source, after, sorted(set(problems)))
+    left = sorted({*problems, *asked_by_string(text)})
+    lines = {line for line, _ in left}
+    return Migration(source, mark + after, left, [found for found in mentions(text) if found[0] not in lines])
+
+
+_WORDS = ("apex", "amp_C", "syncbn")
+_PARALLEL = 64
+"""From this many files on, other processes help; each takes seconds to start."""
+
+
+def _migrate_file(path: Path, to: str) -> Migration | str:
+    """The rewriting of a file, or why it cannot be read."""
+    try:
+        return migrate(path.read_bytes().decode("utf-8"), to)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        return str(error)
+
+
+def _migrate_files(files: list[Path], to: str) -> Iterator[Migration | str]:
+    """The rewritings, in order."""
+    one = functools.partial(_migrate_file, to=to)
+    workers = min(os.cpu_count() or 1, len(files) // (_PARALLEL // 2))
+    if workers < 2:
+        yield from map(one, files)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(one, files, chunksize=4)
 
 
 @click.command()
@@ -71,21 +97,21 @@ def migrate(source: str, to: str = "halfstep") -> Migration:
 def command(paths: tuple[Path, ...], to: str, write: bool) -> None:
     """Rewrite the calls of Apex in PATHS, files or folders, and show the difference.
 
-    Exits with 1 if something is left that could not be rewritten.
+    Exits with 1 if something is left that could not be rewritten. Comments and strings that speak of Apex are listed.
     """
-    try:
-        import libcst  # noqa: F401
-    except ImportError:
-        raise click.ClickException("halfstep migrate needs libcst: pip install 'halfstep[migrate]'") from None
+    if to == "torch":
+        try:
+            import libcst  # noqa: F401
+        except ImportError:
+            raise click.ClickException("--to torch needs libcst: pip install 'halfstep[migrate]'") from None
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
-    left = changed = 0
-    for path in _files(paths):
-        try:
-            found = migrate(path.read_bytes().decode("utf-8"), to)
-        except (SyntaxError, UnicodeDecodeError) as error:
-            console.print(f"{path}: not Python that can be read: {error}", style="red", markup=False)
+    left = changed = mentioned = 0
+    files = [path for path in _files(paths) if _speaks_of_apex(path)]
+    for path, found in zip(files, _migrate_files(files, to), strict=True):
+        if isinstance(found, str):
+            console.print(f"{path}: not Python that can be read: {found}", style="red", markup=False)
             left += 1
             continue
         if found.after != found.before:
@@ -95,9 +121,13 @@ def command(paths: tuple[Path, ...], to: str, write: bool) -> None:
                 _replace(path, found.after)
         for line, text in found.problems:
             console.print(f"{path}:{line}: {text}", style="yellow", markup=False)
+        for line, text in found.mentions:
+            console.print(f"{path}:{line}: mentions Apex: {text}", style="dim", markup=False)
         left += len(found.problems)
+        mentioned += len(found.mentions)
     done = "changed" if write else "would change"
-    console.print(f"{changed} files {done}, {left} places left", style="bold", markup=False)
+    also = f", {mentioned} mentions" if mentioned else ""
+    console.print(f"{changed} files {done}, {left} places left{also}", style="bold", markup=False)
     sys.exit(1 if left else 0)
 
 
@@ -107,6 +137,11 @@ def _files(paths: tuple[Path, ...]) -> list[Path]:
         inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         found += [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     return found
+
+
+def _speaks_of_apex(path: Path) -> bool:
+    text = path.read_bytes()
+    return any(word.encode() in text for word in _WORDS)
 
 
 def _show(console: Console, path: Path, found: Migration) -> None:

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+from types import ModuleType
 
-__all__ = ["MODULES", "exists", "is_apex", "moved"]
+__all__ = [
+    "EXTENSIONS",
+    "MODULES",
+    "Problem",
+    "exists",
+    "is_apex",
+    "module_of",
+    "moved",
+    "moved_import",
+    "moved_use",
+    "resolves",
+]
+
+Problem = tuple[int, str]
+"""A line number and what could not be done there."""
+
+EXTENSIONS = ("amp_C", "apex_C", "syncbn")
 
 MODULES = {
     "apex": "halfstep",
@@ -23,7 +41,7 @@ MODULES = {
     "amp_C": "halfstep.multi_tensor",
     **{
         f"apex.{name}": f"halfstep.apex.{name}"
-        for name in ("RNN", "contrib", "fused_dense", "mlp", "normalization", "reparameterization")
+        for name in ("RNN", "contrib", "fused_dense", "mlp", "normalization", "pyprof", "reparameterization")
     },
     "apex_C": "halfstep.apex.apex_C",
     "syncbn": "halfstep.apex.syncbn",
@@ -36,7 +54,7 @@ _KEPT_AS_MODULES = {"apex.parallel.LARC": "halfstep.apex.parallel"}
 
 def is_apex(name: str) -> bool:
     """Whether a dotted name begins with Apex or one of its extensions."""
-    return name.partition(".")[0] in ("apex", "amp_C", "apex_C", "syncbn")
+    return name.partition(".")[0] in ("apex", *EXTENSIONS)
 
 
 def moved(name: str) -> str:
@@ -63,12 +81,67 @@ def moved_import(module: str, name: str) -> tuple[str, str]:
     return moved(module), name
 
 
+def moved_use(name: str) -> str:
+    """The dotted name in halfstep of an expression; ``_amp_state``, a module in Apex, is always the object here."""
+    state = "apex.amp._amp_state"
+    return f"halfstep.amp._amp_state{name.removeprefix(state)}" if f"{name}.".startswith(f"{state}.") else moved(name)
+
+
+def module_of(name: str) -> str:
+    """The module that a dotted name of halfstep is in, or is."""
+    return _find(name)[0]
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name of halfstep would be found."""
+    return _find(name)[1]
+
+
+@functools.cache
 def exists(module: str, name: str | None = None) -> bool:
-    """Whether halfstep has a module, or a name in it."""
+    """Whether halfstep has a module, and a name in it that can be imported from it."""
+    if not _is_module(module) or name in (None, "*"):
+        return _is_module(module)
+    return _get(importlib.import_module(module), str(name)) is not _NOTHING or _is_module(f"{module}.{name}")
+
+
+@functools.cache
+def _find(name: str) -> tuple[str, bool]:
+    place, *rest = name.split(".")
+    module = importlib.import_module(place)
+    for i, part in enumerate(rest):
+        value = _get(module, part)
+        if (value is _NOTHING or isinstance(value, ModuleType)) and _is_module(f"{place}.{part}"):
+            place = f"{place}.{part}"
+            module = importlib.import_module(place)
+            continue
+        return place, value is not _NOTHING and _has(value, rest[i + 1 :])
+    return place, True
+
+
+_NOTHING = object()
+
+
+def _get(value: object, name: str) -> object:
     try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
+        return getattr(value, name, _NOTHING)
+    except ImportError:  # a name that is refused by a message
+        return _NOTHING
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
         return False
-    if found is None or name is None or name == "*":
-        return found is not None
-    return hasattr(importlib.import_module(module), name) or exists(f"{module}.{name}")
+
+
+def _has(value: object, names: list[str]) -> bool:
+    """Whether a module or class has a name; of anything else nothing can be said, and it has."""
+    for name in names:
+        if not isinstance(value, (ModuleType, type)):
+            return True
+        value = _get(value, name)
+        if value is _NOTHING:
+            return False
+    return True

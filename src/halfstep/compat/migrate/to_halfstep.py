@@ -2,201 +2,203 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import ast
+import re
 
-import libcst as cst
-from libcst.helpers import get_full_name_for_node
-from libcst.metadata import PositionProvider, QualifiedNameProvider, QualifiedNameSource
+from .names import EXTENSIONS, Problem, exists, is_apex, module_of, moved, moved_import, moved_use, resolves
+from .scopes import Names, Use, loose_names, names_of
+from .splice import Text
 
-from .names import MODULES, exists, is_apex, moved, moved_import
+__all__ = ["to_halfstep"]
 
-__all__ = ["Problem", "ToHalfstep", "dotted"]
-
-Problem = tuple[int, str]
-"""A line number and what could not be done there."""
-
+_PACKAGES = ("apex", *EXTENSIONS)
 _IN_FLOAT16 = ("apex.amp.initialize", "apex.amp.init")
 _IN_BFLOAT16 = ("O4", "O5")
 
 
-def dotted(name: str) -> cst.Name | cst.Attribute:
-    """An expression for a dotted name."""
-    first, *rest = name.split(".")
-    node: cst.Name | cst.Attribute = cst.Name(first)
-    for part in rest:
-        node = cst.Attribute(node, cst.Name(part))
-    return node
+def to_halfstep(source: str) -> tuple[str, list[Problem]]:
+    """The new text, and what stays as it was, and why.
 
-
-class ToHalfstep(cst.CSTTransformer):
-    """Rewrites imports and dotted names, and asks for float16 where Apex had nothing else.
-
-    Attributes:
-        problems: what stays as it was, and why.
+    Raises:
+        SyntaxError: if the text is no Python.
     """
+    tree = ast.parse(source)
+    names = names_of(tree, _PACKAGES)
+    if not names.imports:
+        return source, []
+    rewriting = _Rewriting(source, names)
+    rewriting.run(tree)
+    after, problems = rewriting.text.result(), rewriting.problems
+    wrong = _unresolved(after, tree, names) if after != source else []
+    if not wrong:
+        return after, problems
+    told = {line for line, _ in problems}
+    return source, [*problems, *(problem for problem in wrong if problem[0] not in told)]
 
-    METADATA_DEPENDENCIES = (PositionProvider, QualifiedNameProvider)
 
-    def __init__(self) -> None:
-        super().__init__()
+class _Rewriting:
+    """The changes to one file."""
+
+    def __init__(self, source: str, names: Names) -> None:
+        self.text = Text(source)
         self.problems: list[Problem] = []
-        self._used: list[str] = []  # modules that a bare ``import apex`` must bring
+        self._names = names
+        self._modules: set[str] = set()  # what the expressions that begin with ``apex`` need
+        self._kept = False  # whether one of them stays as it is
 
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:  # noqa: N802
-        """Put the imports in that ``import apex`` stood for."""
-        marker = _Placeholder(sorted(set(self._used)) or ["halfstep"])
-        return cst.ensure_type(updated_node.visit(marker), cst.Module)
-
-    def leave_SimpleStatementLine(  # noqa: N802
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> Any:
-        """The imports of a line; one from several modules becomes several lines."""
-        body: list[cst.BaseSmallStatement] = []
-        for original, statement in zip(original_node.body, updated_node.body, strict=True):
-            new: Sequence[cst.BaseSmallStatement] = []
-            if isinstance(statement, cst.ImportFrom):
-                new = self._import_from(original, statement)
-            elif isinstance(statement, cst.Import):
-                new = self._import(original, statement)
-            body.extend(new or [statement])
-        if len(body) == len(original_node.body) or len(original_node.body) > 1:
-            return updated_node.with_changes(body=body)
-        first = updated_node.with_changes(body=body[:1])
-        return cst.FlattenSentinel([first, *(cst.SimpleStatementLine([other]) for other in body[1:])])
-
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:  # noqa: N802
-        """``apex.amp.initialize``, written out."""
-        name = get_full_name_for_node(original_node)
-        if name is None or not is_apex(name) or self._qualified(original_node) != name:
-            return updated_node
-        new = moved(name)
-        parent, _, last = new.rpartition(".")
-        if exists(parent, last):
-            self._used.append(new if new in MODULES.values() else parent)
-            return dotted(new)
-        if exists(parent):  # else the name is unknown further in, and has been told of
-            self._problem(original_node, f"{name}: halfstep has no {new.removeprefix('halfstep.')}")
-        return updated_node
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802
-        """``amp.initialize(...)`` meant float16, on every device."""
-        if self._qualified(original_node.func) not in _IN_FLOAT16:
-            return updated_node
-        given = {arg.keyword.value: arg.value for arg in updated_node.args if arg.keyword is not None}
-        level = given.get("opt_level")
-        if "dtype" in given or (isinstance(level, cst.SimpleString) and level.evaluated_value in _IN_BFLOAT16):
-            return updated_node
-        return _with_argument(updated_node, "dtype", '"float16"')
-
-    # ---- inside
-
-    def _import_from(self, original: cst.CSTNode, node: cst.ImportFrom) -> list[cst.ImportFrom]:
-        module = None if node.module is None or node.relative else get_full_name_for_node(node.module)
-        if module is None or not is_apex(module):
-            return []
-        if isinstance(node.names, cst.ImportStar):
-            new = moved(module)
-            if not exists(new):
-                self._problem(original, f"from {module} import *: halfstep has no {new.removeprefix('halfstep.')}")
-                return []
-            return [node.with_changes(module=dotted(new))]
-        groups: dict[str, list[cst.ImportAlias]] = {}
-        for alias in node.names:
-            name = str(alias.evaluated_name)
-            parent, own = moved_import(module, name)
-            if not exists(parent, own):
-                self._problem(original, f"from {module} import {name}: halfstep has no such name")
-                groups.setdefault(module, []).append(alias)
-                continue
-            kept = (
-                alias
-                if own == name
-                else alias.with_changes(name=cst.Name(own), asname=alias.asname or cst.AsName(cst.Name(name)))
-            )
-            groups.setdefault(parent, []).append(kept)
-        if len(groups) == 1:
-            (parent,) = groups
-            return [node.with_changes(module=dotted(parent), names=_as_before(node.names, groups[parent]))]
-        return [
-            cst.ImportFrom(dotted(parent), [alias.with_changes(comma=cst.MaybeSentinel.DEFAULT) for alias in aliases])
-            for parent, aliases in groups.items()
+    def run(self, tree: ast.Module) -> None:
+        """Collect the changes."""
+        for use in self._names.uses:
+            self._use(use)
+        if any(isinstance(node, ast.Import) and _binds_apex(node) for node, _ in self._names.imports):
+            for name in self._names.rebound:
+                if name.id == "apex" and not self._kept:
+                    self.text.change(self.text.start(name), self.text.end(name), "halfstep")
+        imports = [node for node, _ in self._names.imports]
+        plain = [
+            alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names if not alias.asname
         ]
-
-    def _import(self, original: cst.CSTNode, node: cst.Import) -> list[cst.Import]:
-        if not any(is_apex(str(alias.evaluated_name)) for alias in node.names):
-            return []
-        names = []
-        for alias in node.names:
-            name = str(alias.evaluated_name)
-            new = moved(name) if is_apex(name) else name
-            if not exists(new) and is_apex(name):
-                self._problem(original, f"import {name}: halfstep has no {new.removeprefix('halfstep.')}")
-                new = name
-            changed = alias.with_changes(name=_PLACEHOLDER if name == "apex" and not alias.asname else dotted(new))
-            if name in ("amp_C", "apex_C", "syncbn") and alias.asname is None:
-                changed = changed.with_changes(asname=cst.AsName(cst.Name(name)))
-            names.append(changed)
-        return [node.with_changes(names=names)]
-
-    def _qualified(self, node: cst.CSTNode) -> str | None:
-        names = self.get_metadata(QualifiedNameProvider, node, set())
-        found = {n.name for n in names if n.source is QualifiedNameSource.IMPORT}
-        return found.pop() if len(found) == 1 else None
-
-    def _problem(self, node: cst.CSTNode, text: str) -> None:
-        line = self.get_metadata(PositionProvider, node).start.line
-        self.problems.append((line, text))
-
-
-_PLACEHOLDER = cst.Name("__halfstep_migrate__")
-
-
-class _Placeholder(cst.CSTTransformer):
-    """``import apex`` becomes imports of the modules that were used through it."""
-
-    def __init__(self, modules: list[str]) -> None:
-        super().__init__()
-        self._modules = modules
-
-    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import:  # noqa: N802
-        if not any(isinstance(a.name, cst.Name) and a.name.value == _PLACEHOLDER.value for a in updated_node.names):
-            return updated_node
-        names: list[cst.ImportAlias] = []
-        for alias in updated_node.names:
-            if isinstance(alias.name, cst.Name) and alias.name.value == _PLACEHOLDER.value:
-                names += [cst.ImportAlias(dotted(module)) for module in self._modules]
+        missing = sorted(self._modules - {moved(name) for name in plain if is_apex(name)})
+        bare = "apex" in plain
+        for node in imports:
+            if isinstance(node, ast.ImportFrom):
+                self._import_from(node)
             else:
-                names.append(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT))
-        return updated_node.with_changes(names=names)
+                missing = self._import(node, missing, bare)
+        meant = {id(use.node): use.name for use in self._names.uses}
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and meant.get(id(call.func)) in _IN_FLOAT16:
+                self._float16(call)
+
+    def _use(self, use: Use) -> None:
+        new = moved_use(use.name)
+        root = use.text.partition(".")[0]
+        meant = use.name[: len(use.name) - len(use.text) + len(root)]
+        whole = root == meant == "apex"
+        if not resolves(new) and (whole or resolves(moved(meant))):  # else the import has been told of
+            self._problem(use.node, f"{use.name}: halfstep has no {new.removeprefix('halfstep.')}")
+            self._kept = self._kept or whole
+        elif whole:
+            self._modules.update({module_of(new)} - {"halfstep"})
+            self.text.change(self.text.start(use.node), self.text.end(use.node), new)
+
+    def _import_from(self, node: ast.ImportFrom) -> None:
+        module = str(node.module)
+        if node.names[0].name == "*":
+            new = moved(module)
+            if exists(new):
+                self._module(node, new)
+            else:
+                self._problem(node, f"from {module} import *: halfstep has no {new.removeprefix('halfstep.')}")
+            return
+        groups: dict[str, list[str]] = {}
+        for alias in node.names:
+            parent, own = moved_import(module, alias.name)
+            if not exists(parent, own):
+                self._problem(node, f"from {module} import {alias.name}: halfstep has no such name")
+                parent, own = module, alias.name
+            bound = alias.asname or alias.name
+            groups.setdefault(parent, []).append(own if own == bound else f"{own} as {bound}")
+            if own != alias.name and len(groups) == 1:
+                self.text.change(self.text.start(alias), self.text.end(alias), groups[parent][-1])
+        if len(groups) == 1:
+            self._module(node, next(iter(groups)))
+            return
+        start, end = self.text.start(node), self.text.end(node)
+        self.text.drop(start, end)
+        before = self.text.bytes[self.text.line_start(start) : start].decode()
+        between = "; " if before.strip() else f"\n{before}"
+        lines = [f"from {parent} import {', '.join(aliases)}" for parent, aliases in groups.items()]
+        self.text.change(start, end, between.join(lines))
+
+    def _module(self, node: ast.ImportFrom, new: str) -> None:
+        start = self.text.start(node)
+        match = re.compile(rb"from[\s\\]+([\w.]+)").match(self.text.bytes, start)
+        assert match is not None
+        self.text.change(match.start(1), match.end(1), new)
+
+    def _import(self, node: ast.Import, missing: list[str], bare: bool) -> list[str]:
+        for alias in node.names:
+            if not is_apex(alias.name):
+                continue
+            start, end = self.text.start(alias), self.text.end(alias)
+            if alias.name == "apex" and not alias.asname:
+                modules = ["apex"] * self._kept + (sorted(self._modules) or ["halfstep"])
+                self.text.change(start, end, ", ".join(modules))
+                continue
+            new = moved(alias.name)
+            if not exists(new):
+                self._problem(node, f"import {alias.name}: halfstep has no {new.removeprefix('halfstep.')}")
+                continue
+            bound = alias.asname or (alias.name if alias.name in EXTENSIONS else None)
+            text = new if bound is None else f"{new} as {bound}"
+            if bound is None and not bare:  # the first one brings what only Apex's own __init__ brought
+                text, missing = ", ".join([text, *missing]), []
+            self.text.change(start, end, text)
+        return missing
+
+    def _float16(self, call: ast.Call) -> None:
+        """``amp.initialize(...)`` meant float16, on every device."""
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        level = given.get("opt_level")
+        if "dtype" in given or (isinstance(level, ast.Constant) and level.value in _IN_BFLOAT16):
+            return
+        _add_argument(self.text, call, 'dtype="float16"')
+
+    def _problem(self, node: ast.expr | ast.stmt, said: str) -> None:
+        self.problems.append((node.lineno, said))
 
 
-def _as_before(before: Sequence[cst.ImportAlias], after: list[cst.ImportAlias]) -> list[cst.ImportAlias]:
-    """The commas and line breaks as they were."""
-    return [new.with_changes(comma=old.comma) for old, new in zip(before, after, strict=True)]
+def _binds_apex(node: ast.Import) -> bool:
+    return any(not alias.asname and alias.name.partition(".")[0] == "apex" for alias in node.names)
 
 
-def _with_argument(call: cst.Call, name: str, value: str) -> cst.Call:
-    """One keyword argument more, laid out as those before it."""
-    new = cst.Arg(
-        cst.parse_expression(value),
-        keyword=cst.Name(name),
-        equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
-    )
-    if not call.args:
-        return call.with_changes(args=[new])
-    *before, last = call.args
-    between: Any = cst.SimpleWhitespace(" ")
-    if before and isinstance(before[-1].comma, cst.Comma):
-        between = before[-1].comma.whitespace_after
-    elif isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace):
-        between = call.whitespace_before_args
-    after = last.comma.whitespace_after if isinstance(last.comma, cst.Comma) else None
-    if isinstance(after, cst.ParenthesizedWhitespace) and isinstance(between, cst.ParenthesizedWhitespace):
-        # What is remarked on the last argument's line stays there.
-        between = between.with_changes(first_line=after.first_line)
-        end = after.with_changes(first_line=cst.TrailingWhitespace())
-        new = new.with_changes(comma=cst.Comma(whitespace_after=end))
-    else:
-        new = new.with_changes(comma=last.comma)
-    return call.with_changes(args=[*before, last.with_changes(comma=cst.Comma(whitespace_after=between)), new])
+def _add_argument(text: Text, call: ast.Call, new: str) -> None:
+    """One argument more, laid out as the one before it."""
+    close = text.end(call) - 1
+    arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    if not arguments:
+        text.change(close, close, new)
+        return
+    last = max(arguments, key=text.end)
+    end = text.end(last)
+    while (match := re.compile(rb"\s*\)").match(text.bytes, end)) and match.end() <= close:
+        end = match.end()  # parentheses of its own
+    comma = re.compile(rb"\s*,").match(text.bytes, end)
+    start = text.start(last)
+    indent = text.bytes[text.line_start(start) : start].decode()
+    if indent.strip() or text.line_start(start) == 0:
+        at = comma.end() if comma else end
+        text.change(at, at, f" {new}," if comma else f", {new}")
+        return
+    if not comma:
+        text.change(end, end, ",")
+    at = min(text.line_end(comma.end() if comma else end), close) if b"\n" in text.bytes[end:close] else end
+    text.change(at, at, f"\n{indent}{new}{',' if comma else ''}")
+
+
+def _unresolved(after: str, tree: ast.Module, before: Names) -> list[Problem]:
+    """The names in a text that would not be found when it runs.
+
+    Args:
+        after: the text.
+        tree: what it was rewritten from.
+        before: the names of that.
+    """
+    new = ast.parse(after)
+    names = names_of(new, ("halfstep", *_PACKAGES))
+    gone = [(use.node.lineno, use.name) for use in names.uses if _is_ours(use.name) and not resolves(use.name)]
+    for node, _ in names.imports:
+        for alias in node.names:
+            module, name = (str(node.module), alias.name) if isinstance(node, ast.ImportFrom) else (alias.name, None)
+            if _is_ours(module) and not exists(module, name):
+                gone.append((node.lineno, f"{module}.{name}" if name else module))
+    roots = {use.text.partition(".")[0] for use in before.uses} | {"halfstep"}
+    loose, same = loose_names(new, names, roots), loose_names(tree, before, roots)
+    if len(loose) > len(same):  # a parameter of the same name is loose in both
+        gone += loose
+    return [(line, f"not rewritten: {name} would not be found") for line, name in gone]
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] == "halfstep"

@@ -1,0 +1,57 @@
+"""Changes to a text at places that a syntax tree names; whatever else stands there stays to the letter."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+__all__ = ["Text"]
+
+
+class Text:
+    """A source text with changes that are made all at once.
+
+    Args:
+        source: the text.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.bytes = source.encode()
+        self._lines = [0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", self.bytes))]
+        self._changes: list[tuple[int, int, bytes]] = []
+
+    def start(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword) -> int:
+        """Where a node begins."""
+        return self._lines[node.lineno - 1] + node.col_offset
+
+    def end(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword) -> int:
+        """Where a node ends."""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self._lines[node.end_lineno - 1] + node.end_col_offset
+
+    def line_start(self, at: int) -> int:
+        """Where the line of a place begins."""
+        return self.bytes.rfind(b"\n", 0, at) + 1
+
+    def line_end(self, at: int) -> int:
+        """Where the line of a place ends, before its line break."""
+        end = self.bytes.find(b"\n", at)
+        end = len(self.bytes) if end < 0 else end
+        return end - 1 if self.bytes[end - 1 : end] == b"\r" and end > at else end
+
+    def change(self, start: int, end: int, new: str) -> None:
+        """Have other text between two places."""
+        self._changes.append((start, end, new.encode()))
+
+    def drop(self, start: int, end: int) -> None:
+        """Forget the changes between two places."""
+        self._changes = [change for change in self._changes if not start <= change[0] < end]
+
+    def result(self) -> str:
+        """The text with all changes made."""
+        parts, at = [], 0
+        for start, end, new in sorted(self._changes, key=lambda change: change[:2]):
+            parts += [self.bytes[at:start], new]
+            at = end
+        return b"".join([*parts, self.bytes[at:]]).decode()
