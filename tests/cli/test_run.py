@@ -188,3 +188,46 @@ def test_a_script_that_is_stopped_by_the_keyboard_dies_of_it(tmp_path: Path) -> 
     code = "import os, signal\nprint('runs', flush=True)\nos.kill(os.getpid(), signal.SIGINT)\n"
     (tmp_path / "train.py").write_text(code)
     assert ending([*RUN, "train.py"], tmp_path)[:2] == (-signal.SIGINT, "runs\n")
+
+
+# ---- what torch itself no longer has
+
+SIX = """
+import torch._six
+from torch._six import container_abcs, inf, int_classes, string_classes
+print(isinstance("a", string_classes), isinstance(1, int_classes), issubclass(list, container_abcs.Sequence), inf)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_a_script_that_imports_torch_six_is_told_once(tmp_path: Path, in_worker: bool) -> None:
+    (tmp_path / "six.py").write_text(SIX)
+    script = "import subprocess, sys\nsubprocess.run([sys.executable, 'six.py'], check=True)\n" if in_worker else SIX
+    (tmp_path / "train.py").write_text(script)
+    code, out, err = ending([*RUN, "train.py"], tmp_path)
+    assert code == 0, err
+    assert out.split() == ["True", "True", "True", "inf"]
+    assert err.count("torch has no torch._six since 2.0") == 1
+
+
+LOADS = """
+import pathlib, subprocess, sys, torch
+torch.save({"args": pathlib.PurePosixPath("a"), "w": torch.ones(2)}, "c.pt")
+if len(sys.argv) > 1:
+    sys.exit(subprocess.run([sys.executable, "-c", "import torch; print(torch.load('c.pt')['args'])"]).returncode)
+print(torch.load("c.pt")["args"])
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("worker", [[], ["worker"]])
+def test_checkpoints_are_trusted_only_when_told(tmp_path: Path, worker: list[str]) -> None:
+    (tmp_path / "train.py").write_text(LOADS)
+    code, out, err = ending([*RUN, "train.py", *worker], tmp_path)
+    assert code == 1
+    assert "weights_only" in err
+    assert ("halfstep run --trust-checkpoints" in err) is (not worker)
+    code, out, err = ending([*RUN, "--trust-checkpoints", "train.py", *worker], tmp_path)
+    assert (code, out.strip()) == (0, "a"), err
+    assert err.count("a file can run any code that way") == 1

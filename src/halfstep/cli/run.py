@@ -26,6 +26,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--report", metavar="FILE", type=_FILE, help="write an HTML report")
 @click.option("--numerics", metavar="FILE", type=_FILE, help="save what tensors look like; FILE.html gets pictures")
 @click.option("--every", metavar="N", type=click.IntRange(min=1), help="look at every N-th step  [default: 100]")
+@click.option("--trust-checkpoints", is_flag=True, help="let torch.load unpickle any object: for files of your own")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -38,6 +39,7 @@ def command(
     report: Path | None,
     numerics: Path | None,
     every: int | None,
+    trust_checkpoints: bool,
     module: bool,
     script: str,
     args: tuple[str, ...],
@@ -49,11 +51,15 @@ def command(
     outputs.check()
     options = {"opt-level": opt_level, "dtype": dtype, "device": device, **vars(outputs)}
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    line = ["halfstep", "run", *given, *(["-m"] if module else []), script, *args]
+    line = ["halfstep", "run", *given, *["--trust-checkpoints"] * trust_checkpoints, *["-m"] * module, script, *args]
     if opt_level:
         os.environ["HALFSTEP_OPT_LEVEL"] = opt_level
     if dtype:
         os.environ["HALFSTEP_DTYPE"] = dtype
+    if trust_checkpoints:
+        from ..compat import torch_past
+
+        torch_past.trust_checkpoints()
     # Not here: click catches what ends a script, such as KeyboardInterrupt, EOFError and a broken pipe.
     later.append(functools.partial(_run, script, args, module, device, outputs, line))
 
@@ -61,11 +67,13 @@ def command(
 def _run(script: str, args: Sequence[str], module: bool, device: str | None, outputs: Outputs, line: list[str]) -> None:
     from ..compat.cuda_shim import cuda_on_cpu
     from ..compat.install import install
+    from ..compat.torch_past import bring_back_six
     from .run_script import hide_halfstep, prepare_workers, run_script
 
     install()
+    bring_back_six()
     prepare_workers(device)
-    hide_halfstep(_hint if device is None else lambda _: None)
+    hide_halfstep(functools.partial(_hint, device))
     import torch.distributed as dist
 
     with cuda_on_cpu() if device == "cpu" else nullcontext(), outputs.written(Path(script).name, line):
@@ -100,10 +108,19 @@ def _check_script(script: str, module: bool) -> None:
         raise click.BadParameter(f"File {script!r} does not exist.", param_hint="SCRIPT")
 
 
-def _hint(error: BaseException) -> str | None:
-    """What to try when a script ends because it asks for a GPU where there is none."""
+def _hint(device: str | None, error: BaseException) -> str | None:
+    """What to try when a script ends because it asks for a GPU where there is none, or for a pickled object."""
+    import pickle
+
     import torch
 
+    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
+        return (
+            "halfstep run: since torch 2.6 torch.load reads tensors only. If the file is your own, "
+            "`halfstep run --trust-checkpoints` reads everything in it."
+        )
+    if device is not None:
+        return None
     asked = any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA", "no GPUs found"))
     if isinstance(error, Exception) and asked and not torch.cuda.is_available():
         return (

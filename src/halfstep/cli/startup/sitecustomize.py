@@ -17,7 +17,12 @@ class _UntilApex:
     """Calls ``install`` when Apex is imported first, and then steps aside."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """None for anything but Apex and its extensions."""
+        """None for anything but Apex and its extensions. ``torch._six`` is left to the finder that it puts last."""
+        if name == "torch._six":
+            from halfstep.compat.torch_past import bring_back_six
+
+            bring_back_six()
+            return None
         if name not in ("apex", "amp_C", "apex_C", "syncbn"):
             return None
         sys.meta_path.remove(self)
