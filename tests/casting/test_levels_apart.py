@@ -634,6 +634,9 @@ def test_custom_lists_at_o1() -> None:
     assert seen(lists) == [BF16, BF16]
     assert seen(model) == [FP32, BF16]
     assert F.softmax(X, -1).dtype is BF16, "outside, those of the latest session"
+    free = bring_up("O1", op_lists=OpLists.custom(free=["softmax", "linear"]))
+    assert seen(free) == [FP32, FP32]
+    assert F.softmax(X.to(BF16), -1).dtype is BF16, "in the dtype of its input"
 
 
 @pytest.mark.parametrize(

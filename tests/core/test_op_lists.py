@@ -138,6 +138,10 @@ def test_views_factories_and_conversions_do_not_compute(name: str) -> None:
         (OpLists.native(), "matmul", "free", ""),
         (OpLists.custom(["exp"], ["matmul"]), "exp", "half", "custom"),
         (OpLists.custom(["exp"], ["matmul"]), "matmul", "float", "custom"),
+        (OpLists.custom(free=["exp"]), "exp", "free", "custom"),
+        (OpLists.custom(free=["matmul"]), "matmul", "free", "custom"),
+        (OpLists.custom(free=["matmul"], level="OD"), "matmul", "free", "custom"),
+        (OpLists.custom(free=["binary_cross_entropy"]), "binary_cross_entropy", "free", "custom"),
     ],
     ids=str,
 )
@@ -206,7 +210,7 @@ def test_lists_are_changed_by_making_others() -> None:
     assert lists.replace() == lists
 
 
-@pytest.mark.parametrize("text", ["O1", "O2!promote", "OD+gelu", "O1+exp+gelu-linear-matmul", "native"])
+@pytest.mark.parametrize("text", ["O1", "O2!promote", "OD+gelu", "O1+exp+gelu-linear-matmul~cat~sum", "native"])
 def test_lists_are_printed_and_parsed(text: str) -> None:
     assert str(OpLists.parse(f" {text} ")) == text
 
@@ -223,6 +227,8 @@ def test_other_texts_are_no_lists(text: str) -> None:
         ({"level": "O7"}, ArgumentValueError, "level='O7' has no op lists; use one of " + ", ".join(LIST_LEVELS)),
         ({"white": ["exp"], "level": "native"}, ArgumentValueError, "level='native' is torch.autocast as it is"),
         ({"white": ["exp"], "black": [torch.exp]}, ArgumentValueError, "exp cannot run in both precisions"),
+        ({"white": ["exp"], "free": ["exp"]}, ArgumentValueError, "white list overlap custom free list"),
+        ({"level": "native", "free": ["exp"]}, ArgumentValueError, "torch.autocast as it is"),
         ({"white": "exp"}, ArgumentTypeError, r"the white list is the string 'exp'; pass a list of ops, \['exp'\]"),
         ({"black": 3}, ArgumentTypeError, "the black list must be a list, tuple or set of ops, not 3"),
     ],

@@ -90,7 +90,7 @@ def _cast_rule(
         if natively == {"half"} and not verbose:
             return rules.half_native
         return rules.bind(rules.to_half, name, native_off=bool(natively & {"float", "banned"}))
-    moved = name in lists.white or name in lists.black
+    moved = name in lists.white or name in lists.black or name in lists.free
     if rule == "float":
         off = moved or name in INNER_PRODUCT or bool(natively & {"half", "banned"})
         return rules.bind(rules.to_float, name, native_off=off)

@@ -39,6 +39,8 @@ def entries(ops: Iterable[object] = (), *, lists: OpLists | None = None, device:
     chosen = lists or OpLists.default()
     names = [name for op in ops for name in resolve(op)]
     if not names:
-        names = sorted(name for name in LISTED.union(chosen.white, chosen.black) if not name.startswith("_"))
+        names = sorted(
+            name for name in LISTED.union(chosen.white, chosen.black, chosen.free) if not name.startswith("_")
+        )
     found = [Entry(name, chosen.rule_of(name), chosen.reason(name), native_rule(name, device)) for name in names]
     return found if ops else sorted(found, key=lambda entry: list(RULES).index(entry.rule))

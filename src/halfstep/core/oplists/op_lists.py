@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ LIST_LEVELS = {
 }
 
 
-_TEXT = re.compile(r"(?P<level>\w+)(?P<fixed>!promote)?(?P<moved>([+-][\w.]+)*)")
+_TEXT = re.compile(r"(?P<level>\w+)(?P<fixed>!promote)?(?P<moved>([+~-][\w.]+)*)")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class OpLists:
         level: a key of ``LIST_LEVELS``.
         white: canonical names of ops that run in 16 bits whatever the level says.
         black: canonical names of ops that run in fp32 whatever the level says.
+        free: canonical names of ops that compute in the dtype of their inputs whatever the level says.
         promote: at O2, whether an op on no list computes in the widest dtype of its inputs (True) or in 16 bits.
 
     Raises:
@@ -52,6 +54,7 @@ class OpLists:
     white: tuple[str, ...] = ()
     black: tuple[str, ...] = ()
     promote: bool = True
+    free: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.level not in LIST_LEVELS:
@@ -87,6 +90,7 @@ class OpLists:
         *,
         level: str = "O1",
         use_promote: bool = True,
+        free: Iterable[object] | None = (),
     ) -> OpLists:
         """The lists of a level with some ops moved; a custom list wins over the lists of the level.
 
@@ -96,23 +100,25 @@ class OpLists:
             level: "O1", "O2" or "OD".
             use_promote: at O2, whether ops on no list keep to the widest dtype of their inputs; False runs them in
                 16 bits. Other levels ignore it.
+            free: ops that are to compute in the dtype of their inputs.
 
         Raises:
-            ArgumentValueError: for an unknown name or level, or an op on both lists.
+            ArgumentValueError: for an unknown name or level, or an op on two lists.
             ArgumentTypeError: for a list that is a bare string, or no collection.
         """
         if level not in LIST_LEVELS:
             raise ArgumentValueError(f"level={level!r} has no op lists; use one of {', '.join(LIST_LEVELS)}.")
-        if level == "native" and (white or black):
+        if level == "native" and (white or black or free):
             raise ArgumentValueError("level='native' is torch.autocast as it is; custom lists need 'O1', 'O2' or 'OD'.")
-        chosen = [_names("white", white), _names("black", black)]
-        both = sorted(set(chosen[0]) & set(chosen[1]))
-        if both:
-            raise ArgumentValueError(
-                f"Custom white list overlap custom black list: {', '.join(both)} cannot run in both precisions; "
-                "leave each on one list."
-            )
-        return cls(level, chosen[0], chosen[1], use_promote or level != "O2")
+        chosen = {"white": _names("white", white), "black": _names("black", black), "free": _names("free", free)}
+        for one, other in itertools.combinations(chosen, 2):
+            both = sorted(set(chosen[one]) & set(chosen[other]))
+            if both:
+                raise ArgumentValueError(
+                    f"Custom {one} list overlap custom {other} list: {', '.join(both)} cannot run in both precisions; "
+                    "leave each on one list."
+                )
+        return cls(level, promote=use_promote or level != "O2", **chosen)
 
     def rule(self, op: object) -> str:
         """The rule for an op, a key of ``RULES``.
@@ -133,6 +139,8 @@ class OpLists:
             return "half"
         if name in self.black:
             return "float"
+        if name in self.free:
+            return "free"
         if self.level == "OD":
             return "half" if name in CORE_HALF else "float" if computes(name) else "free"
         if name in HALF:
@@ -150,7 +158,7 @@ class OpLists:
 
     def reason(self, name: str) -> str:
         """Why an op is on its list, in a word; empty for an op on none."""
-        if name in self.white or name in self.black:
+        if name in self.white or name in self.black or name in self.free:
             return "custom"
         rule = self.rule_of(name)
         if rule == "float":
@@ -165,11 +173,16 @@ class OpLists:
 
     def __str__(self) -> str:
         level = self.level if self.promote else self.level + "!promote"
-        return level + "".join(f"+{name}" for name in self.white) + "".join(f"-{name}" for name in self.black)
+        moved = [
+            f"{sign}{name}"
+            for sign, names in zip("+-~", (self.white, self.black, self.free), strict=True)
+            for name in names
+        ]
+        return level + "".join(moved)
 
     @classmethod
     def parse(cls, text: str) -> OpLists:
-        """The lists that print as ``text``: a level, then +op for the white and -op for the black list.
+        """The lists that print as ``text``: a level, then +op for the white, -op for the black, ~op for the free list.
 
         Raises:
             ArgumentValueError: for a text of another form, or an unknown op.
@@ -180,9 +193,9 @@ class OpLists:
                 f"op lists {text!r} do not read LEVEL+op-op, as 'O1+gelu-linear' does, with a level among "
                 f"{', '.join(LIST_LEVELS)}."
             )
-        moved = re.findall(r"([+-])([\w.]+)", match["moved"])
-        white, black = ([op for sign, op in moved if sign == which] for which in "+-")
-        return cls.custom(white, black, level=match["level"], use_promote=match["fixed"] is None)
+        moved = re.findall(r"([+~-])([\w.]+)", match["moved"])
+        white, black, free = ([op for sign, op in moved if sign == which] for which in "+-~")
+        return cls.custom(white, black, free=free, level=match["level"], use_promote=match["fixed"] is None)
 
 
 def native_rule(name: str, device: str) -> str:
