@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfstep import amp
+from halfstep.amp.loss_scaler import LossScaler
 from halfstep.core.errors import ArgumentValueError, HalfstepError, LossScaleCollapsed, UsageError
 from halfstep.core.loss_scale import (
     DynamicLossScale,
@@ -595,7 +596,7 @@ def test_every_field_survives_every_way_of_saving(rule: LossScale) -> None:
 
 
 def test_apex_state_and_apex_name() -> None:
-    scaler = DeviceLossScaler(DynamicLossScale())
+    scaler = LossScaler(DynamicLossScale())
     scaler.load_state_dict({"loss_scale": 128.0, "unskipped": 3})
     assert scaler.state_dict() == {"loss_scale": 128.0, "unskipped": 3}
     scaler._loss_scale = 4.0

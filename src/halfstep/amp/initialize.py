@@ -17,10 +17,10 @@ from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, is_half
 from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
-from ..gradients.loss_scaler import DeviceLossScaler
 from ..optimizers.larc import LARC
 from ..stepping.prepare import check, prepare
 from .arguments import as_models, as_optimizers, device_of, returned, warn_of_slow_devices
+from .loss_scaler import LossScaler
 from .options import Properties, resolve
 from .session import Session, _amp_state
 
@@ -156,7 +156,7 @@ def initialize(
         devices=modules.device_types(model_list),
         emulate=emulate,
     )
-    scalers = [DeviceLossScaler(rule, name=f"loss scaler {i}", verbose=verbosity > 0) for i in range(num_losses)]
+    scalers = [LossScaler(rule, name=f"loss scaler {i}", verbose=verbosity > 0) for i in range(num_losses)]
     session = Session(recipe.options, verbosity, scalers)
     for attached in prepare(
         model_list,

@@ -17,8 +17,9 @@ import torch
 from ..casting import sessions
 from ..casting.op_casting import clear_cache, disable_casts
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..gradients.loss_scaler import DeviceLossScaler, saved_numbers
+from ..gradients.loss_scaler import saved_numbers
 from ..stepping.attached import AttachedOptimizer, attached_to
+from .loss_scaler import LossScaler
 from .options import Properties
 
 __all__ = ["AmpState", "Session", "load_state_dict", "master_params", "state_dict", "steps_skipped"]
@@ -32,7 +33,7 @@ class Session:
 
     options: Properties
     verbosity: int
-    loss_scalers: list[DeviceLossScaler] = field(default_factory=list)
+    loss_scalers: list[LossScaler] = field(default_factory=list)
 
 
 class StateHandle:
@@ -56,19 +57,45 @@ class AmpState:
 
     Attributes:
         session: the latest session, or None before the first ``amp.initialize``.
-        allow_incoming_model_not_fp32: let ``initialize`` take a model that has 16-bit parameters already.
+        allow_incoming_model_not_fp32: kept for Apex: ``initialize`` takes a model that has 16-bit parameters already.
+        hard_override: kept for Apex.
         handle: ``is_active``, ``disable_casts`` and ``_deactivate``.
     """
 
     def __init__(self) -> None:
         self.session: Session | None = None
         self.allow_incoming_model_not_fp32 = False
+        self.hard_override = False
         self.handle = StateHandle()
 
     @property
-    def loss_scalers(self) -> list[DeviceLossScaler]:
+    def loss_scalers(self) -> list[LossScaler]:
         """The loss scalers of the latest session."""
         return require_session("amp._amp_state.loss_scalers").loss_scalers
+
+    @loss_scalers.setter
+    def loss_scalers(self, scalers: list[LossScaler]) -> None:
+        self.loss_scalers[:] = scalers
+
+    @property
+    def min_loss_scale(self) -> float | None:
+        """The floor of the loss scales; setting it sets those of all."""
+        return self.loss_scalers[0]._min_loss_scale
+
+    @min_loss_scale.setter
+    def min_loss_scale(self, scale: float | None) -> None:
+        for scaler in self.loss_scalers:
+            scaler._min_loss_scale = scale
+
+    @property
+    def max_loss_scale(self) -> float | None:
+        """The ceiling of the loss scales; setting it sets those of all."""
+        return self.loss_scalers[0]._max_loss_scale
+
+    @max_loss_scale.setter
+    def max_loss_scale(self, scale: float | None) -> None:
+        for scaler in self.loss_scalers:
+            scaler._max_loss_scale = scale
 
     @property
     def opt_properties(self) -> Properties:
@@ -79,6 +106,12 @@ class AmpState:
     def verbosity(self) -> int:
         """The verbosity of the latest session."""
         return require_session("amp._amp_state.verbosity").verbosity
+
+    @verbosity.setter
+    def verbosity(self, level: int) -> None:
+        require_session("amp._amp_state.verbosity").verbosity = level
+        for scaler in self.loss_scalers:
+            scaler.verbose = level > 0
 
 
 _amp_state = AmpState()

@@ -224,7 +224,7 @@ def check_loss_scale(value: object) -> LossScaleSpec:
 
 def make_loss_scale(
     spec: LossScaleSpec, min_loss_scale: float | None = None, max_loss_scale: float | None = _MAX_LOSS_SCALE
-) -> LossScale:
+) -> StaticLossScale | DynamicLossScale:
     """The rule of Apex ``amp``: a number is static; "dynamic" starts at 2**16, doubles after 2,000 good steps.
 
     A ``min_loss_scale`` of 0 counts as none, as in Apex. A rule is itself, and has bounds of its own.

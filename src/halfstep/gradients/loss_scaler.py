@@ -37,10 +37,11 @@ class DeviceLossScaler:
     def __init__(self, rule: LossScale, *, name: str = "the loss scaler", verbose: bool = True) -> None:
         self.rule = rule
         self.name = name
-        self._verbose = verbose
+        self.verbose = verbose
         self._late = AsyncReader(2)
         self._present: torch.Tensor | None = None
         self._overflows = 0
+        self._overflowed = False
         self._state = self._start(rule.init_scale, 0, 0, torch.device("cpu"))
 
     @property
@@ -109,14 +110,15 @@ class DeviceLossScaler:
         self._pick_up(wait=True)
         self._state = self._start(scale, int(self._state.good), int(self._state.bad), self._state.scale.device)
 
-    @property
-    def _loss_scale(self) -> float:
-        """Where scripts written for Apex read and set the scale."""
-        return self.loss_scale()
+    def overflowed(self) -> bool:
+        """Whether the latest update was for gradients with inf or NaN. Reads the device."""
+        self._pick_up(wait=True)
+        return self._overflowed
 
-    @_loss_scale.setter
-    def _loss_scale(self, scale: float) -> None:
-        self.set_scale(scale)
+    def set_good(self, good: int) -> None:
+        """Set how many good steps have been counted since the scale last moved."""
+        self._pick_up(wait=True)
+        self._state.good.fill_(good)
 
     def state_dict(self) -> dict[str, float | int]:
         """Plain numbers: ``loss_scale`` and ``unskipped`` as Apex wrote them, and ``bad`` when there are any."""
@@ -153,9 +155,10 @@ class DeviceLossScaler:
         """Tell of the updates that the host has heard of by now."""
         for found_inf, scale in self._late.poll(wait=wait):
             self._overflows += bool(found_inf)
+            self._overflowed = bool(found_inf)
             at_floor = self._known_scale <= self.rule.collapse_scale
             self._stuck = self._stuck + 1 if found_inf and at_floor else 0
-            if found_inf and self._verbose:
+            if found_inf and self.verbose:
                 verb = "reducing" if scale < self._known_scale else "keeping"
                 logger.info("Gradient overflow. Skipping step, %s %s loss scale to %g", self.name, verb, scale)
             self._known_scale = scale

@@ -1,0 +1,236 @@
+"""``LossScaler``: the loss scale of ``amp.initialize``, with the names by which scripts written for Apex change it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..core.loss_scale import DynamicLossScale, LossScaleSpec, StaticLossScale, check_loss_scale
+from ..gradients.loss_scaler import DeviceLossScaler
+from ..kernels import multi_tensor
+
+__all__ = ["LossScaler"]
+
+logger = logging.getLogger("halfstep")
+
+
+class LossScaler(DeviceLossScaler):
+    """A loss scale in use, as ``amp._amp_state.loss_scalers`` has them.
+
+    The attributes that begin with ``_`` here are Apex's. They can be read and set; the next update goes by them.
+    Reading ``loss_scale()``, ``_loss_scale``, ``_unskipped`` and ``_has_overflow`` reads the device.
+
+    Args:
+        loss_scale: a number above zero, "dynamic", or a ``DynamicLossScale`` or ``StaticLossScale``, which has all of
+            what follows in it.
+        init_scale: where a dynamic scale starts.
+        scale_factor: good steps multiply a dynamic scale by it, an overflow divides by it. Apex ignored it.
+        scale_window: how many good steps.
+        min_loss_scale: the floor of a dynamic scale; None or 0 for none.
+        max_loss_scale: its ceiling.
+        name: what messages call it.
+        verbose: whether to log overflows.
+
+    Raises:
+        ArgumentValueError: for a value that is not allowed.
+
+    Source: Apex, ``apex.amp.scaler``.
+    """
+
+    has_fused_kernel = True
+    warned_no_fused_kernel = False
+    warned_unscaling_non_fp32_grad = False
+
+    def __init__(
+        self,
+        loss_scale: LossScaleSpec,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        *,
+        name: str = "the loss scaler",
+        verbose: bool = True,
+    ) -> None:
+        spec = check_loss_scale(loss_scale)
+        self._moving = DynamicLossScale(
+            init_scale=init_scale,
+            growth_factor=scale_factor,
+            backoff_factor=1.0 / scale_factor,
+            growth_interval=scale_window,
+            min_scale=min_loss_scale or None,
+            max_scale=max_loss_scale,
+        )
+        rule = self._moving if spec == "dynamic" else StaticLossScale(spec) if isinstance(spec, float) else spec
+        super().__init__(rule, name=name, verbose=verbose)
+        self._found: torch.Tensor | None = None  # what ``unscale`` found, until the next update
+        self._told = False
+
+    # ---- what scripts read and set
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale ever moves. Setting it to False keeps the scale where it is."""
+        return self.rule.dynamic
+
+    @dynamic.setter
+    def dynamic(self, value: bool) -> None:
+        if value and not self.dynamic:
+            self._move_by(self._moving)
+        elif self.dynamic and not value:
+            self._moving = self._dynamic_rule
+            self.rule = StaticLossScale(self.loss_scale())
+
+    _dynamic = dynamic
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, scale: float) -> None:
+        self.set_scale(float(scale))
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self._state.good)
+
+    @_unskipped.setter
+    def _unskipped(self, good: int) -> None:
+        self.set_good(int(good))
+
+    @property
+    def _has_overflow(self) -> bool:
+        return self.overflowed() if self._found is None else bool(self._found)
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._found = torch.tensor(float(value))
+
+    @property
+    def _scale_seq_len(self) -> int | None:
+        return self._dynamic_rule.growth_interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, steps: int | None) -> None:
+        self._change("_scale_seq_len", growth_interval=steps)
+
+    @property
+    def _max_loss_scale(self) -> float | None:
+        return self._dynamic_rule.max_scale
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, scale: float | None) -> None:
+        self._change("_max_loss_scale", max_scale=scale)
+
+    @property
+    def _min_loss_scale(self) -> float | None:
+        return self._dynamic_rule.min_scale
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, scale: float | None) -> None:
+        self._change("_min_loss_scale", min_scale=scale or None)
+
+    @property
+    def _dynamic_rule(self) -> DynamicLossScale:
+        """The rule of this scale, or the one that it would have if it were dynamic."""
+        return self.rule if isinstance(self.rule, DynamicLossScale) else self._moving
+
+    def _change(self, attribute: str, **changes: Any) -> None:
+        changed = replace(self._dynamic_rule, **changes)
+        if self.dynamic:
+            self._move_by(changed)
+        else:
+            self._moving = changed
+            if not self._told:
+                self._told = True
+                logger.warning("%s is static: %s has no effect on it.", self.name, attribute)
+
+    def _move_by(self, rule: DynamicLossScale) -> None:
+        """Go by another rule; where as many good steps have been counted as it asks for, the next one is the last."""
+        self.rule = rule
+        if rule.growth_interval is not None and self._unskipped >= rule.growth_interval:
+            self.set_good(rule.growth_interval - 1)
+
+    # ---- loops that drive it by hand
+
+    def clear_overflow_state(self) -> None:
+        """Forget what ``unscale`` found."""
+        self._found = torch.tensor(0.0)
+
+    @torch.no_grad()
+    def unscale(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        unused_scale: float | None = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write the model's gradients, divided by the scale, to those of the masters; note inf and NaN.
+
+        Args:
+            model_grads: read; they may be ``master_grads``.
+            master_grads: written.
+            unused_scale: kept for Apex.
+            models_are_masters: kept for Apex.
+            scale_override: divide by this and not by the scale.
+        """
+        grads = list(model_grads)
+        if grads:
+            found = self._flag(grads[0].device)
+            multi_tensor.scale(grads, list(master_grads), self._inverse(grads[0].device, scale_override), found)
+
+    @torch.no_grad()
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        stashed_master_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        scale_override: Sequence[float] | None = None,
+    ) -> None:
+        """Write ``new / scale + stashed``, and note inf and NaN in the new gradients.
+
+        Args:
+            model_grads: the new gradients.
+            stashed_master_grads: what is added to them.
+            master_grads: written.
+            scale_override: (scale of the new gradients, scale of those stashed, scale of the result).
+        """
+        grads = list(model_grads)
+        if not grads:
+            return
+        device = grads[0].device
+        new, stashed, result = scale_override or (None, 1.0, 1.0)
+        multi_tensor.l2norm(grads, found_inf=self._flag(device))
+        factor = self._inverse(device, new) * result
+        multi_tensor.axpby(factor, grads, result / stashed, list(stashed_master_grads), list(master_grads))
+
+    def update_scale(self) -> bool:
+        """Move the scale by what ``unscale`` found since ``clear_overflow_state``. Reads the device.
+
+        Returns:
+            Whether the step is to be skipped: an overflow under a dynamic scale.
+        """
+        found = self._found if self._found is not None else torch.tensor(0.0)
+        self.update(found)
+        return self.dynamic and bool(found)
+
+    def update(self, found_inf: torch.Tensor, *args: Any) -> None:
+        """Take one step of the rule."""
+        self._found = None
+        super().update(found_inf, *args)
+
+    def _flag(self, device: torch.device) -> torch.Tensor:
+        if self._found is None:
+            self._found = torch.tensor(0.0)
+        self._found = self._found.to(device)
+        return self._found
+
+    def _inverse(self, device: torch.device, override: float | None) -> torch.Tensor | float:
+        return self.scale(device).double().reciprocal() if override is None else 1.0 / override
