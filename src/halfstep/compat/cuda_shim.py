@@ -1,15 +1,19 @@
 """A script with CUDA written all over it, on the CPU: ``halfstep run --device cpu``.
 
 What it asks of CUDA is answered by the CPU: where tensors and modules go, what ``torch.cuda`` says and waits for, and
-the backend of process groups. Everything is put back when the block ends.
+the backend of process groups. Everything is put back when the block ends. What cannot be answered, such as how much
+memory is used, says so once.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,6 +53,50 @@ class _Event:
         return 1e3 * (end._at - self._at)
 
 
+class _Stream:
+    """A ``torch.cuda.Stream`` on the CPU, where everything has happened already."""
+
+    cuda_stream = 0
+    priority = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Whether everything has happened."""
+        return True
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        """An event that has happened now."""
+        event = event or _Event()
+        event.record()
+        return event
+
+
+class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _OWN_GENERATOR)
+
+    def __call__(cls, device: Any = "cpu") -> Any:
+        return _OWN_GENERATOR(device=_moved(device))
+
+
+_OWN_GENERATOR = torch.Generator
+
+
+class _Generator(metaclass=_GeneratorType):
+    """Makes a ``torch.Generator`` on the CPU, and takes each for one of its own."""
+
+
 def _answer(value: Any) -> Callable[..., Any]:
     """A function for each name of its own: torch.compile takes one under two names for a mistake."""
 
@@ -58,19 +106,67 @@ def _answer(value: Any) -> Callable[..., Any]:
     return answer
 
 
+_told: set[str] = set()
+
+
+def _pretend(name: str, value: Any) -> Callable[..., Any]:
+    """A function with an answer that is not true, which says so once."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        if name not in _told:
+            _told.add(name)
+            logger.warning("torch.cuda.%s is always %r on the CPU.", name, value)
+        return value
+
+    return answer
+
+
+def _block(*args: Any, **kwargs: Any) -> Any:
+    """A block in which nothing is different, such as that of a stream or a device."""
+    return nullcontext()
+
+
+def _memory() -> int:
+    """How many bytes this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 _NOTHING = """synchronize empty_cache set_device init ipc_collect reset_peak_memory_stats reset_max_memory_allocated
-    manual_seed_all"""
-_TENSOR_TYPES = "FloatTensor DoubleTensor HalfTensor LongTensor IntTensor ByteTensor BoolTensor"
-_ZERO = "current_device memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
+    manual_seed_all seed seed_all set_stream reset_max_memory_cached reset_accumulated_memory_stats"""
+_TENSOR_TYPES = "FloatTensor DoubleTensor HalfTensor BFloat16Tensor LongTensor IntTensor ByteTensor BoolTensor"
+_ZERO = """memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached
+    utilization"""
+_NVTX = {"range_push": _answer(0), "range_pop": _answer(0), "mark": _answer(None), "range": _block}
 _TORCH_CUDA: dict[str, Any] = {
     **{name: _answer(None) for name in _NOTHING.split()},
-    **{name: _answer(0) for name in _ZERO.split()},
+    **{name: _pretend(name, 0) for name in _ZERO.split()},
+    "current_device": _answer(0),
     "is_available": _answer(True),
     "device_count": _answer(1),
     "get_device_name": _answer("cpu"),
     "get_device_capability": _answer((7, 0)),
+    "get_device_properties": lambda device=None: SimpleNamespace(
+        name="cpu", major=7, minor=0, total_memory=_memory(), multi_processor_count=os.cpu_count()
+    ),
+    "get_arch_list": _answer([]),
+    "is_bf16_supported": _answer(True),
+    "can_device_access_peer": _answer(False),
+    "mem_get_info": lambda device=None: (_memory(), _memory()),
+    "memory_summary": _pretend("memory_summary", ""),
+    "memory_stats": _pretend("memory_stats", {}),
     "manual_seed": lambda seed: torch.manual_seed(seed),
+    "initial_seed": lambda: torch.initial_seed(),
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    "get_rng_state_all": lambda: [torch.get_rng_state()],
+    "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
     "Event": _Event,
+    "Stream": _Stream,
+    "current_stream": lambda device=None: _Stream(),
+    "default_stream": lambda device=None: _Stream(),
+    "stream": _block,
+    "device": _block,
+    "device_of": _block,
     **{name: getattr(torch, name) for name in _TENSOR_TYPES.split()},
 }
 
@@ -82,7 +178,19 @@ def _is_cuda(value: Any) -> bool:
 
 
 def _moved(value: Any) -> Any:
-    return torch.device("cpu") if _is_cuda(value) else value
+    """The CPU for a CUDA device, which may be given by its number."""
+    return torch.device("cpu") if _is_cuda(value) or type(value) is int else value
+
+
+def _asked_by_script() -> bool:
+    """Whether the script asks, or a library that it uses, and not torch or halfstep, which need the truth."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("halfstep.casting."):
+        frame = frame.f_back  # ops of models at O1 come through there
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "halfstep")
+
+
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 class _ToCpu(TorchFunctionMode):
@@ -95,16 +203,21 @@ class _ToCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
+        if func == _IS_CUDA and _asked_by_script():
+            return True
+        if func is torch.Tensor.get_device and _asked_by_script():
+            return 0
+        if func is torch.Tensor.type and len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
         if func is torch.device:
             asked = args[0] if args else kwargs.get("type", kwargs.get("device"))
             return torch.device("cpu") if type(asked) is int or _is_cuda(asked) else func(*args, **kwargs)
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = torch.device("cpu")
+        if "device" in kwargs:
+            kwargs["device"] = _moved(kwargs["device"])
         if func is torch.Tensor.to:
-            # .to(0) means a CUDA device by its number
-            args = (args[0], *[torch.device("cpu") if type(a) is int else _moved(a) for a in args[1:]])
+            args = (args[0], *map(_moved, args[1:]))
         elif any(map(_is_cuda, args)):
-            args = tuple(map(_moved, args))
+            args = tuple(torch.device("cpu") if _is_cuda(arg) else arg for arg in args)
         return func(*args, **kwargs)
 
 
@@ -112,11 +225,8 @@ class _ToCpu(TorchFunctionMode):
 def cuda_on_cpu() -> Iterator[None]:
     """A block in which CUDA means the CPU; it says so once, through the logger "halfstep"."""
     logger.warning("Everything that asks for CUDA runs on the CPU: this tries a script, it does not time it.")
-    own_load, own_group, own_ddp = (
-        torch.load,
-        dist.init_process_group,
-        torch.nn.parallel.DistributedDataParallel.__init__,
-    )
+    own_load, own_group, own_ddp = torch.load, dist.init_process_group, DistributedDataParallel.__init__
+    own_to = torch.nn.Module.to
 
     @functools.wraps(own_load)
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -136,14 +246,31 @@ def cuda_on_cpu() -> Iterator[None]:
     ) -> None:
         own_ddp(self, module, None, None, *args, **kwargs)
 
+    @functools.wraps(own_to)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _moved(kwargs["device"])
+        return own_to(self, *map(_moved, args), **kwargs)
+
+    def data_parallel(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
+        torch.nn.Module.__init__(self)
+        self.module, self.device_ids, self.dim = module, [], dim  # without devices it calls the module
+
     replaced: list[tuple[Any, str, Any]] = [
         *((torch.cuda, name, value) for name, value in _TORCH_CUDA.items()),
+        *((torch.cuda.nvtx, name, value) for name, value in _NVTX.items()),
+        (torch.version, "cuda", "12.1"),
+        (torch, "Generator", _Generator),
+        (torch.Tensor, "record_stream", lambda self, stream: None),
         (torch.nn.Module, "cuda", lambda self, device=None: self),
+        (torch.nn.Module, "to", to),
+        (torch.nn.DataParallel, "__init__", data_parallel),
         (torch, "load", load),
         (dist, "init_process_group", init_process_group),
         (DistributedDataParallel, "__init__", ddp),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    missing = object()
+    before = [(owner, name, vars(owner).get(name, missing)) for owner, name, _ in replaced]
     for owner, name, value in replaced:
         setattr(owner, name, value)
     try:
@@ -151,4 +278,7 @@ def cuda_on_cpu() -> Iterator[None]:
             yield
     finally:
         for owner, name, value in before:
-            setattr(owner, name, value)
+            if value is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
