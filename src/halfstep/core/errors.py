@@ -7,6 +7,7 @@ __all__ = [
     "HalfstepError",
     "LossScaleCollapsed",
     "MissingModuleError",
+    "MissingNameError",
     "PrecisionWarning",
     "UnsafeOpError",
     "UsageError",
@@ -31,6 +32,13 @@ class ArgumentTypeError(HalfstepError, TypeError):
 
 class UsageError(HalfstepError):
     """A call that is fine by itself came in the wrong order, or on an object that it cannot work on."""
+
+
+class MissingNameError(HalfstepError, ImportError):
+    """A name of Apex has nothing to stand for it here."""
+
+    def __init__(self, message: str, *, name: str | None = None) -> None:
+        ImportError.__init__(self, message, name=name)
 
 
 class LossScaleCollapsed(HalfstepError):  # noqa: N818 - the name says what happened

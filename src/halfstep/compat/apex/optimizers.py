@@ -1,5 +1,91 @@
-"""``apex.optimizers``."""
+"""``apex.optimizers``, with the names of Ascend's fork too."""
 
-from ...optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from __future__ import annotations
 
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
+from typing import Any
+
+from torch.optim import Adadelta, RMSprop
+
+from ...optimizers import FusedAdagrad, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from ..optimizers_2018 import FP16_Optimizer, FusedAdam
+from ..submodules import add_submodules, refusing
+
+__all__ = [
+    "FP16_Optimizer",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedSGD",
+    "NpuFusedAdadelta",
+    "NpuFusedAdam",
+    "NpuFusedAdamW",
+    "NpuFusedRMSprop",
+    "NpuFusedSGD",
+]
+
+NpuFusedSGD, NpuFusedAdadelta, NpuFusedRMSprop = FusedSGD, Adadelta, RMSprop
+
+
+class NpuFusedAdam(FusedAdam):
+    """``FusedAdam`` with the arguments of ``torch.optim.Adam``: weight decay is added to the gradient."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+    ) -> None:
+        super().__init__(
+            params, lr, betas=betas, eps=eps, adam_w_mode=False, weight_decay=weight_decay, amsgrad=amsgrad
+        )
+
+
+class NpuFusedAdamW(FusedAdam):
+    """``FusedAdam`` with the arguments of ``torch.optim.AdamW``."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+_REFUSED = {
+    "FusedLARS": "Use apex.parallel.LARC around FusedSGD, which bounds the rate of each parameter in the same way.",
+    "FusedLANS": "Use FusedLAMB.",
+    "Lamb": "Its trust ratio clamps the norm of the weight to 10; use FusedLAMB, which does not.",
+    "NpuFusedLamb": "Its trust ratio clamps the norm of the weight to 10; use FusedLAMB, which does not.",
+    "NpuFusedAdamP": "AdamP projects the step, which no optimizer here does; use the package adamp, or NpuFusedAdamW.",
+    "NpuFusedBertAdam": "Use FusedAdam(bias_correction=False), a scheduler for the warm-up, and max_grad_norm=.",
+    "NpuFusedRMSpropTF": "It puts eps inside of the root; use NpuFusedRMSprop, or RMSpropTF of the package timm.",
+    "NpuFusedOptimizerBase": "Use halfstep.optimizers.FusedAdam or another one of them.",
+}
+__getattr__ = refusing(__name__, _REFUSED)
+
+add_submodules(
+    __name__,
+    {
+        "fp16_optimizer": "FP16_Optimizer",
+        "fused_adagrad": "FusedAdagrad",
+        "fused_adam": "FusedAdam",
+        "fused_lamb": "FusedLAMB",
+        "fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
+        "fused_novograd": "FusedNovoGrad",
+        "fused_sgd": "FusedSGD",
+        "npu_fused_adadelta": "NpuFusedAdadelta",
+        "npu_fused_adam": "NpuFusedAdam",
+        "npu_fused_adamw": "NpuFusedAdamW",
+        "npu_fused_rmsprop": "NpuFusedRMSprop",
+        "npu_fused_sgd": "NpuFusedSGD",
+    },
+)
