@@ -39,6 +39,7 @@ def init(
     dtype: torch.dtype | str | None = None,
     emulate: Emulate = "auto",
     enable: bool | None = None,
+    op_lists: OpLists | None = None,
 ) -> NoOpHandle:
     """Cast ops in the whole process from now on, and get a handle for loss scaling.
 
@@ -62,6 +63,7 @@ def init(
         dtype: the 16-bit dtype; None means float16 where there is CUDA and bfloat16 elsewhere.
         emulate: as in ``amp.auto_cast``.
         enable: another name of ``enabled``: the article below has both.
+        op_lists: which ops run in which precision; None means those of O1.
 
     Returns:
         The handle. Several may be open at once; the latest decides on casts.
@@ -83,7 +85,7 @@ def init(
         warn_if_slow(torch.device(accelerator() or "cpu"), half)
     casting = OpCasting(
         half,
-        OpLists.default(),
+        op_lists or OpLists.default(),
         cache=enable_caching,
         verbose=verbose,
         allow_banned=allow_banned,

@@ -159,7 +159,7 @@ def resolve(
     half = half or device_half
     defaults = Properties.of(Policy.from_level(level, half))
     given = {name: value for name, value in {**overrides, "loss_scale": loss_scale}.items() if value is not None}
-    options = replace(defaults, **{name: _CHECKS[name](value, level) for name, value in given.items()})
+    options = replace(defaults, **{name: CHECKS[name](value, level) for name, value in given.items()})
     lists = _check_lists(level, options, op_lists, custom_white_list, custom_black_list)
     return Recipe(options.policy(half, cast_model_outputs, lists), half, options, defaults)
 
@@ -252,7 +252,7 @@ def _master_weights(value: Any, level: str) -> bool:
     return value
 
 
-_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "cast_model_type": _cast_model_type,
     "patch_torch_functions": _patch_torch_functions,
     "keep_batchnorm_fp32": _keep_batchnorm_fp32,

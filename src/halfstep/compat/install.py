@@ -51,7 +51,13 @@ class SecondNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """It has run already; importing it under a second name must not change where it says it is from."""
         assert module.__spec__ is not None
+        second = module.__spec__.name
         module.__spec__ = module.__spec__.loader_state
+        # What came with it has its second name at once: an import of it would put it in the place of an attribute of
+        # the same name, and ``amp._amp_state`` is an object and a module.
+        for name, below in list(sys.modules.items()):
+            if name.startswith(f"{module.__name__}."):
+                sys.modules.setdefault(second + name[len(module.__name__) :], below)
 
     def get_code(self, fullname: str) -> CodeType | None:
         """The code of our module, for ``python -m`` with a second name."""

@@ -4,13 +4,26 @@ float16 is the default on every device, as Apex's was. ``transformer`` and some 
 them says what to use.
 """
 
+import warnings
 from importlib import import_module
 from typing import Any
 
 from ..install import install, uninstall
 from ..missing import refuse_missing
 
-__all__ = ["install", "uninstall"]
+__all__ = ["DeprecatedFeatureWarning", "deprecated_warning", "install", "uninstall"]
+
+__version__ = "0.1"  # what Apex said
+
+
+class DeprecatedFeatureWarning(FutureWarning):
+    """What Apex warned with; scripts name it to filter it."""
+
+
+def deprecated_warning(msg: str) -> None:
+    """Warn as Apex did."""
+    warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=2)
+
 
 refuse_missing()
 

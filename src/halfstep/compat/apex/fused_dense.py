@@ -7,8 +7,32 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...core.errors import ArgumentValueError
+from ..submodules import add_submodules
 
-__all__ = ["FusedDense", "FusedDenseGeluDense"]
+__all__ = [
+    "FusedDense",
+    "FusedDenseGeluDense",
+    "dense_no_bias_function",
+    "fused_dense_function",
+    "fused_dense_gelu_dense_function",
+]
+
+
+def fused_dense_function(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """A linear layer."""
+    return F.linear(input, weight, bias)
+
+
+def dense_no_bias_function(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A linear layer without a bias."""
+    return F.linear(input, weight)
+
+
+def fused_dense_gelu_dense_function(
+    input: torch.Tensor, weight1: torch.Tensor, bias1: torch.Tensor, weight2: torch.Tensor, bias2: torch.Tensor
+) -> torch.Tensor:
+    """Linear, GELU, linear."""
+    return F.linear(F.gelu(F.linear(input, weight1, bias1)), weight2, bias2)
 
 
 class FusedDense(nn.Linear):
@@ -42,4 +66,13 @@ class FusedDenseGeluDense(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Run on a floating tensor of shape [..., in_features]."""
-        return F.linear(F.gelu(F.linear(input, self.weight1, self.bias1)), self.weight2, self.bias2)
+        return fused_dense_gelu_dense_function(input, self.weight1, self.bias1, self.weight2, self.bias2)
+
+
+add_submodules(
+    __name__,
+    {
+        "fused_dense": "FusedDense FusedDenseGeluDense dense_no_bias_function fused_dense_function"
+        " fused_dense_gelu_dense_function"
+    },
+)

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...core.errors import ArgumentTypeError
+from ..submodules import add_submodules
 
-__all__ = ["MLP", "mlp_function"]
+__all__ = ["MLP", "MlpFunction", "mlp_function"]
 
 _ACTIVATIONS = {"none": lambda x: x, "relu": torch.relu, "sigmoid": torch.sigmoid}
 
@@ -33,6 +34,16 @@ def mlp_function(bias: bool, activation: str, *args: torch.Tensor) -> torch.Tens
     for weight, b in zip(weights, biases, strict=True):
         x = _ACTIVATIONS[activation](F.linear(x, weight, b))
     return x
+
+
+class MlpFunction:
+    """``mlp_function`` as Apex's function for autograd; the activation may be its number: 0 none, 1 ReLU, 2 sigmoid."""
+
+    @staticmethod
+    def apply(bias: bool, activation: int | str, *args: torch.Tensor) -> torch.Tensor:
+        """``mlp_function(bias, activation, *args)``."""
+        name = list(_ACTIVATIONS)[activation] if activation in (0, 1, 2) else activation
+        return mlp_function(bool(bias), str(name), *args)
 
 
 class MLP(nn.Module):
@@ -60,20 +71,26 @@ class MLP(nn.Module):
                 self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(outputs)))
         self.reset_parameters()
 
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The weight of each layer."""
+        return [getattr(self, f"weight_{i}") for i in range(self.num_layers)]
+
+    @property
+    def biases(self) -> list[nn.Parameter]:
+        """The bias of each layer; empty without."""
+        return [getattr(self, f"bias_{i}") for i in range(self.num_layers)] if self.bias else []
+
     def reset_parameters(self) -> None:
         """Normal weights of variance 2 / (in + out), biases of variance 1 / out, as Apex had them."""
-        for i in range(self.num_layers):
-            weight = getattr(self, f"weight_{i}")
+        for i, weight in enumerate(self.weights):
             nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
             if self.bias:
-                nn.init.normal_(getattr(self, f"bias_{i}"), 0.0, math.sqrt(1.0 / weight.shape[0]))
+                nn.init.normal_(self.biases[i], 0.0, math.sqrt(1.0 / weight.shape[0]))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Run the layers on an input of shape [N, mlp_sizes[0]]."""
-        names = [f"weight_{i}" for i in range(self.num_layers)]
-        if self.bias:
-            names += [f"bias_{i}" for i in range(self.num_layers)]
-        return mlp_function(self.bias, self.activation, input, *(getattr(self, name) for name in names))
+        return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
 
     def extra_repr(self) -> str:
         """The arguments."""
@@ -83,3 +100,6 @@ class MLP(nn.Module):
 def _check_activation(activation: str) -> None:
     if activation not in _ACTIVATIONS:
         raise ArgumentTypeError(f"activation={activation!r} must be 'none', 'relu' or 'sigmoid'.")
+
+
+add_submodules(__name__, {"mlp": "MLP MlpFunction mlp_function"})

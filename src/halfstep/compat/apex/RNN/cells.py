@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ....core.errors import ArgumentValueError, UsageError
 
-__all__ = ["RNNCell", "gru_step", "lstm_step", "mLSTMRNNCell", "relu_step", "tanh_step"]
+__all__ = ["RNNCell", "gru_step", "lstm_step", "mLSTMCell", "mLSTMRNNCell", "relu_step", "tanh_step"]
 
 Step = Callable[..., Any]
 
@@ -252,6 +252,15 @@ class mLSTMRNNCell(RNNCell):  # noqa: N801 - Apex's name
         h, c = (state.to(gates_of_x.dtype) for state in self.hidden)
         m = m_of_x * F.linear(h, self.w_mhh)
         return self._projected(list(_after_gates(gates_of_x + F.linear(m, self.w_hh, self.b_hh), c)))
+
+
+def mLSTMCell(  # noqa: N802 - Apex's name
+    input: Any, hidden: Any, w_ih: Any, w_hh: Any, w_mih: Any, w_mhh: Any, b_ih: Any = None, b_hh: Any = None
+) -> Any:
+    """One step of a multiplicative LSTM: (h, c) from [batch, input] and (h, c)."""
+    h, c = hidden
+    m = F.linear(input, w_mih) * F.linear(h, w_mhh)
+    return _after_gates(F.linear(input, w_ih, b_ih) + F.linear(m, w_hh, b_hh), c)
 
 
 def _after_gates(gates: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

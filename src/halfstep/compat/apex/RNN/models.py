@@ -12,7 +12,18 @@ from torch.nn import functional as F
 from ....core.errors import ArgumentTypeError, ArgumentValueError
 from .cells import RNNCell, gru_step, lstm_step, mLSTMRNNCell, relu_step, tanh_step
 
-__all__ = ["GRU", "LSTM", "RNNCell", "ReLU", "Tanh", "bidirectionalRNN", "mLSTM", "mLSTMRNNCell", "stackedRNN"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNNCell",
+    "ReLU",
+    "Tanh",
+    "bidirectionalRNN",
+    "mLSTM",
+    "mLSTMRNNCell",
+    "stackedRNN",
+    "toRNNBackend",
+]
 
 
 class stackedRNN(nn.Module):  # noqa: N801 - Apex's name
@@ -164,6 +175,16 @@ def _side_by_side(a: Any, b: Any) -> Any:
     if isinstance(a, list):
         return [_side_by_side(x, y) for x, y in zip(a, b, strict=True)]
     return torch.cat([a, b], -1)
+
+
+def toRNNBackend(  # noqa: N802 - Apex's name
+    inputRNN: RNNCell,  # noqa: N803
+    num_layers: int,
+    bidirectional: bool = False,
+    dropout: float = 0.0,
+) -> nn.Module:
+    """A ``stackedRNN``, or ``bidirectionalRNN``, of one kind of layer."""
+    return (bidirectionalRNN if bidirectional else stackedRNN)(inputRNN, num_layers, dropout)
 
 
 def _factory(

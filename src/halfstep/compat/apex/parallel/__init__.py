@@ -4,6 +4,7 @@ from torch.distributed import ReduceOp
 
 from ....distributed.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 from ...parallel import DistributedDataParallel, Reducer
+from ...submodules import add_submodules
 from . import LARC, distributed, multiproc, optimized_sync_batchnorm, sync_batchnorm
 
 __all__ = [
@@ -19,3 +20,10 @@ __all__ = [
     "optimized_sync_batchnorm",
     "sync_batchnorm",
 ]
+
+_KERNELS = {"SyncBatchnormFunction": "Use apex.parallel.SyncBatchNorm, or the functions of the extension syncbn."}
+add_submodules(
+    __name__,
+    {"optimized_sync_batchnorm_kernel": "", "sync_batchnorm_kernel": ""},
+    refused={"optimized_sync_batchnorm_kernel": _KERNELS, "sync_batchnorm_kernel": _KERNELS},
+)

@@ -1,4 +1,4 @@
-"""``apex.normalization``, on torch's own kernels."""
+"""``apex.normalization.fused_layer_norm``, on torch's own kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ....core.errors import ArgumentValueError
+
 __all__ = [
     "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction",
     "FusedRMSNorm",
+    "FusedRMSNormAffineFunction",
+    "FusedRMSNormAffineMixedDtypesFunction",
+    "FusedRMSNormFunction",
     "MixedFusedLayerNorm",
     "MixedFusedRMSNorm",
     "fused_layer_norm",
@@ -42,6 +50,12 @@ def _rms_norm(x: torch.Tensor, shape: Shape, weight: torch.Tensor | None, eps: f
     if weight is None or weight.dtype is x.dtype is out:
         return F.rms_norm(x, _shape(shape), weight, eps).to(out)
     return F.rms_norm(x.float(), _shape(shape), weight.float(), eps).to(out)
+
+
+def _check_affine(module: nn.Module, elementwise_affine: bool) -> None:
+    if not elementwise_affine:
+        plain = type(module).__name__.removeprefix("Mixed")
+        raise ArgumentValueError(f"{type(module).__name__} has parameters; for elementwise_affine=False use {plain}.")
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -90,7 +104,15 @@ class FusedRMSNorm(nn.RMSNorm):
 class MixedFusedLayerNorm(FusedLayerNorm):
     """``FusedLayerNorm`` whose output has the dtype of its parameters."""
 
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
+    ) -> None:
+        _check_affine(self, elementwise_affine)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -101,7 +123,15 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 class MixedFusedRMSNorm(FusedRMSNorm):
     """``FusedRMSNorm`` whose output has the dtype of its parameters."""
 
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
+    ) -> None:
+        _check_affine(self, elementwise_affine)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,3 +203,42 @@ def mixed_dtype_fused_rms_norm_affine(
 def manual_rms_norm(input: torch.Tensor, normalized_shape: Shape, weight: Any, eps: float) -> torch.Tensor:
     """RMS normalization; the reference of the others."""
     return _rms_norm(input, normalized_shape, weight, eps, input.dtype if weight is None else weight.dtype)
+
+
+# ---- what Apex had as functions for autograd; torch's own differentiate themselves
+
+
+class FusedLayerNormFunction:
+    """``fused_layer_norm`` by ``apply``."""
+
+    apply = staticmethod(fused_layer_norm)
+
+
+class FusedLayerNormAffineFunction:
+    """``fused_layer_norm_affine`` by ``apply``."""
+
+    apply = staticmethod(fused_layer_norm_affine)
+
+
+class FusedLayerNormAffineMixedDtypesFunction:
+    """``mixed_dtype_fused_layer_norm_affine`` by ``apply``."""
+
+    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
+
+
+class FusedRMSNormFunction:
+    """``fused_rms_norm`` by ``apply``."""
+
+    apply = staticmethod(fused_rms_norm)
+
+
+class FusedRMSNormAffineFunction:
+    """``fused_rms_norm_affine`` by ``apply``."""
+
+    apply = staticmethod(fused_rms_norm_affine)
+
+
+class FusedRMSNormAffineMixedDtypesFunction:
+    """``mixed_dtype_fused_rms_norm_affine`` by ``apply``."""
+
+    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)

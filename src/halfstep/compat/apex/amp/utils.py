@@ -1,0 +1,133 @@
+"""``apex.amp.utils`` and ``compat``: what scripts ask of tensors."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .... import amp
+from ...submodules import refusing
+
+__all__ = [
+    "get_cuda_version",
+    "has_func",
+    "is_cuda_enabled",
+    "is_fp_tensor",
+    "is_nested",
+    "maybe_float",
+    "maybe_half",
+    "type_string",
+]
+
+logger = logging.getLogger("halfstep")
+
+RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
+
+__getattr__ = refusing(
+    __name__,
+    {
+        "cached_cast casted_args collect_fp_tensor_types should_cache verbosify as_inplace get_func set_func"
+        " set_func_save synthesize_flattened_rnn_weights new_synthesize_flattened_rnn_weights": "Op lists decide on "
+        "casts: use amp.register_half_function and its siblings."
+    },
+)
+
+
+def is_cuda_enabled() -> bool:
+    """Whether torch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def get_cuda_version() -> tuple[int, ...]:
+    """The CUDA that torch was built with; empty without it."""
+    return tuple(map(int, (torch.version.cuda or "").split("."))) if torch.version.cuda else ()
+
+
+def is_nested(x: object) -> bool:
+    """Whether it is a tuple or list."""
+    return isinstance(x, (tuple, list))
+
+
+def is_fp_tensor(x: Any) -> bool:
+    """Whether it is a floating tensor, or a tuple or list of such."""
+    if isinstance(x, (tuple, list)):
+        return all(map(is_fp_tensor, x))
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def type_string(x: torch.Tensor) -> str:
+    """``"HalfTensor"``, ``"FloatTensor"``..."""
+    return x.type().rpartition(".")[2]
+
+
+def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
+    """A floating tensor, or each in a tuple or list, in float16."""
+    return type(x)([maybe_half(y) for y in x]) if isinstance(x, (tuple, list)) else x.half()
+
+
+def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
+    """A floating tensor, or each in a tuple or list, in float32."""
+    return type(x)([maybe_float(y) for y in x]) if isinstance(x, (tuple, list)) else x.float()
+
+
+def has_func(mod: Any, fn: str) -> bool:
+    """Whether a module or dictionary has a name."""
+    return fn in mod if isinstance(mod, dict) else hasattr(mod, fn)
+
+
+# ---- apex.amp.compat, of which tensors and variables are the same thing today
+
+
+def is_tensor_like(x: object) -> bool:
+    """Whether it is a tensor."""
+    return isinstance(x, torch.Tensor)
+
+
+def is_floating_point(x: torch.Tensor) -> bool:
+    """Whether a tensor is floating."""
+    return x.is_floating_point()
+
+
+def scalar_python_val(x: Any) -> Any:
+    """The number in a tensor of one element, or the first item of a sequence."""
+    return x.item() if hasattr(x, "item") else x[0]
+
+
+def variable_is_tensor() -> bool:
+    """True."""
+    return True
+
+
+def tensor_is_variable() -> bool:
+    """True."""
+    return True
+
+
+def tensor_is_float_tensor() -> bool:
+    """False: ``torch.FloatTensor`` is no class of tensors any more."""
+    return False
+
+
+# ---- others
+
+
+def has_old_rnns() -> bool:
+    """False: those of before torch 0.5."""
+    return False
+
+
+def maybe_print(msg: object, rank0: bool = False) -> None:
+    """Log at level INFO, if the latest ``initialize`` was called with a verbosity above 0.
+
+    Args:
+        msg: what to say.
+        rank0: only on rank 0.
+    """
+    session = amp._amp_state.session
+    if session is not None and session.verbosity == 0:
+        return
+    if not rank0 or not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        logger.info("%s", msg)
