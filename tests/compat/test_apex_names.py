@@ -125,7 +125,8 @@ REFUSED = {
     "apex.fp16_utils.fp16util": "backwards_debug_hook",
     "apex.optimizers": "FusedLARS FusedLANS Lamb NpuFusedLamb NpuFusedAdamP NpuFusedBertAdam NpuFusedRMSpropTF"
     " NpuFusedOptimizerBase",
-    "apex.contrib.optimizers": "DistributedFusedLAMB",
+    "apex.contrib.optimizers": "DistributedFusedAdam DistributedFusedLAMB",
+    "apex.contrib.optimizers.distributed_fused_adam": "DistributedFusedAdam",
     "apex.contrib.optimizers.distributed_fused_lamb": "DistributedFusedLAMB",
     "apex.parallel.optimized_sync_batchnorm_kernel": "SyncBatchnormFunction",
     "apex.parallel.sync_batchnorm_kernel": "SyncBatchnormFunction",

@@ -137,7 +137,8 @@ def test_the_adam_of_apex_optimizers_is_of_its_year() -> None:
     today, then = optimizers.FusedAdam(params, lr=0.1), optimizers.FusedAdam(params, max_grad_norm=1.0, use_mt=True)
     assert type(then) is ADAM
     assert isinstance(today, ours.FusedAdam)
-    assert isinstance(then, ours.FusedAdam)
+    assert isinstance(then, optimizers.FusedAdam)
+    assert type(copy.deepcopy(then)) is ADAM
     reference = ours.FusedAdam([nn.Parameter(torch.ones(2))], lr=0.1)
     (theirs,) = reference.param_groups[0]["params"]
     for optimizer, param in ((today, params[0]), (reference, theirs)):

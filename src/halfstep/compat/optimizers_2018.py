@@ -102,7 +102,23 @@ def adam_of_2018(
     return {"param": param - step * step_size, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-class FusedAdamOf2018(_StepOf2018, optimizers.FusedAdam):
+class FusedAdam(_StepOf2018, optimizers.FusedAdam):
+    """``halfstep.optimizers.FusedAdam`` with the ``step`` of 2018, as ``apex.optimizers`` has it.
+
+    Called with an argument that only the class of 2018 had (``eps_inside_sqrt``, ``use_mt``, ``amp_scale_adjustment``,
+    ``max_grad_norm``) it makes a ``FusedAdamOf2018``, whose arithmetic is that of 2018.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> FusedAdam:
+        """An instance of this class, or of that of 2018."""
+        of_2018 = cls is FusedAdam and not _ONLY_2018.isdisjoint(kwargs)
+        return super().__new__(FusedAdamOf2018 if of_2018 else cls)
+
+
+_ONLY_2018 = {"eps_inside_sqrt", "use_mt", "amp_scale_adjustment", "max_grad_norm"}
+
+
+class FusedAdamOf2018(FusedAdam):
     """Adam as ``apex.contrib.optimizers`` and, until 2019, ``apex.optimizers`` had it.
 
     ``m`` and ``v`` are Adam's moments and ``rate`` is ``lr``, times ``sqrt(1 - beta2 ** t) / (1 - beta1 ** t)`` with
@@ -184,23 +200,6 @@ def _clipped(limit: float, rows: GroupRows, factor: Number) -> Number:
     squares = [each.squared_norms().sum().to(device, non_blocking=True) for each in rows.rows]
     norm = sum(squares[1:], squares[0]).sqrt() * factor
     return factor * (limit / (norm + 1e-6)).clamp(max=1.0)
-
-
-class FusedAdam(_StepOf2018, optimizers.FusedAdam):
-    """``halfstep.optimizers.FusedAdam`` with the ``step`` of 2018, as ``apex.optimizers`` has it.
-
-    Called with an argument that only the class of 2018 had (``eps_inside_sqrt``, ``use_mt``, ``amp_scale_adjustment``,
-    ``max_grad_norm``) it makes a ``FusedAdamOf2018``, whose arithmetic is that of 2018.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An instance of this class, or of that of 2018."""
-        if cls is FusedAdam and not _ONLY_2018.isdisjoint(kwargs):
-            return FusedAdamOf2018(*args, **kwargs)
-        return super().__new__(cls)
-
-
-_ONLY_2018 = {"eps_inside_sqrt", "use_mt", "amp_scale_adjustment", "max_grad_norm"}
 
 
 class FusedSGD(_StepOf2018, optimizers.FusedSGD):

@@ -7,20 +7,25 @@ from ...submodules import add_submodules, refusing
 
 __all__ = ["FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]
 
-_REFUSED = {
+_ADAM = {
+    "DistributedFusedAdam": "Use apex.optimizers.FusedAdam with FSDP2 (torch.distributed.fsdp.fully_shard), or in "
+    "torch.distributed.optim.ZeroRedundancyOptimizer.",
+}
+_LAMB = {
     "DistributedFusedLAMB": "Use apex.optimizers.FusedLAMB with FSDP2 (torch.distributed.fsdp.fully_shard), or in "
     "torch.distributed.optim.ZeroRedundancyOptimizer.",
 }
-__getattr__ = refusing(__name__, _REFUSED)
+__getattr__ = refusing(__name__, {**_ADAM, **_LAMB})
 
 add_submodules(
     __name__,
     {
+        "distributed_fused_adam": "",
         "distributed_fused_lamb": "",
         "fp16_optimizer": "FP16_Optimizer",
         "fused_adam": "FusedAdam",
         "fused_lamb": "FusedLAMB",
         "fused_sgd": "FusedSGD",
     },
-    refused={"distributed_fused_lamb": _REFUSED},
+    refused={"distributed_fused_adam": _ADAM, "distributed_fused_lamb": _LAMB},
 )
