@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from halfstep import kernels, multi_tensor
+from halfstep import amp, kernels, multi_tensor, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.kernels.backends import compiler as cxx
 from halfstep.multi_tensor import multi_tensor_applier
@@ -275,3 +276,23 @@ def test_wrong_lists() -> None:
         multi_tensor_applier(multi_tensor.multi_tensor_scale, flag(), [some()], 1.0)
     with pytest.raises(ArgumentValueError, match="different lengths: 4, 3"):
         multi_tensor_applier(multi_tensor.multi_tensor_scale, flag(), [some(), some()[:3]], 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masters_that_a_fused_optimizer_keeps(dtype: torch.dtype) -> None:
+    """Their views have no memory of their own: kernels read and write them all the same."""
+    model: Any = nn.Linear(8, 4)
+    optimizer: Any = optimizers.FusedAdam(model.parameters(), lr=1e-2)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
+    with amp.scale_loss(model(torch.ones(2, 8)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    masters = list(amp.master_params(optimizer))
+    before = [master.detach().clone() for master in masters]
+    flag = torch.zeros(1, dtype=torch.int32)
+    norm, _ = multi_tensor.multi_tensor_l2norm(2048, flag, [masters])
+    torch.testing.assert_close(norm[0], torch.cat([value.flatten() for value in before]).norm())
+    multi_tensor.multi_tensor_scale(2048, flag, [masters, masters], 0.75)
+    for master, weight, value in zip(masters, model.parameters(), before, strict=True):
+        assert torch.equal(master.detach(), value * 0.75)
+        assert torch.equal(weight, (value * 0.75).to(dtype))

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from .. import optimizers
-from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..kernels.expr import elementwise_kernel
 from ..kernels.tensor_table import Number
 from ..optimizers.base import FusedOptimizer, Hyper, Step
 from ..optimizers.param_rows import GroupRows, ParamRows
+from ..optimizers.release import GradientRelease
 from . import fp16_utils
 
 __all__ = ["FP16_Optimizer", "FusedAdam", "FusedAdamOf2018", "FusedSGD"]
@@ -165,6 +166,15 @@ class FusedAdamOf2018(FusedAdam):
         for group in self.param_groups:
             group.setdefault("max_grad_norm", max_grad_norm)
         self._clipped: dict[int, Number] = {}
+
+    def attach(self, *args: Any, **kwargs: Any) -> GradientRelease:
+        """As for any fused optimizer, where no group is clipped: that takes all gradients of a group."""
+        if any(group["max_grad_norm"] > 0 for group in self.param_groups):
+            raise UsageError(
+                "Gradient release steps parameters before all gradients of their group are there, and max_grad_norm "
+                "clips a group by them. Use halfstep.optimizers.FusedAdam(max_grad_norm=), or keep the gradients."
+            )
+        return super().attach(*args, **kwargs)
 
     def _take(self, groups: Iterable[tuple[Hyper, GroupRows]], factor: Number, skip: torch.Tensor | None) -> None:
         groups = list(groups)
