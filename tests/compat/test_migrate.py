@@ -98,6 +98,34 @@ SAME = [  # to halfstep: before, after
         'from halfstep import amp\nm = amp.initialize(m, opt_level=(level), dtype="float16", )\n',
     ),
     ("if x: from apex import amp, RNN\n", "if x: from halfstep import amp; from halfstep.apex import RNN\n"),
+    (
+        "def a():\n    global amp\n    from apex import amp\n\ndef b(m):\n    return amp.initialize(m)\n",
+        "def a():\n    global amp\n    from halfstep import amp\n\n"
+        'def b(m):\n    return amp.initialize(m, dtype="float16")\n',
+    ),
+    (
+        "from apex.parallel \\\n    import Reducer as R, \\\n    convert_syncbn_model\n",
+        "from halfstep.parallel \\\n    import Reducer as R, \\\n    convert_syncbn_model\n",
+    ),
+    ("import apex\nprint(f'{apex.amp.init} apex')\n", "import halfstep.amp\nprint(f'{halfstep.amp.init} apex')\n"),
+    (
+        "from apex.multi_tensor_apply import multi_tensor_applier as m\nimport apex.contrib.xentropy as x\n",
+        "from halfstep.multi_tensor import multi_tensor_applier as m\nimport halfstep.apex.contrib.xentropy as x\n",
+    ),
+    (
+        "from apex import amp\nimport apex.amp as a\namp.lists.functional_overrides.FP16_FUNCS\na.initialize(m)\n",
+        "from halfstep.apex import amp\nimport halfstep.apex.amp as a\namp.lists.functional_overrides.FP16_FUNCS\n"
+        'a.initialize(m, dtype="float16")\n',
+    ),
+    (
+        "from apex.optimizers import FP16_Optimizer, FusedAdam\nfrom apex.amp.frontend import O3\n",
+        "from halfstep.apex.optimizers import FP16_Optimizer\nfrom halfstep.optimizers import FusedAdam\n"
+        "from halfstep.apex.amp.frontend import O3\n",
+    ),
+    (
+        "from apex.normalization.fused_layer_norm import FusedLayerNorm as N\n",
+        "from halfstep.apex.normalization.fused_layer_norm import FusedLayerNorm as N\n",
+    ),
     ("\ufefffrom apex import amp\n", "\ufefffrom halfstep import amp\n"),
     ("def f():\n\tx = 'no apex here'\t# apex\n", "def f():\n\tx = 'no apex here'\t# apex\n"),
 ]

@@ -60,8 +60,13 @@ def is_apex(name: str) -> bool:
 def moved(name: str) -> str:
     """The dotted name in halfstep of a module, or of something in a module, of Apex.
 
-    ``apex.amp.initialize`` -> ``halfstep.amp.initialize``.
+    ``apex.amp.initialize`` -> ``halfstep.amp.initialize``. What only old scripts know is in ``halfstep.apex``.
     """
+    new, old = _moved(name), f"halfstep.{name}"
+    return old if name.startswith("apex.") and not resolves(new) and resolves(old) else new
+
+
+def _moved(name: str) -> str:
     known, rest = name, ""
     while known not in MODULES:
         known, _, last = known.rpartition(".")
@@ -78,7 +83,8 @@ def moved_import(module: str, name: str) -> tuple[str, str]:
     if f"{module}.{name}" in MODULES and (module, name) != ("apex.amp", "_amp_state"):
         parent, _, last = MODULES[f"{module}.{name}"].rpartition(".")
         return parent, last
-    return moved(module), name
+    parent, old = moved(module), f"halfstep.{module}"
+    return (old, name) if not exists(parent, name) and exists(old, name) else (parent, name)
 
 
 def moved_use(name: str) -> str:

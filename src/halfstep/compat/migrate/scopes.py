@@ -88,7 +88,20 @@ class _Reader(ast.NodeVisitor):
 
     def read(self, tree: ast.Module) -> None:
         self._scopes.append(self._bound(tree.body))
+        self._scopes[0].update(self._globals(tree))
         self.generic_visit(tree)
+
+    def _globals(self, tree: ast.Module) -> dict[str, str | None]:
+        """What functions import into the module, by ``global``."""
+        functions = [node for node in ast.walk(tree) if isinstance(node, _Function)]
+        found: dict[str, str | None] = {}
+        for function in functions:
+            names = {
+                name for node in _of_one_scope(function.body) if isinstance(node, ast.Global) for name in node.names
+            }
+            if names:
+                found |= {name: meant for name, meant in self._bound(function.body).items() if meant and name in names}
+        return found
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         outside = [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]

@@ -44,6 +44,7 @@ class _Rewriting:
         self.problems: list[Problem] = []
         self._names = names
         self._modules: set[str] = set()  # what the expressions that begin with ``apex`` need
+        self._old: set[str] = set()  # what is to be imported from ``halfstep.apex``, for a name that only that has
         self._kept = False  # whether one of them stays as it is
 
     def run(self, tree: ast.Module) -> None:
@@ -68,19 +69,37 @@ class _Rewriting:
         meant = {id(use.node): use.name for use in self._names.uses}
         for call in ast.walk(tree):
             if isinstance(call, ast.Call) and meant.get(id(call.func)) in _IN_FLOAT16:
-                self._float16(call)
+                if self.text.bytes[self.text.end(call) - 1 : self.text.end(call)] == b")":
+                    self._float16(call)
+                else:
+                    self._problem(call, "the end of this call cannot be located")
 
     def _use(self, use: Use) -> None:
-        new = moved_use(use.name)
         root = use.text.partition(".")[0]
         meant = use.name[: len(use.name) - len(use.text) + len(root)]
-        whole = root == meant == "apex"
-        if not resolves(new) and (whole or resolves(moved(meant))):  # else the import has been told of
+        if root == meant == "apex":
+            self._whole_name(use)
+            return
+        new = moved_use(meant) + use.name[len(meant) :]  # by an import that is rewritten
+        if resolves(new) or not resolves(moved_use(meant)):  # or has been told of
+            return
+        if resolves(f"halfstep.{use.name}"):
+            self._old.add(meant)
+        else:
             self._problem(use.node, f"{use.name}: halfstep has no {new.removeprefix('halfstep.')}")
-            self._kept = self._kept or whole
-        elif whole:
+
+    def _whole_name(self, use: Use) -> None:
+        """``apex.amp.initialize``, written out."""
+        new = moved_use(use.name)
+        start, end = self.text.start(use.node), self.text.end(use.node)
+        located = self.text.bytes[start:end] == use.text.encode()  # not in an f-string, before Python 3.12
+        if located and resolves(new):
             self._modules.update({module_of(new)} - {"halfstep"})
-            self.text.change(self.text.start(use.node), self.text.end(use.node), new)
+            self.text.change(start, end, new)
+            return
+        self._kept = True
+        missing = f"{use.name}: halfstep has no {new.removeprefix('halfstep.')}"
+        self._problem(use.node, missing if located else f"{use.text} cannot be located")
 
     def _import_from(self, node: ast.ImportFrom) -> None:
         module = str(node.module)
@@ -93,7 +112,8 @@ class _Rewriting:
             return
         groups: dict[str, list[str]] = {}
         for alias in node.names:
-            parent, own = moved_import(module, alias.name)
+            old = f"{module}.{alias.name}" in self._old
+            parent, own = (f"halfstep.{module}", alias.name) if old else moved_import(module, alias.name)
             if not exists(parent, own):
                 self._problem(node, f"from {module} import {alias.name}: halfstep has no such name")
                 parent, own = module, alias.name
@@ -126,7 +146,7 @@ class _Rewriting:
                 modules = ["apex"] * self._kept + (sorted(self._modules) or ["halfstep"])
                 self.text.change(start, end, ", ".join(modules))
                 continue
-            new = moved(alias.name)
+            new = f"halfstep.{alias.name}" if alias.name in self._old else moved(alias.name)
             if not exists(new):
                 self._problem(node, f"import {alias.name}: halfstep has no {new.removeprefix('halfstep.')}")
                 continue
