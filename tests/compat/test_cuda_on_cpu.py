@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -47,6 +48,13 @@ def test_numbers_of_devices(on_cpu: None) -> None:
     assert torch.device(1).type == "cpu"
     assert x.new_zeros(3, device="cuda:1").device.type == "cpu"
     assert nn.Linear(2, 2).to(torch.float64).weight.dtype is torch.float64
+
+
+def test_other_threads(on_cpu: None) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: torch.ones(2).cuda(non_blocking=True).pin_memory()).result()
+        assert pool.submit(torch.cuda.device_count).result() == 1
+    assert found.device.type == "cpu"
 
 
 def test_data_parallel(on_cpu: None) -> None:

@@ -201,8 +201,6 @@ class _ToCpu(TorchFunctionMode):
     ) -> Any:
         """Call ``func`` with the CPU in the place of CUDA."""
         kwargs = dict(kwargs or {})
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-            return args[0]
         if func == _IS_CUDA and _asked_by_script():
             return True
         if func is torch.Tensor.get_device and _asked_by_script():
@@ -261,6 +259,8 @@ def cuda_on_cpu() -> Iterator[None]:
         *((torch.cuda.nvtx, name, value) for name, value in _NVTX.items()),
         (torch.version, "cuda", "12.1"),
         (torch, "Generator", _Generator),
+        (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
+        (torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self),
         (torch.Tensor, "record_stream", lambda self, stream: None),
         (torch.nn.Module, "cuda", lambda self, device=None: self),
         (torch.nn.Module, "to", to),
