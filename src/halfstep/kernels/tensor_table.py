@@ -138,15 +138,12 @@ class TensorTable:
         return self._pointers[chunk]
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 class AddressTable:
     """Where the tensors of a table begin in memory.
 
     A row whose tensors do not all lie in memory in the same dense order is staged: kernels work on contiguous copies
-    of it, written back after they ran. So is a row with a tensor that has no memory, such as the view of a master that
-    is kept in parts.
+    of it, written back after they ran. So is a row with a tensor whose class says ``without_memory``, as that of the
+    views of masters does.
 
     Attributes:
         device: where the tensors lie.
@@ -287,7 +284,7 @@ class ScalarTable:
 
 def _alike(row: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors fill their memory without holes and in the same order."""
-    if any(type(t) not in _PLAIN and t.numel() and not t.data_ptr() for t in row):
+    if any(getattr(type(t), "without_memory", False) for t in row):
         return False
     if all(t.is_contiguous() for t in row):
         return True

@@ -68,6 +68,9 @@ class MasterParameter(torch.nn.Parameter):
 class SplitMasterParameter(MasterParameter):
     """The view of a master that is kept in parts."""
 
+    without_memory = True
+    """Kernels ask this, and work on a copy."""
+
     _read: Callable[[torch.Tensor], torch.Tensor]
     _write: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
