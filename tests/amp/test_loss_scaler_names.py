@@ -12,7 +12,7 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.amp.loss_scaler import LossScaler
-from halfstep.core.errors import ArgumentValueError
+from halfstep.core.errors import ArgumentValueError, UsageError
 from halfstep.core.loss_scale import DynamicLossScale, StaticLossScale
 
 
@@ -123,6 +123,14 @@ def test_what_has_no_effect_says_so_once(caplog: pytest.LogCaptureFixture) -> No
     ]
     assert scaler._loss_scale == 4.0
     assert scaler._scale_seq_len == 3
+
+
+def test_before_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amp._amp_state, "session", None)
+    for name in ("loss_scalers", "opt_properties", "min_loss_scale"):
+        assert not hasattr(amp._amp_state, name)
+    with pytest.raises(UsageError, match=r"loss_scalers needs amp\.initialize to be called before it"):
+        _ = amp._amp_state.loss_scalers
 
 
 def test_other_scalers_and_verbosity() -> None:

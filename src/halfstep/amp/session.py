@@ -117,6 +117,10 @@ class AmpState:
 _amp_state = AmpState()
 
 
+class _NoSessionError(UsageError, AttributeError):
+    """Also an AttributeError: scripts ask ``hasattr(amp._amp_state, "loss_scalers")``, as Apex had it."""
+
+
 def require_session(caller: str) -> Session:
     """The latest session.
 
@@ -124,7 +128,7 @@ def require_session(caller: str) -> Session:
         UsageError: if there is none.
     """
     if _amp_state.session is None:
-        raise UsageError(f"{caller} needs amp.initialize to be called before it.")
+        raise _NoSessionError(f"{caller} needs amp.initialize to be called before it.")
     return _amp_state.session
 
 
