@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.numerics import Monitor, Row, load_rows
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -286,7 +289,7 @@ def test_no_hook_is_left_between_sampled_steps_and_none_afterwards() -> None:
     after = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
     assert after == before
     assert hooks[1] == hooks[2] < hooks[0] == hooks[3]
-    assert optimizer.on_gradients is None
+    assert optimizer.on_gradients == ()
     count = len(monitor.rows())
     by_block(model, optimizer, 4)
     assert len(monitor.rows()) == count
@@ -305,7 +308,193 @@ def test_a_watched_optimizer_is_copied_and_saved_without_its_monitor() -> None:
         assert len(monitor.rows()) > count
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_watched_model_is_copied_and_pickled_and_the_copy_is_not_watched(level: str) -> None:
+    model, optimizer = prepared(level, torch.bfloat16, "AdamW")
+    alone = nn.Sequential(nn.Linear(4, 4))
+    with Monitor(model, optimizer, every=1) as monitor, Monitor(alone, every=1) as other:
+        by_block(model, optimizer, 0)
+        count = len(monitor.rows())
+        twin = copy.deepcopy(model)
+        twin(batch(1))
+        pickle.loads(pickle.dumps(copy.deepcopy(alone)))(torch.ones(1, 4))
+        copy.deepcopy(alone)(torch.ones(1, 4))
+        assert len(monitor.rows()) == count
+        assert other.rows() == []
+    if level == "O0":
+        pickle.loads(pickle.dumps(twin))(batch(2))
+
+
+def test_a_parameter_that_a_module_returns_keeps_no_hook() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self) -> torch.Tensor:
+            return self.weight
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = Table()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.table()
+
+    model = Whole()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every=1) as monitor:
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert not model.table.weight._backward_hooks
+    assert [row.step for row in of(monitor.rows(), "output", "table")] == [0, 1, 2]
+
+
 # ---- steps and passes
+
+
+def test_fp16_optimizer_is_watched_step_by_step() -> None:
+    model = net().half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1e-2), static_loss_scale=8.0, verbose=False)
+    with Monitor(model, optimizer, every=1) as monitor:
+        for step in range(3):
+            optimizer.zero_grad()
+            optimizer.backward(model(batch(step).half()).float().square().mean())
+            optimizer.step()
+    rows = monitor.rows()
+    assert {row.step for row in of(rows, "grad")} == {row.step for row in of(rows, "output")} == {0, 1, 2}
+    assert {row.scale for row in of(rows, "output_grad")} == {8.0}
+    assert {row.merged for row in of(rows, "output")} == {1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *HALVES])
+def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
+    model = net()
+    torch.set_default_dtype(dtype)
+    try:
+        with Monitor(model, every=1) as monitor:
+            output = model(batch(0).float())
+        exact(of(monitor.rows(), "output", "3")[0], output)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_gradients_of_all_steps_count_when_other_parameters_have_them() -> None:
+    model = nn.Sequential(nn.Linear(16, 4), nn.Linear(16, 4))
+    optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-3)
+    largest: dict[str, float] = {}
+    with Monitor(model, optimizer, every=4, tensors=("grad",)) as monitor:
+        for step in range(7):
+            parts = [model[step % 2](batch(step)), *([model[0](batch(9))] if step == 4 else [])]
+            (sum(part.square().mean() for part in parts) * 10.0 ** (step % 4)).backward()
+            for name, p in model.named_parameters():
+                if 0 < step <= 4 and p.grad is not None:
+                    largest[name] = max(largest.get(name, 0.0), float(p.grad.abs().max()))
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = of(monitor.rows(), "grad", step=4)
+    assert {row.module: row.amax for row in rows} == pytest.approx(largest, rel=1e-6)
+    assert {row.module: row.merged for row in rows} == {"0.weight": 2, "0.bias": 2, "1.weight": 2, "1.bias": 2}
+    tail = of(monitor.rows(), "grad", step=6)
+    assert {row.module: row.merged for row in tail} == {"0.weight": 1, "0.bias": 1, "1.weight": 1, "1.bias": 1}
+
+
+def test_two_monitors_of_one_optimizer_see_the_same() -> None:
+    model, optimizer = prepared("O2", torch.bfloat16, "AdamW")
+    first, second = Monitor(model, optimizer, every=1).attach(), Monitor(model, optimizer, every=1).attach()
+    by_block(model, optimizer, 0)
+    first.detach()
+    by_block(model, optimizer, 1)
+    second.detach()
+    assert of(first.rows(), "grad") == of(second.rows(), "grad", step=0)
+    assert of(second.rows(), "grad", step=1)
+    assert optimizer.on_gradients == ()
+
+
+def test_a_monitor_may_come_before_amp() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = Monitor(model, optimizer, every=1).attach()
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    for step in range(2):
+        by_block(model, optimizer, step)
+    monitor.detach()
+    assert {row.step for row in of(monitor.rows(), "grad")} == {0, 1}
+
+
+def test_layers_and_weights_that_come_later_are_seen() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every=1) as monitor:
+        loss_of(model, 0).backward()
+        optimizer.step()
+        model.append(nn.Linear(4, 4))
+        optimizer.add_param_group({"params": model[4].parameters()})
+        for step in range(2):  # the step that has begun has the old layers
+            loss_of(model, step).backward()
+            optimizer.step()
+    assert of(monitor.rows(), "output", "4", step=2)
+    assert of(monitor.rows(), "grad", "4.weight", step=2)
+
+
+def test_a_module_that_works_in_place_and_a_dataclass_have_rows() -> None:
+    @dataclasses.dataclass
+    class Out:
+        value: torch.Tensor
+
+    class Double(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(1e6)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.Sequential(nn.Linear(16, 4), Double())
+
+        def forward(self, x: torch.Tensor) -> Out:
+            return Out(self.parts(x) * 2)
+
+    model = Whole()
+    with torch.no_grad(), Monitor(model, every=1) as monitor:
+        model(batch(0))
+    assert [row.module for row in monitor.rows()] == ["parts.0", "parts.1", "(root)"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_parts_of_torchscript_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(16, 4), torch.jit.script(nn.ReLU()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every=1) as monitor:
+        loss_of(model, 0).backward()
+        optimizer.step()
+    assert {row.module for row in of(monitor.rows(), "output")} == {"0", "(root)"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_compilation_goes_on_when_monitors_overlap_in_any_order() -> None:
+    calls = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *args: calls.append(1) or graph.forward(*args)
+
+    nets = [net(), net()]
+    fast = [torch.compile(each, backend=backend) for each in nets]
+    steppers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in nets]
+    monitors = [Monitor(n, o, every=3).attach() for n, o in zip(nets, steppers, strict=True)]
+    for step in range(5):
+        for model, optimizer in zip(fast, steppers, strict=True):
+            loss_of(model, step).backward()
+            optimizer.step()
+    for monitor in monitors:
+        monitor.detach()
+        assert len(of(monitor.rows(), "output", "0")) == 2
+    calls.clear()
+    for model in fast:
+        model(batch(0))
+    assert len(calls) == 2
 
 
 def test_passes_of_one_step_are_added_up() -> None:
@@ -525,6 +714,9 @@ def test_without_bins_rows_have_no_histograms(tmp_path: Any) -> None:
         (ArgumentTypeError, {"optimizer": 3}, "Monitor takes a torch.optim.Optimizer, not int"),
         (ArgumentValueError, {"every": 0}, "every=0 must be a whole number, 1 or more"),
         (ArgumentValueError, {"sample": True}, "sample=True must be a whole number"),
+        (ArgumentValueError, {"tensors": ()}, "must be a tuple of some of"),
+        (ArgumentTypeError, {"include": 5}, "include=5 must be a pattern"),
+        (ArgumentTypeError, {"scaler": 5}, "scaler=5 must be a torch.amp.GradScaler, not int"),
         (ArgumentValueError, {"tensors": "grad"}, "must be a tuple of some of"),
         (ArgumentValueError, {"tensors": ("weights",)}, "must be a tuple of some of"),
     ],
@@ -586,6 +778,29 @@ def test_a_ramp_of_activations_is_announced_before_the_first_skipped_step(caplog
         assert skipped is not None, "the ramp ends in an overflow"
         ahead.append(announced is not None and skipped - announced >= 10)
     assert sum(ahead) >= 16, f"{sum(ahead)} of 20 overflows were announced 10 steps before"
+
+
+def test_an_overflow_that_is_there_already_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(16, 4), Gain(), nn.Linear(4, 4)).half()
+    model[1].factor = 1e8
+    with Monitor(model, every=1) as monitor:
+        model(batch(0).half())
+    (finding,) = monitor.findings()
+    assert (finding.code, finding.severity, finding.where) == ("HS116", "error", "1, 2")
+    assert "at step 0 the output of 1 holds inf or NaN" in finding.message
+
+
+def test_one_inf_that_the_sample_misses_is_counted() -> None:
+    class One(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.repeat(1000, 10).index_fill(0, torch.tensor([7]), math.inf)
+
+    model = One()
+    with Monitor(model, every=1, sample=1) as monitor:
+        model(batch(0)[:1])
+    (row,) = monitor.rows()
+    assert row.overflow > 0
+    assert row.headroom == -math.inf
 
 
 def test_a_run_that_stays_where_it_is_raises_no_alarm() -> None:

@@ -20,14 +20,15 @@ _AHEAD = 30  # steps: an overflow that is further away is no news
 _NEAR = 1.0  # doublings
 _TREND = 8.0  # doublings: a trend says nothing about a tensor with more headroom than this
 _FLUSHED = 0.01
+_FIX = "keep the module in float32 (excluded_layers, an op list), use bfloat16, or see why it grows"
 
 
 class Alarms:
     """Looks at rows as they come, and logs what is new in them.
 
-    - HS116: an output comes close to the largest number of its dtype. Either less than a doubling is left, or it would
-      overflow within 30 steps if it went on growing as it did over the last sampled steps. Gradients do not count: a
-      loss scale grows until they overflow, on purpose.
+    - HS116: an output holds inf or NaN, or comes close to the largest number of its dtype: either less than a doubling
+      is left, or it would overflow within 30 steps if it went on growing as it did over the last sampled steps.
+      Gradients do not count: a loss scale grows until they overflow, on purpose.
     - HS117: 1 % or more of a gradient has become 0, because the numbers were too small for their dtype.
 
     Attributes:
@@ -37,15 +38,17 @@ class Alarms:
     def __init__(self) -> None:
         self._headrooms: dict[tuple[str, int], deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self._near: dict[str, tuple[int, float, float]] = {}
+        self._overflowed: dict[str, int] = {}
         self._flushed: dict[str, tuple[int, float]] = {}
         self.steps = 0
 
     def add_outputs(self, outputs: Iterable[tuple[About, torch.dtype, float]]) -> None:
         """Look at what modules returned in one step: which, in what dtype, and its largest magnitude."""
-        known = set(self._near)
+        before = len(self._overflowed), len(self._near)
         for about, dtype, amax in outputs:
             self._add_output(about, Row(*about, dtype=str(dtype).removeprefix("torch."), amax=amax).headroom)
-        if not known:
+        after = len(self._overflowed), len(self._near)
+        if (not before[0] and after[0]) or (before == (0, 0) and after[1]):
             log(finding for finding in self.findings() if finding.code == "HS116")
 
     def add_step(self, rows: Iterable[Row]) -> None:
@@ -63,7 +66,19 @@ class Alarms:
     def findings(self) -> list[Finding]:
         """What was found so far."""
         found = []
-        if self._near:
+        if self._overflowed:
+            name, step = next(iter(self._overflowed.items()))
+            found.append(
+                Finding(
+                    "HS116",
+                    "error",
+                    ", ".join(self._overflowed),
+                    f"at step {step} the output of {name} holds inf or NaN; it is the first such output",
+                    {"step": step, "steps_left": 0.0},
+                    _FIX,
+                )
+            )
+        elif self._near:
             name, (step, headroom, left) = min(self._near.items(), key=lambda item: item[1][2])
             soon = f"about {left:.0f} steps away if it grows on like this" if left else "less than a doubling away"
             found.append(
@@ -74,7 +89,7 @@ class Alarms:
                     f"at step {step} the output of {name} has {headroom:.1f} doublings left to the largest number of "
                     f"its dtype; an overflow is {soon}",
                     {"step": step, "headroom": headroom, "steps_left": left},
-                    "keep the module in float32 (excluded_layers, an op list), use bfloat16, or see why it grows",
+                    _FIX,
                 )
             )
         if self._flushed:
@@ -94,8 +109,11 @@ class Alarms:
 
     def _add_output(self, about: About, headroom: float) -> None:
         history = self._headrooms[about.module, about.call]
-        if not math.isfinite(headroom):
+        if headroom == -math.inf:
             history.clear()
+            self._overflowed.setdefault(about.module, about.step)
+            return
+        if headroom == math.inf:
             return
         history.append((about.step, headroom))
         left = 0.0 if headroom < _NEAR else math.inf

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ from ..kernels.tensor_table import Number
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.param_rows import ParamRows
 from ..stepping.attached import AttachedOptimizer, attached_to, observers
+from ..stepping.optimizer_wrapper import ForwardingOptimizer
 from ..stepping.prepare import bare
 from .alarms import Alarms
 from .gradients import GradientTotals, Totals
 from .owners import ROOT, qualified_names
 from .report import write_report
 from .row import Row, merge_rows, save_rows
-from .sampled_step import Named, SampledStep
+from .sampled_step import Hook, Named, SampledStep
 from .survey import About, Surveyed
 
 __all__ = ["TENSORS", "Monitor"]
@@ -57,8 +59,10 @@ class Monitor:
     are looked at in all steps, in the read that the step makes for clipping anyway.
 
     Nothing waits for the device: numbers are fetched when they have arrived. Compiled modules run eagerly at sampled
-    steps. Forward passes without gradients do not count, if there is an optimizer. Gradients that are freed inside of
-    the backward pass (``attach(model, release=True)``) and what replayed CUDA graphs compute are not seen.
+    steps. Forward passes without gradients do not count, if there is an optimizer, nor does a step that torch's own
+    GradScaler leaves out: its passes count for the next one. Not seen are gradients that are freed inside of the
+    backward pass (``attach(model, release=True)``) or computed by a closure, what replayed CUDA graphs compute, and
+    modules of TorchScript. A monitor is kept until it is detached.
 
     Args:
         model: any module; of a wrapped one (DistributedDataParallel) the inner module gives the names.
@@ -94,23 +98,28 @@ class Monitor:
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"Monitor takes a torch.nn.Module, not {type(model).__name__}.")
         self._optimizer = None if optimizer is None else bare(optimizer)
+        while isinstance(self._optimizer, ForwardingOptimizer):  # FP16_Optimizer
+            self._optimizer = self._optimizer.optimizer
         if self._optimizer is not None and not isinstance(self._optimizer, torch.optim.Optimizer):
             raise ArgumentTypeError(f"Monitor takes a torch.optim.Optimizer, not {type(optimizer).__name__}.")
         for name, number in (("every", every), ("sample", sample)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ArgumentValueError(f"{name}={number!r} must be a whole number, 1 or more.")
-        if isinstance(tensors, str) or not set(tensors) <= set(TENSORS):
+        if isinstance(tensors, str) or not tensors or not set(tensors) <= set(TENSORS):
             raise ArgumentValueError(f"tensors={tensors!r} must be a tuple of some of {TENSORS}.")
+        if not isinstance(scaler, (torch.amp.GradScaler, NoneType)):
+            raise ArgumentTypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler, not {type(scaler).__name__}.")
         self._model = model
         self._every = every
         self._kinds = frozenset(tensors)
-        self._include, self._exclude = _patterns(include), _patterns(exclude)
+        self._include, self._exclude = _patterns("include", include), _patterns("exclude", exclude)
         self._bins = bins
         self._sample = sample
         self._scaler = scaler
         self._root = model
         self._modules: list[tuple[str, nn.Module]] = []
         self._names: dict[int, str] = {}
+        self._params: list[torch.Tensor] = []  # so that no other tensor gets the id of one of them
         self._hooks: list[Any] = []  # for as long as it is attached
         self._next = 0
         self._open: SampledStep | None = None
@@ -131,40 +140,33 @@ class Monitor:
         """
         if self._hooks:
             raise UsageError("This Monitor is attached already; detach() it first.")
-        modules = {name: module for module, name in qualified_names(self._model).items()}
-        self._root = modules[ROOT]  # inside of all wrappers
-        self._modules = [(name, module) for name, module in modules.items() if self._wanted(name)]
-        self._names = {}
-        for name, module in modules.items():
-            for part, param in module.named_parameters(recurse=False):
-                full = part if name == ROOT else f"{name}.{part}"
-                if self._wanted(full):
-                    self._names[id(param)] = full
+        self._look_at_model()
         optimizer = self._optimizer
         if optimizer is None:
-            self._hooks = [self._root.register_forward_pre_hook(self._before_forward, prepend=True)]
+            self._hooks = [self._root.register_forward_pre_hook(Hook(self._before_forward), prepend=True)]
             return self
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_plain_step),
             optimizer.register_step_post_hook(self._after_plain_step),
         ]
         observers.append(self)
-        if "grad" in self._kinds and isinstance(optimizer, FusedOptimizer):
-            optimizer.on_gradients = self._see_gradients
         self._begin()
         return self
 
     def detach(self) -> None:
         """End. What was sampled stays, that of a step that has not come to its end, too."""
-        self._finish(None)
+        self._next += self._finish(None)
+        if self._totals:  # of steps after the last sampled one
+            self._steps.append(_Step(max(self._next - 1, 0), [], self._totals.take(self._names)))
         self.findings()  # which logs them
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         if self in observers:
             observers.remove(self)
-        if isinstance(self._optimizer, FusedOptimizer) and self._optimizer.on_gradients == self._see_gradients:
-            self._optimizer.on_gradients = None
+        if isinstance(self._optimizer, FusedOptimizer):
+            others = tuple(each for each in self._optimizer.on_gradients if each != self._see_gradients)
+            self._optimizer.on_gradients = others
 
     def __enter__(self) -> Monitor:
         return self.attach()
@@ -243,12 +245,15 @@ class Monitor:
 
     def _begin_update(self, grad_scale: torch.Tensor | None) -> None:
         step, optimizer = self._open, self._optimizer
+        watches = "grad" in self._kinds
+        if watches and isinstance(optimizer, FusedOptimizer) and self._see_gradients not in optimizer.on_gradients:
+            optimizer.on_gradients = (*optimizer.on_gradients, self._see_gradients)  # it may have become one since
         if step is None or optimizer is None:
             return
         step.note_scale(self._live_scale() if grad_scale is None else grad_scale)
         params = self._named(p for group in optimizer.param_groups for p in group["params"])
         with NO_CASTING:
-            if "grad" in self._kinds and not isinstance(optimizer, FusedOptimizer):
+            if watches and not isinstance(optimizer, FusedOptimizer):
                 step.add_gradients(params, scaled=grad_scale is not None)
             if "update" in self._kinds:
                 step.before_update(optimizer, params)
@@ -281,6 +286,7 @@ class Monitor:
     def _begin(self) -> None:
         if self._next % self._every or any(capturing(p.device) for p in self._root.parameters()):
             return
+        self._look_at_model()
         outputs, output_grads = "output" in self._kinds, "output_grad" in self._kinds
         tensors = len(self._modules) * (outputs + output_grads)
         if self._optimizer is not None:
@@ -296,14 +302,31 @@ class Monitor:
             live_scale=self._live_scale,
         )
 
-    def _finish(self, skipped: torch.Tensor | None) -> None:
+    def _finish(self, skipped: torch.Tensor | None) -> bool:
+        """End the step that is looked at, if one is. Whether there was anything to see in it."""
         step, self._open = self._open, None
-        if step is not None:
-            step.close()
-            with NO_CASTING:
-                surveyed = step.finish(skipped)
-            if surveyed:  # else it had only begun
-                self._steps.append(_Step(surveyed, self._totals.take(self._names)))
+        if step is None:
+            return False
+        step.close()
+        with NO_CASTING:
+            surveyed = step.finish(skipped)
+        if surveyed:  # else it had only begun
+            self._steps.append(_Step(self._next, surveyed, self._totals.take(self._names)))
+        return bool(surveyed)
+
+    def _look_at_model(self) -> None:
+        """Layers may have come, and parameters may have been replaced."""
+        modules = {name: module for module, name in qualified_names(self._model).items()}
+        self._root = modules[ROOT]  # inside of all wrappers
+        wanted = ((name, module) for name, module in modules.items() if self._wanted(name))
+        self._modules = [(name, module) for name, module in wanted if not isinstance(module, torch.jit.ScriptModule)]
+        self._names, self._params = {}, []
+        for name, module in modules.items():
+            for part, param in module.named_parameters(recurse=False):
+                full = part if name == ROOT else f"{name}.{part}"
+                if self._wanted(full):
+                    self._names[id(param)] = full
+                    self._params.append(param)
 
     def _poll(self, *, wait: bool) -> None:
         while self._arrived < len(self._steps) and (wait or self._steps[self._arrived].arrived):
@@ -328,8 +351,8 @@ class Monitor:
 class _Step:
     """The numbers of a sampled step, on their way to the host. Rows take more memory, and are made when asked for."""
 
-    def __init__(self, surveyed: Sequence[Surveyed], totals: Totals) -> None:
-        self._surveyed, self._totals = surveyed, totals
+    def __init__(self, index: int, surveyed: Sequence[Surveyed], totals: Totals) -> None:
+        self._index, self._surveyed, self._totals = index, surveyed, totals
 
     @property
     def arrived(self) -> bool:
@@ -339,7 +362,9 @@ class _Step:
         return itertools.chain.from_iterable(each.outputs() for each in self._surveyed)
 
     def rows(self, *, bins: bool) -> list[Row]:
-        return self._totals.into(merge_rows(row for each in self._surveyed for row in each.rows(bins=bins)))
+        numbered = sorted((each for part in self._surveyed for each in part.rows(bins=bins)), key=itemgetter(0))
+        rows = merge_rows(row for _, row in numbered)
+        return self._totals.into(rows, self._index)
 
 
 def _shown(rows: Sequence[Row]) -> Iterator[tuple[str, float]]:
@@ -348,5 +373,9 @@ def _shown(rows: Sequence[Row]) -> Iterator[tuple[str, float]]:
         yield from ((f"{name}/{what}", getattr(row, what)) for what in _SHOWN)
 
 
-def _patterns(patterns: Patterns) -> Sequence[str] | None:
-    return (patterns,) if isinstance(patterns, str) else patterns
+def _patterns(name: str, patterns: Patterns) -> tuple[str, ...] | None:
+    if isinstance(patterns, str) or patterns is None:
+        return None if patterns is None else (patterns,)
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ArgumentTypeError(f"{name}={patterns!r} must be a pattern such as 'blocks.*', or a list of patterns.")
+    return tuple(patterns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import weakref
@@ -19,6 +20,7 @@ from ..core.torch_compat import (
     backward_pass_id,
     functorch_level,
     is_fake,
+    jit_tracing_state,
     tree_flatten,
     values_of,
 )
@@ -29,7 +31,7 @@ from ..kernels.storage import join
 from ..kernels.tensor_table import Number
 from .survey import About, Survey, Surveyed, can_survey, spread
 
-__all__ = ["Named", "SampledStep"]
+__all__ = ["Hook", "Named", "SampledStep"]
 
 Named = Sequence[tuple[str, torch.Tensor]]
 """Parameters with their names."""
@@ -70,20 +72,22 @@ class SampledStep:
         self._before: list[_Numbers] = []
         self._calls: tuple[Counter[str], Counter[str]] = (Counter(), Counter())  # forward passes, and recomputed ones
         self._done: set[About] = set()
-        self._returned: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._returned: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._closed = False
         self._hooks: list[RemovableHandle] = []
+        # What is compiled has no hooks. Whoever never imported the compiler has compiled nothing.
+        self._is_eager = bool(outputs or output_grads) and "torch._dynamo" in sys.modules
+        if self._is_eager:
+            _eager.hold()
         if outputs or output_grads:
-            self._hooks = [m.register_forward_hook(functools.partial(self._output, name)) for name, m in modules]
-            self._hooks.append(root.register_forward_pre_hook(self._begin_pass, prepend=True))
-            # What is compiled has no hooks. Whoever never imported the compiler has compiled nothing.
-            self._stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
+            self._hooks = [m.register_forward_hook(Hook(functools.partial(self._output, name))) for name, m in modules]
+            self._hooks.append(root.register_forward_pre_hook(Hook(self._begin_pass), prepend=True))
 
     def close(self) -> None:
         """The step is over: remove the hooks."""
         self._closed = True
-        if self._hooks and self._stance is not None:
-            self._stance.__exit__(None, None, None)
+        if self._is_eager:
+            _eager.release()
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -151,7 +155,7 @@ class SampledStep:
 
     def _output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         recomputed = backward_pass_id() != -1  # by a checkpoint
-        if self._closed or (self._graded and not torch.is_grad_enabled()) or functorch_level() is not None:
+        if self._closed or (self._graded and not torch.is_grad_enabled()) or _is_traced():
             return
         calls = self._calls[recomputed]
         call, calls[name] = calls[name], calls[name] + 1
@@ -164,7 +168,8 @@ class SampledStep:
                     self._survey.add(about, tensor)
             self._done.add(about)
             if self._output_grads and tensor.requires_grad:
-                tensor.register_hook(functools.partial(self._gradient, about._replace(tensor="output_grad")))
+                hook = functools.partial(self._gradient, about._replace(tensor="output_grad"))
+                self._hooks.append(tensor.register_hook(hook))
 
     def _gradient(self, about: About, grad: torch.Tensor) -> None:
         if not self._closed and can_survey(grad):
@@ -173,10 +178,58 @@ class SampledStep:
                 self._survey.add(about, grad, scale="in")
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether a module inside of this one has returned the very tensor."""
-        known = self._returned.get(id(tensor))
-        self._returned[id(tensor)] = weakref.ref(tensor)
-        return known is not None and known() is tensor
+        """Whether another module has returned the very tensor, and nobody has written to it since."""
+        version = -1 if tensor.is_inference() else tensor._version
+        known, before = self._returned.get(id(tensor), (None, -1))
+        self._returned[id(tensor)] = weakref.ref(tensor), version
+        return known is not None and known() is tensor and version == before
+
+
+class Hook:
+    """A function as a hook of a module. In a copy or pickle of the module it does nothing: that one is not watched."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function."""
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[Callable[..., None]]]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+class _Eager:
+    """Runs what is compiled eagerly while a step is looked at. Steps of several monitors overlap in any order."""
+
+    def __init__(self) -> None:
+        self._holders = 0
+        self._stance: Any = None
+
+    def hold(self) -> None:
+        self._holders += 1
+        if self._holders == 1:
+            self._stance = torch.compiler.set_stance("force_eager")
+
+    def release(self) -> None:
+        self._holders -= 1
+        if self._holders:
+            return
+        present = torch.compiler.set_stance("default")
+        present.__exit__(None, None, None)
+        if present.prev.stance == "force_eager":  # else somebody has set another since, who is to be let alone
+            self._stance.__exit__(None, None, None)
+
+
+_eager = _Eager()
+
+
+def _is_traced() -> bool:
+    return functorch_level() is not None or jit_tracing_state() is not None or torch.compiler.is_compiling()
 
 
 class _Numbers:
@@ -192,6 +245,8 @@ class _Numbers:
 
 
 def _tensors(output: Any) -> Iterable[torch.Tensor]:
+    if dataclasses.is_dataclass(output):
+        output = list(vars(output).values())
     return [t for t in tree_flatten(output)[0] if can_survey(t) and not is_fake(t)]
 
 

@@ -23,6 +23,7 @@ _ZERO, _NAN, _INF, _KINDS = 256, 257, 255, 258
 """Of each number one of 258 kinds is counted: the 8 bits of its exponent, of which 255 is inf, or zero, or NaN."""
 
 _BIAS = 127
+_MOST = 2**16  # numbers of a block, unless one line has more
 _LINES = 64  # of a block: with 1,024 numbers each it stays in the cache of a core
 
 
@@ -40,8 +41,9 @@ class About(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """What the host knows of a tensor that was looked at."""
+    """What the host knows of a tensor that was looked at: the how-manieth it was, and so on."""
 
+    number: int
     about: About
     dtype: torch.dtype
     numel: int
@@ -64,7 +66,7 @@ class _Block:
 
     def __init__(self, device: torch.device, width: int) -> None:
         self.taken: list[_Taken] = []
-        self.values = torch.zeros(_LINES, width, device=device)
+        self.values = torch.zeros(max(min(_LINES, _MOST // width), 1), width, dtype=torch.float32, device=device)
         self.extremes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -77,8 +79,9 @@ class Survey:
 
     def __init__(self, count: int) -> None:
         self._count = max(count, PROBE)
+        self._taken = 0
         self._blocks: list[_Block] = []
-        self._open: dict[torch.device, _Block] = {}
+        self._open: dict[tuple[torch.device, int], _Block] = {}
 
     @torch.no_grad()
     def add(
@@ -118,15 +121,17 @@ class Survey:
         """
         if not numel:
             return
-        block = self._open.get(values.device)
-        if block is None or len(block.taken) == _LINES:
-            block = self._open[values.device] = _Block(values.device, self._count)
+        width = min(self._count, max(PROBE, 1 << (values.numel() - 1).bit_length()))
+        block = self._open.get((values.device, width))
+        if block is None or len(block.taken) == len(block.values):
+            block = self._open[values.device, width] = _Block(values.device, width)
             self._blocks.append(block)
         line = len(block.taken)
         block.values[line, : values.numel()].copy_(values)
         if extremes is not None:
             block.extremes[line] = extremes
-        block.taken.append(_Taken(about, dtype, numel, values.numel(), scale))
+        block.taken.append(_Taken(self._taken, about, dtype, numel, values.numel(), scale))
+        self._taken += 1
 
     def finish(self, scale: torch.Tensor | None, skipped: torch.Tensor | None) -> list[Surveyed]:
         """Count, without waiting for any device.
@@ -181,8 +186,8 @@ class Surveyed:
         amax = self._numbers.get()[0].tolist()
         return ((each.about, each.dtype, n) for each, n in zip(self._taken, amax, strict=True) if each.is_output)
 
-    def rows(self, *, bins: bool) -> list[Row]:
-        """The rows, with histograms or without."""
+    def rows(self, *, bins: bool) -> list[tuple[int, Row]]:
+        """The rows, with histograms or without, and which of all tensors of the step each was."""
         scale, skipped = self._flags.get().tolist()
         amax, norms, smallest = self._numbers.get().tolist()
         counts = self._counts.get().view(len(self._taken), _KINDS)
@@ -195,24 +200,27 @@ class Surveyed:
                 continue
             kinds, size, divisor = found[i], taken.sampled, scale if taken.scale == "in" else 1.0
             zeros = kinds.pop(_ZERO, 0) - (self._width - size)
-            overflow, nan = kinds.pop(_INF, 0), kinds.pop(_NAN, 0)
+            overflow, nan = kinds.pop(_INF, 0) / size, kinds.pop(_NAN, 0) / size
+            if math.isinf(amax[i]):  # which the sample need not have
+                overflow = max(overflow, 1 / taken.numel)
+            elif math.isnan(amax[i]):
+                nan = max(nan, 1 / taken.numel)
             shift = _BIAS + round(math.log2(divisor))
-            made.append(
-                Row(
-                    *taken.about,
-                    dtype=str(taken.dtype).removeprefix("torch."),
-                    numel=taken.numel,
-                    amax=amax[i] / divisor,
-                    smallest=smallest[i] / divisor,
-                    rms=norms[i] / math.sqrt(size) / divisor,
-                    zeros=zeros / size,
-                    overflow=overflow / size,
-                    nan=nan / size,
-                    exponents={kind - shift: count for kind, count in kinds.items()} if bins else {},
-                    scale=1.0 if taken.scale == "none" else scale,
-                    probe=tuple(value / divisor for value in probe[: _probed(size)]),
-                )
+            row = Row(
+                *taken.about,
+                dtype=str(taken.dtype).removeprefix("torch."),
+                numel=taken.numel,
+                amax=amax[i] / divisor,
+                smallest=smallest[i] / divisor,
+                rms=norms[i] / math.sqrt(size) / divisor,
+                zeros=zeros / size,
+                overflow=overflow,
+                nan=nan,
+                exponents={kind - shift: count for kind, count in kinds.items()} if bins else {},
+                scale=1.0 if taken.scale == "none" else scale,
+                probe=tuple(value / divisor for value in probe[: _probed(size)]),
             )
+            made.append((taken.number, row))
         return made
 
 
@@ -222,6 +230,7 @@ def can_survey(tensor: Any) -> bool:
         isinstance(tensor, torch.Tensor)
         and tensor.dtype in _DTYPES
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.numel() > 0
         and tensor.device.type != "meta"
     )

@@ -52,12 +52,12 @@ class FusedOptimizer(FusedState):
 
     Attributes:
         release: the gradient release that ``attach`` began; None if there is none.
-        on_gradients: called in each step with what every gradient looks like, if it is set; see ``OnGradients``.
+        on_gradients: called in each step with what every gradient looks like; see ``OnGradients``.
     """
 
     _step_supports_amp_scaling = True
     release: GradientRelease | None = None
-    on_gradients: OnGradients | None = None
+    on_gradients: tuple[OnGradients, ...] = ()
 
     # ---- what a subclass says
 
@@ -264,19 +264,19 @@ class FusedOptimizer(FusedState):
         if grad_scale is not None:
             inverse = grad_scale.to(device, non_blocking=True).double().reshape(()).reciprocal()
         limit, watched = self.options.max_grad_norm, self.on_gradients
-        if limit is None and not check and watched is None:
+        if limit is None and not check and not watched:
             return inverse, skip
         sums = []
         for rows in all_rows:
             found = None if skip is None else torch.zeros((), device=rows.device)
-            if watched is not None:
+            if watched:
                 rows.survey(found)
             if limit is not None or check:
                 sums.append(rows.squared_norms(found).sum().to(device, non_blocking=True))
             if found is not None and skip is not None:
                 skip = torch.maximum(skip, found.to(device, non_blocking=True))
-        if watched is not None:
-            watched(all_rows, inverse)
+        for callback in watched:
+            callback(all_rows, inverse)
         if limit is None:
             return inverse, skip
         norm = sum(sums[1:], sums[0]).sqrt()
