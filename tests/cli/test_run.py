@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,7 @@ def test_a_script_ends_as_under_python(way: str, what: str, tmp_path: Path) -> N
 
 WORKERS = """
 import sys
+from collections.abc import Iterator
 import torch
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset
@@ -183,7 +185,16 @@ def test_a_script_that_needs_a_gpu_is_told_how_to_try_it_without(code: str, hint
     assert "halfstep/cli" not in error
 
 
+@pytest.fixture
+def children_heed_sigint() -> Iterator[None]:
+    """Children start with the default of SIGINT. A shell starts jobs in the background without: they ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("children_heed_sigint")
 def test_a_script_that_is_stopped_by_the_keyboard_dies_of_it(tmp_path: Path) -> None:
     code = "import os, signal\nprint('runs', flush=True)\nos.kill(os.getpid(), signal.SIGINT)\n"
     (tmp_path / "train.py").write_text(code)
