@@ -102,3 +102,11 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ArgumentValueError, match=r"other\.jsonl has no rows of halfstep\.numerics in format 1"):
         load_rows(path)
+
+
+def test_blank_lines_are_no_rows(tmp_path):
+    path = tmp_path / "run.jsonl"
+    row = Row(0, "m", "grad", amax=1.0)
+    save_rows(path, [row])
+    path.write_text(path.read_text() + "\n  \n")
+    assert load_rows(path) == [row]

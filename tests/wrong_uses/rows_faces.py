@@ -1,4 +1,4 @@
-"""Wrong uses of Model, TrainStep, check, watch, op lists and policies."""
+"""Wrong uses of Model, TrainStep, check, watch, op lists, policies and numerics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep import OpLists, Policy, oplists, parallel
+from halfstep import OpLists, Policy, numerics, oplists, parallel
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.numerics import Row
 
 from .worlds import World, Wrong, net, networked, nothing, plain, stepping
 
@@ -310,4 +311,57 @@ _VALUES = [
     ),
 ]
 
-ROWS = [*_MODEL, *_TRAIN_STEP, *_FINDINGS, *_VALUES]
+
+def _rows_and(name: str, *lines: str) -> str:
+    numerics.save_rows(name, [Row(0, "m", "grad")])
+    with Path(name).open("a", encoding="utf-8") as file:
+        file.write("\n".join(lines))
+    return name
+
+
+def _run(w: World) -> torch.Tensor:
+    return w.model(w.x).sum()
+
+
+_NUMERICS = [
+    Wrong(
+        "load_rows of a file that was cut short",
+        nothing,
+        lambda w: numerics.load_rows(_rows_and("cut.jsonl", '{"step": 1, "mod')),
+        VALUE,
+        ("Line 3 of cut.jsonl", "cut short", "save it again"),
+    ),
+    Wrong(
+        "load_rows of a row without fields",
+        nothing,
+        lambda w: numerics.load_rows(_rows_and("empty.jsonl", "", "{}")),
+        VALUE,
+        ("Line 4 of empty.jsonl", "'step', 'module', and 'tensor'"),
+    ),
+    Wrong(
+        "numerics.compare of a line that is a number",
+        nothing,
+        lambda w: numerics.compare([Row(0, "m", "grad")], _rows_and("number.jsonl", "3")),
+        VALUE,
+        ("Line 3 of number.jsonl", "delete the line"),
+    ),
+    *(
+        Wrong(
+            f"compare_step(samples={samples})",
+            plain,
+            lambda w, samples=samples: numerics.compare_step(lambda: _run(w), w.model, samples=samples),
+            VALUE,
+            (f"samples={samples}", "1 or more"),
+        )
+        for samples in (0, -1, 1.5)
+    ),
+    Wrong(
+        "op_table(step, 'x')",
+        plain,
+        lambda w: numerics.op_table(lambda: _run(w), "x"),
+        TYPE,
+        ("torch.nn.Module", "str"),
+    ),
+]
+
+ROWS = [*_MODEL, *_TRAIN_STEP, *_FINDINGS, *_VALUES, *_NUMERICS]

@@ -69,16 +69,18 @@ def compare_step(
         candidate: a policy or a level, "O1", say. None is the model and the step as they are: brought up by
             ``amp.initialize``, or with ``amp.auto_cast`` in the step.
         dtype: the 16-bit dtype of a level. None is bfloat16.
-        samples: how many values are kept of each tensor.
+        samples: how many values are kept of each tensor, 1 or more.
 
     Raises:
         ArgumentTypeError: for a candidate or model of another kind.
-        ArgumentValueError: for an unknown level, or another reference.
+        ArgumentValueError: for an unknown level, another reference, or no samples.
         UsageError: for a sharded model, or a policy that contradicts itself.
     """
     policy = _policy(candidate, dtype)
     if reference not in (torch.float32, torch.float64):
         raise ArgumentValueError(f"reference={reference} must be torch.float32 or torch.float64.")
+    if not isinstance(samples, int) or samples < 1:
+        raise ArgumentValueError(f"samples={samples!r} must be a whole number of 1 or more.")
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"compare_step takes a torch.nn.Module, not {type(model).__name__}.")
     refuse(model)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..core.dtypes import dtype_name
+from ..core.errors import ArgumentTypeError
 from ..core.torch_compat import OpOverload
 from .ops import Cast, OpCall, op_name, watching_ops
 from .text import aligned
@@ -137,7 +139,12 @@ def op_table(step: Callable[[], Any], model: nn.Module | None = None) -> OpTable
         step: a function without arguments.
         model: whose modules are named, as in ``named_modules()``. None names them by the way to them from the
             outermost one that runs.
+
+    Raises:
+        ArgumentTypeError: if ``model`` is something else.
     """
+    if not isinstance(model, (nn.Module, NoneType)):
+        raise ArgumentTypeError(f"op_table takes a torch.nn.Module as model, or None, not {type(model).__name__}.")
     calls: dict[tuple[str, bool, OpOverload, torch.dtype | None], int] = defaultdict(int)
     casts: dict[tuple[str, bool, Cast], int] = defaultdict(int)
 

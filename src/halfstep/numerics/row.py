@@ -192,9 +192,9 @@ def load_rows(path: str | Path) -> list[Row]:
     """The rows that ``save_rows`` wrote.
 
     Raises:
-        ArgumentValueError: for a file of something else.
+        ArgumentValueError: for a file of something else, and for a line that is no row, with its number.
     """
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:
         try:
             about = json.loads(file.readline())
             known = about.get("halfstep") == "numerics" and about.get("format") == _FORMAT
@@ -205,4 +205,14 @@ def load_rows(path: str | Path) -> list[Row]:
                 f"{path} has no rows of halfstep.numerics in format {_FORMAT}. Monitor.save and `halfstep run "
                 "--numerics FILE` write such files."
             )
-        return [Row.from_dict(json.loads(line)) for line in file]
+        return [_row(line, path, number) for number, line in enumerate(file, start=2) if line.strip()]
+
+
+def _row(line: bytes, path: str | Path, number: int) -> Row:
+    try:
+        return Row.from_dict(json.loads(line))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ArgumentValueError(
+            f"Line {number} of {path} is no row of halfstep.numerics ({error}). The file was cut short or changed: "
+            "save it again, or delete the line."
+        ) from error
