@@ -1,9 +1,9 @@
 """The dynamic-graph examples of Paddle's guide (2.1, 2.2, 3.1), and an article's three steps on the same net.
 
 The guide is "Automatic Mixed Precision Training (AMP)",
-https://www.paddlepaddle.org.cn/documentation/docs/en/guides/performance_improving/amp_en.html; ``graph/test_static.py``
-has its section 3.2. The article, of 2018, is "NVIDIA Apex: Tools for Easy Mixed-Precision Training in PyTorch" on
-NVIDIA's developer blog.
+https://www.paddlepaddle.org.cn/documentation/docs/en/guides/performance_improving/amp_en.html; its section
+3.2 is in ``graph/test_paddle_static_guide.py``. The article, of 2018, is "NVIDIA Apex: Tools for Easy Mixed-Precision
+Training in PyTorch" on NVIDIA's developer blog.
 """
 
 from __future__ import annotations

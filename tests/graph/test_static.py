@@ -587,7 +587,7 @@ def test_the_pass_as_a_backend_of_torch_compile(inductor: bool) -> None:
         assert compiled(torch.randn(9, 8)).shape == (9, 4)
 
 
-# ---- section 3.2 of Paddle's guide, see amp/test_paddle_amp_guide.py
+# ---- the networks of section 3.2 of Paddle's guide, captured; test_paddle_static_guide.py has it as it is typed
 
 
 class GuideNet(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -47,6 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound=torch.Tensor)
 
 __all__ = [
     "C_NAMESPACES",
@@ -54,6 +55,7 @@ __all__ = [
     "BatchNorm",
     "DeviceContext",
     "DisableTorchFunction",
+    "FakeMode",
     "FrameAction",
     "FrameExecStrategy",
     "FunctionSchema",
@@ -64,6 +66,7 @@ __all__ = [
     "SyncBatchNormFunction",
     "TorchDispatchMode",
     "all_op_names",
+    "as_subclass_without_numbers",
     "backward_pass_id",
     "compile_errors",
     "compile_with_autograd",
@@ -90,6 +93,7 @@ __all__ = [
     "is_view",
     "jit_tracing_state",
     "module_hooks",
+    "needs_values",
     "new_optimizer_state",
     "next_sequence_number",
     "node_sequence_number",
@@ -99,6 +103,8 @@ __all__ = [
     "register_backend",
     "schemas_of_op",
     "set_code_exec_strategy",
+    "size_expression",
+    "size_value",
     "step_hooks",
     "storage_owners",
     "subclass_over",
@@ -260,3 +266,57 @@ def fsdp_policies(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Mod
         return []
     kind: Any = fsdp.FSDPModule
     return [(module, module._get_fsdp_state()._mp_policy) for module in modules if isinstance(module, kind)]
+
+
+class FakeMode:
+    """Makes tensors that have shapes and dtypes and no numbers; the sizes of their dimensions may be unknown."""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False))
+
+    def make(self, tensor: torch.Tensor, free: Sequence[bool] = ()) -> torch.Tensor:
+        """A tensor like another one. ``free`` says which of its dimensions have unknown sizes."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+        if not any(free):
+            return self._mode.from_tensor(tensor, static_shapes=True)
+        sizes = [DimDynamic.DYNAMIC if unknown else DimDynamic.STATIC for unknown in free]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+        return self._mode.from_tensor(tensor, symbolic_context=context)
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a function on such tensors, without gradients."""
+        from torch._dispatch.python import enable_python_dispatcher
+
+        with self._mode, enable_python_dispatcher(), torch.no_grad():  # an LSTM of any length is split in Python only
+            return function(*args, **kwargs)
+
+
+def as_subclass_without_numbers(tensor: torch.Tensor, kind: type[T]) -> T:
+    """An instance of a subclass of Tensor with the shape, dtype and device of another tensor, and no memory."""
+    made: Any = torch.Tensor._make_wrapper_subclass(kind, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return made  # type: ignore[no-any-return]
+
+
+def size_expression(size: object) -> Any:
+    """The expression behind a number that depends on unknown sizes; None for other things."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else None
+
+
+def size_value(expression: Any, sizes: dict[Any, Any]) -> Any:
+    """The value of an expression, given what the unknown sizes are."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    return sympy_interp(PythonReferenceAnalysis, sizes, expression)
+
+
+def needs_values() -> tuple[type[Exception], ...]:
+    """What an op on a tensor without numbers raises if it needs them."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)

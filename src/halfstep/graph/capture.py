@@ -19,11 +19,12 @@ from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import save_whole
 from ..core.loading import load_whole
-from ..core.torch_compat import export_errors
+from ..core.torch_compat import export_errors, size_expression
 from ..gradients.master_registry import master_of
 from .cast_pass import Casting
+from .tape import VALUE, Tape, Variable
 
-__all__ = ["Program", "Trainer", "Value", "capture", "load"]
+__all__ = ["Program", "Trainer", "Value", "capture", "load", "loss_of"]
 
 
 @dataclass(frozen=True)
@@ -114,25 +115,92 @@ def _feed_names(model: nn.Module, loss_fn: Any, count: int) -> list[str]:
 class Program:
     """A model and its loss as one graph.
 
+    ``Program()`` is empty: ``static.data`` in a ``program_guard`` gives it inputs, what is computed from them is
+    recorded, and ``minimize`` of a loss ends it.
+
     Attributes:
         feed_names: of the inputs, in the order of the example inputs.
+        feed_shapes: those that ``static.data`` was given, by name; None is any size.
         outputs: the model's outputs, to be fetched.
         casting: the graph with casts for a decorated optimizer, or None.
         trainer: trains the program once an optimizer was told to ``minimize`` the loss, or None.
     """
 
-    def __init__(self, exported: torch.export.ExportedProgram, feed_names: list[str], has_loss: bool) -> None:
-        self._exported = exported
-        self._has_loss = has_loss
-        module: Any = exported.module(check_guards=False)
-        self.graph_module: fx.GraphModule = _without_idle_broadcasts(module)
-        self.feed_names = feed_names
+    def __init__(
+        self,
+        exported: torch.export.ExportedProgram | None = None,
+        feed_names: Sequence[str] = (),
+        has_loss: bool = False,
+    ) -> None:
         self.casting: Casting | None = None
         self.trainer: Trainer | None = None
+        self.tape = Tape(self) if exported is None else None
+        self._recorded = 0  # how many calls of the tape are in the graph
+        self._read_graph(exported, feed_names, has_loss)
+
+    def _read_graph(
+        self, exported: torch.export.ExportedProgram | None, feed_names: Sequence[str], has_loss: bool
+    ) -> None:
+        self._exported, self._has_loss, self.feed_names = exported, has_loss, list(feed_names)
+        self._modules: dict[tuple[Any, ...], Any] = {}
+        self._names: dict[str, str] = {}  # of variables -> of results and nodes
+        self.feed_shapes: dict[str, tuple[int | None, ...]] = {}
+        if exported is None:
+            self.graph_module, self.outputs = fx.GraphModule(nn.Module(), fx.Graph()), []
+            return
+        module: Any = exported.module(check_guards=False)
+        self.graph_module = _without_idle_broadcasts(module)
         count = len(self._results()) - has_loss
         names = ["output"] if count == 1 else [f"output{i}" for i in range(count)]
         self.outputs = [Value(self, name) for name in names]
-        self._modules: dict[tuple[Any, ...], Any] = {}
+
+    def new_tape(self) -> Tape:
+        """The tape that records; one that ``minimize`` has ended gives way to a new one, and the program begins anew.
+
+        Raises:
+            UsageError: for a program that was captured or loaded as a whole.
+        """
+        if self._exported is not None and self._recorded == 0:
+            raise UsageError("This program was captured as a whole. Build another in program_guard(static.Program()).")
+        if self.tape is None:
+            self.trainer = self.casting = None
+            self.tape, self._recorded = Tape(self), 0
+            self._read_graph(None, (), False)
+        return self.tape
+
+    def capture_tape(self, loss: Variable | None = None) -> None:
+        """Make the graph of what was recorded; with a loss, that is the end of the tape.
+
+        Raises:
+            UsageError: where torch.export cannot capture it.
+        """
+        assert self.tape is not None
+        tape, has_loss = self.tape, loss is not None
+        outputs = [*([] if loss is None else [loss]), *(value for value in tape.leaves() if value is not loss)]
+        try:
+            with preserve_node_meta(), NO_CASTING:
+                exported = torch.export.export(
+                    tape.module(outputs), tape.example_inputs(), dynamic_shapes=(tape.free_dims(),), strict=False
+                )
+        except export_errors() as error:
+            raise UsageError(f"torch.export cannot capture this program: {error}") from error
+        _check_open_sizes(exported, tape)
+        self._read_graph(exported, list(tape.inputs), has_loss)
+        self.feed_shapes = dict(tape.shapes)
+        self._recorded = len(tape)
+        for node in self.graph_module.graph.nodes:
+            name = (node.meta.get("custom") or {}).get(VALUE)
+            if name is not None:
+                self._names[name] = node.name
+        own = [*(["loss"] if has_loss else []), *(value.name for value in self.outputs)]
+        self._names.update({value.name: name for value, name in zip(outputs, own, strict=True)})
+        if has_loss:
+            tape.ended, self.tape = True, None
+
+    def prepare(self) -> None:
+        """Make the graph of what was recorded since the last time."""
+        if self.tape is not None and len(self.tape) > self._recorded:
+            self.capture_tape()
 
     @property
     def loss(self) -> Value:
@@ -144,6 +212,11 @@ class Program:
         if not self._has_loss:
             raise UsageError("This program was captured without a loss; give capture a loss_fn.")
         return Value(self, "loss")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it computes nothing."""
+        return self._exported is None
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the captured model."""
@@ -184,20 +257,23 @@ class Program:
             self._modules[key] = torch.compile(module) if compiled else module
         return self._modules[key]
 
-    def positions(self, fetch_list: Sequence[Value | str]) -> tuple[list[str], list[int]]:
+    def positions(self, fetch_list: Sequence[Value | Variable | str]) -> tuple[list[str], list[int]]:
         """The names to fetch beside loss and outputs, and the place of each item of the list in the results."""
         own = [*(["loss"] if self._has_loss else []), *(value.name for value in self.outputs)]
-        if isinstance(fetch_list, str) or not all(isinstance(item, (Value, str)) for item in fetch_list):
+        if isinstance(fetch_list, str) or not all(isinstance(item, (Value, Variable, str)) for item in fetch_list):
             raise ArgumentTypeError(
                 f"fetch_list={fetch_list!r} must be a list of program.loss, program.outputs, or names of these or of "
                 "nodes."
             )
-        names = [item.name if isinstance(item, Value) else item for item in fetch_list]
+        given = [item if isinstance(item, str) else item.name for item in fetch_list]
+        names = [self._names.get(name, name) for name in given]
         extra = [name for name in dict.fromkeys(names) if name not in own]
         return extra, [(own + extra).index(name) for name in names]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the program with its present parameters, in fp32. ``static.load`` reads it."""
+        if self._exported is None:
+            raise UsageError("This program is empty; minimize a loss or run it before it is saved.")
         graph = io.BytesIO()
         half = {p: p.data for p in self.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
         for param, data in half.items():
@@ -214,6 +290,41 @@ class Program:
     def _results(self) -> list[Any]:
         (result,) = next(node for node in self.graph_module.graph.nodes if node.op == "output").args
         return list(result)
+
+
+def _check_open_sizes(exported: torch.export.ExportedProgram, tape: Tape) -> None:
+    nodes = {node.name: node for node in exported.graph.nodes}
+    for (name, shape), node_name in zip(tape.shapes.items(), exported.graph_signature.user_inputs, strict=True):
+        for i, size in enumerate(nodes[str(node_name)].meta["val"].shape):
+            expression = size_expression(size)
+            if shape[i] is None and (expression is None or expression.is_number):
+                raise UsageError(
+                    f"static.data({name!r}) leaves the size of dimension {i} open, and this program works for one size "
+                    "only. Give its number."
+                )
+
+
+def loss_of(given: Value | Variable) -> Value:
+    """The loss of a program, which ``minimize`` was given; a program that is being built ends with it.
+
+    Raises:
+        ArgumentTypeError: for something else.
+        UsageError: for a program that ``minimize`` has ended before.
+        ArgumentValueError: for a loss with more than one element.
+    """
+    if isinstance(given, Variable):
+        if given.fake.numel() != 1 or not given.fake.is_floating_point():
+            raise ArgumentValueError(f"minimize takes a loss with one floating number, not {given!r}.")
+        program: Program = given.tape.owner
+        if given.tape is not program.tape:
+            raise UsageError(f"minimize has ended the program of {given.name!r} already; a program has one optimizer.")
+        program.capture_tape(given)
+        return program.loss
+    if not isinstance(given, Value) or given.name != "loss":
+        raise ArgumentTypeError(
+            "minimize takes program.loss, of a program from static.capture, or what was computed from static.data."
+        )
+    return given
 
 
 class _Fp32Trainer:

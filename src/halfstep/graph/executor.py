@@ -9,6 +9,7 @@ import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from .capture import Program, Value
+from .tape import Variable
 
 __all__ = ["Executor"]
 
@@ -28,18 +29,21 @@ class Executor:
     def run(
         self,
         program: Program,
-        feed: Mapping[str, Any],
-        fetch_list: Sequence[Value | str] = (),
+        feed: Mapping[str, Any] | None = None,
+        fetch_list: Sequence[Value | Variable | str] | None = None,
         *,
         train: bool = True,
+        use_program_cache: bool = True,
     ) -> list[torch.Tensor]:
         """Forward; and backward and a step, once an optimizer was told to ``minimize`` the program's loss.
 
         Args:
-            program: captured before.
+            program: captured before. An empty one, as ``default_startup_program()``, does nothing.
             feed: a tensor, or what makes one, for each of ``program.feed_names``.
-            fetch_list: what to return: ``program.loss``, ``program.outputs``, or names of these or of nodes.
+            fetch_list: what to return: ``program.loss``, ``program.outputs``, values that were computed from
+                ``static.data``, or names of these or of nodes.
             train: False only computes, in the precision of training. Dropout and BatchNorm are as they were captured.
+            use_program_cache: accepted; a program is made ready once and always kept.
 
         Returns:
             The values fetched, detached.
@@ -50,6 +54,8 @@ class Executor:
         """
         if not isinstance(program, Program):
             raise ArgumentTypeError(f"Executor.run takes a Program from static.capture, not {type(program).__name__}.")
+        program.prepare()
+        feed = {} if feed is None else feed
         if not isinstance(feed, Mapping):
             raise ArgumentTypeError(
                 f"feed must be a dict with {', '.join(program.feed_names)} as its keys, not {type(feed).__name__}."
@@ -57,11 +63,15 @@ class Executor:
         if set(feed) != set(program.feed_names):
             raise ArgumentValueError(
                 f"feed has {', '.join(map(str, feed)) or 'nothing'}, and this program takes "
-                f"{', '.join(program.feed_names)}."
+                f"{', '.join(program.feed_names) or 'nothing'}."
             )
         device = self.device or next((p.device for p in program.parameters()), torch.device("cpu"))
         inputs = [_tensor(name, feed[name]).to(device) for name in program.feed_names]
-        extra, positions = program.positions(fetch_list)
+        for name, tensor in zip(program.feed_names, inputs, strict=True):
+            _check_shape(name, tensor, program.feed_shapes.get(name))
+        extra, positions = program.positions(() if fetch_list is None else fetch_list)
+        if program.is_empty:
+            return []
         module = program.module(extra, self.compiled)
         if program.trainer is not None and train:
             results = program.trainer.train(module, inputs)
@@ -78,6 +88,16 @@ def _device(given: torch.device | str) -> torch.device:
         return torch.device(given)
     except (RuntimeError, TypeError):
         raise ArgumentValueError(f"device={given!r} is no device; write 'cpu', 'cuda', 'cuda:1' or the like.") from None
+
+
+def _check_shape(name: str, tensor: torch.Tensor, sizes: tuple[int | None, ...] | None) -> None:
+    if sizes is not None and (
+        len(sizes) != tensor.dim() or any(a not in (None, b) for a, b in zip(sizes, tensor.shape, strict=True))
+    ):
+        raise ArgumentValueError(
+            f"feed[{name!r}] has the shape {list(tensor.shape)}, and static.data gave it {list(sizes)}; "
+            "None is any size."
+        )
 
 
 def _tensor(name: str, given: Any) -> torch.Tensor:

@@ -2,6 +2,34 @@
 
 from ..graph.capture import Program, Value, capture, load
 from ..graph.executor import Executor
+from ..graph.tape import Variable
 from . import amp, backend
+from .building import (
+    Scope,
+    data,
+    default_main_program,
+    default_startup_program,
+    disable_static,
+    enable_static,
+    global_scope,
+    program_guard,
+)
 
-__all__ = ["Executor", "Program", "Value", "amp", "backend", "capture", "load"]
+__all__ = [
+    "Executor",
+    "Program",
+    "Scope",
+    "Value",
+    "Variable",
+    "amp",
+    "backend",
+    "capture",
+    "data",
+    "default_main_program",
+    "default_startup_program",
+    "disable_static",
+    "enable_static",
+    "global_scope",
+    "load",
+    "program_guard",
+]

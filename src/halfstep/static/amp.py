@@ -16,8 +16,9 @@ from ..core.checks import check_kind
 from ..core.dtypes import parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.oplists import OpLists
-from ..graph.capture import Program, Value
+from ..graph.capture import Program, Value, loss_of
 from ..graph.cast_pass import GUARD, cast_graph
+from ..graph.tape import Variable
 from ..stepping.attached import attach
 
 __all__ = ["CustomOpLists", "MixedPrecisionOptimizer", "decorate", "fp16_guard"]
@@ -201,18 +202,16 @@ class MixedPrecisionOptimizer:
         self._program: Program | None = None
         self._initialized = False
 
-    def minimize(self, loss: Value) -> None:
+    def minimize(self, loss: Value | Variable) -> None:
         """Cast the program of a loss, and train it from now on.
 
         Args:
-            loss: ``program.loss``.
+            loss: ``program.loss``, or what was computed from ``static.data``.
 
         Raises:
             ArgumentTypeError: for something else.
         """
-        if not isinstance(loss, Value) or loss.name != "loss":
-            raise ArgumentTypeError("minimize takes program.loss, of a program from static.capture.")
-        program, casting = loss.program, None
+        program, casting = loss_of(loss).program, None
         if self._level != "O0":
             casting = cast_graph(
                 program.graph_module,

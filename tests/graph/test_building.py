@@ -1,0 +1,260 @@
+"""Programs built line by line: what is recorded, that training equals eager's, names, sizes and errors."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from halfstep import HalfstepError, static
+from tests.graph.test_static import MODELS
+
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attribute")  # torch.export, of nn.LSTM's list of weights
+
+
+@pytest.fixture(autouse=True)
+def static_mode() -> Iterator[None]:
+    torch.manual_seed(0)
+    static.enable_static()
+    with static.program_guard(static.Program(), static.Program()):
+        yield
+    static.disable_static()
+
+
+class Positions(nn.Module):
+    """What no variable is an argument of: a slice of a parameter, a constant, statistics, and work on parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(20, 8), nn.Parameter(torch.randn(16, 8))
+        self.out = nn.utils.parametrizations.weight_norm(nn.Linear(8, 20))
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.position[: ids.shape[1]] + torch.arange(ids.size(1))[:, None] / ids.size(1)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        x = x - self.mean
+        x[:, 0] = 0.0
+        scores: torch.Tensor = self.out(x)
+        return scores.reshape(ids.shape[0] * ids.shape[1], -1)
+
+
+def train_eagerly(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def build(model: nn.Module, shape: list[int | None], dtype: str = "int64") -> static.Variable:
+    """Record a model and its loss. Labels are of the shape of words, and of the batch of images."""
+    x, y = static.data("x", shape, dtype), static.data("y", shape if dtype == "int64" else shape[:1], "int64")
+    loss: Any = F.cross_entropy(model(x), y.flatten())
+    return loss  # type: ignore[no-any-return]
+
+
+def run_all(loss: static.Variable, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    executor, program = static.Executor(), static.default_main_program()
+    return [executor.run(program, {"x": x, "y": _label(x, y)}, [loss])[0].item() for x, y in batches]
+
+
+def _label(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return y if x.is_floating_point() else y.view_as(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [("transformer", [None, 8], "int64"), ("resnet", [-1, 3, 8, 8], "float32"), ("rnn", [4, 8], "int64")],
+)
+def test_training_is_eager_training(name: str, shape: list[int | None], dtype: str) -> None:
+    make, batch = MODELS[name]
+    model, batches = make(), [batch(n) for n in (4, 4, 7 if shape[0] != 4 else 4)]
+    reference = copy.deepcopy(model)
+    loss = build(model, shape, dtype)
+    for a, b in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+        assert torch.equal(a, b), "recording computes nothing"
+    torch.optim.SGD(model.parameters(), lr=0.1).minimize(loss)  # type: ignore[attr-defined]
+    assert run_all(loss, batches) == pytest.approx(train_eagerly(reference, batches), rel=1e-5)
+    for a, b in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_everything_in_a_forward_is_recorded_and_sizes_stay_open() -> None:
+    model = Positions()
+    reference = copy.deepcopy(model)
+    loss = build(model, [None, None])
+    assert torch.equal(model.mean, torch.zeros(8))
+    torch.optim.SGD(model.parameters(), lr=0.1).minimize(loss)  # type: ignore[attr-defined]
+    batches = [(torch.randint(20, (n, m)), torch.randint(20, (n * m,))) for n, m in ((4, 5), (3, 9), (2, 16))]
+    assert run_all(loss, batches) == pytest.approx(train_eagerly(reference, batches), rel=1e-5)
+    torch.testing.assert_close(model.mean, reference.mean)
+    torch.testing.assert_close(model.position, reference.position)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_built_program_is_cast_as_a_captured_one(level: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    other = copy.deepcopy(model)
+    x, y = torch.randn(6, 8), torch.randint(4, (6,))
+    captured = static.capture(other, nn.CrossEntropyLoss(), (x, y))
+    static.amp.decorate(torch.optim.SGD(other.parameters(), lr=0.1), level=level, dtype="bfloat16").minimize(
+        captured.loss
+    )
+    loss: Any = nn.CrossEntropyLoss()(model(static.data("input", [None, 8])), static.data("label", [None], "int64"))
+    static.amp.decorate(torch.optim.SGD(model.parameters(), lr=0.1), level=level, dtype="bfloat16").minimize(loss)
+    program = static.default_main_program()
+    assert program.explain() == captured.explain()
+    for _ in range(3):
+        (mine,) = static.Executor().run(program, {"input": x, "label": y}, [loss])
+        assert torch.equal(mine, static.Executor().run(captured, {"input": x, "label": y}, [captured.loss])[0])
+
+
+def test_values_are_fetched_by_name_and_by_themselves() -> None:
+    model = nn.Linear(4, 3)
+    x, y = static.data("x", [None, 4]), static.data("y", [None, 3])
+    hidden: Any = model(x)
+    hit: Any = (hidden.argmax(1) == y.argmax(1)).float().mean()
+    loss: Any = F.mse_loss(hidden.relu(), y)
+    torch.optim.SGD(model.parameters(), lr=0.0).minimize(loss)  # type: ignore[attr-defined]
+    feed = {"x": torch.randn(5, 4), "y": torch.rand(5, 3)}
+    found = static.Executor().run(static.default_main_program(), feed, [loss.name, hidden, hit, hidden.name])
+    expected = model(feed["x"]).detach()
+    torch.testing.assert_close(found[1], expected)
+    assert torch.equal(found[3], found[1])
+    torch.testing.assert_close(found[0], F.mse_loss(expected.relu(), feed["y"]))
+    assert found[2] == (expected.argmax(1) == feed["y"].argmax(1)).float().mean()
+
+
+def test_a_program_without_minimize_computes_and_grows() -> None:
+    model, program = nn.Linear(4, 3), static.default_main_program()
+    y: Any = model(static.data("x", [None, 4]))
+    x = torch.randn(2, 4)
+    assert torch.equal(static.Executor().run(program, {"x": x}, [y])[0], model(x).detach())
+    z: Any = y.exp()
+    assert torch.equal(static.Executor().run(program, {"x": x}, [z, y])[0], model(x).detach().exp())
+
+
+def test_saving_and_loading(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    loss: Any = F.mse_loss(model(static.data("x", [None, 4])), static.data("y", [None, 3]))
+    torch.optim.SGD(model.parameters(), lr=0.1).minimize(loss)  # type: ignore[attr-defined]
+    program = static.default_main_program()
+    program.save(tmp_path / "program.pt")
+    loaded = static.load(tmp_path / "program.pt")
+    feed = {"x": torch.randn(5, 4), "y": torch.rand(5, 3)}
+    expected = static.Executor().run(program, feed, [loss], train=False)
+    assert torch.equal(static.Executor().run(loaded, feed, [loaded.loss])[0], expected[0])
+
+
+def test_data_after_minimize_begins_the_program_anew() -> None:
+    program = static.default_main_program()
+    for size in (3, 5):
+        model = nn.Linear(size, 1)
+        loss: Any = model(static.data("x", [2, size])).mean()
+        torch.optim.SGD(model.parameters(), lr=0.1).minimize(loss)  # type: ignore[attr-defined]
+        before = model.weight.detach().clone()
+        static.Executor().run(program, {"x": torch.ones(2, size)}, [loss])
+        torch.testing.assert_close(model.weight, before - 0.1)
+
+
+def test_programs_of_threads_are_apart() -> None:
+    static.data("x", [1])
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(static.data("x", [2]).sizes))
+    thread.start()
+    thread.join()
+    assert seen == [(2,)]
+
+
+def test_torch_is_as_before_after_disable_static() -> None:
+    static.disable_static()
+    static.disable_static()
+    assert not hasattr(torch.optim.SGD, "minimize")
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+    with pytest.raises(HalfstepError, match="enable_static"):
+        static.data("x", [1])
+
+
+def test_a_size_that_torch_export_cannot_leave_open() -> None:
+    loss = build(MODELS["rnn"][0](), [4, None])
+    with pytest.raises(HalfstepError, match=r"static.data\('x'\) leaves the size of dimension 1 open"):
+        torch.optim.SGD([torch.zeros(1)], lr=0.1).minimize(loss)  # type: ignore[attr-defined]
+
+
+class Branching(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_an_error_in_a_forward_leaves_no_recording_behind() -> None:
+    with pytest.raises(HalfstepError, match="cannot branch"):
+        nn.Sequential(Branching())(static.data("x", [2]))
+    assert (torch.ones(2) + 1).tolist() == [2.0, 2.0]
+    assert isinstance(static.data("y", [2]) + 1, static.Variable)
+
+
+def ended() -> Any:
+    model = nn.Linear(2, 1)
+    loss: Any = model(static.data("x", [2, 2])).mean()
+    torch.optim.SGD(model.parameters(), lr=0.1).minimize(loss)  # type: ignore[attr-defined]
+    return loss
+
+
+def feed_wrong_shape() -> None:
+    ended()
+    static.Executor().run(static.default_main_program(), {"x": torch.ones(3, 2)})
+
+
+def minimize_twice() -> None:
+    torch.optim.SGD([torch.zeros(1)], lr=0.1).minimize(ended())  # type: ignore[attr-defined]
+
+
+def mixed_programs() -> None:
+    x = static.data("x", [2])
+    with static.program_guard(static.Program()):
+        static.data("x", [2]) + x
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: static.data("x", 3), "shape must be a list of sizes"),  # type: ignore[arg-type]
+        (lambda: static.data("x", [2.5]), "whole numbers"),  # type: ignore[list-item]
+        (lambda: static.data("x", [-2]), "a size below 0"),
+        (lambda: static.data(3, [2]), "name must be a text"),  # type: ignore[arg-type]
+        (lambda: static.data("x", [2], "float31"), "dtype='float31' is no dtype"),
+        (lambda: [static.data("x", [2]) for _ in range(2)], "an input 'x' already"),
+        (lambda: static.data("x", [2]).item(), "has none before Executor.run"),
+        (lambda: float(static.data("x", [1])), "has none before Executor.run"),
+        (lambda: static.data("x", [1]).tolist(), "has none before Executor.run"),
+        (lambda: static.data("x", [1]).numpy(), "has none before Executor.run"),
+        (lambda: bool(static.data("x", [1]) > 0), "has none before Executor.run"),
+        (lambda: static.data("x", [2]) * nn.Linear(2, 2).weight.square(), "computed from parameters before"),
+        (lambda: ended() + 1, "comes after minimize"),
+        (minimize_twice, "ended the program of 'mean_1' already"),
+        (mixed_programs, "belongs to another program"),
+        (feed_wrong_shape, r"has the shape \[3, 2\], and static.data gave it \[2, 2\]"),
+        (lambda: torch.optim.SGD([torch.zeros(1)]).minimize(static.data("x", [2])), "one floating number"),  # type: ignore[attr-defined]
+        (lambda: torch.optim.SGD([torch.zeros(1)]).minimize(torch.ones(())), "minimize takes program.loss"),  # type: ignore[attr-defined]
+        (lambda: static.Executor().run(static.default_startup_program(), {"x": 1}), "takes nothing"),
+        (lambda: static.Program().save("x.pt"), "This program is empty"),
+        (lambda: static.program_guard(3).__enter__(), "must be a static.Program"),  # type: ignore[arg-type]
+    ],
+)
+def test_errors(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(HalfstepError, match=message):
+        call()
