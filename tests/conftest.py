@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterator
 
@@ -59,7 +60,11 @@ def value_in_id(val: object) -> str | None:
 @pytest.fixture(autouse=True)
 def fresh_process_state() -> Iterator[None]:
     torch.manual_seed(0)
+    logger = logging.getLogger("halfstep")
+    level, handlers = logger.level, list(logger.handlers)
     yield
+    logger.setLevel(level)  # verbose=True lets its lines be seen
+    logger.handlers[:] = handlers
     amp.deactivate()
     assert torch._C._len_torch_function_stack() == 0, "a test left a function mode behind"
     assert not torch.is_autocast_enabled("cpu"), "a test left autocast on"

@@ -630,6 +630,19 @@ def test_verbose_is_a_choice_but_skips_are_told(caplog: pytest.LogCaptureFixture
     assert "512" in caplog.text
 
 
+def test_what_apex_printed_is_seen_where_nobody_set_up_logging(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    FP16_Optimizer(torch.optim.SGD(linear().parameters(), lr=0.1))
+    assert "float16 (2, 3) on cpu" in capsys.readouterr().err
+    optim = make(model := linear(), dynamic_loss_scale=True, dynamic_loss_args=DYNAMIC)
+    for factor in (float("inf"), 1.0):
+        optim.backward(loss_on(model) * factor)
+        optim.step()
+    assert "reducing loss scale to 512" in capsys.readouterr().err
+
+
 # ---- checkpoints
 
 

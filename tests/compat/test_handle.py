@@ -86,6 +86,18 @@ def test_properties(init: Callable[..., Any]) -> None:
     plain.remove_cache(torch.ones(1))
 
 
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING])
+def test_verbose_shows_casts_unless_the_program_chose_another_level(
+    init: Callable[..., Any], level: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    logging.getLogger("halfstep").setLevel(level)
+    init(enable=True, verbose=True, dtype=torch.float16)
+    F.linear(torch.ones(1, 3), torch.ones(2, 3))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ([] if level else ["Float->Half (linear)"] * 2)
+
+
 def test_weights_written_between_forwards_are_seen(init: Callable[..., Any]) -> None:
     handle = init()
     model = linear()

@@ -18,6 +18,7 @@ from ..core.checks import check_count
 from ..core.dtypes import default_half, parse_half
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.hardware import accelerator, warn_if_slow
+from ..core.logs import show_log
 from ..core.loss_scale import LossScale, LossScaleSpec, StaticLossScale, make_loss_scale
 from ..core.oplists import OpLists
 from ..gradients.loss_scaler import DeviceLossScaler
@@ -58,7 +59,8 @@ def init(
         loss_scale: "dynamic" (from 2**16, doubled after 2,000 good passes, 2**24 at most), a number above zero, or
             a ``halfstep.DynamicLossScale`` or ``StaticLossScale``.
         enable_caching: cast each weight at most once between two ``scale_loss`` blocks.
-        verbose: log each cast.
+        verbose: log each cast, as ``Float->Half (conv2d)``, at level INFO of the logger "halfstep". It writes to stderr
+            where a program has not set up logging.
         allow_banned: run ops that are refused on 16-bit input in fp32 instead.
         dtype: the 16-bit dtype; None means float16 where there is CUDA and bfloat16 elsewhere.
         emulate: as in ``amp.auto_cast``.
@@ -81,6 +83,8 @@ def init(
     check_emulate(emulate)
     half = parse_half(dtype) if dtype is not None else default_half("cuda" if torch.cuda.is_available() else "cpu")
     rule = make_loss_scale(loss_scale)
+    if verbose:
+        show_log()
     if emulate is False:
         warn_if_slow(torch.device(accelerator() or "cpu"), half)
     casting = OpCasting(

@@ -12,6 +12,7 @@ import torch
 from ...core.checks import as_number, check_kind, check_number
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ...core.logs import show_log
 from ...stepping.attached import attach
 from ...stepping.backward import ScaledBackward, record_pass
 from ...stepping.optimizer_wrapper import ForwardingOptimizer
@@ -49,7 +50,8 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         static_loss_scale: a finite number above zero.
         dynamic_loss_scale: use a dynamic scale, whatever ``static_loss_scale`` says.
         dynamic_loss_args: keyword arguments of ``DynamicLossScaler``.
-        verbose: log each parameter at level INFO of the logger "halfstep". Skipped steps are logged in any case.
+        verbose: log each parameter at level INFO of the logger "halfstep". Steps that are skipped, and where a dynamic
+            scale goes then, are logged in any case. The logger writes to stderr where a program has not set up logging.
 
     Attributes:
         optimizer: the wrapped optimizer.
@@ -82,6 +84,8 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             if dynamic_loss_scale
             else LossScaler(as_number("static_loss_scale", static_loss_scale))
         )
+        if verbose or dynamic_loss_scale:
+            show_log()
         if verbose:
             _log_groups(init_optimizer)
         self._attached = attach(init_optimizer, masters=True)
