@@ -13,10 +13,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep import HalfstepError, static
+from halfstep import HalfstepError, optimizers, static
 from tests.graph.test_static import MODELS
 
-pytestmark = pytest.mark.filterwarnings("ignore:The tensor attribute")  # torch.export, of nn.LSTM's list of weights
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The tensor attribute"),  # torch.export, of nn.LSTM's list of weights
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),  # Inductor's imports
+]
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +123,19 @@ def test_a_built_program_is_cast_as_a_captured_one(level: str) -> None:
     for _ in range(3):
         (mine,) = static.Executor().run(program, {"input": x, "label": y}, [loss])
         assert torch.equal(mine, static.Executor().run(captured, {"input": x, "label": y}, [captured.loss])[0])
+
+
+@pytest.mark.exhaustive
+def test_a_built_program_runs_compiled_in_static_mode() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    loss: Any = model(static.data("x", [None, 8])).square().mean()
+    optimizers.FusedSGD(model.parameters(), lr=0.1).minimize(loss)  # type: ignore[attr-defined]
+    losses = []
+    for n in (4, 9, 9):
+        feed = {"x": torch.randn(n, 8, generator=torch.Generator().manual_seed(n))}
+        losses += static.Executor(compiled=True).run(static.default_main_program(), feed, [loss])
+    assert losses[2] < losses[1]
+    assert model[1].num_batches_tracked == 3
 
 
 def test_values_are_fetched_by_name_and_by_themselves() -> None:

@@ -254,7 +254,8 @@ class Program:
             module = self.graph_module if self.casting is None else self.casting.module
             if fetched:
                 module = _with_outputs(module, fetched)
-            self._modules[key] = torch.compile(module) if compiled else module
+            # Its forward, since torch.compile warns of a module while static mode has hooks on all modules.
+            self._modules[key] = torch.compile(module.forward) if compiled else module
         return self._modules[key]
 
     def positions(self, fetch_list: Sequence[Value | Variable | str]) -> tuple[list[str], list[int]]:
