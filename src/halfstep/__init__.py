@@ -7,15 +7,16 @@ fp32 masters behind 16-bit weights. ``from halfstep import amp`` is where a scri
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import amp
 from ._version import __version__
-from .core.errors import HalfstepError
-from .core.loss_scale import DynamicLossScale, StaticLossScale
-from .core.oplists import OpLists
-from .core.policy import Policy
 
 if TYPE_CHECKING:
+    from . import amp as amp
     from . import numerics as numerics
+    from .core.errors import HalfstepError as HalfstepError
+    from .core.loss_scale import DynamicLossScale as DynamicLossScale
+    from .core.loss_scale import StaticLossScale as StaticLossScale
+    from .core.oplists import OpLists as OpLists
+    from .core.policy import Policy as Policy
     from .findings import Finding as Finding
     from .findings import check as check
     from .findings import watch as watch
@@ -38,20 +39,44 @@ __all__ = [
     "watch",
 ]
 
+# Imported when asked for: `halfstep --help` needs no torch, and a script needs few of the modules.
+_HOMES = {
+    "DynamicLossScale": "core.loss_scale",
+    "Finding": "findings",
+    "HalfstepError": "core.errors",
+    "Model": "model",
+    "OpLists": "core.oplists",
+    "Policy": "core.policy",
+    "StaticLossScale": "core.loss_scale",
+    "TrainStep": "train_step",
+    "check": "findings",
+    "watch": "findings",
+}
+_MODULES = (
+    "amp",
+    "apex",
+    "fp16_utils",
+    "integrations",
+    "kernels",
+    "model",
+    "multi_tensor",
+    "numerics",
+    "oplists",
+    "optimizers",
+    "parallel",
+    "scaling",
+    "static",
+)
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Model":  # imported when asked for: torch's data loaders take their time
-        from .model import Model
-
-        return Model
-    if name == "TrainStep":
-        from .train_step import TrainStep
-
-        return TrainStep
-    if name in ("Finding", "check", "watch"):
-        from . import findings
-
-        return getattr(findings, name)
-    if name == "numerics":
-        return importlib.import_module(".numerics", __name__)
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    if name in _HOMES:
+        found = globals()[name] = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_MODULES})
