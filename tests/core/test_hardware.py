@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import halfstep
 from halfstep import amp
 from halfstep.core import hardware
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
@@ -214,6 +215,40 @@ def test_once_for_both_faces_together(pretend_cpu: PretendCPU) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         start(BF16, "decorate")
+
+
+def by_auto_cast() -> None:
+    with amp.auto_cast(dtype=BF16, emulate=False):
+        pass
+
+
+def by_model_prepare() -> None:
+    halfstep.Model(nn.Linear(2, 2)).prepare(amp_configs={"level": "O1", "dtype": "bfloat16", "emulate": False})
+
+
+def by_handle() -> None:
+    amp.init(dtype=BF16, emulate=False)._deactivate()
+
+
+FACES = [by_auto_cast, by_model_prepare, by_handle]
+
+
+@pytest.mark.parametrize("first", FACES)
+def test_the_line_of_the_script_is_named_whichever_face_it_called_and_no_other_face_repeats_it(
+    pretend_cpu: PretendCPU, first: Callable[[], None]
+) -> None:
+    pretend_cpu()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        first()
+        for face in FACES:
+            face()
+        start(BF16, "initialize")
+    (only,) = said
+    assert only.category is amp.PrecisionWarning
+    assert only.filename == __file__
+    begins = first.__code__.co_firstlineno
+    assert begins < only.lineno <= begins + 2
 
 
 @pytest.mark.parametrize(

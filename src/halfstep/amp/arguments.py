@@ -75,4 +75,4 @@ def device_of(models: list[nn.Module]) -> torch.device:
 def warn_of_slow_devices(models: list[nn.Module], half: torch.dtype) -> None:
     """Warn, once for each device of the models, where it has no units for a 16-bit dtype."""
     for device in {param.device for model in models for param in model.parameters()}:
-        warn_if_slow(device, half, stacklevel=4)  # blames the caller of initialize or decorate
+        warn_if_slow(device, half)

@@ -12,6 +12,7 @@ import warnings
 
 import torch
 
+from .callers import callers_level
 from .dtypes import dtype_name
 from .errors import ArgumentTypeError, ArgumentValueError, PrecisionWarning
 
@@ -161,21 +162,22 @@ def slow_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 @functools.cache
-def warn_if_slow(device: torch.device, dtype: torch.dtype, stacklevel: int = 3) -> None:
+def warn_if_slow(device: torch.device, dtype: torch.dtype) -> None:
     """Warn of slow 16-bit ops on a device without units for them, once per process, device and dtype.
+
+    It names the line of the script, whichever function of halfstep that has called.
 
     Only ``emulate=False`` runs them; with emulation there is nothing to warn of.
 
     Args:
         device: any device.
         dtype: torch.float16 or torch.bfloat16.
-        stacklevel: as in ``warnings.warn``; 3 blames the caller of the public function that calls this.
     """
     if not has_units(device, dtype, "product"):
         warnings.warn(
             f"{slow_reason(device, dtype)} With emulate=False they are many times slower than that; leave it out.",
             PrecisionWarning,
-            stacklevel=stacklevel,
+            stacklevel=callers_level(),
         )
 
 

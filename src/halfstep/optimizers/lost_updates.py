@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from ..core.callers import callers_level
 from ..core.dtypes import HALF_DTYPES, dtype_name
 
 __all__ = ["warn_of_lost_updates"]
-
-_INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-"""Where torch and halfstep lie."""
 
 
 def warn_of_lost_updates(optimizer: str, groups: Iterable[dict[str, Any]]) -> None:
@@ -41,14 +37,6 @@ def warn_of_lost_updates(optimizer: str, groups: Iterable[dict[str, Any]]) -> No
                 f"{half_ulp:g} rounds away. Pass master_weights=True to keep it, or rounding='stochastic' for "
                 "bfloat16.",
                 UserWarning,
-                stacklevel=_callers_level(),
+                stacklevel=callers_level(),
             )
             return
-
-
-def _callers_level() -> int:
-    """The ``stacklevel`` of whoever called the step, however many wrappers of torch's and ours lie between."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        level, frame = level + 1, frame.f_back
-    return level
