@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -217,6 +218,43 @@ def test_bars_and_lines(
     ]
     model.fit(data, verbose=0)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_no_result_is_cut_off_where_the_line_is_short(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    data, model = TensorDataset(torch.randn(12, 8, 8), torch.randint(10, (12,))), prepared("O0")
+    model.fit(data, data, epochs=2, batch_size=4)
+    _, first, _, second = capsys.readouterr().out.splitlines()
+    names = ["loss", "MulticlassAccuracy", "eval_loss", "eval_MulticlassAccuracy"]
+    for line in (first, second):
+        assert line.split()[::2] == names
+        assert all(float(value) >= 0 for value in line.split()[1::2])
+
+
+LABELS: dict[str, Any] = {"int": int, "tensor of no dimensions": torch.tensor, "numpy number": np.int64}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_a_list_of_samples_is_a_dataset(kind: str) -> None:
+    images, labels = torch.randn(12, 8, 8), torch.randint(10, (12,))
+    samples = [(image, LABELS[kind](label)) for image, label in zip(images, labels.tolist(), strict=True)]
+    trained = []
+    for data in (samples, tuple(samples), TensorDataset(images, labels)):
+        model, recorder = prepared("O0"), Recorder()
+        model.fit(data, data, batch_size=4, shuffle=False, verbose=0, callbacks=recorder)
+        assert [event[1] for event in recorder.seen if event[0] == "on_train_batch_end"] == [0, 1, 2]
+        trained.append(model.network[1].weight)
+    assert torch.equal(trained[0], trained[2])
+    assert torch.equal(trained[1], trained[2])
+
+
+def test_a_list_of_batches_is_a_loader() -> None:
+    model, recorder = prepared("O0"), Recorder()
+    model.fit([(torch.randn(4, 8, 8), torch.randint(10, (4,)))] * 3, batch_size=2, verbose=0, callbacks=recorder)
+    assert [event[1] for event in recorder.seen if event[0] == "on_train_batch_end"] == [0, 1, 2]
 
 
 class Failing(Dataset[Any]):

@@ -139,7 +139,10 @@ class Lines(Callback):
 
 
 class ProgressBar(Callback):
-    """``verbose=1``: a bar for each epoch, evaluation or prediction. The finished bar stays, with the results."""
+    """``verbose=1``: a bar for each epoch, evaluation or prediction.
+
+    The finished bar stays, with the results beside it, or below it where the line is too short: none is cut off.
+    """
 
     def __init__(self, log_freq: int) -> None:
         self._log_freq = log_freq
@@ -149,9 +152,15 @@ class ProgressBar(Callback):
         """End the bar, if there is one, and give the terminal back."""
         if self._bar is not None:
             progress, task = self._bar
-            if logs:
-                progress.update(task, logs=text_of(logs))
+            results = text_of(logs or {})
+            if results:
+                progress.update(task, logs=results)
+            below = _width(progress) > progress.console.width
+            if below:
+                progress.update(task, logs="")
             progress.stop()
+            if below:
+                progress.console.print(results, soft_wrap=True, highlight=False)
         self._bar = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
@@ -199,6 +208,13 @@ class ProgressBar(Callback):
             progress.advance(task)
             if logs:
                 progress.update(task, logs=text_of(logs))
+
+
+def _width(progress: Progress) -> int:
+    """How many columns a bar needs with all that stands beside it."""
+    console = progress.console
+    table = progress.make_tasks_table(progress.tasks)
+    return console.measure(table, options=console.options.update(width=10_000)).maximum
 
 
 def text_of(logs: Logs) -> str:

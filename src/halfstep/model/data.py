@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ def as_list(parts: Any) -> list[Any]:
 
 
 def as_loader(data: Any, batch_size: int, shuffle: bool, num_workers: int) -> Iterable[Any]:
-    """A loader for a dataset. Any other iterable is a loader already.
+    """A loader for a dataset or a list of samples. Any other iterable is a loader already.
 
     Raises:
         ArgumentTypeError: for anything else.
     """
-    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, (DataLoader, list, tuple))):
+    is_loader = isinstance(data, DataLoader) or (isinstance(data, (list, tuple)) and not _has_samples(data))
+    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not is_loader):
         shuffle = shuffle and not isinstance(data, IterableDataset)
         return DataLoader(data, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers)
     if not isinstance(data, Iterable):
@@ -32,6 +33,12 @@ def as_loader(data: Any, batch_size: int, shuffle: bool, num_workers: int) -> It
             f"The data must be a torch dataset, or a loader that gives batches, not {type(data).__name__}."
         )
     return data
+
+
+def _has_samples(data: Sequence[Any]) -> bool:
+    """Whether a list holds samples and not batches: the label of its first item is a single number."""
+    parts = as_list(data[0]) if data else []
+    return len(parts) > 1 and (isinstance(parts[-1], (int, float)) or getattr(parts[-1], "ndim", None) == 0)
 
 
 def inputs_and_labels(batch: Any) -> tuple[list[Any], list[Any]]:
@@ -56,8 +63,8 @@ def batch_size_of(parts: list[Any]) -> int:
     if not hasattr(last, "__len__"):
         raise ArgumentTypeError(
             f"The label of a batch must be a tensor with one row for each sample, and this one is {last!r}, of type "
-            f"{type(last).__name__}. A list is taken for a loader of batches: give a torch Dataset, or "
-            "DataLoader(data, batch_size=...), which makes batches of samples."
+            f"{type(last).__name__}. The data is taken for a loader of batches: give a torch Dataset, a list of "
+            "samples, or DataLoader(data, batch_size=...), which makes batches of samples."
         )
     return len(last) if not isinstance(last, torch.Tensor) or last.dim() else 1
 

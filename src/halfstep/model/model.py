@@ -165,7 +165,8 @@ class Model:
         """Train.
 
         Args:
-            train_data: a torch dataset, or a loader: any other iterable of batches, whose last part is the label.
+            train_data: a torch dataset, a list of samples whose labels are single numbers, or a loader: any other
+                iterable of batches, whose last part is the label.
             eval_data: a dataset or loader to evaluate after every ``eval_freq`` epochs.
             batch_size: samples in a batch, for datasets.
             epochs: how often to go through the data.
