@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row(output, "cpu")[0] == "cpu"
     assert row(output, "torch ")[1] == torch.__version__
     assert row(output, "Python")[1] == ".".join(map(str, sys.version_info[:3]))
-    assert f"{torch.get_num_threads()} threads used" in output
+    assert f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} used" in output
     built_for = "the CPU only" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     assert row(output, "torch is built for")[1] == built_for
     assert re.search(r"^On cpu use opt_level=", output, re.MULTILINE)
@@ -122,6 +123,28 @@ def test_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_compiler_that_torch_would_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", sys.executable)
     assert row(run(monkeypatch, columns=200), "C++ compiler")[1] == sys.executable
+
+
+def test_the_same_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, [("Tesla T4", (7, 5))], ["avx512_bf16"])
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    known = json.loads(result.output)
+    cpu, gpu = known["devices"]
+    assert (cpu["device"], cpu["fast"], cpu["advice"]["opt_level"]) == ("cpu", ["bfloat16"], "O2")
+    assert (gpu["device"], gpu["fast"], gpu["advice"]["dtype"]) == ("cuda:0", ["float16"], "float16")
+    assert gpu["name"].startswith("Tesla T4")
+    assert cpu["name"] == known["facts"]["CPU"]
+    assert known["facts"]["torch"] == torch.__version__
+    assert {"Python", "halfstep", "C++ compiler", "Triton"} <= known["facts"].keys()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), torch.bfloat16, (1, 2.5), {"a": None}, True])
+def test_evidence_of_any_kind_is_json(value: Any) -> None:
+    text = json.dumps(doctor._plain({"value": value}), allow_nan=False)
+    expected = {torch.bfloat16: "torch.bfloat16", (1, 2.5): [1, 2.5]} if isinstance(value, (tuple, torch.dtype)) else {}
+    finite = value if not isinstance(value, float) else str(value)
+    assert json.loads(text)["value"] == (expected[value] if expected else finite)
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -122,13 +123,13 @@ def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     testing = pytest.importorskip("click.testing")
     from halfstep.cli.app import app
 
-    def run(text: str, *args: str) -> tuple[int, str]:
+    def run(text: str, *args: str, json: bool = False) -> tuple[int, str]:
         script = tmp_path / "train.py"
         script.write_text(text)
         monkeypatch.setattr(sys, "argv", sys.argv)
         monkeypatch.setattr(sys, "path", list(sys.path))
-        result = testing.CliRunner().invoke(app, ["doctor", str(script), *args])
-        return result.exit_code, result.output
+        result = testing.CliRunner().invoke(app, ["doctor", *(["--json"] if json else []), str(script), *args])
+        return result.exit_code, result.stdout if json else result.output
 
     return run
 
@@ -141,6 +142,16 @@ def test_doctor_names_what_a_script_loses(doctor) -> None:
     assert "where: *" in output
     assert "after" not in output
     assert "caught" not in output
+
+
+def test_doctor_gives_the_same_as_json(doctor) -> None:
+    code, output = doctor("print('a line of the script')\n" + WRONG, "1e-6", json=True)
+    found = json.loads(output)
+    assert code == 1
+    assert found["script"].endswith("train.py")
+    assert [finding["code"] for finding in found["findings"]] == ["HS101", "HS102", "HS103", "HS105", "HS113"]
+    fields = {"code", "severity", "where", "message", "evidence", "fix"}
+    assert all(finding.keys() == fields and finding["message"] for finding in found["findings"])
 
 
 def test_doctor_is_content_with_a_script_for_apex(doctor) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 if TYPE_CHECKING:
     import torch
     from rich.table import Table
+
+    from ..findings import Finding
 
 __all__ = ["Advice", "advise", "command"]
 
@@ -28,24 +35,32 @@ class Advice(NamedTuple):
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--device", type=click.Choice(["cpu"]), help="send what the script asks of CUDA to the CPU")
+@click.option("--json", "as_json", is_flag=True, help="print JSON, for other programs to read")
 @click.argument("script", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def command(device: str | None, script: Path | None, args: tuple[str, ...]) -> None:
+def command(device: str | None, as_json: bool, script: Path | None, args: tuple[str, ...]) -> None:
     """Print the devices, what each supports, what is installed, and which level and dtype to use.
 
     With SCRIPT, run it with ARGS until its first optimizer step, and say what loses precision in it. Exits with 1 if
     that is an error.
     """
     if script is not None:
-        _check(script, args, device)
+        _check(script, args, device, as_json)
         return
+    if device is not None:
+        raise click.UsageError("--device goes with a SCRIPT.")
     import torch
-    from rich.console import Console
 
     from .machine import describe_machine
 
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     facts = describe_machine(torch.device("cpu"))
+    if as_json:
+        known = {"devices": [_as_dict(each, facts["CPU"]) for each in devices], "facts": facts | _installed()}
+        click.echo(json.dumps(known, indent=2))
+        return
+    from rich.console import Console
+
     console = Console()
     console.print(_devices_table(devices, facts.pop("CPU")))
     console.print(_facts_table(facts | _installed()))
@@ -57,19 +72,66 @@ def command(device: str | None, script: Path | None, args: tuple[str, ...]) -> N
         console.print(f"On {each} use {advice}: {advice.reason}", highlight=False)
 
 
-def _check(script: Path, args: tuple[str, ...], device: str | None) -> None:
-    """Print what is found in a script."""
+def _check(script: Path, args: tuple[str, ...], device: str | None, as_json: bool) -> None:
+    """Print what is found in a script. As JSON it is alone on stdout: what the script prints goes to stderr."""
     from .script_check import check_script
 
-    findings = check_script(script, args, device)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        findings = check_script(script, args, device)
     if findings is None:
         raise click.ClickException(f"{script.name} has ended without a step of an optimizer on a model that it called.")
-    for finding in findings:
-        click.echo(str(finding))
-    if not findings:
-        click.echo(f"{script.name}: nothing found up to its first optimizer step.")
+    if as_json:
+        found = {"script": str(script), "findings": [_finding_as_dict(finding) for finding in findings]}
+        click.echo(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        for finding in findings:
+            click.echo(str(finding))
+        if not findings:
+            click.echo(f"{script.name}: nothing found up to its first optimizer step.")
     if any(finding.severity == "error" for finding in findings):
         raise click.exceptions.Exit(1)
+
+
+def _as_dict(device: torch.device, cpu: str) -> dict[str, Any]:
+    """What the tables say of a device."""
+    import torch
+
+    from ..core.hardware import slow_reason
+
+    halves = {str(half).removeprefix("torch."): half for half in (torch.float16, torch.bfloat16)}
+    advice = advise(device)
+    return {
+        "device": str(device),
+        "name": cpu if device.type == "cpu" else _describe_gpu(device),
+        "fast": [name for name, half in halves.items() if slow_reason(device, half) is None],
+        "advice": {
+            "opt_level": advice.level,
+            "dtype": str(advice.dtype).removeprefix("torch."),
+            "reason": advice.reason,
+        },
+    }
+
+
+def _finding_as_dict(finding: Finding) -> dict[str, Any]:
+    return {
+        "code": finding.code,
+        "severity": finding.severity,
+        "where": finding.where,
+        "message": finding.message,
+        "evidence": _plain(finding.evidence),
+        "fix": finding.fix,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, which knows neither inf nor NaN nor dtypes."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)
 
 
 def _emulation(device: torch.device) -> str | None:

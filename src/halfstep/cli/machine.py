@@ -10,13 +10,14 @@ import torch
 from .._version import __version__
 from ..core.dtypes import HALF_DTYPES
 from ..core.hardware import cpu_units
+from ..core.text import counted
 
 __all__ = ["describe_machine"]
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
     """The machine and the versions, as label and text, in the order to show them."""
-    facts = {"CPU": f"{_cpu_name()}, {torch.get_num_threads()} threads used"}
+    facts = {"CPU": f"{_cpu_name()}, {counted(torch.get_num_threads(), 'thread')} used"}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["GPU"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"

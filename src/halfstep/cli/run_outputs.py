@@ -43,6 +43,8 @@ class Outputs:
         """
         if self.every is not None and self.numerics is None:
             raise click.UsageError("--every goes with --numerics FILE.")
+        if self.report is not None and self.numerics is not None and self.report.resolve() == self.numerics.resolve():
+            raise click.UsageError(f"--report and --numerics would both write {self.report}.")
         for path in (self.report, self.numerics):
             if path is not None:
                 check_writable(path)
@@ -76,6 +78,7 @@ def _is_first() -> bool:
 @contextmanager
 def _telling_skips() -> Iterator[None]:
     """Say at the end how many steps were skipped, if any were."""
+    from ..core.text import counted
     from ..stepping.attached import creation_callbacks
 
     made = []
@@ -88,12 +91,12 @@ def _telling_skips() -> Iterator[None]:
         yield
     finally:
         creation_callbacks.remove(note)
-        counted = [stepping for stepping, ranks in made if not ranks.inside]
-        skipped = sum(stepping.skipped for stepping in counted)
+        known = [stepping for stepping, ranks in made if not ranks.inside]
+        skipped = sum(stepping.skipped for stepping in known)
         if skipped and _is_first():
-            steps = sum(stepping.calls for stepping in counted)
+            steps = counted(sum(stepping.calls for stepping in known), "step")
             were = "was" if skipped == 1 else "were"
-            click.echo(f"halfstep: {skipped} of {steps} steps {were} skipped for an overflow.", err=True)
+            click.echo(f"halfstep: {skipped:,} of {steps} {were} skipped for an overflow.", err=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ..core.text import counted
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..numerics.charts import Line, between, details, figure, lines, power
 from ..numerics.html import Markup, element, note, page, section, table, write_text
@@ -177,7 +178,8 @@ def _scales(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
     skipped = sum(sum(steps.skipped) for steps in all_steps)
     picture = lines(
         "Loss scale",
-        f"From {min(exponents):.0f} to {max(exponents):.0f} as powers of 2. {skipped} steps were skipped.",
+        f"From {min(exponents):.0f} to {max(exponents):.0f} as powers of 2. "
+        f"{counted(skipped, 'step was', 'steps were')} skipped.",
         drawn,
         low=low,
         high=high,
@@ -202,7 +204,7 @@ def _times(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
     text = "Milliseconds for each step."
     if beyond:
         text += (
-            f" {_count(len(beyond), 'step')} took longer than the picture shows, up to {max(beyond):.3g} s, and "
+            f" {counted(len(beyond), 'step')} took longer than the picture shows, up to {max(beyond):.3g} s, and "
             f"{'is' if len(beyond) == 1 else 'are'} marked at its upper edge."
         )
     description = f"The median is {1e3 * statistics.median(second for second, _, _ in every):.3g} ms."
@@ -237,10 +239,6 @@ def _names(all_steps: Sequence[Steps]) -> list[str]:
     """The classes of the optimizers, with numbers where there are several of one."""
     classes = [steps.name for steps in all_steps]
     return [name if classes.count(name) == 1 else f"{name} {classes[:i].count(name)}" for i, name in enumerate(classes)]
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

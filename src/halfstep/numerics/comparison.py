@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core.text import counted
 from .comparison_report import write_comparison
 from .text import aligned
 
@@ -136,7 +137,8 @@ class Comparison:
     def __str__(self) -> str:
         first, found = self.first(), self.modules()
         reference, candidate = self.names
-        lines = [f"{candidate} against {reference}: {len(self.entries)} tensors in {len(found)} modules"]
+        sizes = f"{counted(len(self.entries), 'tensor')} in {counted(len(found), 'module')}"
+        lines = [f"{candidate} against {reference}: {sizes}"]
         lines += [f"{name}: {value}" for name, value in self.about.items()]
         lines.append("no divergence" if first is None else f"first divergence: {first}")
         rows = [["module", "excess", "added", "inherited", "error", "at", "dtype", "why"]]
@@ -144,7 +146,7 @@ class Comparison:
             at = f"{module.worst.op}{' (backward)' if module.worst.backward else ''}"
             numbers = [f"{n:.2g}" for n in (module.excess, module.added, module.inherited, module.error)]
             rows.append([module.module, *numbers, at, module.worst.dtype, module.worst.why or "."])
-        more = [f"and {len(found) - _SHOWN} more modules"] if len(found) > _SHOWN else []
+        more = [f"and {counted(len(found) - _SHOWN, 'more module')}"] if len(found) > _SHOWN else []
         return "\n".join([*lines, "", *aligned(rows, right=range(1, 5)), *more])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.text import counted
 from .charts import Bar, Line, bars, details, figure, lines, power
 from .html import Markup, element, note, page, section, table, write_text
 
@@ -28,7 +29,7 @@ def write_comparison(comparison: Mapping[str, Any], path: str | Path, *, command
     """
     reference, candidate = comparison["names"]
     entries, modules = comparison["entries"], comparison["modules"]
-    facts = [f"{len(entries)} tensors in {len(modules)} modules."]
+    facts = [f"{counted(len(entries), 'tensor')} in {counted(len(modules), 'module')}."]
     facts += [f"{name}: {value}." for name, value in comparison["about"].items()]
     header = element(
         "header",
@@ -55,8 +56,8 @@ def _modules(modules: Sequence[Any], entries: Sequence[Any], limit: float) -> Ma
         Bar(_name(module), _share(module["added"]), _length(module["excess"]) / longest, module["excess"] > limit)
         for module in shown
     ]
-    diverging = sum(module["excess"] > limit for module in modules)
-    description = f"{len(modules)} modules, of which {diverging} diverge. The first is {_name(modules[0])}."
+    diverge = counted(sum(module["excess"] > limit for module in modules), "diverges", "diverge")
+    description = f"{counted(len(modules), 'module')}, of which {diverge}. The first is {_name(modules[0])}."
     text = (
         "The error that each module adds to what it inherits, in units of what roundoff explains, on a logarithmic "
         f"scale. The line is at {limit:g}: what is beyond it is a divergence. The number is the error added, relative "
@@ -93,7 +94,8 @@ def _errors(entries: Sequence[Any]) -> Markup:
     step = next(n for n in (2, 4, 8, 16) if (high - low) / n <= 6 or n == 16)
     picture = lines(
         "Errors in the order of execution",
-        f"{len(entries)} tensors; the largest finite error is {_share(2.0 ** max(known, default=_LEAST_ERROR))}.",
+        f"{counted(len(entries), 'tensor')}; "
+        f"the largest finite error is {_share(2.0 ** max(known, default=_LEAST_ERROR))}.",
         drawn,
         low=low,
         high=high,

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError
+from ..core.text import counted
 from ..core.torch_compat import OpOverload
 from .ops import Cast, OpCall, op_name, watching_ops
 from .text import aligned
@@ -109,7 +110,8 @@ class OpTable:
             for cast in self._casts:
                 names = [cast.module, cast.asked_by or ".", cast.made_by, _pass(cast.backward)]
                 casts.append([*names, cast.source, cast.target, str(cast.calls), _size(cast.bytes)])
-            lines += ["", f"{calls} casts, which read and write {_size(moved)}", "", *aligned(casts, right=(6, 7))]
+            which = "which reads and writes" if calls == 1 else "which read and write"
+            lines += ["", f"{counted(calls, 'cast')}, {which} {_size(moved)}", "", *aligned(casts, right=(6, 7))]
         return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentValueError
+from ..core.text import counted
 from .charts import Band, Line, Strip, details, figure, lines, power, strips
 from .html import Markup, element, page, section, table, write_text
 from .overview import Grid, Tensor, grids, tensors_of
@@ -70,7 +71,7 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
         element("p", "halfstep numerics"),
         element("h1", title),
         *(() if command is None else (element("p", "Made by ", element("code", command)),)),
-        element("p", f"{len(tensors)} tensors of {span}, in {dtypes}."),
+        element("p", f"{counted(len(tensors), 'tensor')} of {span}, in {dtypes}."),
     )
     parts = [header, section("What stands out", _findings(tensors, lost))]
     for kind in _NAMES:
@@ -176,14 +177,15 @@ def _exponents(kind: str, tensors: Sequence[Tensor]) -> Markup:
         )
     value_name = "headroom" if kind == "output" else "small"
     description = (
-        f"{len(shown)} tensors. The least headroom is {_power_or_none(min(each.headroom for each in shown))} in "
+        f"{counted(len(shown), 'tensor')}. "
+        f"The least headroom is {_power_or_none(min(each.headroom for each in shown))} in "
         f"{min(shown, key=lambda each: each.headroom).name}. The numbers are in the table below."
     )
     picture = strips(_NAMES[kind], description, rows, low=low, high=high, value_name=value_name)
     return figure(
         _key(*_COLORS),
         picture,
-        details(f"Numbers of all {len(tensors)} tensors", _table(tensors)),
+        details(f"Numbers of {counted(len(tensors), 'tensor')}", _table(tensors)),
         caption=text,
     )
 
@@ -247,7 +249,8 @@ def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
     least = sorted(those, key=lambda each: each.headroom)
     steps = len({row.step for each in those for row in each.rows})
     description = (
-        f"{len(drawn)} lines over {steps} steps. The least headroom is {_power_or_none(least[0].headroom)}, in "
+        f"{counted(len(drawn), 'line')} over {counted(steps, 'step')}. "
+        f"The least headroom is {_power_or_none(least[0].headroom)}, in "
         f"{least[0].name} ({least[0].kind})."
     )
     picture = lines(
@@ -299,14 +302,14 @@ def _grid(lost: Sequence[Grid]) -> Markup:
     )
     if len(shown) < len(lost):
         text += f" These are the {len(shown)} of {len(lost)} parameters that lose the most."
-    description = f"{len(shown)} parameters. On average {_percent(whole)} of the updates are lost."
+    description = f"{counted(len(shown), 'parameter')}. On average {_percent(whole)} of the updates are lost."
     picture = strips(
         "Updates against the grid of the weights", description, rows, low=low, high=high, value_name="lost"
     )
     body = [[each.name, each.dtype, _percent(each.lost)] for each in lost]
     numbers = table(["parameter", "dtype", "lost"], body, "The share of updates that change nothing.")
     key = _key(("cell low", "rounds to nothing"), ("cell normal", "changes the weight"))
-    return figure(key, picture, details(f"Numbers of all {len(lost)} parameters", numbers), caption=text)
+    return figure(key, picture, details(f"Numbers of {counted(len(lost), 'parameter')}", numbers), caption=text)
 
 
 # ---- inside

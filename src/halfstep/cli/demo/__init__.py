@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..files import check_writable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -60,6 +62,7 @@ def command(
     from .report import write_report
     from .training import Settings
 
+    check_writable(out / "report.html")
     if device == "cuda" and not torch.cuda.is_available():
         raise click.ClickException("torch finds no CUDA device here; leave out --device cuda to train on the CPU.")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,0 +1,22 @@
+"""Numbers with their nouns."""
+
+from __future__ import annotations
+
+import pytest
+
+from halfstep.core.text import counted
+
+
+@pytest.mark.parametrize(
+    ("count", "nouns", "text"),
+    [
+        (0, ("step",), "0 steps"),
+        (1, ("step",), "1 step"),
+        (2, ("step",), "2 steps"),
+        (1437, ("image",), "1,437 images"),
+        (1, ("loss", "losses"), "1 loss"),
+        (2, ("loss", "losses"), "2 losses"),
+    ],
+)
+def test_a_number_and_its_noun(count: int, nouns: tuple[str, ...], text: str) -> None:
+    assert counted(count, *nouns) == text
