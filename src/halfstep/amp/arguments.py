@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -10,8 +10,13 @@ from torch import nn
 from ..casting.modules import PARALLEL
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.hardware import warn_if_slow
+from ..optimizers.larc import LARC
 
-__all__ = ["as_models", "as_optimizers", "device_of", "returned", "warn_of_slow_devices"]
+__all__ = ["Models", "Optimizers", "as_models", "as_optimizers", "device_of", "returned", "warn_of_slow_devices"]
+
+# A list has to be a list. What is in it is checked when the function is called: list[Linear] is no list[Module].
+Models = TypeVar("Models", bound=nn.Module | list[Any])
+Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | LARC | list[Any])
 
 
 def as_models(caller: str, models: Any) -> list[nn.Module]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -16,11 +16,48 @@ from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.policy import Policy
 from ..core.torch_compat import InstanceNorm
 from ..stepping.prepare import check, prepare
-from .arguments import as_models, as_optimizers, device_of, returned, warn_of_slow_devices
+from .arguments import Models, Optimizers, as_models, as_optimizers, device_of, returned, warn_of_slow_devices
 
 __all__ = ["decorate"]
 
+Layer = nn.Module | type[nn.Module]
+"""What ``excluded_layers`` has."""
+
 _SAVE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@overload
+def decorate(
+    models: Models,
+    optimizers: None = ...,
+    level: str = ...,
+    dtype: torch.dtype | str | None = ...,
+    master_weight: bool | None = ...,
+    save_dtype: torch.dtype | str | None = ...,
+    master_grad: bool = ...,
+    excluded_layers: Layer | Collection[Layer] | None = ...,
+    *,
+    module_filter: modules.ModuleFilter | None = ...,
+    emulate: Emulate = ...,
+    fused: bool = ...,
+) -> Models: ...
+
+
+@overload
+def decorate(
+    models: Models,
+    optimizers: Optimizers,
+    level: str = ...,
+    dtype: torch.dtype | str | None = ...,
+    master_weight: bool | None = ...,
+    save_dtype: torch.dtype | str | None = ...,
+    master_grad: bool = ...,
+    excluded_layers: Layer | Collection[Layer] | None = ...,
+    *,
+    module_filter: modules.ModuleFilter | None = ...,
+    emulate: Emulate = ...,
+    fused: bool = ...,
+) -> tuple[Models, Optimizers]: ...
 
 
 def decorate(
@@ -31,7 +68,7 @@ def decorate(
     master_weight: bool | None = None,
     save_dtype: torch.dtype | str | None = None,
     master_grad: bool = False,
-    excluded_layers: Any = None,
+    excluded_layers: Layer | Collection[Layer] | None = None,
     *,
     module_filter: modules.ModuleFilter | None = None,
     emulate: Emulate = "auto",

@@ -15,7 +15,7 @@ from . import frontend as frontend
 from . import lists as lists
 from . import utils
 from .frontend import init as init
-from .frontend import initialize as initialize
+from .frontend import initialize as initialize  # type: ignore[no-redef]  # with other defaults
 
 _OP_LISTS = "Op lists decide on casts: use amp.register_half_function and its siblings, or edit amp.lists."
 _INITIALIZE = "Use amp.initialize."
