@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pkgutil
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -122,11 +124,21 @@ def test_version_agrees() -> None:
     assert re.match(r"\d+\.\d+\.\d+", halfstep.__version__)
 
 
+def build(target: str, source: Path, into: Path) -> Path:
+    """The wheel or the source archive of a folder."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(into)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (made,) = into.glob("*.whl" if target == "wheel" else "*.tar.gz")
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+
+
 @pytest.mark.exhaustive
-def test_wheel(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+def test_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         info = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
@@ -141,6 +153,68 @@ def test_wheel(tmp_path: Path) -> None:
     sources = set(tracked.stdout.splitlines())
     assert "halfstep/py.typed" in sources
     assert sources - set(names) == set()
+
+
+@pytest.mark.exhaustive
+def test_the_example_of_the_readme_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    (example, *_) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    script = tmp_path / "train.py"
+    script.write_text(f"{example}\nimport halfstep\nprint(halfstep.__file__, loss.item())\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
+    run = [sys.executable, "-W", "error::DeprecationWarning", str(script)]
+    done = subprocess.run(run, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    place, loss = done.stdout.split()
+    assert Path(place).is_relative_to(tmp_path)
+    assert 0 < float(loss) < 5
+
+
+@pytest.mark.exhaustive
+def test_the_source_archive_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", ROOT, tmp_path)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "tests"} <= {path.name for path in source.iterdir()}
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(build("wheel", source, tmp_path / "again")) as again:
+        assert {info.filename: info.CRC for info in again.infolist()} == {i.filename: i.CRC for i in ours.infolist()}
+
+
+REPOSITORY = "https://github.com/halfstep/halfstep/blob/main/"
+PAGES = "https://halfstep.github.io/halfstep/"
+
+
+def target(address: str) -> Path:
+    """The file here that an address of the repository or of the documentation shows."""
+    if address.startswith(REPOSITORY):
+        return ROOT / address.removeprefix(REPOSITORY)
+    page = address.removeprefix(PAGES).partition("#")[0].rstrip("/")
+    return ROOT / "docs" / f"{page or 'index'}.md"
+
+
+def test_every_link_of_the_readme_leads_somewhere_on_a_package_index_too() -> None:
+    text = re.sub(r"^```.*?^```", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    addresses = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.M)]
+    addresses += re.findall(r"(?:src|href)=\"([^\"]+)\"", text)
+    assert len(addresses) > 10
+    assert [address for address in addresses if not address.startswith("https://")] == []
+    ours = [address for address in addresses if address.startswith((REPOSITORY, PAGES))]
+    assert [address for address in ours if not target(address).exists()] == []
+    anchors = [(address, address.partition("#")[2]) for address in ours if "#" in address]
+    assert [address for address, name in anchors if f"{{ #{name} }}" not in target(address).read_text()] == []
+    defined = {name.lower() for name in re.findall(r"^\[([^\]]+)\]: ", text, re.M)}
+    used = {name.lower() for name in re.findall(r"\]\[([^\]]+)\]", text)}
+    assert used <= defined
+
+
+def test_the_citation_names_what_the_package_names() -> None:
+    citation = dict(re.findall(r'^([\w-]+): "?(.*?)"?$', (ROOT / "CITATION.cff").read_text(), re.M))
+    urls = dict(url.split(", ") for url in metadata.metadata("halfstep").get_all("Project-URL") or [])
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["title"].startswith("halfstep")
+    assert citation["repository-code"] == urls["Repository"]
+    assert citation["url"] == urls["Documentation"]
+    assert citation["license"] == "Apache-2.0"
 
 
 def pinned_torch(constraints: str) -> list[int]:
