@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import halfstep
 from halfstep import OpLists, Policy, numerics, oplists, parallel
@@ -33,6 +34,9 @@ def _prepare(name: str, error: Any, *words: str, **options: Any) -> Wrong:
         error,
         words,
     )
+
+
+_SINGLES: Any = DataLoader([(torch.ones(4), 1)], batch_size=None)  # type: ignore[arg-type]
 
 
 def _fit(name: str, error: Any, *words: str, **options: Any) -> Wrong:
@@ -84,7 +88,7 @@ _MODEL = [
     _fit("a number as data", TYPE, "dataset", "int", train_data=3),
     _fit("None as data", TYPE, "dataset", "NoneType", train_data=None),
     _fit("a number as eval_data", TYPE, "dataset", "int", eval_data=3),
-    _fit("a list of (tensor, int)", TYPE, "label", "int", "tensor", train_data=[(torch.ones(4), 1)]),
+    _fit("a loader of samples", TYPE, "label", "int", "tensor", train_data=_SINGLES),
     _fit("batches of one part", VALUE, "a label", "1 part", train_data=[torch.ones(3, 4)]),
     Wrong(
         "Model.evaluate batches of one part",
