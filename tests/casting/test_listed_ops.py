@@ -348,3 +348,17 @@ def test_lists_do_not_overlap() -> None:
     lists = [HALF, FLOAT.keys(), PROMOTE, SEQUENCE, BANNED.keys()]
     assert sum(map(len, lists)) == len(set().union(*lists))
     assert all(OpLists.default().rule_of(name) == "float" for name in FLOAT)
+
+
+@pytest.mark.parametrize("pool", [F.max_pool1d, F.max_pool2d, F.max_pool3d])
+@pytest.mark.parametrize("grad", [False, True])
+def test_max_pooling_with_indices_follows_the_entry_of_max_pooling(pool: Callable[..., Any], grad: bool) -> None:
+    x = torch.randn(1, 2, 4, 4, 4, requires_grad=grad)
+    if pool is not F.max_pool3d:
+        x = x[0] if pool is F.max_pool2d else x[0, 0]
+    with amp.auto_cast(dtype=torch.float16, emulate=False, custom_white_list=[pool]):
+        values, indices = pool(x, 2, return_indices=True)
+        assert pool(x, 2).dtype is values.dtype is torch.float16
+    assert indices.dtype is torch.int64
+    with amp.auto_cast(dtype=torch.float16, emulate=False, custom_black_list=[pool]):
+        assert pool(x.half(), 2, return_indices=True)[0].dtype is torch.float32

@@ -50,6 +50,7 @@ def test_a_name_may_be_written_in_many_ways(name: str, op: str) -> None:
 
 def test_a_name_of_paddle_may_stand_for_several_ops() -> None:
     assert resolve("pool2d") == ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
+    assert resolve("max_pool2d_with_index") == resolve("max_pool2d_with_indices") == ("max_pool2d",)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ _SYNONYMS = pairs("""
     subtract=sub rsub=sub multiply=mul divide=div true_divide=div arccos=acos arcsin=asin arctanh=atanh
     greater=gt greater_equal=ge less=lt less_equal=le not_equal=ne ger=outer clip=clamp concat=cat concatenate=cat
     negative=neg absolute=abs det=linalg_det slogdet=linalg_slogdet inv=linalg_inv
-    matrix_power=linalg_matrix_power matrix_exp=linalg_matrix_exp
+    matrix_power=linalg_matrix_power matrix_exp=linalg_matrix_exp max_pool1d_with_indices=max_pool1d
+    max_pool2d_with_indices=max_pool2d max_pool3d_with_indices=max_pool3d
     """)
 
 

@@ -243,7 +243,7 @@ PADDLE_NAMES: dict[str, tuple[str, ...]] = {
             linear_v2=linear fused_gemm_epilogue=linear conv2d_transpose=conv_transpose2d
             conv3d_transpose=conv_transpose3d depthwise_conv2d=conv2d depthwise_conv2d_transpose=conv_transpose2d
             flash_attn=scaled_dot_product_attention fused_attention=scaled_dot_product_attention
-            max_pool2d_with_index=max_pool2d_with_indices elementwise_add=add elementwise_sub=sub elementwise_mul=mul
+            elementwise_add=add elementwise_sub=sub elementwise_mul=mul
             elementwise_div=div elementwise_max=maximum elementwise_min=minimum elementwise_pow=pow
             elementwise_mod=remainder elementwise_floordiv=floor_divide tanh_shrink=tanhshrink hard_swish=hardswish
             hard_sigmoid=hardsigmoid hard_shrink=hardshrink swish=silu reduce_sum=sum reduce_mean=mean reduce_prod=prod
@@ -261,6 +261,7 @@ PADDLE_NAMES: dict[str, tuple[str, ...]] = {
     },
     "matmul_v2": ("matmul", "mm", "linear"),
     "pool2d": ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
+    "max_pool2d_with_index": ("max_pool2d",),
     "pool3d": ("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d"),
     "scale": ("mul", "add"),
     "reduce_max": ("amax", "max"),
