@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
-from halfstep import amp
+from halfstep import amp, numerics
 from halfstep.amp import debugging
 from halfstep.amp.debugging import DebugMode, TensorCheckerConfig
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
@@ -32,6 +33,14 @@ def nothing_is_left_behind() -> Iterator[None]:
     debugging.disable_operator_stats_collection()
     debugging.disable_tensor_checker()
     assert dispatch_mode_count() == 0
+    assert compiler_stance() == "default"
+
+
+def compiler_stance() -> str:
+    """The stance in force: torch tells only what was there before another one."""
+    probe = torch.compiler.set_stance("default")
+    probe.__exit__(None, None, None)
+    return probe.prev.stance
 
 
 def counts_in(text: str) -> dict[str, list[int]]:
@@ -333,6 +342,92 @@ def test_memory_that_has_no_values_yet_is_not_checked() -> None:
         torch.empty(1000)
         torch.empty_like(torch.empty(10))
     assert dispatch_mode_count() == 1
+
+
+# ---- several at once
+
+
+CHECK_ALL = TensorCheckerConfig(True, DebugMode.CHECK_NAN_INF)
+TOOLS = {
+    "stats": (debugging.enable_operator_stats_collection, debugging.disable_operator_stats_collection),
+    "checker": (lambda: debugging.enable_tensor_checker(CHECK_ALL), debugging.disable_tensor_checker),
+}
+
+
+@pytest.mark.parametrize("first", TOOLS)
+def test_the_tool_that_began_first_may_end_first(first: str, capsys: pytest.CaptureFixture[str]) -> None:
+    second = next(name for name in TOOLS if name != first)
+    TOOLS[first][0]()
+    TOOLS[second][0]()
+    one = torch.ones(2).exp()
+    TOOLS[first][1]()
+    assert dispatch_mode_count() == 1
+    assert compiler_stance() == "force_eager"
+    (one * torch.inf).exp()
+    TOOLS[second][1]()
+    out = capsys.readouterr().out
+    assert counts_in(out)["exp"] == [0, 0, 1 if first == "stats" else 2, 0]
+    assert ("op=exp" in out) == (first == "stats")
+
+
+@pytest.mark.parametrize("order", [("checker", "stats"), ("stats", "checker")])
+def test_the_ops_of_a_checker_are_in_no_table(order: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    x = torch.ones(2)
+    for name in order:
+        TOOLS[name][0]()
+    x.exp()
+    for name in order:
+        TOOLS[name][1]()
+    assert list(counts_in(capsys.readouterr().out)) == ["exp"]
+    debugging.enable_tensor_checker(CHECK_ALL)
+    assert [row.op for row in numerics.op_table(x.exp).rows()] == ["exp"]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_mode_of_the_user_stays_when_a_tool_beneath_it_ends(name: str) -> None:
+    x = torch.ones(2, 2)
+    begin, end = TOOLS[name]
+    begin()
+    with FlopCounterMode(display=False) as flops:
+        x.mm(x)
+        end()
+        assert dispatch_mode_count() == 1
+        x.mm(x)
+    x.mm(x)
+    assert flops.get_total_flops() == 2 * 16
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_mode_of_the_user_that_ends_before_a_tool_above_it_does_not_stay(name: str) -> None:
+    x = torch.ones(2, 2)
+    begin, end = TOOLS[name]
+    with FlopCounterMode(display=False):
+        begin()
+        x.mm(x)
+    end()
+    assert dispatch_mode_count() == 0
+    frames = []
+    torch.compile(torch.exp, backend=lambda graph, _: frames.append(graph) or graph.forward)(x)
+    assert len(frames) == 1  # torch compiles again
+
+
+def test_a_collection_may_begin_in_an_op_table_and_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    x = torch.ones(2)
+    numerics.op_table(debugging.enable_operator_stats_collection)
+    x.exp()
+    debugging.disable_operator_stats_collection()
+    assert list(counts_in(capsys.readouterr().out)) == ["exp"]
+
+
+def test_a_stance_that_ended_meanwhile_does_not_come_back() -> None:
+    with torch.compiler.set_stance("eager_on_recompile"):
+        debugging.enable_tensor_checker(CHECK_ALL)
+    debugging.disable_tensor_checker()
+    assert compiler_stance() == "default"
+    with torch.compiler.set_stance("eager_on_recompile"):
+        debugging.enable_tensor_checker(CHECK_ALL)
+        debugging.disable_tensor_checker()
+        assert compiler_stance() == "eager_on_recompile"
 
 
 # ---- layers

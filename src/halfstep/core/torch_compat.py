@@ -25,6 +25,7 @@ from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _jit_get_schemas_for_operator as schemas_of_op
 from torch._C import _len_torch_dispatch_stack as dispatch_mode_count
 from torch._C import _len_torch_function_stack as function_mode_count
+from torch._C import _pop_torch_dispatch_stack as pop_dispatch_mode
 from torch._C import _storage_Use_Count as storage_owners
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
@@ -97,6 +98,7 @@ __all__ = [
     "new_optimizer_state",
     "next_sequence_number",
     "node_sequence_number",
+    "pop_dispatch_mode",
     "pop_function_mode",
     "push_function_mode",
     "queue_after_backward",

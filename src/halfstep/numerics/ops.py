@@ -6,6 +6,7 @@ A dispatch mode sees the ops below autograd, as they run on the device. What is 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,13 +21,28 @@ from ..core.torch_compat import (
     OpOverload,
     TorchDispatchMode,
     current_node,
+    dispatch_mode_at,
+    dispatch_mode_count,
     is_any_autocast_enabled,
     next_sequence_number,
     node_sequence_number,
+    pop_dispatch_mode,
 )
 from .owners import Owners
 
-__all__ = ["CASTING", "TORCH", "USER", "Cast", "Functions", "OpCall", "OpWatch", "entered", "op_name", "watching_ops"]
+__all__ = [
+    "CASTING",
+    "TORCH",
+    "USER",
+    "Cast",
+    "Functions",
+    "OpCall",
+    "OpWatch",
+    "compiled_code_eager",
+    "entered",
+    "op_name",
+    "watching_ops",
+]
 
 CASTING, USER, TORCH = "casting", "user", "torch"
 """Who makes casts: halfstep or native autocast; a call such as ``x.float()`` in the user's code; torch by itself."""
@@ -83,6 +99,23 @@ def first_tensor(values: Any) -> torch.Tensor | None:
     return None
 
 
+def _user_modes() -> list[Any]:
+    """The dispatch modes of this thread, the top one last. torch keeps its own, such as FakeTensorMode, apart."""
+    modes = (dispatch_mode_at(i) for i in range(dispatch_mode_count()))
+    return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
+
+
+def _take_off(mode: Any, pop: Callable[[], object]) -> None:
+    """Take a mode off the stack: those above it are off meanwhile, with the flags that torch keeps about them."""
+    modes = _user_modes()
+    above = modes[modes.index(mode) + 1 :]
+    for each in reversed(above):
+        TorchDispatchMode.__exit__(each, None, None, None)  # not what its class does besides
+    pop()
+    for each in above:
+        TorchDispatchMode.__enter__(each)
+
+
 class Cast(NamedTuple):
     """A cast of a floating tensor to another floating dtype.
 
@@ -123,8 +156,19 @@ class Functions(TorchFunctionMode):
             self.running, self.autocast = outer
 
 
+class _Noticing(threading.local):
+    """Whether this thread is in a function that is told of an op. Its own ops are no ops of the step."""
+
+    on = False
+
+
+_noticing = _Noticing()
+
+
 class OpWatch(TorchDispatchMode):
     """A dispatch mode that tells of each op. Enter it by ``watching_ops``.
+
+    It may end before modes that were entered later: those stay.
 
     Args:
         notice: called after each op.
@@ -139,6 +183,23 @@ class OpWatch(TorchDispatchMode):
         self.owners = owners
         self.functions = Functions()
         self._casts: dict[int, tuple[str, str]] = {}
+        self._beneath: list[Any] = []
+
+    def __enter__(self) -> OpWatch:
+        self._beneath = _user_modes()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the stack of modes from whatever place. torch takes off the top one, whichever ends."""
+        modes = _user_modes()
+        if self not in modes:
+            # A mode beneath has ended first, and torch has taken this one off in its place.
+            left = [mode for mode in modes if mode in self._beneath]
+            if left:
+                _take_off(left[-1], lambda: pop_dispatch_mode(None))
+            return
+        _take_off(self, lambda: TorchDispatchMode.__exit__(self, None, None, None))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -146,7 +207,12 @@ class OpWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self.run(func, args, kwargs or {})
-        self._notice(OpCall(func, args, kwargs or {}, result, *self.owners.now()))
+        if not _noticing.on:
+            _noticing.on = True
+            try:
+                self._notice(OpCall(func, args, kwargs or {}, result, *self.owners.now()))
+            finally:
+                _noticing.on = False
         return result
 
     def run(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -216,5 +282,30 @@ def watching_ops(notice: Callable[[OpCall], object], model: nn.Module | None = N
 @contextmanager
 def entered(watch: OpWatch) -> Iterator[None]:
     """Within the block a mode sees ops."""
-    with torch.compiler.set_stance("force_eager"), watch.owners.watching(), watch.functions, watch:
+    with compiled_code_eager, watch.owners.watching(), watch.functions, watch:
         yield
+
+
+class _CompiledCodeEager:
+    """Compiled code runs eagerly, in this process, until all that have entered this have left it, in any order."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        if not self._users:
+            self._stance = torch.compiler.set_stance("force_eager")
+        self._users += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._users -= 1
+        if self._users:
+            return
+        ours, self._stance = self._stance, None
+        now: Any = torch.compiler.set_stance("default")  # it knows what was there before
+        (ours if now.prev is ours.stance else now).__exit__(None, None, None)
+
+
+compiled_code_eager = _CompiledCodeEager()
+"""To be entered by all that look at ops. A stance of the user that began before, and has ended since, stays ended."""

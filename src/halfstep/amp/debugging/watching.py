@@ -6,9 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
-from ...numerics.ops import OpCall, OpWatch
+from ...numerics.ops import OpCall, OpWatch, compiled_code_eager
 from ...numerics.owners import Owners
 
 __all__ = ["Watching"]
@@ -16,6 +14,8 @@ __all__ = ["Watching"]
 
 class Watching:
     """Calls a function after each op, from ``begin`` to ``end``. An error of the function ends it, too.
+
+    Several may be on, and end in any order.
 
     Args:
         notice: gets each call.
@@ -28,7 +28,7 @@ class Watching:
 
     def begin(self) -> None:
         """From here on ops are looked at. Compiled code runs eagerly, so that its ops are seen."""
-        self._open = [torch.compiler.set_stance("force_eager"), OpWatch(self._look, Owners())]
+        self._open = [compiled_code_eager, OpWatch(self._look, Owners())]
         for each in self._open:
             each.__enter__()
 
