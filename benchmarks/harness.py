@@ -98,7 +98,7 @@ def interleave(
             turn = done % len(contenders)
             for contender in [*contenders[turn:], *contenders[:turn]]:
                 with contender.around():
-                    taken = _time(contender.step, device)
+                    taken = timed(contender.step, device)
                 if done >= warm_up:
                     seconds[contender.name].append(taken)
             done += 1
@@ -112,7 +112,7 @@ def interleave(
     ]
 
 
-def _time(step: Callable[[], object], device: torch.device) -> float:
+def timed(step: Callable[[], object], device: torch.device) -> float:
     if device.type != "cuda":
         began = time.perf_counter()
         step()
