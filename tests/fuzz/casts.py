@@ -49,6 +49,8 @@ _LEFT_OUT = {
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "as_strided"),
     *("lu", "__rdiv__", "nn.functional.unfold", "nn.functional.max_unpool1d", "nn.functional.softsign"),
     *("nn.functional.threshold", "nn.functional.triplet_margin_with_distance_loss"),
+    # Deprecated names of interpolate, which torch does not show to function modes: its own entry decides.
+    *("nn.functional.upsample_bilinear", "nn.functional.upsample_nearest"),
 }
 
 

@@ -28,6 +28,7 @@ from ..core.torch_compat import (
     node_sequence_number,
     pop_dispatch_mode,
 )
+from .compiled import compiled_code_eager
 from .owners import Owners
 
 __all__ = [
@@ -38,7 +39,6 @@ __all__ = [
     "Functions",
     "OpCall",
     "OpWatch",
-    "compiled_code_eager",
     "entered",
     "op_name",
     "watching_ops",
@@ -286,26 +286,4 @@ def entered(watch: OpWatch) -> Iterator[None]:
         yield
 
 
-class _CompiledCodeEager:
-    """Compiled code runs eagerly, in this process, until all that have entered this have left it, in any order."""
-
-    def __init__(self) -> None:
-        self._users = 0
-        self._stance: Any = None
-
-    def __enter__(self) -> None:
-        if not self._users:
-            self._stance = torch.compiler.set_stance("force_eager")
-        self._users += 1
-
-    def __exit__(self, *error: object) -> None:
-        self._users -= 1
-        if self._users:
-            return
-        ours, self._stance = self._stance, None
-        now: Any = torch.compiler.set_stance("default")  # it knows what was there before
-        (ours if now.prev is ours.stance else now).__exit__(None, None, None)
-
-
-compiled_code_eager = _CompiledCodeEager()
 """To be entered by all that look at ops. A stance of the user that began before, and has ended since, stays ended."""

@@ -29,6 +29,7 @@ from ..gradients.ledger import get_grads
 from ..kernels.shards import local
 from ..kernels.storage import join
 from ..kernels.tensor_table import Number
+from .compiled import compiled_code_eager
 from .survey import About, Survey, Surveyed, can_survey, spread
 
 __all__ = ["Hook", "Named", "SampledStep"]
@@ -78,7 +79,7 @@ class SampledStep:
         # What is compiled has no hooks. Whoever never imported the compiler has compiled nothing.
         self._is_eager = bool(outputs or output_grads) and "torch._dynamo" in sys.modules
         if self._is_eager:
-            _eager.hold()
+            compiled_code_eager.__enter__()
         if outputs or output_grads:
             self._hooks = [m.register_forward_hook(Hook(functools.partial(self._output, name))) for name, m in modules]
             self._hooks.append(root.register_forward_pre_hook(Hook(self._begin_pass), prepend=True))
@@ -87,7 +88,7 @@ class SampledStep:
         """The step is over: remove the hooks."""
         self._closed = True
         if self._is_eager:
-            _eager.release()
+            compiled_code_eager.__exit__()
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -201,31 +202,6 @@ class Hook:
 
 def _nothing(*_: Any) -> None:
     pass
-
-
-class _Eager:
-    """Runs what is compiled eagerly while a step is looked at. Steps of several monitors overlap in any order."""
-
-    def __init__(self) -> None:
-        self._holders = 0
-        self._stance: Any = None
-
-    def hold(self) -> None:
-        self._holders += 1
-        if self._holders == 1:
-            self._stance = torch.compiler.set_stance("force_eager")
-
-    def release(self) -> None:
-        self._holders -= 1
-        if self._holders:
-            return
-        present = torch.compiler.set_stance("default")
-        present.__exit__(None, None, None)
-        if present.prev.stance == "force_eager":  # else somebody has set another since, who is to be let alone
-            self._stance.__exit__(None, None, None)
-
-
-_eager = _Eager()
 
 
 def _is_traced() -> bool:

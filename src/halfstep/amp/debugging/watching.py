@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...numerics.ops import OpCall, OpWatch, compiled_code_eager
+from ...numerics.compiled import compiled_code_eager
+from ...numerics.ops import OpCall, OpWatch
 from ...numerics.owners import Owners
 
 __all__ = ["Watching"]
