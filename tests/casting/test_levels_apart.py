@@ -855,3 +855,23 @@ def test_a_step_that_fails_gives_the_casts_back() -> None:
             optimizer.step()
         assert seen(model) == [BF16, FP32]
         assert outside() is BF16
+
+
+def test_a_session_that_ends_inside_of_a_step_leaves_nothing_behind() -> None:
+    """As the garbage collector may have it: the last session of the process ends while an optimizer steps."""
+    kept = [amp.initialize(nn.Linear(2, 2), opt_level="O1", dtype=BF16, verbosity=0)]
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def forget(*_: Any) -> None:
+        kept.clear()
+        gc.collect()
+
+    hook = optimizer.register_step_post_hook(forget)  # before torch calls the hooks for all optimizers
+    optimizer.step()
+    hook.remove()
+    assert not function_modes()
+    assert not torch.is_autocast_enabled("cpu")
+    optimizer.step()
+    assert not function_modes()

@@ -289,14 +289,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
     args = tuple(_remember(each) if callable(each) else each for each in args)
     if kwargs.get("closure") is not None:
         kwargs = {**kwargs, "closure": _remember(kwargs["closure"])}
+    torch_patches.step_begins()
     _enter(NO_CASTING, explicit=True, owner=optimizer, frame=sys._getframe(1))  # a step that fails has no second hook
     return args, kwargs
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Put back the casts, and forget copies: a fused step writes to weights without a new version."""
-    if not torch.compiler.is_dynamo_compiling():
+    if not torch.compiler.is_dynamo_compiling() and _is_open(optimizer):
         _leave(optimizer)
+        torch_patches.step_ends()
     clear_in_all_threads()
     torch.clear_autocast_cache()
 

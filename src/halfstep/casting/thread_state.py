@@ -100,9 +100,9 @@ def restore(scope: Scope) -> None:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
     torch.set_autocast_cache_enabled(scope.native_cache)
-    _set_current(scope.current)
+    needs_mode = _set_current(scope.current)
     thread.key = scope.key
-    _place_mode(scope.installed)
+    _place_mode(scope.installed and needs_mode)  # what needed it may have ended inside of the scope
     if scope.traced is not None:
         set_function_modes(scope.traced)
 

@@ -20,12 +20,13 @@ import torch.nn.parallel.data_parallel
 import torch.utils.checkpoint as checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["hold", "release"]
+__all__ = ["hold", "release", "step_begins", "step_ends"]
 
 _data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel has a function of that name
 _lock = threading.RLock()  # the garbage collector may end a session while this thread is in here
 _held = 0
 _hooks: list[Any] = []
+_steps = 0  # of optimizers, that have begun under casts and not ended
 _originals: dict[tuple[Any, str], Any] = {}
 _wrappers: dict[tuple[Any, str, Any], Any] = {}  # kept, for a class among them takes long to make
 
@@ -51,8 +52,9 @@ def hold(uncast: Wrap, remember: Wrap, before_step: Callable[..., Any], after_st
         _wrap(checkpoint, "_checkpoint_without_reentrant_generator", lambda own: _changing_first(remember, own))
         _wrap(checkpoint, "CheckpointFunction", lambda own: _checkpoint_function(remember, own))
         _wrap(_data_parallel, "parallel_apply", lambda own: _changing_first(lambda ms: [remember(m) for m in ms], own))
-        _hooks.append(register_optimizer_step_pre_hook(before_step))
-        _hooks.append(register_optimizer_step_post_hook(after_step))
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(before_step))
+            _hooks.append(register_optimizer_step_post_hook(after_step))
         compiler_config: Any = import_module("torch._functorch.config")
         _replace(compiler_config, "backward_pass_autocast", "off")
 
@@ -67,8 +69,23 @@ def release() -> None:
         for (owner, name), original in _originals.items():
             setattr(owner, name, original)
         _originals.clear()
-        while _hooks:
+        # The garbage collector may end the last session inside of a step, whose second hook must still be called.
+        while _hooks and not _steps:
             _hooks.pop().remove()
+
+
+def step_begins() -> None:
+    """Keep the hooks around steps until ``step_ends``; for good if the step fails."""
+    global _steps
+    with _lock:
+        _steps += 1
+
+
+def step_ends() -> None:
+    """A step that has begun under casts is over."""
+    global _steps
+    with _lock:
+        _steps -= 1
 
 
 def _wrap(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
