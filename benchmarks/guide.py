@@ -33,7 +33,7 @@ class Run:
     scaler: amp.GradScaler
     dtype: str
     seconds: list[float] = field(default_factory=list)
-    loss: float = 0.0
+    loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
         level = "O0" if self.level == "float32" else self.level
@@ -43,7 +43,7 @@ class Run:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        self.loss = loss.detach()  # type: ignore[assignment]  # read once, in the end
+        self.loss = loss.detach()  # read once, in the end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

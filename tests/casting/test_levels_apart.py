@@ -23,6 +23,7 @@ from halfstep.casting import dynamo, torch_patches
 from halfstep.casting.dispatch import function_modes
 from halfstep.casting.op_casting import NO_CASTING, OpCasting, leave_model, thread_mode
 from halfstep.casting.sessions import process_casting
+from halfstep.casting.thread_state import thread
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -857,21 +858,26 @@ def test_a_step_that_fails_gives_the_casts_back() -> None:
         assert outside() is BF16
 
 
-def test_a_session_that_ends_inside_of_a_step_leaves_nothing_behind() -> None:
-    """As the garbage collector may have it: the last session of the process ends while an optimizer steps."""
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+def test_a_session_that_ends_inside_of_a_step_leaves_nothing_behind(when: str) -> None:
+    """As the garbage collector may have it: the last session of the process ends between torch's hooks of a step."""
     kept = [amp.initialize(nn.Linear(2, 2), opt_level="O1", dtype=BF16, verbosity=0)]
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    class Forgets(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if when == "before the step":
+                forget()
 
     def forget(*_: Any) -> None:
         kept.clear()
         gc.collect()
 
-    hook = optimizer.register_step_post_hook(forget)  # before torch calls the hooks for all optimizers
+    optimizer = Forgets([weight], lr=0.1)
+    if when == "after the step":
+        optimizer.register_step_post_hook(forget)
     optimizer.step()
-    hook.remove()
+    assert not thread.open
     assert not function_modes()
     assert not torch.is_autocast_enabled("cpu")
-    optimizer.step()
-    assert not function_modes()
