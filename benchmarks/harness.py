@@ -92,8 +92,8 @@ def interleave(
     try:
         while True:
             elapsed = time.perf_counter() - began
-            timed = done - warm_up
-            if timed >= 1 and (elapsed > max_seconds or (timed >= rounds and elapsed >= min_seconds)):
+            counted = done - warm_up
+            if counted >= 1 and (elapsed > max_seconds or (counted >= rounds and elapsed >= min_seconds)):
                 break
             turn = done % len(contenders)
             for contender in [*contenders[turn:], *contenders[:turn]]:
