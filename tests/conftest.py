@@ -21,6 +21,24 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be there before anything, such as torch.compile, imports triton
 
 
+TERMINAL = (
+    "COLORTERM",
+    "COLUMNS",
+    "FORCE_COLOR",
+    "LINES",
+    "NO_COLOR",
+    "PYTHON_COLORS",
+    "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE",
+)
+"""What a terminal or a CI says of itself. Rich, click and Python change by it what they print."""
+
+
+def pytest_sessionstart() -> None:
+    for name in TERMINAL:  # pytest has read them before, so its own output keeps its colours
+        os.environ.pop(name, None)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # The suite trains in both formats on any CPU; the speed warning is the business of core/test_hardware.py alone.
     config.addinivalue_line("filterwarnings", "ignore::halfstep.amp.PrecisionWarning")

@@ -198,10 +198,16 @@ def test_metrics_and_their_names() -> None:
         model.prepare(None, loss, [3])
 
 
+def set_columns(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """Make the terminal so wide. Bars are on rich's own console, which may have been made by another test."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("rich._console", None)
+
+
 def test_bars_and_lines(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    set_columns(monkeypatch, 200)
     data, model = TensorDataset(torch.randn(12, 8, 8), torch.randint(10, (12,))), prepared("O0")
     model.fit(data, data, epochs=2, batch_size=4, verbose=1)
     model.evaluate(data, batch_size=4)
@@ -224,7 +230,7 @@ def test_bars_and_lines(
 def test_no_result_is_cut_off_where_the_line_is_short(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
+    set_columns(monkeypatch, columns)
     data, model = TensorDataset(torch.randn(12, 8, 8), torch.randint(10, (12,))), prepared("O0")
     model.fit(data, data, epochs=2, batch_size=4)
     _, first, _, second = capsys.readouterr().out.splitlines()
