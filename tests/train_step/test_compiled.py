@@ -7,6 +7,8 @@ import functools
 import gc
 import logging
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +171,34 @@ def test_only_another_kind_of_batch_is_compiled_again(graphs: Callable[[], int])
     model.eval()
     step(*batch(1))
     assert [s.training for s in step.signatures].count(False) == 1
+
+
+FIRST_COMPILED_UNDER_O1 = """
+import functools, gc, torch
+from halfstep import TrainStep, amp
+from halfstep.train_step import program
+
+program.compile_with_autograd = functools.partial(program.compile_with_autograd, backend="aot_eager")
+model = amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+for level in ("none", "O1", "none"):
+    del model
+    gc.collect()
+    model = torch.nn.Linear(2, 2)
+    if level == "O1":
+        model = amp.initialize(model, opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, lambda output, y: ((output - y) ** 2).mean(), optimizer, compiled=True)
+    step(torch.ones(2, 2), torch.ones(2, 2))
+    print(level, step.signatures[0].runs, step.signatures[0].reason)
+    del step, optimizer
+"""
+
+
+def test_steps_are_one_graph_where_the_process_first_compiled_under_o1() -> None:
+    """Dynamo then finds our wrapper under the name of torch.autograd.grad, and remembers it."""
+    run = subprocess.run([sys.executable, "-c", FIRST_COMPILED_UNDER_O1], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == ["none compiled None", "O1 compiled None", "none compiled None"], run.stderr
 
 
 @pytest.mark.usefixtures("aot_eager")

@@ -20,6 +20,8 @@ import torch.nn.parallel.data_parallel
 import torch.utils.checkpoint as checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..core.torch_compat import put_back_in_compiler
+
 __all__ = ["hold", "release", "step_begins", "step_ends"]
 
 _data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel has a function of that name
@@ -67,7 +69,10 @@ def release() -> None:
         if _held:
             return
         for (owner, name), original in _originals.items():
+            wrapper = getattr(owner, name)
             setattr(owner, name, original)
+            if callable(original):
+                put_back_in_compiler(wrapper, original)
         _originals.clear()
         # The garbage collector may end the last session inside of a step, whose second hook must still be called.
         while _hooks and not _steps:

@@ -101,6 +101,7 @@ __all__ = [
     "pop_dispatch_mode",
     "pop_function_mode",
     "push_function_mode",
+    "put_back_in_compiler",
     "queue_after_backward",
     "register_backend",
     "schemas_of_op",
@@ -186,6 +187,19 @@ def compile_with_autograd(method: F, backend: str = "inductor") -> F | None:
                 gc.enable()
 
     return call  # type: ignore[return-value]
+
+
+def put_back_in_compiler(wrapper: Any, original: Any) -> None:
+    """Give ``torch.compile`` back a function of torch that had a wrapper in its place.
+
+    Dynamo knows torch's functions by the objects that it found under their names when it first compiled anything. If
+    that was the wrapper, it would refuse the original for as long as the process lives.
+    """
+    rules = getattr(sys.modules.get("torch._dynamo.trace_rules"), "get_torch_obj_rule_map", None)
+    variable = getattr(sys.modules.get("torch._dynamo.variables.torch"), "TorchInGraphFunctionVariable", None)
+    for table_of in (rules, getattr(variable, "_get_handlers", None)):
+        if table_of is not None and table_of.cache_info().currsize and wrapper in (table := table_of()):
+            table[original] = table.pop(wrapper)
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
