@@ -375,6 +375,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), metavar="NAME")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="NAME")
     parser.add_argument("--storages", nargs="+", choices=STORAGES, default=list(STORAGES), metavar="NAME")
+    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("K", "N"), help="every Nth from the Kth")
     parser.add_argument("--config", nargs=2, type=int, metavar=("ELEMENTS", "WARPS"), help="of a program")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
 
@@ -386,9 +387,9 @@ def run(args: argparse.Namespace) -> int:
     faults: list[str] = []
     heads = [f"{name:>15}" for name in args.targets]
     print(f"{'kernel':<15} {'storage':<14} {'moved':>6} {'needed':>6} {'32-bit':>6} {'16-bit':>6}", *heads)
-    for kernel, storage in combinations():
-        if kernel.name not in args.kernels or storage not in args.storages:
-            continue
+    chosen = [(k, storage) for k, storage in combinations() if k.name in args.kernels and storage in args.storages]
+    first, every = args.part
+    for kernel, storage in chosen[first::every]:
         found = {}
         for target in args.targets:
             compiled = compile_for(kernel, layout_for(kernel, storage), target, config)

@@ -69,7 +69,9 @@ def test_the_split_adam_step_with_clipping_moves_28_bytes_in_vectors(tmp_path: P
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_on_every_target(tmp_path: Path, target: str) -> None:
-    records = assert_sound(offline(tmp_path, "--targets", target))
+    """A third of the storages of each, for compiling takes minutes: each program is compiled for two of the targets."""
+    part = str(list(TARGETS).index(target) % 3)
+    records = assert_sound(offline(tmp_path, "--targets", target, "--part", part, "3"))
     assert {facts["kernel"] for facts in records} == set(KERNELS)
     assert {facts["storage"] for facts in records} == set(STORAGES)
 
