@@ -58,6 +58,7 @@ _MODULES = (
     "fp16_utils",
     "integrations",
     "kernels",
+    "metrics",
     "model",
     "multi_tensor",
     "numerics",
