@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep import Model, amp, optimizers, static
+from halfstep import Model, amp, optimizers
 from halfstep.core.files import save_whole
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.parallel import save_checkpoint
@@ -188,13 +188,6 @@ def test_files_of_model_need_no_unpickling(level: str, tmp_path: Path) -> None:
     assert files
     for file in files:
         assert read(tmp_path / file)
-
-
-def test_a_saved_program_needs_unpickling_for_its_graph_alone(tmp_path: Path) -> None:
-    program = static.capture(torch.nn.Linear(4, 2), torch.nn.MSELoss(), [torch.randn(3, 4), torch.randn(3, 2)])
-    program.save(tmp_path / "program.pt")
-    found = read(tmp_path / "program.pt")
-    assert {name: type(value) for name, value in found.items()} == {"graph": bytes, "facts": str}
 
 
 def test_states_of_fp16_optimizer_need_no_unpickling(tmp_path: Path) -> None:

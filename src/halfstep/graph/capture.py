@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from os import PathLike
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,14 +16,13 @@ from torch.fx.traceback import preserve_node_meta
 from ..casting.op_casting import NO_CASTING
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.files import save_whole
-from ..core.loading import load_whole
+from ..core.files import replacing
 from ..core.torch_compat import export_errors, size_expression
-from ..gradients.master_registry import master_of
+from .archive import in_fp32, read_archive, write_archive
 from .cast_pass import Casting
 from .tape import VALUE, Tape, Variable
 
-__all__ = ["Program", "Trainer", "Value", "capture", "load", "loss_of"]
+__all__ = ["Program", "Trainer", "Value", "capture", "load", "loss_of", "with_outputs"]
 
 
 @dataclass(frozen=True)
@@ -253,7 +251,7 @@ class Program:
         if key not in self._modules:
             module = self.graph_module if self.casting is None else self.casting.module
             if fetched:
-                module = _with_outputs(module, fetched)
+                module = with_outputs(module, fetched)
             # Its forward, since torch.compile warns of a module while static mode has hooks on all modules.
             self._modules[key] = torch.compile(module.forward) if compiled else module
         return self._modules[key]
@@ -272,21 +270,22 @@ class Program:
         return extra, [(own + extra).index(name) for name in names]
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the program with its present parameters, in fp32. ``static.load`` reads it."""
+        """Write the program with its present parameters, in fp32. ``static.load`` reads it.
+
+        Raises:
+            UsageError: for an empty program, or one with a tensor that torch.export can only pickle.
+        """
         if self._exported is None:
             raise UsageError("This program is empty; minimize a loss or run it before it is saved.")
-        graph = io.BytesIO()
-        half = {p: p.data for p in self.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
-        for param, data in half.items():
-            master = master_of(param)
-            param.data = data.float() if master is None else master.data
-        try:
-            torch.export.save(self._exported, graph)
-        finally:
-            for param, data in half.items():
-                param.data = data
         facts = {"feed_names": self.feed_names, "has_loss": self._has_loss}
-        save_whole({"graph": graph.getvalue(), "facts": json.dumps(facts)}, path)
+        with in_fp32(self.parameters()):
+            archive = write_archive(self._exported, facts)
+        with replacing(path) as file:
+            file.write(archive)
+
+    def example_inputs(self) -> tuple[torch.Tensor, ...]:
+        """What it was captured with."""
+        return () if self._exported is None else self._exported.example_inputs[0]
 
     def _results(self) -> list[Any]:
         (result,) = next(node for node in self.graph_module.graph.nodes if node.op == "output").args
@@ -346,14 +345,15 @@ class _Fp32Trainer:
 def load(path: str | PathLike[str]) -> Program:
     """Read what ``Program.save`` wrote; its parameters are its own.
 
-    Read only files that you trust: ``torch.export.load`` unpickles the graph, which can run code (torch 2.13).
+    Nothing is unpickled: a file in which that would be needed is refused. But read only files that you trust. A program
+    names functions of torch that run when it is loaded or run, and sizes that SymPy evaluates as Python (torch 2.13).
 
     Raises:
         ArgumentValueError: for a file that it did not write.
+        FileNotFoundError: if there is none.
     """
-    saved = load_whole(path, ("graph", "facts"), "Program.save")
-    facts = json.loads(saved["facts"])
-    return Program(torch.export.load(io.BytesIO(saved["graph"])), facts["feed_names"], facts["has_loss"])
+    exported, facts = read_archive(Path(path).read_bytes(), fspath(path), "Program.save")
+    return Program(exported, facts["feed_names"], facts["has_loss"])
 
 
 def _without_idle_broadcasts(module: fx.GraphModule) -> fx.GraphModule:
@@ -370,7 +370,12 @@ def _without_idle_broadcasts(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def _with_outputs(module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
+def with_outputs(module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
+    """A copy of a module that also returns the values of some nodes.
+
+    Raises:
+        ArgumentValueError: for a name that no node has.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     result: Any = graph.graph_copy(module.graph, copies)

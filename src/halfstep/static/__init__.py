@@ -2,6 +2,7 @@
 
 from ..graph.capture import Program, Value, capture, load
 from ..graph.executor import Executor
+from ..graph.inference import load_inference_model, save_inference_model
 from ..graph.tape import Variable
 from . import amp, backend
 from .building import (
@@ -31,5 +32,7 @@ __all__ = [
     "enable_static",
     "global_scope",
     "load",
+    "load_inference_model",
     "program_guard",
+    "save_inference_model",
 ]

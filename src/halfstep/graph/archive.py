@@ -1,0 +1,112 @@
+"""The archive of ``torch.export`` that holds a program, written and read so that nothing in it is unpickled."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.pt2_archive import PT2ArchiveReader
+
+from ..core.dtypes import HALF_DTYPES
+from ..core.errors import ArgumentValueError, UsageError
+from ..gradients.master_registry import master_of
+
+__all__ = ["in_fp32", "read_archive", "write_archive"]
+
+_FACTS = "halfstep.json"
+_PLAIN = re.compile(
+    r"data/weights/(weight_\d+|model_weights_config\.json)"
+    r"|data/constants/(tensor_\d+|model_constants_config\.json)"
+    r"|data/sample_inputs/model\.pt|models/model\.json|extra/halfstep\.json"
+    r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
+)
+"""What torch 2.11 to 2.13 write for a program of plain tensors."""
+
+
+@contextmanager
+def in_fp32(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let 16-bit parameters hold their masters, or themselves in fp32, inside."""
+    half = {p: p.data for p in params if p.dtype in HALF_DTYPES}
+    for param, data in half.items():
+        master = master_of(param)
+        param.data = data.float() if master is None else master.data
+    try:
+        yield
+    finally:
+        for param, data in half.items():
+            param.data = data
+
+
+def write_archive(exported: torch.export.ExportedProgram, facts: Mapping[str, Any]) -> bytes:
+    """An archive with a program and a few facts, which are plain values.
+
+    Raises:
+        UsageError: for a program with a tensor that torch.export can only pickle.
+    """
+    archive = io.BytesIO()
+    torch.export.save(exported, archive, extra_files={_FACTS: json.dumps(facts)})
+    if found := _pickled(archive.getvalue()):
+        raise UsageError(
+            f"This program cannot be saved: torch.export would pickle {found}. Its parameters must be ordinary tensors."
+        )
+    return archive.getvalue()
+
+
+def read_archive(archive: bytes, name: str, writer: str) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
+    """The program and the facts in an archive.
+
+    Args:
+        archive: what ``write_archive`` returned.
+        name: of the file, for the message.
+        writer: what wrote it, for the message.
+
+    Raises:
+        ArgumentValueError: for other bytes, and for an archive in which anything would have to be unpickled.
+    """
+    try:
+        found = _pickled(archive)
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        raise ArgumentValueError(f"{name} is no file that {writer} wrote, or is damaged.") from error
+    if found:
+        raise ArgumentValueError(
+            f"{name} was not loaded: torch.export would unpickle {found}, and so could run code. No file that "
+            f"{writer} wrote needs that."
+        )
+    facts = {_FACTS: ""}
+    exported = torch.export.load(io.BytesIO(archive), extra_files=facts)
+    return exported, json.loads(facts[_FACTS] or "{}")
+
+
+def _pickled(archive: bytes) -> str | None:
+    """What ``torch.export.load`` would unpickle in an archive, or None.
+
+    It unpickles tensors that are marked so, objects in files of other names, and files of before torch 2.8. The example
+    inputs it reads with ``weights_only=True``, and with False where that fails.
+    """
+    reader = PT2ArchiveReader(io.BytesIO(archive))
+    names = reader.get_file_names()
+    for name in names:
+        if not _PLAIN.fullmatch(name):
+            return name
+    # Files of before torch 2.8 are read by way of zipfile, which must not see others than this reader.
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        if sorted(name.partition("/")[2] for name in file.namelist()) != sorted(names):
+            return "files that are hidden in it"
+    for folder in ("weights", "constants"):
+        config = json.loads(reader.read_string(f"data/{folder}/model_{folder}_config.json"))["config"]
+        for tensor, meta in config.items():
+            if meta["use_pickle"] is not False:
+                return str(tensor)
+    try:
+        torch.load(io.BytesIO(reader.read_bytes("data/sample_inputs/model.pt")), weights_only=True)
+    except pickle.UnpicklingError:
+        return "its example inputs"
+    return None

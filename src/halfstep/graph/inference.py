@@ -1,0 +1,163 @@
+"""The part of a program that an inference needs, saved as an archive that ``torch.export.load`` can read, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..casting.op_casting import NO_CASTING
+from ..core.checks import check_kind
+from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.files import replacing
+from ..core.torch_compat import OpOverload, export_errors
+from .archive import in_fp32, read_archive, write_archive
+from .capture import Program, Value, with_outputs
+from .tape import Variable
+
+__all__ = ["load_inference_model", "save_inference_model"]
+
+
+def save_inference_model(
+    path_prefix: str | PathLike[str],
+    feed_vars: Variable | str | Sequence[Variable | str],
+    fetch_vars: Value | Variable | Sequence[Value | Variable],
+    executor: Any = None,
+    *,
+    program: Program | None = None,
+) -> None:
+    """Write ``{path_prefix}.pt2``: what computes some values of a program from some of its inputs.
+
+    The loss and the labels are left out if they are not asked for. Dropout does nothing in the file, BatchNorm takes
+    its running statistics, and parameters are in fp32. A model that asks ``self.training`` itself stays as it was
+    captured.
+
+    Args:
+        path_prefix: of the file, without its ending. If saving is interrupted, the file that was there before stays.
+        feed_vars: the inputs, from ``static.data``, or their names as in ``program.feed_names``.
+        fetch_vars: the values, computed from ``static.data``, or of ``program.outputs``.
+        executor: accepted; parameters are the program's own.
+        program: where they are from; by default the program of the first of ``fetch_vars``.
+
+    Raises:
+        ArgumentTypeError: something else than inputs and values.
+        ArgumentValueError: no values, an input that the program does not have, or one more that is needed.
+        UsageError: for a program that torch.export cannot save.
+    """
+    check_kind("feed_vars", feed_vars, (str, Variable, list, tuple), "inputs from static.data, or their names")
+    check_kind("fetch_vars", fetch_vars, (Value, Variable, list, tuple), "values of a program, or a list of them")
+    fetched: list[Value | Variable] = [fetch_vars] if isinstance(fetch_vars, (Value, Variable)) else list(fetch_vars)
+    if not fetched:
+        raise ArgumentValueError("fetch_vars is empty; name what the model is to compute, as program.outputs.")
+    if not all(isinstance(value, (Value, Variable)) for value in fetched):
+        raise ArgumentTypeError("fetch_vars must be values from static.data, or of program.outputs.")
+    if program is None:
+        first = fetched[0]
+        program = first.program if isinstance(first, Value) else first.tape.owner
+    check_kind("program", program, Program, "a static.Program")
+    feeds = [feed_vars] if isinstance(feed_vars, (str, Variable)) else list(feed_vars)
+    names = [feed if isinstance(feed, str) else feed.name for feed in feeds]
+    program.prepare()
+    if unknown := [name for name in names if name not in program.feed_names]:
+        raise ArgumentValueError(
+            f"feed_vars has {', '.join(map(repr, unknown))}, and this program takes {', '.join(program.feed_names)}."
+        )
+    with in_fp32(program.parameters()):
+        archive = write_archive(_for_inference(program, names, fetched), {"feed_names": names})
+    with replacing(_file(path_prefix)) as file:
+        file.write(archive)
+
+
+def load_inference_model(
+    path_prefix: str | PathLike[str], executor: Any = None
+) -> tuple[Program, list[str], list[Value]]:
+    """Read what ``save_inference_model`` wrote, to be run by an ``Executor``.
+
+    Nothing is unpickled. But a program says what is computed, so read only files that you trust: see ``static.load``.
+
+    Args:
+        path_prefix: of the file, without its ending.
+        executor: accepted; parameters are the program's own.
+
+    Returns:
+        The program, the names of its inputs, and what it computes.
+
+    Raises:
+        ArgumentValueError: for a file that it did not write.
+        FileNotFoundError: if there is none.
+    """
+    path = _file(path_prefix)
+    exported, facts = read_archive(path.read_bytes(), fspath(path), "static.save_inference_model")
+    program = Program(exported, facts["feed_names"])
+    return program, program.feed_names, program.outputs
+
+
+def _file(path_prefix: str | PathLike[str]) -> Path:
+    return Path(f"{fspath(path_prefix)}.pt2")
+
+
+def _for_inference(
+    program: Program, feed_names: Sequence[str], fetched: Sequence[Value | Variable]
+) -> torch.export.ExportedProgram:
+    """A program that computes only what is fetched, and computes it as in evaluation mode."""
+    extra, positions = program.positions(fetched)
+    module = with_outputs(program.graph_module, extra)
+    graph = module.graph
+    output = next(node for node in graph.nodes if node.op == "output")
+    results: Any = output.args[0]
+    output.args = (tuple(results[position] for position in positions),)
+    for node in reversed(graph.nodes):
+        if not node.users and (node.op == "get_attr" or (node.op == "call_function" and not _is_needed(node))):
+            graph.erase_node(node)
+        elif isinstance(node.target, OpOverload):
+            _evaluate(node)
+    inputs = dict(zip(program.feed_names, [node for node in graph.nodes if node.op == "placeholder"], strict=True))
+    examples = dict(zip(program.feed_names, program.example_inputs(), strict=True))
+    for name, node in inputs.items():
+        if name not in feed_names:
+            if node.users:
+                raise ArgumentValueError(f"fetch_vars are computed from {name!r}, too; name it in feed_vars.")
+            graph.erase_node(node)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for name in feed_names:  # in their order
+        first.prepend(inputs[name])
+    module.recompile()
+    sizes = tuple(_open_sizes(inputs[name]) for name in feed_names)
+    try:
+        with NO_CASTING:
+            return torch.export.export(
+                module, tuple(examples[name] for name in feed_names), dynamic_shapes=sizes, strict=False
+            )
+    except export_errors() as error:
+        raise UsageError(f"torch.export cannot capture what fetch_vars need: {error}") from error
+
+
+def _is_needed(node: fx.Node) -> bool:
+    """Whether a node whose result nobody reads does something all the same: it writes to a value, not to a buffer."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return False
+    written = node.args[0]
+    return not (isinstance(written, fx.Node) and written.op == "get_attr")
+
+
+def _evaluate(node: fx.Node) -> None:
+    """Have an op compute as in evaluation mode: the arguments of torch's ops that say so have the same names in all."""
+    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        value: Any = {"train": False, "training": False, "dropout_p": 0.0}.get(argument.name)
+        if argument.name == "use_input_stats" and node.args[3] is not None:  # InstanceNorm with running statistics
+            value = False
+        if value is not None and argument.name in node.kwargs:
+            node.update_kwarg(argument.name, value)
+        elif value is not None and place < len(node.args):
+            node.update_arg(place, value)
+
+
+def _open_sizes(node: fx.Node) -> dict[int, Any] | None:
+    """The dimensions of an input that may have any size."""
+    return {
+        i: torch.export.Dim.AUTO for i, size in enumerate(node.meta["val"].shape) if not isinstance(size, int)
+    } or None
