@@ -6,12 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 for needed in ("click", "rich"):
     pytest.importorskip(needed)  # the GPU machine has neither
 
+import click
 from click.testing import CliRunner
 
 from halfstep import __version__
@@ -51,9 +53,51 @@ def test_help_and_version_need_no_torch(args: list[str]) -> None:
     assert not has_torch
 
 
-def test_python_m_halfstep_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "halfstep", "-h"], capture_output=True, text=True, check=True)
-    assert done.stdout == shell("--help")[0] + "\n"
+@pytest.mark.parametrize("argument", ["-h", "--version"])
+def test_python_m_halfstep_is_the_command(argument: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "halfstep", argument], capture_output=True, text=True, check=True)
+    assert done.stdout == shell(argument)[0] + "\n"
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_option_says_what_it_does(name: str) -> None:
+    command = app.get_command(click.Context(app), name)
+    assert command is not None
+    assert [option.name for option in command.params if isinstance(option, click.Option) and not option.help] == []
+
+
+# {here} is a folder with a script train.py and a file rows.jsonl.
+REFUSED = [
+    (["migrate", "{here}/none.py"], "'{here}/none.py' does not exist"),
+    (["migrate", "--to", "jax", "{here}"], "'jax' is not one of 'halfstep', 'torch'"),
+    (["oplists", "--level", "O9"], "'O9' is not one of"),
+    (["oplists", "--black", "sofmax"], "'sofmax' is no op of torch or Paddle"),
+    (["demo", "--levels", "O0,O9"], "give some of O0,O1,O2,O3"),
+    (["demo", "--epochs", "0"], "0 is not in the range x>=1"),
+    (["demo", "--out", "{here}/train.py"], "'{here}/train.py' is a file"),
+    (["doctor", "--device", "cpu"], "--device goes with a SCRIPT"),
+    (["doctor", "{here}/none.py"], "'{here}/none.py' does not exist"),
+    (["compare", "{here}/rows.jsonl", "{here}/none.jsonl"], "'{here}/none.jsonl' does not exist"),
+    (["compare", "{here}/rows.jsonl", "{here}/rows.jsonl", "--html", "{here}/train.py/x.html"], "cannot be written"),
+    (["run", "{here}/none.py"], "'{here}/none.py' does not exist"),
+    (["run", "-m", "no_such_module"], "No module named no_such_module"),
+    (["run", "--opt-level", "O9", "{here}/train.py"], "O9"),
+    (["run", "--dtype", "int8", "{here}/train.py"], "'int8' is not one of"),
+    (["run", "--every", "5", "{here}/train.py"], "--every goes with --numerics FILE"),
+    (["run", "--report", "{here}/x", "--numerics", "{here}/x", "{here}/train.py"], "would both write"),
+    (["run", "--report", "{here}/train.py/x.html", "{here}/train.py"], "cannot be written"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=lambda value: " ".join(value).replace("{here}/", ""))
+def test_a_wrong_option_is_refused_before_any_work(arguments: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from pathlib import Path\nPath(__file__).with_name('made').touch()\n")
+    (tmp_path / "rows.jsonl").write_text("")
+    found = CliRunner().invoke(app, [each.format(here=tmp_path) for each in arguments], terminal_width=400, obj=[])
+    assert found.exit_code in (1, 2)
+    assert message.format(here=tmp_path) in " ".join(found.output.split())
+    assert "Traceback" not in found.output
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["rows.jsonl", "train.py"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +122,7 @@ def test_the_documented_line_gives_a_script_for_the_shell(name: str) -> None:
     assert f"_HALFSTEP_COMPLETE={name}_complete" in output
 
 
-def test_no_color_is_obeyed_and_a_pipe_gets_no_escapes(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_is_obeyed_and_a_pipe_gets_no_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "old.py").write_text("from apex import amp\n")
     coloured = []
     for environment in ({}, {"FORCE_COLOR": "1"}, {"FORCE_COLOR": "1", "NO_COLOR": "1"}):

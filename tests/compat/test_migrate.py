@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from textwrap import dedent
 
@@ -426,14 +428,37 @@ def test_it_shows_first_and_writes_when_told(tmp_path: Path) -> None:
     assert code == 0
     assert "-from apex import amp" in said
     assert "+from halfstep import amp" in said
-    assert "1 files would change, 0 places left" in said
+    assert "1 file would change, 0 places left" in said
     assert (tmp_path / "a.py").read_text() == "from apex import amp\n"
     code, said = run(str(tmp_path), "--write")
-    assert "1 files changed" in said
+    assert "1 file changed" in said
     assert (tmp_path / "a.py").read_text() == "from halfstep import amp\n"
     assert (tmp_path / "a.py").stat().st_mode & 0o777 == 0o755
     assert (tmp_path / ".hidden/c.py").read_text() == "import apex\n"
     assert run(str(tmp_path))[1].strip() == "0 files would change, 0 places left"
+
+
+def test_only_files_are_read_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nothing")
+    assert run(str(tmp_path)) == (0, "0 files would change, 0 places left\n")
+
+
+def test_what_cannot_be_written_is_found_before_anything_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.py").write_text("from apex import amp\n")
+
+    def read_only(dir: Path) -> object:
+        if dir.name == "b":
+            raise OSError(errno.EROFS, "Read-only file system")
+        return nullcontext()
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    code, said = run(str(tmp_path), "--write")
+    assert code == 1
+    assert "b/x.py cannot be written: Read-only file system" in said.replace("\n", "")
+    assert (tmp_path / "a/x.py").read_text() == "from apex import amp\n"
 
 
 def test_what_is_left_shows_in_the_exit_status(tmp_path: Path) -> None:
@@ -461,7 +486,7 @@ def test_mentions_show_and_are_no_failure(tmp_path: Path) -> None:
     code, said = run(str(tmp_path))
     assert code == 0
     assert "a.py:1: mentions Apex: # faster with apex" in said
-    assert "0 files would change, 0 places left, 1 mentions" in said
+    assert "0 files would change, 0 places left, 1 mention" in said
 
 
 @pytest.mark.exhaustive
@@ -473,7 +498,7 @@ def test_many_files_are_rewritten_in_parallel(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     code, said = run(str(tmp_path), "--write")
     assert code == 1
-    assert "8 files changed, 1 places left" in said
+    assert "8 files changed, 1 place left" in said
     assert "5.py: not Python that can be read" in said
     assert (tmp_path / "7.py").read_text() == "x = 7\nfrom halfstep import amp\n"
 

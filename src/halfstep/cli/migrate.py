@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..core.text import counted
+from .files import check_writable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -92,7 +95,13 @@ def _migrate_files(files: list[Path], to: str) -> Iterator[Migration | str]:
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--to", type=click.Choice(["halfstep", "torch"]), default="halfstep", show_default=True)
+@click.option(
+    "--to",
+    type=click.Choice(["halfstep", "torch"]),
+    default="halfstep",
+    show_default=True,
+    help="whose names the code is to call; torch.amp does not have all that Apex has",
+)
 @click.option("--write", is_flag=True, help="change the files; otherwise only show what would change")
 def command(paths: tuple[Path, ...], to: str, write: bool) -> None:
     """Rewrite the calls of Apex in PATHS, files or folders, and show the difference.
@@ -109,6 +118,9 @@ def command(paths: tuple[Path, ...], to: str, write: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     left = changed = mentioned = 0
     files = [path for path in _files(paths) if _speaks_of_apex(path)]
+    if write:
+        for path in {path.parent: path for path in files}.values():
+            check_writable(path)
     for path, found in zip(files, _migrate_files(files, to), strict=True):
         if isinstance(found, str):
             console.print(f"{path}: not Python that can be read: {found}", style="red", markup=False)
@@ -126,15 +138,16 @@ def command(paths: tuple[Path, ...], to: str, write: bool) -> None:
         left += len(found.problems)
         mentioned += len(found.mentions)
     done = "changed" if write else "would change"
-    also = f", {mentioned} mentions" if mentioned else ""
-    console.print(f"{changed} files {done}, {left} places left{also}", style="bold", markup=False)
+    said = [f"{counted(changed, 'file')} {done}", f"{counted(left, 'place')} left"]
+    said += [counted(mentioned, "mention")] if mentioned else []
+    console.print(", ".join(said), style="bold", markup=False)
     sys.exit(1 if left else 0)
 
 
 def _files(paths: tuple[Path, ...]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
-        inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        inside = sorted(file for file in path.rglob("*.py") if file.is_file()) if path.is_dir() else [path]
         found += [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     return found
 

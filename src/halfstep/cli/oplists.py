@@ -10,9 +10,15 @@ __all__ = ["command"]
 @click.command()
 @click.argument("names", nargs=-1)
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="whose torch.autocast to compare with"
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="whose torch.autocast to compare with",
 )
-@click.option("--level", type=click.Choice(["O1", "O2", "OD"]), default="O1", show_default=True)
+@click.option(
+    "--level", type=click.Choice(["O1", "O2", "OD"]), default="O1", show_default=True, help="whose lists to print"
+)
 @click.option("--white", multiple=True, metavar="OP", help="as in custom_white_list; may be given again")
 @click.option("--black", multiple=True, metavar="OP", help="as in custom_black_list; may be given again")
 def command(names: tuple[str, ...], device: str, level: str, white: tuple[str, ...], black: tuple[str, ...]) -> None:

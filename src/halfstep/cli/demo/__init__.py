@@ -29,19 +29,21 @@ def _parse_levels(ctx: click.Context, param: click.Parameter, value: str) -> lis
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda where there is one, else cpu.")
-@click.option("--dtype", type=click.Choice(["float16", "bfloat16"]), help="Default: float16 on cuda, bfloat16 on cpu.")
-@click.option("--levels", callback=_parse_levels, default="O0,O1,O2,O3", show_default=True, help="Which to train.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="where to train  [default: cuda if there is one]")
+@click.option(
+    "--dtype", type=click.Choice(["float16", "bfloat16"]), help="above O0  [default: float16 on cuda, bfloat16 on cpu]"
+)
+@click.option("--levels", callback=_parse_levels, default="O0,O1,O2,O3", show_default=True, help="which to train")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("halfstep-demo"),
     show_default=True,
-    help="Folder for report.html.",
+    help="folder for report.html",
 )
-@click.option("--epochs", type=click.IntRange(1), default=8, show_default=True, help="Passes over 1,437 images.")
-@click.option("--width", type=click.IntRange(8), default=64, show_default=True, help="Channels of the first layer.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of initial weights and data order.")
+@click.option("--epochs", type=click.IntRange(1), default=8, show_default=True, help="passes over 1,437 images")
+@click.option("--width", type=click.IntRange(8), default=64, show_default=True, help="channels of the first layer")
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of initial weights and data order")
 def command(
     device: str | None, dtype: str | None, levels: list[str], out: Path, epochs: int, width: int, seed: int
 ) -> None:
