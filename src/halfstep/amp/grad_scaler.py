@@ -366,9 +366,8 @@ class GradScaler(ScalerSettings):
 
     def _found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """The flag of an optimizer; there is one for all devices."""
-        flag: torch.Tensor
-        (flag,) = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        return flag
+        flags: dict[Any, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return next(iter(flags.values()))
 
     def _evaluating(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure after which gradients are unscaled; it is run again when they overflowed."""
@@ -391,9 +390,7 @@ class GradScaler(ScalerSettings):
     def __getstate__(self) -> dict[str, Any]:
         """Settings and state, which are whole between ``update`` and the next ``unscale_`` or ``step``."""
         if self._optimizers:
-            raise UsageError(
-                "A GradScaler can be pickled or copied after update(), not between unscale_ or step and it."
-            )
+            raise UsageError("Pickle or copy a GradScaler after update(), not between unscale_ or step and update().")
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,19 +1,59 @@
-"""The modules of Apex that are not here: importing one says what to use."""
+"""What Apex had and halfstep does not: one table of modules and names, which say what to use instead."""
 
 from __future__ import annotations
 
 import importlib.abc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any, NoReturn
 
-from ..core.errors import MissingModuleError
+from ..core.errors import MissingModuleError, MissingNameError
 
-__all__ = ["refuse_missing"]
+__all__ = ["refuse_missing", "refusing"]
 
 _TREE = f"{__package__}.apex."
-_OTHERWISE = {
-    "transformer": "Use Megatron-LM, or torch.distributed.tensor.parallel and torch.distributed.pipelining.",
+
+_SHARDED = "with FSDP2 (torch.distributed.fsdp.fully_shard), or in torch.distributed.optim.ZeroRedundancyOptimizer."
+_ADAM = {"DistributedFusedAdam": f"Use apex.optimizers.FusedAdam {_SHARDED}"}
+_LAMB = {"DistributedFusedLAMB": f"Use apex.optimizers.FusedLAMB {_SHARDED}"}
+_FP16UTIL = {
+    "Fused_Weight_Norm": "Use apex.reparameterization.WeightNorm, or torch.nn.utils.parametrizations.weight_norm.",
+    "backwards_debug_hook": "Use torch.autograd.detect_anomaly().",
+}
+_INITIALIZE = "Use amp.initialize."
+_NO_EPS_OUTSIDE = "It puts eps inside of the root; use NpuFusedRMSprop, or RMSpropTF of the package timm."
+_NO_CLAMP = "Its trust ratio clamps the norm of the weight to 10; use FusedLAMB, which does not."
+_OP_LISTS = "Op lists decide on casts: use amp.register_half_function and its siblings, or edit amp.lists."
+_STEPS = "The optimizers of halfstep do it themselves: use amp.scale_loss, step and amp.master_params."
+_SYNC = {"SyncBatchnormFunction": "Use apex.parallel.SyncBatchNorm, or the functions of the extension syncbn."}
+
+_INSTEAD: dict[str, str | dict[str, str]] = {
+    "amp._amp_state": {"warn_or_err": "Use an error of your own.", "container_abcs": "Use collections.abc."},
+    "amp._initialize": {
+        "_initialize check_models check_optimizers check_params_fp32": _INITIALIZE,
+        "applier to_type wrap_fused_adam O2StateDictHook": _INITIALIZE,
+    },
+    "amp._process_optimizer": {
+        "AmpOptimizerState _process_optimizer lazy_init_with_master_weights lazy_init_no_master_weights": _STEPS,
+        "post_backward_models_are_masters post_backward_with_master_weights post_backward_no_master_weights": _STEPS,
+        "prepare_backward_with_master_weights prepare_backward_no_master_weights": _STEPS,
+    },
+    "amp.compat": {"filter_attrs": _OP_LISTS},
+    "amp.rnn_compat": {"VariableFunctionsShim whitelist_rnn_cells": _OP_LISTS},
+    "amp.scaler": {
+        "iter_params scale_check_overflow_python axpby_check_overflow_python": "Use LossScaler.unscale, or "
+        "amp_C.multi_tensor_scale and amp_C.multi_tensor_axpby."
+    },
+    "amp.utils": {
+        "cached_cast casted_args collect_fp_tensor_types should_cache verbosify as_inplace": _OP_LISTS,
+        "get_func set_func set_func_save": _OP_LISTS,
+        "synthesize_flattened_rnn_weights new_synthesize_flattened_rnn_weights": _OP_LISTS,
+    },
+    "amp.wrap": {
+        "make_cast_wrapper cached_cast make_promote_wrapper promote sequence_promote promote_match_arg0": _OP_LISTS,
+        "err_if_any_half err_if_arg0_half rnn_cast new_rnn_cast disable_casts": _OP_LISTS,
+    },
     "contrib.bottleneck": "Use torchvision's Bottleneck with DistributedDataParallel.",
     "contrib.conv_bias_relu": "Use torch.nn.Conv2d and torch.relu under torch.compile, which fuses them.",
     "contrib.cudnn_gbn": "Use apex.parallel.SyncBatchNorm with a process group.",
@@ -23,9 +63,28 @@ _OTHERWISE = {
     "contrib.index_mul_2d": "Use in1[idx] * in2.",
     "contrib.nccl_allocator": "Use torch.cuda.MemPool.",
     "contrib.openfold_triton": "Use torch.nn.functional.scaled_dot_product_attention and torch.nn.LayerNorm.",
+    "contrib.optimizers": {**_ADAM, **_LAMB},
+    "contrib.optimizers.distributed_fused_adam": _ADAM,
+    "contrib.optimizers.distributed_fused_lamb": _LAMB,
     "contrib.peer_memory": "Use torch.distributed with the NCCL backend.",
     "contrib.transducer": "Use torchaudio.functional.rnnt_loss.",
+    "fp16_utils": _FP16UTIL,
+    "fp16_utils.fp16util": _FP16UTIL,
+    "optimizers": {
+        "FusedLARS": "Use apex.parallel.LARC around FusedSGD, which bounds the rate of each parameter in the same way.",
+        "FusedLANS": "Use FusedLAMB.",
+        "Lamb NpuFusedLamb": _NO_CLAMP,
+        "NpuFusedAdamP": "AdamP projects the step, which no optimizer here does; use the package adamp, or "
+        "NpuFusedAdamW.",
+        "NpuFusedBertAdam": "Use FusedAdam(bias_correction=False), a scheduler for the warm-up, and max_grad_norm=.",
+        "NpuFusedRMSpropTF": _NO_EPS_OUTSIDE,
+        "NpuFusedOptimizerBase": "Use halfstep.optimizers.FusedAdam or another one of them.",
+    },
+    "parallel.optimized_sync_batchnorm_kernel": _SYNC,
+    "parallel.sync_batchnorm_kernel": _SYNC,
+    "transformer": "Use Megatron-LM, or torch.distributed.tensor.parallel and torch.distributed.pipelining.",
 }
+"""For each module below ``apex`` what to use instead of it, or instead of names in it, with spaces between."""
 
 
 class _Missing(importlib.abc.MetaPathFinder):
@@ -33,9 +92,10 @@ class _Missing(importlib.abc.MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         name = fullname.removeprefix(_TREE)
-        if name != fullname and name in _OTHERWISE:
+        instead = _INSTEAD.get(name) if name != fullname else None
+        if isinstance(instead, str):
             # Without the name of the module, or `from apex import X` takes this for any name that is not there.
-            raise MissingModuleError(f"halfstep does not have apex.{name}. {_OTHERWISE[name]}")
+            raise MissingModuleError(f"halfstep does not have apex.{name}. {instead}")
 
 
 _finder = _Missing()
@@ -45,3 +105,20 @@ def refuse_missing() -> None:
     """Say from now on, where one of these modules is imported, what to use."""
     if _finder not in sys.meta_path:
         sys.meta_path.append(_finder)
+
+
+def refusing(module: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module of Apex's tree, by its ``__name__``; it says of missing names what to use.
+
+    It raises an ImportError and no AttributeError: of that, ``from module import name`` would not show the message.
+    """
+    path = module.removeprefix(_TREE)
+    table = _INSTEAD.get(path)
+    instead = {name: told for names, told in table.items() for name in names.split()} if isinstance(table, dict) else {}
+
+    def getattr_(name: str) -> NoReturn:
+        if name in instead:
+            raise MissingNameError(f"apex.{path}.{name} is not in halfstep. {instead[name]}", name=name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return getattr_

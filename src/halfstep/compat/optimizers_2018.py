@@ -1,4 +1,4 @@
-"""The fused optimizers of 2018 and the ``FP16_Optimizer`` for them, of ``apex.optimizers`` and ``apex.contrib``.
+"""The fused optimizers of 2018, of ``apex.optimizers`` and ``apex.contrib``; ``fp16_optimizer_2018.py`` is around them.
 
 A step takes gradients that are not those of its parameters, a scale to divide them by, and 16-bit copies to write.
 """
@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from .. import optimizers
-from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.errors import ArgumentValueError, UsageError
 from ..kernels.expr import elementwise_kernel
 from ..kernels.tensor_table import Number
 from ..optimizers.base import FusedOptimizer, Hyper, Step
 from ..optimizers.param_rows import GroupRows, ParamRows
 from ..optimizers.release import GradientRelease
-from . import fp16_utils
 
-__all__ = ["FP16_Optimizer", "FusedAdam", "FusedAdamOf2018", "FusedSGD"]
+__all__ = ["FusedAdam", "FusedAdamOf2018", "FusedSGD"]
 
 Groups = Iterable[torch.Tensor] | Sequence[Sequence[torch.Tensor]] | None
 """A list of tensors, if there is one parameter group, or a list of them for each."""
@@ -214,188 +213,3 @@ def _clipped(limit: float, rows: GroupRows, factor: Number) -> Number:
 
 class FusedSGD(_StepOf2018, optimizers.FusedSGD):
     """``halfstep.optimizers.FusedSGD`` with the ``step`` of 2018, as ``apex.contrib.optimizers`` has it."""
-
-
-class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
-    """Masters and a loss scale around a fused optimizer, in the form that ``apex.optimizers`` had in 2018.
-
-    It differs from ``halfstep.fp16_utils.FP16_Optimizer`` in this: ``backward`` leaves the gradients scaled, ``step``
-    unscales them and moves the scale, a dynamic scale starts at 2**16, and ``zero_grad`` sets to None.
-
-    Args:
-        init_optimizer: any ``torch.optim.Optimizer``; Apex took its fused ones only.
-        static_loss_scale: a finite number above zero.
-        dynamic_loss_scale: use a dynamic scale, whatever ``static_loss_scale`` says.
-        dynamic_loss_args: keyword arguments of ``DynamicLossScaler``; Apex took none.
-        verbose: kept for Apex. Skipped steps are logged.
-
-    Raises:
-        ArgumentTypeError: for an ``init_optimizer`` that is no optimizer, or an unknown key in ``dynamic_loss_args``.
-        ArgumentValueError: for a scale or another value that is not allowed.
-        UsageError: for an optimizer that has masters or a loss scale already.
-
-    Source: Apex, ``apex.contrib.optimizers.fp16_optimizer``.
-    """
-
-    def __init__(
-        self,
-        init_optimizer: torch.optim.Optimizer,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: dict[str, Any] | None = None,
-        verbose: bool = True,
-    ) -> None:
-        args = {"init_scale": 2.0**16, "scale_window": 1000, **(dynamic_loss_args or {})}
-        super().__init__(init_optimizer, static_loss_scale, dynamic_loss_scale, args, verbose=False)
-        self.verbose = verbose
-
-    def zero_grad(self, set_grads_to_None: bool = True, *, set_to_none: bool | None = None) -> None:  # type: ignore[override]  # noqa: N803
-        """Clear the gradients: to None by default."""
-        super().zero_grad(set_grads_to_None, set_to_none=set_to_none)
-
-    def backward(self, loss: torch.Tensor, update_master_grads: bool = False, retain_graph: bool = False) -> None:
-        """The backward pass of ``loss``, scaled. The gradients stay scaled until ``step``.
-
-        Args:
-            loss: 0-dim floating tensor; a 16-bit one is converted to fp32 before it is scaled.
-            update_master_grads: True unscales them at once.
-            retain_graph: as for ``Tensor.backward``.
-        """
-        super().backward(loss, update_master_grads, retain_graph)
-
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Unscale the gradients and update the masters, or skip if a gradient was inf or NaN; move the scale."""
-        if closure is None:
-            self.update_master_grads()
-        return super().step(closure, **kwargs)
-
-    # ---- what scripts look at
-
-    @property
-    def cur_scale(self) -> float:
-        """The present loss scale; set it to a finite number above zero. Reads the device."""
-        return self.loss_scale
-
-    @cur_scale.setter
-    def cur_scale(self, value: float) -> None:
-        self.loss_scale = value
-
-    @property
-    def cur_iter(self) -> int:
-        """How many steps there were."""
-        return self.loss_scaler.engine.cur_iter
-
-    @cur_iter.setter
-    def cur_iter(self, value: int) -> None:
-        self.loss_scaler.engine.cur_iter = value
-
-    @property
-    def last_overflow_iter(self) -> int:
-        """Which of them overflowed last, counted from 0; -1 if none did. Reads the device."""
-        return int(self.loss_scaler.engine.last_overflow)
-
-    @property
-    def fp32_groups(self) -> list[list[torch.Tensor]]:
-        """What the steps update, group by group: the masters of 16-bit parameters, and the other parameters."""
-        masters = self._attached.keeper.master_params()
-        return [[next(masters) for _ in group["params"]] for group in self.param_groups]
-
-    @property
-    def fp32_groups_flat(self) -> list[torch.Tensor]:
-        """A copy of ``fp32_groups``, each group as one vector. Writing to it changes nothing."""
-        return [torch.cat([p.detach().float().reshape(-1) for p in group]) for group in self.fp32_groups]
-
-    # ---- checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """Scale, masters and the wrapped optimizer's state: numbers, lists, dicts and tensors only.
-
-        The keys are those of ``apex.optimizers``.
-        """
-        own = {
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "cur_scale": self.cur_scale,
-            "cur_iter": self.cur_iter,
-        }
-        if self.dynamic_loss_scale:
-            scaler: Any = self.loss_scaler
-            own |= {"last_overflow_iter": self.last_overflow_iter}
-            own |= {"scale_factor": scaler.scale_factor, "scale_window": scaler.scale_window}
-        return {
-            **own,
-            "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_groups_flat": self.fp32_groups_flat,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, or what the class of ``apex.optimizers`` or ``apex.contrib`` had saved.
-
-        The masters are rounded into the model. Whether the scale is static or dynamic stays as constructed, and so do
-        its window and factor.
-
-        Raises:
-            ArgumentValueError: if it does not fit this optimizer. Nothing has been changed then.
-        """
-        missing = [key for key in ("cur_scale", "cur_iter", "optimizer_state_dict") if key not in state_dict]
-        masters = state_dict.get("fp32_groups_flat", state_dict.get("fp32_groups"))
-        if missing or masters is None:
-            raise ArgumentValueError(
-                "This is no state_dict of an FP16_Optimizer of apex.optimizers: it has no "
-                f"{', '.join(missing) or 'fp32_groups_flat'}. Its keys are {sorted(state_dict)}."
-            )
-        groups: list[list[torch.Tensor]] = [group["params"] for group in self.param_groups]
-        values = [_pieces(saved, group) for saved, group in zip(masters, groups, strict=len(masters) == len(groups))]
-        if len(values) != len(groups):
-            raise ArgumentValueError(
-                f"Masters of {len(values)} groups were saved, and this optimizer has {len(groups)}."
-            )
-        self.optimizer.load_state_dict(_unflattened(state_dict["optimizer_state_dict"], groups))
-        iteration, last = int(state_dict["cur_iter"]), int(state_dict.get("last_overflow_iter", -1))
-        scaler: Any = self.loss_scaler
-        entry = {"loss_scale": float(state_dict["cur_scale"]), "cur_iter": iteration, "last_overflow_iter": last}
-        window = getattr(scaler, "scale_window", 1000)
-        scaler.load_state_dict({**entry, "unskipped": (iteration - last - 1) % window})
-        with torch.no_grad():
-            for group, pieces in zip(groups, values, strict=True):
-                for param, value in zip(group, pieces, strict=True):
-                    has = self._attached.keeper.has(param)
-                    param.copy_(self._attached.keeper.write_master(param, value.to(param.device)) if has else value)
-
-
-def _pieces(saved: Any, group: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a group in the shapes of its parameters, out of one vector or a list of them."""
-    flat = torch.cat([t.detach().reshape(-1) for t in (saved if isinstance(saved, (list, tuple)) else [saved])])
-    sizes = [param.numel() for param in group]
-    if flat.numel() != sum(sizes):
-        raise ArgumentValueError(f"A group was saved with {flat.numel()} values, and here it has {sum(sizes)}.")
-    return [piece.view_as(param) for piece, param in zip(flat.split(sizes), group, strict=True)]
-
-
-def _unflattened(saved: dict[str, Any], groups: list[list[torch.Tensor]]) -> dict[str, Any]:
-    """The state of an optimizer over one vector for each group, as that of one over their parameters."""
-    if all(_fits(saved, names, group) for names, group in zip(saved["param_groups"], groups, strict=True)):
-        return saved
-    state: dict[int, dict[str, Any]] = {}
-    param_groups: list[dict[str, Any]] = []
-    for names, group in zip(saved["param_groups"], groups, strict=True):
-        if len(names["params"]) != 1:
-            raise ArgumentTypeError(f"optimizer_state_dict has {len(names['params'])} parameters, here {len(group)}.")
-        first = sum(len(other["params"]) for other in param_groups)
-        numbers = list(range(first, first + len(group)))
-        param_groups.append({**names, "params": numbers})
-        entries = saved["state"].get(names["params"][0], {})
-        for key, value in entries.items():
-            vector = isinstance(value, torch.Tensor) and value.dim() > 0
-            for number, piece in zip(numbers, _pieces(value, group) if vector else [value] * len(group), strict=True):
-                state.setdefault(number, {})[key] = piece.clone() if isinstance(piece, torch.Tensor) else piece
-    return {"state": state, "param_groups": param_groups}
-
-
-def _fits(saved: dict[str, Any], names: dict[str, Any], group: list[torch.Tensor]) -> bool:
-    entries = zip((saved["state"].get(name, {}) for name in names["params"]), group, strict=False)
-    return len(names["params"]) == len(group) and all(
-        value.shape == param.shape
-        for entry, param in entries
-        for value in entry.values()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-    )

@@ -2,13 +2,10 @@
 
 from ..fp16_utils import *  # noqa: F403
 from ..fp16_utils import __all__ as __all__
-from ..submodules import add_submodules, refusing
+from ..missing import refusing
+from ..submodules import add_submodules
 
-_REFUSED = {
-    "Fused_Weight_Norm": "Use apex.reparameterization.WeightNorm, or torch.nn.utils.parametrizations.weight_norm.",
-    "backwards_debug_hook": "Use torch.autograd.detect_anomaly().",
-}
-__getattr__ = refusing(__name__, _REFUSED)
+__getattr__ = refusing(__name__)
 
 add_submodules(
     __name__,
@@ -19,5 +16,4 @@ add_submodules(
         " tofp16",
         "loss_scaler": "DynamicLossScaler LossScaler to_python_float",
     },
-    refused={"fp16util": _REFUSED},
 )

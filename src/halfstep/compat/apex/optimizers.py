@@ -7,8 +7,10 @@ from typing import Any
 from torch.optim import Adadelta, RMSprop
 
 from ...optimizers import FusedAdagrad, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
-from ..optimizers_2018 import FP16_Optimizer, FusedAdam
-from ..submodules import add_submodules, refusing
+from ..fp16_optimizer_2018 import FP16_Optimizer
+from ..missing import refusing
+from ..optimizers_2018 import FusedAdam
+from ..submodules import add_submodules
 
 __all__ = [
     "FP16_Optimizer",
@@ -60,17 +62,7 @@ class NpuFusedAdamW(FusedAdam):
         super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
-_REFUSED = {
-    "FusedLARS": "Use apex.parallel.LARC around FusedSGD, which bounds the rate of each parameter in the same way.",
-    "FusedLANS": "Use FusedLAMB.",
-    "Lamb": "Its trust ratio clamps the norm of the weight to 10; use FusedLAMB, which does not.",
-    "NpuFusedLamb": "Its trust ratio clamps the norm of the weight to 10; use FusedLAMB, which does not.",
-    "NpuFusedAdamP": "AdamP projects the step, which no optimizer here does; use the package adamp, or NpuFusedAdamW.",
-    "NpuFusedBertAdam": "Use FusedAdam(bias_correction=False), a scheduler for the warm-up, and max_grad_norm=.",
-    "NpuFusedRMSpropTF": "It puts eps inside of the root; use NpuFusedRMSprop, or RMSpropTF of the package timm.",
-    "NpuFusedOptimizerBase": "Use halfstep.optimizers.FusedAdam or another one of them.",
-}
-__getattr__ = refusing(__name__, _REFUSED)
+__getattr__ = refusing(__name__)
 
 add_submodules(
     __name__,

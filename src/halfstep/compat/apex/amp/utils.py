@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .... import amp
-from ...submodules import refusing
+from ...missing import refusing
 
 __all__ = [
     "get_cuda_version",
@@ -26,14 +26,7 @@ logger = logging.getLogger("halfstep")
 
 RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
 
-__getattr__ = refusing(
-    __name__,
-    {
-        "cached_cast casted_args collect_fp_tensor_types should_cache verbosify as_inplace get_func set_func"
-        " set_func_save synthesize_flattened_rnn_weights new_synthesize_flattened_rnn_weights": "Op lists decide on "
-        "casts: use amp.register_half_function and its siblings."
-    },
-)
+__getattr__ = refusing(__name__)
 
 
 def is_cuda_enabled() -> bool:

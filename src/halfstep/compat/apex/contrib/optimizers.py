@@ -1,21 +1,15 @@
 """``apex.contrib.optimizers``: the fused optimizers of 2018."""
 
 from ....optimizers import FusedLAMB
-from ...optimizers_2018 import FP16_Optimizer, FusedSGD
+from ...fp16_optimizer_2018 import FP16_Optimizer
+from ...missing import refusing
 from ...optimizers_2018 import FusedAdamOf2018 as FusedAdam
-from ...submodules import add_submodules, refusing
+from ...optimizers_2018 import FusedSGD
+from ...submodules import add_submodules
 
 __all__ = ["FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]
 
-_ADAM = {
-    "DistributedFusedAdam": "Use apex.optimizers.FusedAdam with FSDP2 (torch.distributed.fsdp.fully_shard), or in "
-    "torch.distributed.optim.ZeroRedundancyOptimizer.",
-}
-_LAMB = {
-    "DistributedFusedLAMB": "Use apex.optimizers.FusedLAMB with FSDP2 (torch.distributed.fsdp.fully_shard), or in "
-    "torch.distributed.optim.ZeroRedundancyOptimizer.",
-}
-__getattr__ = refusing(__name__, {**_ADAM, **_LAMB})
+__getattr__ = refusing(__name__)
 
 add_submodules(
     __name__,
@@ -27,5 +21,4 @@ add_submodules(
         "fused_lamb": "FusedLAMB",
         "fused_sgd": "FusedSGD",
     },
-    refused={"distributed_fused_adam": _ADAM, "distributed_fused_lamb": _LAMB},
 )

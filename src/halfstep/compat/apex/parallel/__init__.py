@@ -21,9 +21,4 @@ __all__ = [
     "sync_batchnorm",
 ]
 
-_KERNELS = {"SyncBatchnormFunction": "Use apex.parallel.SyncBatchNorm, or the functions of the extension syncbn."}
-add_submodules(
-    __name__,
-    {"optimized_sync_batchnorm_kernel": "", "sync_batchnorm_kernel": ""},
-    refused={"optimized_sync_batchnorm_kernel": _KERNELS, "sync_batchnorm_kernel": _KERNELS},
-)
+add_submodules(__name__, {"optimized_sync_batchnorm_kernel": "", "sync_batchnorm_kernel": ""})
