@@ -1,9 +1,8 @@
-"""The dynamic-graph examples of Paddle's guide (2.1, 2.2, 3.1), and an article's three steps on the same net.
+"""The dynamic-graph examples of Paddle's guide (1.2, 2.1, 2.2, 3.1 and V).
 
 The guide is "Automatic Mixed Precision Training (AMP)",
 https://www.paddlepaddle.org.cn/documentation/docs/en/guides/performance_improving/amp_en.html; its section
-3.2 is in ``graph/test_paddle_static_guide.py``. The article, of 2018, is "NVIDIA Apex: Tools for Easy Mixed-Precision
-Training in PyTorch" on NVIDIA's developer blog.
+3.2 is in ``graph/test_paddle_static_guide.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import halfstep
 from halfstep import amp
 from tests.support.digits import digits
+from tests.support.processes import Ranks
 
 SIZE, BATCH, BATCHES, EPOCHS = 32, 8, 6, 2
 
@@ -133,23 +133,45 @@ def test_gradient_accumulation(loader: DataLoader[tuple[torch.Tensor, torch.Tens
         torch.testing.assert_close(p, q, atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_three_steps_of_nvidias_article(
-    loader: DataLoader[tuple[torch.Tensor, torch.Tensor]], fp32_loss: float, dtype: torch.dtype
-) -> None:
-    model, optimizer, criterion = net()
-    model, optimizer = amp.initialize(model, optimizer, dtype=dtype, verbosity=0)
-    for _ in range(EPOCHS):
-        for data, label in loader:
-            loss = criterion(model(data), label)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert loss.item() == pytest.approx(fp32_loss, rel=0.01 if dtype is torch.bfloat16 else 0.05)
-    assert (model(data) @ label.T).dtype is dtype
-    assert torch.log(model(data).abs()).dtype is torch.float32
-    assert (model(data) + label).dtype is torch.float32
+def test_the_loss_scale_moves_as_in_section_1_2_2() -> None:
+    scaler = amp.GradScaler()
+    assert scaler.get_init_loss_scaling() == 2**15
+    assert (scaler.get_incr_ratio(), scaler.get_decr_ratio()) == (2.0, 0.5)
+    assert (scaler.get_incr_every_n_steps(), scaler.get_decr_every_n_nan_or_inf()) == (1000, 2)
+    scaler.set_incr_every_n_steps(3)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scales = []
+    for factor in (1.0, 1.0, 1.0, float("nan"), 1.0, float("inf"), float("inf"), 1.0):
+        scaler.scale(weight.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale() / 2**15)
+    assert scales == [1, 1, 2, 2, 2, 2, 1, 1]  # grown after three finite steps, shrunk after two others in a row
+
+
+def decorated_before_data_parallel(rank: int) -> tuple[set[torch.dtype], torch.Tensor]:
+    """Section V: ``decorate`` comes before the distributed model."""
+    torch.manual_seed(100)
+    model = SimpleNet(SIZE, SIZE)
+    model = amp.decorate(models=model, level="O2", dtype="bfloat16")
+    dp_model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(dp_model.parameters(), lr=0.05)
+    for _ in range(3):
+        with amp.auto_cast(level="O2", dtype="bfloat16"):
+            loss = dp_model(torch.full((4, SIZE), 1.0 + rank)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {p.dtype for p in model.parameters()}, torch.cat([p.detach().float().flatten() for p in model.parameters()])
+
+
+def test_o2_with_distributed_training(ranks: Ranks) -> None:
+    """Section V, question 2; the other order is refused, see ``test_decorate_errors.py``."""
+    (dtypes, first), (_, second) = ranks.run(decorated_before_data_parallel)
+    assert dtypes == {torch.bfloat16}
+    assert torch.equal(first, second)
 
 
 class Digits(Dataset[tuple[torch.Tensor, torch.Tensor]]):

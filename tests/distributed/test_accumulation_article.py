@@ -37,6 +37,7 @@ def run(rank: int, method: str, window: int, steps: int, scale: float) -> list[R
     for i in range(steps):
         last = (i + 1) % window == 0
         model.require_backward_grad_sync = last and method != "by hand"
+        assert amp._amp_state.loss_scalers[0].loss_scale() == scale  # the article prints it
         loss = model(x).mean()
         with amp.scale_loss(loss, optimizer, delay_unscale=method != "plain" and not last) as scaled_loss:
             scaled_loss.backward()
@@ -57,6 +58,27 @@ def run(rank: int, method: str, window: int, steps: int, scale: float) -> list[R
             optimizer.zero_grad()
     rows.append(([p.item() for p in model.parameters()], [], []))
     return rows
+
+
+@pytest.mark.parametrize("level", ["without amp", "O0", "O1", "O2"])
+def test_gradients_add_up(level: str) -> None:
+    """The article's first test, which is without Apex, and the same with amp at each level."""
+    model: Any = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if level != "without amp":
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, dtype=torch.bfloat16, loss_scale=128.0, verbosity=0
+        )
+    params, seen = list(model.parameters() if level == "without amp" else amp.master_params(optimizer)), []
+    for _ in range(3):
+        loss = model(torch.tensor([[1.0]])).mean()
+        if level == "without amp":
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        seen.append([p.grad.item() for p in params])
+    assert seen == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
 
 
 @pytest.mark.parametrize("scale", [1.0, 128.0])

@@ -1,0 +1,123 @@
+"""Each example of an article on Apex, with the dots filled in: three steps, and how amp works.
+
+The article is "NVIDIA Apex: Tools for Easy Mixed-Precision Training in PyTorch" on NVIDIA's developer blog, of 2018.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep import amp
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(100)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    data = torch.rand(12, 8, 16, generator=torch.Generator().manual_seed(100))
+    return [(each, each[:, :8]) for each in data]
+
+
+@DTYPES
+def test_three_steps(dtype: torch.dtype) -> None:
+    criterion = nn.MSELoss()
+    reference, plain = network()
+    for x, y in batches():
+        expected = criterion(reference(x), y)
+        expected.backward()
+        plain.step()
+        plain.zero_grad()
+
+    model, optimizer = network()
+    model, optimizer = amp.initialize(model, optimizer, dtype=dtype, verbosity=0)
+    for x, y in batches():
+        loss = criterion(model(x), y)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() == pytest.approx(expected.item(), rel=0.05)
+
+
+@DTYPES
+def test_three_sets_of_functions(dtype: torch.dtype) -> None:
+    model, optimizer = network()
+    amp.initialize(model, optimizer, dtype=dtype, verbosity=0)
+    single, half = torch.rand(4, 4), torch.rand(4, 4).to(dtype)
+    # Matrix products and convolutions are on the whitelist: their arguments become 16-bit.
+    assert (single @ single).dtype is F.conv1d(single[None], single[..., None]).dtype is dtype
+    # Loss functions, and math such as torch.log, are on the blacklist: theirs become fp32.
+    assert torch.log(half).dtype is F.cross_entropy(half, torch.arange(4)).dtype is torch.float32
+    # Everything else: arguments of several types get the widest, and those of one type keep it.
+    assert (single + half).dtype is torch.float32
+    assert (half + half).dtype is dtype
+
+
+@DTYPES
+def test_linear_casts_its_arguments_as_the_wrapper_of_the_article(dtype: torch.dtype) -> None:
+    orig_linear = torch.nn.functional.linear
+
+    def wrapped_linear(*args: Any) -> Any:
+        casted_args = []
+        for arg in args:
+            if torch.is_tensor(arg) and torch.is_floating_point(arg):
+                casted_args.append(arg.to(dtype))
+            else:
+                casted_args.append(arg)
+        return orig_linear(*casted_args)
+
+    x, weight, bias = torch.rand(8, 16), torch.rand(4, 16), torch.rand(4)
+    expected = wrapped_linear(x, weight, bias)
+    model, optimizer = network()
+    amp.initialize(model, optimizer, dtype=dtype, verbosity=0)
+    found = torch.nn.functional.linear(x, weight, bias)
+    assert found.dtype is expected.dtype
+    torch.testing.assert_close(found, expected)
+
+
+class Casts(TorchDispatchMode):
+    """How often a tensor of each shape is cast from fp32."""
+
+    only_watches = True  # so that copies of weights are kept all the same
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].dtype is torch.float32:
+            self.of[tuple(args[0].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_weight_of_an_rnn_cell_is_cast_once_in_an_iteration(caching: bool) -> None:
+    cell = nn.RNNCell(4, 8)  # called once for each timestep with the same fp32 weights
+    optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
+    handle = amp.init(enable_caching=caching, dtype=torch.bfloat16)
+    timesteps = 3
+    for _ in range(2):
+        hidden = torch.zeros(2, 8)
+        with Casts() as casts:
+            for x in torch.randn(timesteps, 2, 4):
+                hidden = cell(x, hidden)
+        for weight in (cell.weight_ih, cell.weight_hh):
+            assert casts.of[tuple(weight.shape)] == (1 if caching else timesteps)
+        # The context manager around the backward pass says when to clear the cache.
+        with handle.scale_loss(hidden.float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle._deactivate()
