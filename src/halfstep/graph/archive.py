@@ -28,7 +28,7 @@ _PLAIN = re.compile(
     r"|data/sample_inputs/model\.pt|models/model\.json|extra/halfstep\.json"
     r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
 )
-"""What torch 2.11 to 2.13 write for a program of plain tensors."""
+"""What torch 2.13 writes for a program of plain tensors."""
 
 
 @contextmanager
