@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import math
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCED = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+HOW_TO = sorted((ROOT / "docs/how-to").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *HOW_TO]
+FENCED = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.M | re.S)
+WITH_OUTPUT = [ROOT / "docs/tutorial.md", *HOW_TO]  # there a text block right after a Python block is its whole output
+NUMBER = re.compile(r"\b\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
+
+
+def assert_shown(shown: str, printed: str) -> None:
+    """The words are the same, and the numbers are near: another machine rounds in other places."""
+    assert NUMBER.sub("0", printed).split() == NUMBER.sub("0", shown).split()
+    for number, expected in zip(NUMBER.findall(printed), NUMBER.findall(shown), strict=True):
+        near = math.isclose(float(number.replace(",", "")), float(expected.replace(",", "")), rel_tol=0.25)
+        assert near, f"{number} was printed, and the page shows {expected}"
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun sets for a script on one process."""
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
+    for name, value in names.items():
+        monkeypatch.setenv(name, str(value))
 
 
 @pytest.mark.parametrize(
@@ -22,4 +44,15 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for block in FENCED.finditer(text):
         lines_before = text.count("\n", 0, block.start(1))
         code = compile("\n" * lines_before + block[1], str(page), "exec")  # so that a traceback names the page's line
-        exec(code, namespace)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, namespace)
+        if block[2] is not None and page in WITH_OUTPUT:
+            assert_shown(block[2], printed.getvalue())
+
+
+@pytest.mark.parametrize("printed", ["loss 0.20", "loss 0.1 and", "lost 0.1"])
+def test_other_output_than_a_page_shows_is_noticed(printed: str) -> None:
+    assert_shown("loss 0.10", "loss 0.11")
+    with pytest.raises(AssertionError):
+        assert_shown("loss 0.10", printed)
