@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HOW_TO = sorted((ROOT / "docs/how-to").glob("*.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *HOW_TO]
 FENCED = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.M | re.S)
-WITH_OUTPUT = [ROOT / "docs/tutorial.md", *HOW_TO]  # there a text block right after a Python block is its whole output
+WITH_OUTPUT = [ROOT / "docs/tutorial.md", ROOT / "docs/troubleshooting.md", *HOW_TO]
+"""There a text block right after a Python block is its whole output."""
 NUMBER = re.compile(r"\b\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
 
 
