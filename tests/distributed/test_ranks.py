@@ -12,7 +12,7 @@ from torch import nn
 
 from halfstep.core.errors import UsageError
 from halfstep.core.loss_scale import DynamicLossScale
-from halfstep.distributed import ddp_sync as module
+from halfstep.distributed import ddp_sync, flat_buckets
 from halfstep.distributed.ddp_sync import BackwardRecord, RankSync, any_overflow, share_overflow
 from halfstep.gradients.loss_scaler import DeviceLossScaler
 from halfstep.masters.keeper import MasterKeeper
@@ -355,13 +355,13 @@ def test_ranks_send_alike_if_one_of_them_has_no_sparse_gradient(
 
 
 def test_flat_buckets_hold_one_dtype_and_not_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BUCKET", 4)
+    monkeypatch.setattr(flat_buckets, "_BUCKET", 4)
     sizes = [(2, FP32), (2, FP32), (1, FP32), (9, FP32), (1, BF16), (3, BF16)]
     tensors = [torch.zeros(n, dtype=dtype) for n, dtype in sizes]
-    chunks = [[t.numel() for t in chunk] for chunk in module._chunks(tensors)]
+    chunks = [[t.numel() for t in chunk] for chunk in flat_buckets._chunks(tensors)]
     assert chunks == [[2, 2], [1], [9], [1, 3]]
-    assert module._chunks([]) == []
-    assert [len(chunk) for chunk in module._chunks([torch.zeros(n) for n in (1, 4, 1)])] == [1, 1, 1]
+    assert flat_buckets._chunks([]) == []
+    assert [len(chunk) for chunk in flat_buckets._chunks([torch.zeros(n) for n in (1, 4, 1)])] == [1, 1, 1]
 
 
 # ---- finding wrappers
@@ -375,10 +375,10 @@ class Finder:
         self.idle: list[Wrapper] = []
         self.broadcasts: list[list[float]] = []
         self.asked = 0
-        monkeypatch.setattr(module, "wrappers_seen", lambda: len(self.wrappers))
-        monkeypatch.setattr(module, "known_wrappers", self.known)
-        monkeypatch.setattr(module, "changes_gradients", lambda wrapper: wrapper not in self.idle)
-        monkeypatch.setattr(module, "reduction_of", lambda wrapper: wrapper)
+        monkeypatch.setattr(ddp_sync, "wrappers_seen", lambda: len(self.wrappers))
+        monkeypatch.setattr(ddp_sync, "known_wrappers", self.known)
+        monkeypatch.setattr(ddp_sync, "changes_gradients", lambda wrapper: wrapper not in self.idle)
+        monkeypatch.setattr(ddp_sync, "reduction_of", lambda wrapper: wrapper)
         monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank + 6)
         monkeypatch.setattr(dist, "broadcast", self.broadcast)
 

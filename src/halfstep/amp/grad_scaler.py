@@ -22,8 +22,8 @@ from ..gradients.ledger import UnscaledOnce
 from ..gradients.unscale import Unscaler
 from ..optimizers.release import release_of
 from ..stepping.attached import AttachedOptimizer, attached_to
-from ..stepping.backward import before_unscaling
 from ..stepping.diagnosis import first_bad_gradient
+from ..stepping.scaled_backward import before_unscaling
 from .scaler_settings import ScalerSettings, check_interval
 from .step_result import StepResult
 

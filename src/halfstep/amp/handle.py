@@ -23,9 +23,9 @@ from ..core.loss_scale import LossScale, LossScaleSpec, StaticLossScale, make_lo
 from ..core.oplists import OpLists
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..stepping.attached import AttachedOptimizer, attach, attached_to
-from ..stepping.backward import ScaledBackward, check_loss
 from ..stepping.dynamic_class import undress
 from ..stepping.optimizer_wrapper import ForwardingOptimizer
+from ..stepping.scaled_backward import ScaledBackward, check_loss
 
 __all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "init"]
 

@@ -8,7 +8,7 @@ import torch
 
 from ..casting.dynamo import eager
 from ..core.errors import ArgumentIndexError, ArgumentTypeError
-from ..stepping.backward import ScaledBackward
+from ..stepping.scaled_backward import ScaledBackward
 from .session import as_list, session_of
 
 __all__ = ["scale_loss"]

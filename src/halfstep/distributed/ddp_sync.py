@@ -7,23 +7,18 @@ step the gradients that no backward pass has averaged, and shares overflows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from ..core.dtypes import is_half
 from ..core.errors import UsageError
-from ..gradients.ledger import get_grads, set_grads
 from ..gradients.loss_scaler import DeviceLossScaler
-from ..gradients.master_registry import master_of, write_master
-from ..kernels.grouping import group_rows
 from .ddp_hook import Reduction, changes_gradients, known_wrappers, reduction_of, wrappers_seen
+from .flat_buckets import average_gradients, share_masters
 
 __all__ = ["BackwardRecord", "RankSync", "any_overflow", "share_overflow"]
-
-_BUCKET = 2**24  # elements in a flat bucket: 64 MiB of fp32
 
 
 @dataclass(eq=False)
@@ -143,7 +138,7 @@ class RankSync:
             if not reduction.is_joining and reduction.joins != self._joins.get(reduction, 0):
                 # All ranks got the weights of one that was active to the end; its masters belong to them.
                 self._joins[reduction] = reduction.joins
-                _share_masters([p for p in mastered if reduction.holds(p)], reduction.group, reduction.source)
+                share_masters([p for p in mastered if reduction.holds(p)], reduction.group, reduction.source)
         key = (wrappers_seen(), len(params), len(wide))
         if key == self._key or self.alone:
             return
@@ -156,7 +151,7 @@ class RankSync:
                 self.reductions.append(reduction)
                 # The wrapper gave every rank the weights of rank 0, but each rank still has its own masters.
                 self._joins[reduction] = reduction.joins
-                _share_masters([p for p in mastered if reduction.holds(p)], reduction.group)
+                share_masters([p for p in mastered if reduction.holds(p)], reduction.group)
             reduction.widen(wide)
 
     def begin_backward(
@@ -295,8 +290,7 @@ class RankSync:
         for reduction in [reduction for reduction in self.reductions if reduction in self._unsynced]:
             owners = [p for p in params if reduction.holds(p) and id(p) not in done and p.requires_grad]
             done.update(map(id, owners))
-            for bucket in _flat_buckets(owners, sparse):
-                _average(bucket, reduction, fp32, sparse)
+            average_gradients(owners, reduction, fp32, sparse)
         self._unsynced.clear()
 
 
@@ -359,71 +353,3 @@ def _groups(ranks: Iterable[RankSync]) -> list[dist.ProcessGroup]:
 def _versions(reduction: Reduction, params: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
     """The version of each gradient of a wrapper, which changes when a backward pass adds to it."""
     return {p: p.grad._version for p in params if p.grad is not None and reduction.holds(p)}
-
-
-@torch.no_grad()
-def _share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup, rank: int = 0) -> None:
-    """Give every rank the masters of one rank of the group."""
-    source = dist.get_global_rank(group, rank)
-    owners = [p for p in params if master_of(p) is not None]
-    for bucket in _chunks(owners):
-        flat = torch.cat([master_of(p).flatten() for p in bucket])  # type: ignore[union-attr]
-        dist.broadcast(flat, source, group=group)
-        for param, values in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-            rounded = write_master(param, values.view_as(param))
-            assert rounded is not None
-            if not torch.equal(rounded, param):  # writing would make a saved forward pass fail in backward
-                param.copy_(rounded)
-
-
-def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors grouped by device and dtype, in lists of at most ``_BUCKET`` elements or of one tensor."""
-    chunks: list[list[torch.Tensor]] = []
-    for rows in group_rows(tensors):
-        room = -1  # none yet
-        for tensor in (tensors[i] for i in rows):
-            if tensor.numel() > room:
-                chunks.append([])
-                room = _BUCKET
-            chunks[-1].append(tensor)
-            room -= tensor.numel()
-    return chunks
-
-
-def _flat_buckets(owners: list[torch.Tensor], sparse: Mapping[int, int]) -> list[list[torch.Tensor]]:
-    alone = [[p] for p in owners if id(p) in sparse]
-    return [*alone, *_chunks([p for p in owners if id(p) not in sparse])]
-
-
-def _average(owners: list[torch.Tensor], reduction: Reduction, fp32: set[int], sparse: Mapping[int, int]) -> None:
-    """Replace each gradient by its mean over the ranks. A rank without a gradient counts as zero."""
-    grads = get_grads(owners)
-    first = grads[0]
-    if id(owners[0]) in sparse:
-        param, dims = owners[0], sparse[id(owners[0])]
-        if first is None:
-            first = torch.zeros_like(param, dtype=torch.float32 if id(param) in fp32 else param.dtype).to_sparse(dims)
-        elif not first.is_sparse:
-            first = first.to_sparse(dims)
-        total = (first.float() if is_half(first) else first).coalesce()
-        dist.all_reduce(total, group=reduction.group)
-        set_grads([param], [(total / reduction.world).to(first.dtype)])
-        return
-    dtype = torch.float32 if is_half(owners[0]) else owners[0].dtype
-    parts = [
-        torch.zeros_like(p, dtype=dtype).flatten() if g is None else g.flatten().to(dtype)
-        for p, g in zip(owners, grads, strict=True)
-    ]
-    present = torch.tensor([float(g is not None) for g in grads], device=owners[0].device).to(dtype)
-    flat = torch.cat([*parts, present])
-    dist.all_reduce(flat, group=reduction.group)
-    *sums, present = flat.split([*(p.numel() for p in owners), len(owners)])
-    for param, values, anyone in zip(owners, sums, present.real.tolist(), strict=True):
-        if anyone:
-            mean = (values / reduction.world).view_as(param)
-            if id(param) not in fp32:
-                mean = mean.to(param.dtype)
-            if param.grad is None or param.grad.dtype is not mean.dtype:
-                set_grads([param], [mean])
-            else:
-                param.grad.copy_(mean)

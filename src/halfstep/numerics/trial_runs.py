@@ -22,8 +22,8 @@ from ..core.errors import UsageError
 from ..core.policy import Policy
 from ..gradients.master_registry import master_of
 from ..kernels.shards import is_sharded
-from ..stepping.backward import before_unscaling
 from ..stepping.prepare import prepare_model
+from ..stepping.scaled_backward import before_unscaling
 
 __all__ = ["Dice", "as_candidate", "as_reference", "run_step"]
 

@@ -1,0 +1,98 @@
+"""Tensors of many parameters sent between the ranks in few flat buckets: masters, and gradients before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..core.dtypes import is_half
+from ..gradients.ledger import get_grads, set_grads
+from ..gradients.master_registry import master_of, write_master
+from ..kernels.grouping import group_rows
+from .ddp_hook import Reduction
+
+__all__ = ["average_gradients", "share_masters"]
+
+_BUCKET = 2**24  # elements in a flat bucket: 64 MiB of fp32
+
+
+@torch.no_grad()
+def share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup, rank: int = 0) -> None:
+    """Give every rank the masters of one rank of the group."""
+    source = dist.get_global_rank(group, rank)
+    owners = [p for p in params if master_of(p) is not None]
+    for bucket in _chunks(owners):
+        flat = torch.cat([master_of(p).flatten() for p in bucket])  # type: ignore[union-attr]
+        dist.broadcast(flat, source, group=group)
+        for param, values in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            rounded = write_master(param, values.view_as(param))
+            assert rounded is not None
+            if not torch.equal(rounded, param):  # writing would make a saved forward pass fail in backward
+                param.copy_(rounded)
+
+
+@torch.no_grad()
+def average_gradients(
+    params: Sequence[torch.Tensor], reduction: Reduction, fp32: set[int], sparse: Mapping[int, int]
+) -> None:
+    """Replace the gradients of parameters by their means over the ranks. A rank without a gradient counts as zero.
+
+    Args:
+        params: those of one wrapper, the same on every rank.
+        reduction: that of the wrapper.
+        fp32: identities of parameters whose gradients are fp32 afterwards.
+        sparse: the number of sparse dimensions of sparse gradients, by the identity of the parameter.
+    """
+    alone = [[p] for p in params if id(p) in sparse]
+    for bucket in [*alone, *_chunks([p for p in params if id(p) not in sparse])]:
+        _average(bucket, reduction, fp32, sparse)
+
+
+def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors grouped by device and dtype, in lists of at most ``_BUCKET`` elements or of one tensor."""
+    chunks: list[list[torch.Tensor]] = []
+    for rows in group_rows(tensors):
+        room = -1  # none yet
+        for tensor in (tensors[i] for i in rows):
+            if tensor.numel() > room:
+                chunks.append([])
+                room = _BUCKET
+            chunks[-1].append(tensor)
+            room -= tensor.numel()
+    return chunks
+
+
+def _average(owners: list[torch.Tensor], reduction: Reduction, fp32: set[int], sparse: Mapping[int, int]) -> None:
+    """``average_gradients`` for one bucket."""
+    grads = get_grads(owners)
+    first = grads[0]
+    if id(owners[0]) in sparse:
+        param, dims = owners[0], sparse[id(owners[0])]
+        if first is None:
+            first = torch.zeros_like(param, dtype=torch.float32 if id(param) in fp32 else param.dtype).to_sparse(dims)
+        elif not first.is_sparse:
+            first = first.to_sparse(dims)
+        total = (first.float() if is_half(first) else first).coalesce()
+        dist.all_reduce(total, group=reduction.group)
+        set_grads([param], [(total / reduction.world).to(first.dtype)])
+        return
+    dtype = torch.float32 if is_half(owners[0]) else owners[0].dtype
+    parts = [
+        torch.zeros_like(p, dtype=dtype).flatten() if g is None else g.flatten().to(dtype)
+        for p, g in zip(owners, grads, strict=True)
+    ]
+    present = torch.tensor([float(g is not None) for g in grads], device=owners[0].device).to(dtype)
+    flat = torch.cat([*parts, present])
+    dist.all_reduce(flat, group=reduction.group)
+    *sums, present = flat.split([*(p.numel() for p in owners), len(owners)])
+    for param, values, anyone in zip(owners, sums, present.real.tolist(), strict=True):
+        if anyone:
+            mean = (values / reduction.world).view_as(param)
+            if id(param) not in fp32:
+                mean = mean.to(param.dtype)
+            if param.grad is None or param.grad.dtype is not mean.dtype:
+                set_grads([param], [mean])
+            else:
+                param.grad.copy_(mean)

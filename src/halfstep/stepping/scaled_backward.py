@@ -1,0 +1,164 @@
+"""The block in which a face runs one scaled backward pass: what is behind ``scale_loss`` and its like.
+
+It calls the passes of all its optimizers in order (``backward.py``) and then moves the loss scale.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from ..casting.dynamo import eager
+from ..casting.op_casting import clear_cache
+from ..core.dtypes import is_half
+from ..core.errors import ArgumentTypeError, UsageError
+from ..gradients.loss_scaler import DeviceLossScaler
+from .backward import BackwardPasses, record_pass
+
+__all__ = ["ScaledBackward", "before_unscaling", "check_loss"]
+
+before_unscaling: list[Callable[[], None]] = []
+"""Called before gradients are unscaled and scales move. One that raises leaves both as they were before the block."""
+
+
+def check_loss(name: str, loss: object) -> None:
+    """Check that a loss can be scaled; ``name`` is who asks.
+
+    Raises:
+        ArgumentTypeError: if it is no floating tensor.
+    """
+    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+        kind = loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ArgumentTypeError(f"{name} needs a floating tensor as loss, not {kind}.")
+
+
+class _NotEntered(UsageError, AttributeError):  # noqa: N818 - an AttributeError too, so that hasattr() works
+    """A block was used as if it were the loss."""
+
+
+class ScaledBackward:
+    """A block that gives the scaled loss. On leaving it, the new gradients are unscaled and the loss scale is updated.
+
+    Args:
+        loss: a floating tensor on any device; a 16-bit one is scaled in fp32.
+        passes: those of the optimizers whose parameters get gradients.
+        scaler: the loss scale.
+        name: who asks, for the message of an error.
+        found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. With None a static scale of
+            1.0 neither scales nor looks for inf and NaN.
+        delay: leave the gradients scaled and the scale where it is.
+        check: False moves no scale and skips no step for this pass.
+
+    Raises:
+        ArgumentTypeError: if the loss is no floating tensor.
+        UsageError: from the block, if it was left with gradients that did not come through the scaled loss; they are
+            dropped.
+        LossScaleCollapsed: from the block, if the scale has been at its floor for too many overflows in a row.
+    """
+
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        passes: Sequence[BackwardPasses],
+        scaler: DeviceLossScaler,
+        *,
+        name: str,
+        found_inf: torch.Tensor | None = None,
+        delay: bool = False,
+        check: bool = True,
+    ) -> None:
+        check_loss(name, loss)
+        self._loss = loss
+        self._passes = passes
+        self._scaler = scaler
+        self._name = name
+        self._found_inf = found_inf
+        self._delay = delay
+        self._check = check
+        self._scale: torch.Tensor | None = None
+        self._hooks: list[Any] = []  # on the loss and the scaled loss
+        self._reached: set[str] = set()  # which of the two a backward pass has gone through
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _NotEntered(
+            f"{self._name} returns a block, which has no {name!r}: write `with {self._name}(loss, optimizer) as "
+            "scaled_loss: scaled_loss.backward()`."
+        )
+
+    @eager
+    def __enter__(self) -> torch.Tensor:
+        loss = self._loss
+        scales = self._found_inf is not None or not self._scaler.neutral
+        self._scale = scale = self._scaler.scale(loss.device) if scales else None
+        seen: set[int] | None = set() if len(self._passes) > 1 else None
+        begun: list[BackwardPasses] = []
+        try:
+            for passes in self._passes:
+                passes.begin(scale, seen, delay=self._delay)
+                begun.append(passes)
+                if passes.release is not None:
+                    passes.release.guard = self._refuse_unscaled
+        except BaseException:
+            for passes in begun:
+                passes.abandon()
+            raise
+        wide = loss.float() if is_half(loss) else loss
+        if scale is None:
+            return wide
+        scaled = wide * scale
+        if scaled.requires_grad:
+            for name, tensor in (("loss", loss), ("scaled_loss", scaled)):
+                self._hooks.append(tensor.register_hook(functools.partial(self._reach, name)))
+        return scaled
+
+    def _reach(self, name: str, _: torch.Tensor) -> None:
+        self._reached.add(name)
+
+    def _refuse_unscaled(self) -> None:
+        """Refuse a backward pass that did not come through the scaled loss."""
+        if self._reached == {"loss"}:
+            raise UsageError(
+                f"backward() was called on the loss given to {self._name}, and not on the scaled loss, so that its "
+                "gradients would be divided by a scale that they do not have. Call it on what the block gives: "
+                f"`with {self._name}(loss, optimizer) as scaled_loss: scaled_loss.backward()`. The gradients are "
+                "what they were before the block."
+            )
+
+    @eager
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        clear_cache()
+        unscaled_loss = self._reached == {"loss"} and any(passes.gradients.arrived() for passes in self._passes)
+        while self._hooks:
+            self._hooks.pop().remove()
+        if kind is not None or unscaled_loss:
+            self._abandon()
+            if unscaled_loss and kind is None:
+                self._refuse_unscaled()
+            return
+        try:
+            for callback in before_unscaling:
+                callback()
+        except BaseException:
+            self._abandon()
+            raise
+        found_inf = torch.zeros((), device=self._loss.device) if self._found_inf is None else self._found_inf
+        seen: set[int] | None = set() if len(self._passes) > 1 else None
+        try:
+            for passes in self._passes:
+                passes.finish(self._scale, found_inf, seen, delay=self._delay)
+        finally:
+            for passes in self._passes:
+                if passes.is_open:  # finish of an earlier one raised
+                    passes.abandon()
+        if self._scale is not None and self._check and not self._delay:
+            record_pass(self._passes, self._scaler, found_inf, self._scale)
+
+    def _abandon(self) -> None:
+        for passes in self._passes:
+            passes.abandon()
