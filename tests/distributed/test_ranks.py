@@ -13,6 +13,7 @@ from torch import nn
 from halfstep.core.errors import UsageError
 from halfstep.core.loss_scale import DynamicLossScale
 from halfstep.distributed import ddp_sync, flat_buckets
+from halfstep.distributed.agreement import StepFacts
 from halfstep.distributed.ddp_sync import BackwardRecord, RankSync, any_overflow, share_overflow
 from halfstep.gradients.loss_scaler import DeviceLossScaler
 from halfstep.masters.keeper import MasterKeeper
@@ -27,12 +28,13 @@ class Wrapper:
         self.group, self.factor, self.world = group or object(), factor, 2
         self.alive, self.will_sync, self.hooked, self.watched = True, True, True, False
         self.is_joining, self.joins = False, 0
-        self.device = torch.device("cpu")
+        self.device, self.has_cpu = torch.device("cpu"), True
         self.allreduces = 0
         self.scale: torch.Tensor | None = None
         self.held: list[dict[int, torch.Tensor]] = []
         self.unsent = False
         self.filled = 0
+        self.rebuilds = 0
         self.stayed: list[torch.Tensor] = []
         self._params = set(map(id, params))
 
@@ -44,6 +46,9 @@ class Wrapper:
 
     def remember_unsynced(self, params: list[torch.Tensor]) -> None:
         self.stayed.extend(params)
+
+    def rebuild_buckets(self) -> None:
+        self.rebuilds += 1
 
     def end_backward(self) -> bool:
         self.watched, self.scale, self.held = False, None, []
@@ -340,7 +345,8 @@ def test_ranks_send_alike_if_one_of_them_has_no_sparse_gradient(
 
     def answer(tensor: torch.Tensor) -> None:
         seen.append((tensor.layout, tensor.shape))
-        others = {6: [1.0, 1.0, 0.0, 0.0, -(2.0**20), -(2.0**20)], 1: [1]}  # facts, and sparse dimensions
+        facts = StepFacts.of_rank([True], late=False, steps=True, sparse=True, news=0, missing=0)
+        others = {10: [*facts[:5], *facts.scales, *facts.unsynced], 1: [1]}  # facts, and sparse dimensions
         if not tensor.is_sparse:
             tensor.copy_(torch.maximum(tensor, torch.tensor(others[tensor.numel()])))
 
@@ -349,7 +355,7 @@ def test_ranks_send_alike_if_one_of_them_has_no_sparse_gradient(
     ranks._unsynced.update(ranks.reductions if mine is not None else ())
     ranks.agree([table], [], [])
     ranks.average_unsynced([table], [])
-    assert seen == [(torch.strided, (6,)), (torch.strided, (1,)), (torch.sparse_coo, (3, 2))]
+    assert seen == [(torch.strided, (10,)), (torch.strided, (1,)), (torch.sparse_coo, (3, 2))]
     assert table.grad.is_sparse
     assert table.grad.to_dense().tolist() == [[0.5 * (mine is not None)] * 2] * 3
 

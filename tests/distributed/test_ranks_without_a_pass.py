@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +17,7 @@ from tests.distributed.test_accumulation_across_processes import OPTIMIZERS, dat
 from tests.support.processes import Ranks
 
 # One string a rank, one word a window, one letter a micro-step: u is unsynced, s is synced, - is no pass, 0 is an
-# unsynced pass of a loss times zero, ! is one whose loss is infinite.
+# unsynced pass of a loss times zero, ! is one whose loss is infinite, c clips.
 PLANS = {
     "the first window": ("u u u", "- u u"),
     "a window in the middle": ("u u u", "u - u"),
@@ -26,11 +27,28 @@ PLANS = {
     "beside an overflow": ("u ! u u", "u - u -"),
     "beside a first overflow": ("! u u", "- u u"),
     "after synced windows": ("s s u s", "s s - s"),
+    "between clipping and the step": ("u ucu u", "u uc- u"),
+}
+
+# The same for a rank that has never had, nor heard of, a window that was not averaged by its last pass.
+UNEXPECTED = {
+    "after the first synced pass": ("su s su", "s- s su"),
+    "of a few passes": ("s suusuu s", "s s--s-- s"),
+    "on the other rank": ("s- s", "su s"),
+    "an overflow after a synced pass": ("s! s", "s- s"),
 }
 
 
 def train(
-    rank: int, plans: tuple[str, str], level: str, scale: Any, optimizer: str, how: str = "", sparse: bool = False
+    rank: int,
+    plans: tuple[str, str],
+    level: str,
+    scale: Any,
+    optimizer: str,
+    how: str = "",
+    sparse: bool = False,
+    *,
+    scales: list[Any] | None = None,
 ) -> dict[str, Any]:
     model: Any = words_net() if sparse else net()
     batch = words if sparse else data
@@ -44,10 +62,12 @@ def train(
         verbosity=0,
     )
     ddp = DistributedDataParallel(model)
-    scales = []
+    scales = [] if scales is None else scales
     for step, window in enumerate(plans[rank].split()):
         for micro, kind in enumerate(window):
-            if kind == "-":
+            if kind == "c":
+                optim.clip_master_grads(0.5)
+            if kind in "-c":
                 continue
             with nullcontext() if kind == "s" else ddp.no_sync():
                 loss = ddp(batch(rank, step, micro)).float().square().mean() * {"0": 0.0, "!": float("inf")}.get(
@@ -67,7 +87,7 @@ def train(
 
 def check(ranks: Ranks, plan: str, *arguments: Any) -> None:
     """The ranks go on alike, as where the rank has a loss of zero instead of none."""
-    plans = PLANS[plan]
+    plans = (PLANS | UNEXPECTED)[plan]
     expected, _ = ranks.run(train, tuple(each.replace("-", "0") for each in plans), *arguments)
     for found in ranks.run(train, plans, *arguments):
         assert found["scales"] == expected["scales"]
@@ -76,11 +96,11 @@ def check(ranks: Ranks, plan: str, *arguments: Any) -> None:
             assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", PLANS | UNEXPECTED)
 @pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_it_counts_as_zero(ranks: Ranks, level: str, scale: Any, plan: str) -> None:
-    if "!" in PLANS[plan][0] and scale == 1.0:
+    if "!" in (PLANS | UNEXPECTED)[plan][0] and scale == 1.0:
         pytest.skip("a scale of 1.0 looks for no overflow")
     check(ranks, plan, level, scale, "sgd")
 
@@ -103,6 +123,42 @@ def test_it_counts_as_zero_however_gradients_are_treated(ranks: Ranks, plan: str
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if "s" not in PLANS[plan][0] and "!" not in PLANS[plan][0]])
 def test_it_counts_as_zero_where_gradients_are_sparse(ranks: Ranks, plan: str, level: str) -> None:
     check(ranks, plan, level, 128.0, "sgd", "", True)
+
+
+def error_of(rank: int, plans: tuple[str, str], how: str, backends: str) -> tuple[str, int]:
+    """What a rank raises, and how many steps it took before."""
+    scales: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: backends)
+        try:
+            train(rank, plans, "O2", 128.0, "sgd", how, scales=scales)
+        except UsageError as error:
+            return str(error), len(scales)
+        finally:
+            amp.deactivate()
+    return "", len(scales)
+
+
+@pytest.mark.parametrize("plan", UNEXPECTED)
+def test_what_ranks_hear_of_too_late_to_clip_is_an_error_on_every_rank(ranks: Ranks, plan: str) -> None:
+    first, second = ranks.run(error_of, UNEXPECTED[plan], "clipped", "cpu:gloo")
+    assert first == second
+    assert "clip_master_grads was called on some ranks" in first[0]
+    assert "End every window with a synced pass" in first[0]
+    assert first[1] == (1 if plan == "of a few passes" else 0)
+
+
+@pytest.mark.parametrize("how", ["", "clipped"])
+@pytest.mark.parametrize("plan", UNEXPECTED)
+def test_without_a_cpu_backend_it_is_an_error_on_every_rank_before_the_next_step(
+    ranks: Ranks, plan: str, how: str
+) -> None:
+    """No step waits for the device there, so ranks learn of it one step later."""
+    first, second = ranks.run(error_of, UNEXPECTED[plan], how, "cuda:nccl")
+    assert first == second
+    assert first[1] == (2 if plan == "of a few passes" else 1)
+    assert "Before the previous step some ranks had backward passes in no_sync()" in first[0]
+    assert 'init_process_group("cpu:gloo,cuda:nccl")' in first[0]
 
 
 def losses_of_their_own(rank: int, counts: tuple[int, int]) -> str:

@@ -103,6 +103,7 @@ __all__ = [
     "push_function_mode",
     "put_back_in_compiler",
     "queue_after_backward",
+    "rebuild_buckets",
     "register_backend",
     "schemas_of_op",
     "set_code_exec_strategy",
@@ -262,6 +263,16 @@ def values_of(sparse: torch.Tensor) -> torch.Tensor:
 def has_comm_hook(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Whether a user has registered a communication hook. Torch's built-in hooks are known to its log only."""
     return bool(wrapper._comm_hooks or wrapper._get_ddp_logging_data().get("comm_hook"))
+
+
+def rebuild_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
+    """After a synced backward pass: let the ranks agree on buckets in the order in which gradients came. Does so once.
+
+    torch does it in the next forward pass, and waits there forever for a rank that has no such pass (torch 2.13).
+    """
+    reducer = getattr(wrapper, "reducer", None)
+    if reducer is not None and not wrapper._use_python_reducer and reducer._rebuild_buckets():
+        wrapper._has_rebuilt_buckets = True
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.dtypes import is_half
-from ..core.torch_compat import HAS_GRAD_DTYPE, backward_pass_id, has_comm_hook, queue_after_backward
+from ..core.torch_compat import HAS_GRAD_DTYPE, backward_pass_id, has_comm_hook, queue_after_backward, rebuild_buckets
 from ..gradients.ledger import set_grads
 from ..kernels.shards import is_sharded
 
@@ -122,6 +122,7 @@ class Reduction:
         hooked: whether our communication hook is registered. It is not where a user has registered one, nor where
             torch's own all-reduce does what is needed.
         device: where its parameters are.
+        has_cpu: whether the process group has a backend for tensors on the CPU; NCCL alone has not.
         factor: what a mean over ranks is to be multiplied by before a step; 1.0 if the mean is wanted.
         watched: whether the present backward pass is in one of our blocks. Then means are sent.
         scale: by what the gradients of the present backward pass are to be divided; None if by nothing.
@@ -136,6 +137,7 @@ class Reduction:
         self.group: dist.ProcessGroup = wrapper.process_group
         self.world = dist.get_world_size(self.group)
         self.device: torch.device = next(wrapper.module.parameters()).device
+        self.has_cpu = "cpu:" in dist.get_backend_config(self.group)
         self.factor = 1.0 if options.average else self.world / (options.predivide or 1.0)
         self.watched = False
         self.scale: torch.Tensor | None = None
@@ -185,6 +187,12 @@ class Reduction:
         unsent = any(key in self._params for held in self.held for key in held)
         self.watched, self.scale, self.held = False, None, []
         return unsent
+
+    def rebuild_buckets(self) -> None:
+        """After a backward pass that the ranks averaged: have the buckets rebuilt now that all ranks are here."""
+        wrapper = self._wrapper()
+        if wrapper is not None and not self.is_joining:
+            rebuild_buckets(wrapper)
 
     @property
     def will_sync(self) -> bool:

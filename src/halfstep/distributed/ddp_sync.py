@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import UsageError
+from ..gradients.async_reader import AsyncReader, capturing
 from ..gradients.loss_scaler import DeviceLossScaler
+from .agreement import StepFacts, refuse_too_late
 from .ddp_hook import Reduction, changes_gradients, known_wrappers, reduction_of, wrappers_seen
 from .flat_buckets import average_gradients, share_masters
 
@@ -56,8 +58,9 @@ class RankSync:
         self._joins: dict[Reduction, int] = {}
         self._has_passed = False
         self._ever_passed = False
+        self._alone_in_window = False
         self._ever_agreed = False
-        self._agreed = False
+        self._told_late = AsyncReader(2)
         self._sparse: dict[int, int] = {}
         self._scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
@@ -83,7 +86,7 @@ class RankSync:
 
     def end_window(self) -> None:
         """The gradients were used: what comes now is another accumulation window."""
-        self._has_passed = self._agreed = False
+        self._has_passed = self._alone_in_window = False
 
     def gradient_scale(self, scale: torch.Tensor | None) -> torch.Tensor | None:
         """What the gradients of a pass are to be divided by, where its loss is multiplied by ``scale``.
@@ -166,7 +169,6 @@ class RankSync:
         """
         self.reductions = [reduction for reduction in self.reductions if reduction.alive]
         self._has_passed = self._ever_passed = True
-        self._agreed = False
         for reduction in self.reductions:
             if not reduction.hooked and reduction.will_sync:
                 # Under a user's communication hook our gradients can only travel in ``p.grad``, in its dtype.
@@ -185,6 +187,7 @@ class RankSync:
         for reduction, (count, before) in self._watched.items():
             unsent = reduction.end_backward()
             if reduction.allreduces > count or (not reduction.hooked and reduction.will_sync):
+                reduction.rebuild_buckets()
                 # A pass that began unsynced can be averaged all the same. Gradients set aside were not sent then.
                 if reduction.will_sync or not unsent:
                     self._unsynced.discard(reduction)
@@ -216,20 +219,28 @@ class RankSync:
         params: Sequence[torch.Tensor],
         records: list[BackwardRecord],
         scalers: Sequence[DeviceLossScaler | None],
+        *,
+        steps: bool = True,
     ) -> None:
         """Find out whether any rank has gradients that were not averaged: all ranks must do then what one of them does.
 
-        A rank may have had no backward pass in this window. It takes part with gradients of zero, and moves its loss
-        scales as the others do. Nothing is sent where the ranks cannot differ: in a window that was averaged by its
-        last pass. A collective operation.
+        A rank may have had no backward pass in this window, or none after one that was averaged. It takes part with
+        gradients of zero, and moves its loss scales as the others do. A collective operation, also where this rank has
+        nothing to tell: it cannot know what the others have.
+
+        Nothing is read from a device, until some window was not averaged by its last pass. Where the process group has
+        no backend for the CPU, the first such window that not all ranks have is too late to average: the others have
+        stepped. Then the next call raises on every rank.
 
         Args:
             params: those of the optimizer.
             records: those of this window; extended on a rank that has none where others have some.
             scalers: the loss scales that those are of, if there are no records in this window at all.
+            steps: whether a step follows. If not, ranks in a window averaged by its last pass need not take part.
 
         Raises:
-            UsageError: on every rank, if they had passes with different numbers of loss scales.
+            UsageError: on every rank, if they had passes with different numbers of loss scales, if only some clip
+                gradients that were not averaged, or if it was too late in the call before.
         """
         if self.joining:
             if self._unsynced:
@@ -239,37 +250,48 @@ class RankSync:
                 )
             return
         silent = not (self._has_passed or records) and (self._ever_passed or all(p.grad is None for p in params))
-        if self._agreed or not (silent or self._unsynced or self._ever_agreed):
+        knows = bool(silent or self._unsynced or self._ever_agreed)
+        may_differ = steps and self._ever_passed and not capturing(self.reductions[0].device)
+        if self._alone_in_window or not (knows or may_differ):
             return
-        self._agreed = True
+        if any(late and left for late, left in self._told_late.poll(wait=True)):
+            refuse_too_late()
         self._sparse.clear()
-        new = len({record.scaler for record in records if not record.shared})
+        news = len({record.scaler for record in records if not record.shared})
         missing = list(dict.fromkeys(record.scaler for record in records)) or scalers
-        none, follows = -(2.0**20), False
+        sparse, follows = any(p.grad is not None and p.grad.is_sparse for p in params), False
         for group in _groups([self]):
             mine = [reduction for reduction in self.reductions if reduction.alive and reduction.group is group]
-            unsynced = [float(reduction in self._unsynced) for reduction in mine]
-            sparse = any(p.grad is not None and p.grad.is_sparse for p in params)
-            counts = [new, -new, none, none] if new else [none, none, len(missing), -len(missing)]
-            told = torch.tensor([*unsynced, float(sparse), *counts], device=mine[0].device)
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-            *unsynced, sparse, most, fewest, most_missing, fewest_missing = told.tolist()
-            if most == none:
-                pass  # no rank looks for overflows, or all have shared what they found
-            elif most != -fewest or (most_missing != none and not most_missing == -fewest_missing == most):
-                raise UsageError(
-                    f"Before this step this rank had backward passes of {new} loss scales, and another rank of another "
-                    "number. Call scale_loss for every loss on every rank; without a batch, on any loss times zero."
-                )
-            else:
-                follows = follows or not new
-            self._unsynced.update(reduction for reduction, told in zip(mine, unsynced, strict=True) if told)
-            self._ever_agreed = self._ever_agreed or any(unsynced)
-            if sparse:
-                self._share_sparse([p for p in params if p.requires_grad], group, mine[0].device)
+            late = not (knows or mine[0].has_cpu)
+            device = torch.device("cpu") if mine[0].has_cpu else mine[0].device
+            unsynced = [reduction in self._unsynced for reduction in mine]
+            told = StepFacts.of_rank(
+                unsynced, late=late, steps=steps, sparse=sparse, news=news, missing=len(missing)
+            ).share(group, device)
+            if late:
+                self._told_late.post(told[0], told[1])
+                continue
+            facts = StepFacts.read(told)
+            if facts.late and facts.left:
+                self._told_late.post(told[0], told[1])
+                self._end_alone(records)
+                return
+            facts.refuse_differences(news)
+            follows = follows or (facts.any_news and not news)
+            self._unsynced.update(reduction for reduction, one in zip(mine, facts.unsynced, strict=True) if one)
+            self._ever_agreed = self._ever_agreed or facts.left
+            if facts.sparse:
+                self._share_sparse([p for p in params if p.requires_grad], group, device)
         for scaler in missing if follows else ():
             found_inf, dynamic = torch.zeros((), device=self.reductions[0].device), bool(scaler and scaler.dynamic)
             records.append(BackwardRecord(found_inf, scaler, dynamic=dynamic))
+
+    def _end_alone(self, records: Iterable[BackwardRecord]) -> None:
+        """Send nothing more in this window: others go on without it, until all ranks raise before the next step."""
+        self._alone_in_window = True
+        self._unsynced.clear()
+        for record in records:
+            record.shared = True
 
     def _share_sparse(self, params: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
         """Find out of which parameters some rank has a sparse gradient, and with how many sparse dimensions."""

@@ -165,14 +165,21 @@ class BackwardPasses:
         if self.delayed_scale is not None:
             self.records.append(BackwardRecord(found_inf, None))
 
-    def sync(self) -> None:
-        """Average gradients and overflows since the last step with the ranks that have not got them yet."""
+    def sync(self, *, steps: bool = True) -> None:
+        """Average gradients and overflows since the last step with the ranks that have not got them yet.
+
+        Args:
+            steps: whether a step follows.
+
+        Raises:
+            UsageError: as ``RankSync.agree``.
+        """
         if self.ranks.alone:
             return
         params = self.keeper.params()
         self._discover_wrappers(params)
         if self.ranks.reductions:
-            self.ranks.agree(params, self.records, self.scalers)
+            self.ranks.agree(params, self.records, self.scalers, steps=steps)
             if self.ranks.has_unsynced:
                 self.ranks.average_unsynced(params, halves(params) if self.keeper.any else [])
             sync_overflow([self])
@@ -212,7 +219,7 @@ class BackwardPasses:
         if self.release is not None:
             self.release.refuse_clipping("clip_master_grads")
         self.unscale_delayed()
-        self.sync()
+        self.sync(steps=False)
         norm = self.gradients.clip(self.keeper.params(), max_norm, norm_type)
         return torch.where(any_overflow(self.records) != 0, -1.0, norm) if self.records else norm
 
