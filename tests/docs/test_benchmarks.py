@@ -103,6 +103,16 @@ def test_emulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "units" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
+def test_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "s.json"
+    flags = ["--device", "cpu", "--steps", "1", "--max-seconds", "0", "--table", "steps", "--json", str(path)]
+    assert main(["shapes", *flags]) == 0
+    names = [timing["name"] for timing in json.loads(path.read_text())["timings"]]
+    assert names[:3] == [f"steps, width 32, {name}" for name in ("fp32", "O1", "O2")]
+    assert "bfloat16 on cpu" in capsys.readouterr().out
+
+
 def test_host_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "h.json"
     flags = ["--device", "cpu", "--steps", "2", "--tensors", "1", "3", "--json", str(path)]
