@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
+import math
 import re
 import statistics
 import subprocess
@@ -12,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-for needed in ("click", "rich", "sklearn", "matplotlib", "jinja2"):
-    if importlib.util.find_spec(needed) is None:  # the GPU machine has none of them; importing them here takes seconds
+for needed in ("click", "rich", "sklearn"):
+    if importlib.util.find_spec(needed) is None:  # the GPU machine has none of them; importing one takes seconds
         pytest.skip(f"could not find {needed}", allow_module_level=True)
 
 from click.testing import CliRunner
@@ -22,8 +25,9 @@ from halfstep import __version__, amp
 from halfstep.cli import demo
 from halfstep.cli.app import SUBCOMMANDS, app
 from halfstep.cli.demo import report, training
-from halfstep.cli.demo.training import EPOCH_STEPS, Run, Settings
+from halfstep.cli.demo.training import EPOCH_STEPS, LOSS_SCALE, Run, Settings
 from halfstep.core import hardware
+from tests.numerics.test_report import Reader
 
 LEVELS = ("O0", "O1", "O2", "O3")
 CPU = torch.device("cpu")
@@ -36,37 +40,83 @@ def run(*args: str, exit_code: int = 0) -> str:
 
 
 @pytest.fixture(scope="module")
-def demo_output(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo") / "made" / "by the demo"
+
+
+@pytest.fixture(scope="module")
+def demo_output(folder: Path) -> tuple[str, str]:
     """What a small run prints and the page it writes."""
-    out = tmp_path_factory.mktemp("demo") / "made" / "by the demo"
-    text = run("demo", "--device", "cpu", "--epochs", "2", "--width", "16", "--out", str(out))
-    return text, (out / "report.html").read_text(encoding="utf-8")
+    text = run("demo", "--device", "cpu", "--epochs", "2", "--width", "16", "--out", str(folder))
+    return text, (folder / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.exhaustive
-def test_one_table_with_every_level(demo_output: tuple[str, str]) -> None:
+def test_one_table_with_every_run(demo_output: tuple[str, str]) -> None:
     text, _ = demo_output
-    rows = {cells[0]: cells for line in text.splitlines() if (cells := line.split()) and cells[0] in LEVELS}
-    assert list(rows) == list(LEVELS)
-    for level, cells in rows.items():
-        assert cells[1] == ("float32" if level == "O0" else "bfloat16")
-        assert float(cells[2]) > 20  # percent; chance is 10
-        assert cells[-1] == "0"  # steps skipped
-    assert rows["O0"][6] == "1.00"
+    rows = [cells for line in text.splitlines() if (cells := line.split()) and cells[0] in LEVELS]
+    assert [tuple(cells[:2]) for cells in rows] == [
+        ("O0", "float32"),
+        ("O1", "bfloat16"),
+        ("O2", "bfloat16"),
+        ("O3", "bfloat16"),
+        ("O2", "float16"),
+    ]
+    for level, dtype, accuracy, _, _, _, computed, *_ in rows:
+        assert computed == ("fp32" if level == "O0" else computed_in(dtype))
+        assert float(accuracy) > 20  # percent; chance is 10
+    assert rows[0][5] == "1.00"
+    assert [cells[-1] for cells in rows[:4]] == ["0"] * 4  # steps skipped
+    assert int(rows[4][-1]) > 0
     assert all(len(line) <= 80 for line in text.splitlines() if line.strip() and "report.html" not in line)
+
+
+def computed_in(dtype: str) -> str:
+    return "units" if hardware.has_units(CPU, getattr(torch, dtype), "convolution") else "emulated"
 
 
 def test_report_is_one_self_contained_page(demo_output: tuple[str, str]) -> None:
     text, page = demo_output
     assert "report.html" in text
-    assert page.count("<svg") == 2
     for level in LEVELS:
-        assert re.search(rf"</span>{level}</td>", page)
+        assert re.search(rf"</span>{level} \w+</th>", page)
     for fact in ("16-bit units", torch.__version__, __version__, "halfstep demo --device cpu"):
         assert fact in page
     fetched = re.findall(r"""(?:src|href)\s*=\s*["'](?!#)([^"']*)|url\((?!#)""", page)
     assert not fetched, "the page must need nothing from outside"
     assert "<script" not in page
+
+
+def test_pictures_and_tables_of_the_report_can_be_listened_to(demo_output: tuple[str, str]) -> None:
+    _, page = demo_output
+    reader = Reader(page)
+    drawn = reader.all(role="img")
+    assert [tag for tag, _ in drawn] == ["div", "div", "svg", "svg"]  # time, memory, loss, loss scale
+    assert all("O2 float16" in (given["aria-label"] or "") for tag, given in drawn if tag == "div")
+    for title in ("Loss", "Loss scale"):
+        assert page.count(f"<title>{title}</title><desc>") == 1
+    headings = [given.get("scope") for tag, given in reader.found if tag == "th"]
+    assert set(headings) == {"col", "row"}
+
+
+def test_the_scale_of_float16_moves_and_the_page_says_why(demo_output: tuple[str, str], folder: Path) -> None:
+    _, page = demo_output
+    runs = json.loads((folder / "results.json").read_text())["runs"]
+    scales = {f"{each['level']} {each['dtype']}": each["loss_scales"] for each in runs}
+    assert scales["O2 float16"][0] == LOSS_SCALE.init_scale
+    assert min(scales["O2 float16"]) < LOSS_SCALE.init_scale
+    assert any(after > before for before, after in itertools.pairwise(scales["O2 float16"]))
+    assert set(scales["O2 bfloat16"]) == {1.0}
+    assert "The demo starts float16 at 2²⁴ and doubles the scale after 20 good steps" in page
+    assert "The defaults are 2¹⁶ and 2,000" in page
+
+
+def test_results_are_json_with_their_command_and_machine(demo_output: tuple[str, str], folder: Path) -> None:
+    found = json.loads((folder / "results.json").read_text())
+    assert found["command"] == "halfstep demo --device cpu --levels O0,O1,O2,O3 --epochs 2 --width 16 --seed 0"
+    assert found["machine"]["torch"] == torch.__version__
+    assert [len(each["losses"]) for each in found["runs"]] == [2 * EPOCH_STEPS] * 5
+    assert all(each["step_seconds"] > 0 and each["held_bytes"] > 0 for each in found["runs"])
 
 
 def test_casting_is_down_again(demo_output: tuple[str, str]) -> None:
@@ -75,8 +125,11 @@ def test_casting_is_down_again(demo_output: tuple[str, str]) -> None:
 
 
 def test_one_level_alone(tmp_path: Path) -> None:
-    text = run("demo", "--device", "cpu", "--levels", "o2", "--epochs", "1", "--width", "8", "--out", str(tmp_path))
+    short = ["--epochs", "1", "--width", "8", "--out", str(tmp_path)]
+    text = run("demo", "--device", "cpu", "--levels", "o2", "--dtype", "bfloat16", *short)
     assert re.search(r"^\s*O2\s+bfloat16", text, re.M)
+    assert "float16" not in text.replace("bfloat16", "")
+    assert "No scale moved." in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "ratio" in text
     assert "to O2" in text
 
@@ -91,10 +144,10 @@ def test_cuda_without_cuda() -> None:
     assert "torch finds no CUDA device here" in run("demo", "--device", "cuda", exit_code=1)
 
 
-def test_missing_extras_are_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name in ("sklearn", "matplotlib") else object())
+def test_a_missing_extra_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
     text = run("demo", exit_code=1)
-    assert "scikit-learn, matplotlib" in text
+    assert "needs scikit-learn" in text
     assert "pip install 'halfstep[demo]'" in text
 
 
@@ -109,25 +162,53 @@ def test_a_machine_without_units_is_told_so_and_trains_at_full_width(
     text = run("demo", "--device", "cpu", "--levels", "O0", "--epochs", "1", "--out", str(tmp_path))
     assert "no bfloat16 units" in text
     assert seen[0].width == 64
+    assert seen[0].beside is None
     assert "no bfloat16 units" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_skipped_steps_and_a_moving_scale_are_told(tmp_path: Path) -> None:
+def short_run(level: str = "O2", dtype: torch.dtype = torch.float16) -> Run:
     model = torch.nn.Linear(2, 2)
-    run_ = Run("O2", torch.float16, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    run_.losses = [2.0, float("nan"), *[1.0] * (EPOCH_STEPS - 2)]
-    run_.loss_scales = [65536.0, 32768.0, *[32768.0] * (EPOCH_STEPS - 2)]
-    run_.step_seconds = [0.002] * EPOCH_STEPS
-    run_.steps_skipped = 1
-    header, (row,) = report.summarize([run_])
+    result = Run(level, dtype, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    result.losses = [2.0, float("nan"), *[1.0] * (EPOCH_STEPS - 2)]
+    result.loss_scales = [65536.0, 32768.0, *[32768.0] * (EPOCH_STEPS - 2)]
+    result.step_seconds = [0.002] * EPOCH_STEPS
+    result.steps_skipped = 1
+    return result
+
+
+def test_skipped_steps_and_a_moving_scale_are_told(tmp_path: Path) -> None:
+    header, (row,) = report.summarize([short_run()], CPU)
     told = dict(zip(header, row, strict=True))
-    assert told["loss scale"] == "32768"
+    assert told["loss scale"] == "2^15"
     assert told["steps skipped"] == "1"
     assert told["step ms"] == "2.0"
-    report.write_report(tmp_path / "r.html", [run_], Settings(["O2"], CPU, torch.float16, epochs=1), ["a <note>"])
+    settings = Settings(["O2"], CPU, torch.float16, epochs=1)
+    report.write_report(tmp_path / "r.html", [short_run()], settings, ["a <note>"])
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "halves at each overflow" in page
     assert "a &lt;note&gt;" in page
+    report.write_results(tmp_path / "r.json", [short_run()], settings)
+    (result,) = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert result["losses"][:3] == [2.0, None, 1.0]
+
+
+def test_what_is_emulated_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [short_run("O0", torch.float32), short_run(dtype=torch.bfloat16), short_run()]
+    settings = Settings(["O0", "O2"], CPU, torch.bfloat16, epochs=1, beside=torch.float16)
+    for units, computed in (([], ["fp32", "emulated", "emulated"]), (["amx"], ["fp32", "units", "emulated"])):
+        monkeypatch.setattr(hardware, "cpu_units", lambda dtype, units=units: units)
+        header, rows = report.summarize(runs, CPU)
+        assert [row[header.index("computed")] for row in rows] == computed
+        report.write_report(tmp_path / "r.html", runs, settings)
+        assert "Emulated: this device has no 16-bit units" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "shown"),
+    [(-2.1, 0.5, [-2.0, -1.0, 0.0]), (-0.2, 0.8, [0.0, math.log10(2), math.log10(5)]), (0.1, 0.2, [0.1, 0.2])],
+)
+def test_a_logarithmic_axis_has_few_labels(low: float, high: float, shown: list[float]) -> None:
+    assert report._decades(low, high) == pytest.approx(shown)
 
 
 @pytest.mark.exhaustive

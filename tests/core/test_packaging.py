@@ -22,8 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 UNWANTED = (
     "click",
-    "jinja2",
-    "matplotlib",
     "rich",
     "sklearn",
     "torch._dynamo",
@@ -189,6 +187,8 @@ def target(address: str) -> Path:
     if address.startswith(REPOSITORY):
         return ROOT / address.removeprefix(REPOSITORY)
     page = address.removeprefix(PAGES).partition("#")[0].rstrip("/")
+    if page.startswith("images/"):
+        return ROOT / "docs" / page
     return ROOT / "docs" / f"{page or 'index'}.md"
 
 

@@ -17,7 +17,7 @@ from ..gradients.loss_scaler import DeviceLossScaler
 from ..numerics.charts import Line, between, details, figure, lines, power
 from ..numerics.html import Markup, element, note, page, section, table, write_text
 from ..stepping.attached import AttachedOptimizer, observers
-from .machine import describe_machine
+from .page import machine_section
 
 __all__ = ["Recording", "recording", "robust_limit", "write_report"]
 
@@ -117,10 +117,8 @@ def write_report(path: Path, record: Recording, script: str, command: str, endin
         element("h1", script),
         element("p", "Made by ", element("code", command)),
     )
-    facts = describe_machine(record.device).items()
-    machine = element("dl", *(part for name, text in facts for part in (element("dt", name), element("dd", text))))
     parts = _pictures(record) if record.steps else []
-    write_text(path, page(f"halfstep run: {script}", header, note(ending), *parts, section("The machine", machine)))
+    write_text(path, page(f"halfstep run: {script}", header, note(ending), *parts, machine_section(record.device)))
 
 
 def robust_limit(seconds: Sequence[float]) -> float:

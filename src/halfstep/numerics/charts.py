@@ -54,12 +54,14 @@ class Line:
         points: (step, number). Where a number is NaN the line has a gap.
         marks: (step, number) that get a cross.
         stairs: whether numbers hold until the next step.
+        hue: which of the eight colors; None for the next one.
     """
 
     name: str
     points: Sequence[tuple[float, float]]
     marks: Sequence[tuple[float, float]] = ()
     stairs: bool = False
+    hue: int | None = None
 
 
 def lines(
@@ -104,26 +106,27 @@ def lines(
         parts.append(element("text", f"{step:,.0f}", x=f"{x(step):.4g}%", y=_HEIGHT + 18, class_=_side(x(step))))
     if limit is not None:
         parts.append(element("line", x1=0, x2="100%", y1=y(limit), y2=y(limit), class_="limit"))
+    hues = [f"hue{(i if line.hue is None else line.hue) % 8}" for i, line in enumerate(drawn)]
     paths = []
-    for i, line in enumerate(drawn):
+    for line, hue in zip(drawn, hues, strict=True):
         data = _path([(10.0 * x(step), y(value) if math.isfinite(value) else math.nan) for step, value in line.points])
         if line.stairs:
             data = _path(_stairs([(10.0 * x(step), y(value)) for step, value in line.points]))
-        paths.append(element("path", d=data, class_=f"line hue{i % 8}", vector_effect="non-scaling-stroke"))
+        paths.append(element("path", d=data, class_=f"line {hue}", vector_effect="non-scaling-stroke"))
     box = f"0 0 1000 {_HEIGHT}"
     parts.append(element("svg", *paths, viewBox=box, preserveAspectRatio="none", width="100%", height=_HEIGHT))
-    for i, line in enumerate(drawn):
-        hue = f"mark hue{i % 8}"
+    for line, hue in zip(drawn, hues, strict=True):
         if len(line.points) == 1:
             ((step, value),) = line.points
-            parts.append(element("circle", cx=f"{x(step):.4g}%", cy=y(value), r=3, class_=hue))
+            parts.append(element("circle", cx=f"{x(step):.4g}%", cy=y(value), r=3, class_=f"mark {hue}"))
         outside = [(s, v) for s, v in line.points if v > high or (v < low and v == v)]
         for step, value in [*line.marks, *outside]:
             text = "▲" if value > high else "▼" if value < low else "x"
             at = y(value) + (9 if text == "▲" else 0 if text == "▼" else 5)
-            parts.append(element("text", text, x=f"{x(step):.4g}%", y=at, class_=hue))
+            parts.append(element("text", text, x=f"{x(step):.4g}%", y=at, class_=f"mark {hue}"))
     picture = _image("svg", title, description, join(parts), class_="plot", height=_HEIGHT + 24)
-    entries = (element("li", element("span", class_=f"dot hue{i % 8}"), line.name) for i, line in enumerate(drawn))
+    named = zip(drawn, hues, strict=True)
+    entries = (element("li", element("span", class_=f"dot {hue}"), line.name) for line, hue in named)
     return join([picture, element("ul", *entries, class_="legend")])
 
 
@@ -233,12 +236,14 @@ class Bar:
         value: the number at its end, as text.
         length: of the bar, from 0 to 1.
         alarming: whether it stands out.
+        hue: which of the eight colors of lines; None for the color of numbers.
     """
 
     name: str
     value: str
     length: float
     alarming: bool = False
+    hue: int | None = None
 
 
 def bars(title: str, description: str, rows: Sequence[Bar], *, mark: float, value_name: str) -> Markup:
@@ -254,7 +259,7 @@ def bars(title: str, description: str, rows: Sequence[Bar], *, mark: float, valu
     body = [_row("", element("svg", class_="axis", width="100%", height=1), value_name, head=True)]
     edge = element("line", x1=f"{100.0 * mark:.4g}%", x2=f"{100.0 * mark:.4g}%", y1=0, y2="100%", class_="edge")
     for row in rows:
-        kind = "cell high" if row.alarming else "cell normal"
+        kind = "cell high" if row.alarming else "cell normal" if row.hue is None else f"cell hue{row.hue % 8}"
         bar = element("rect", x=0, y=2, height=12, width=f"{100.0 * min(row.length, 1.0):.4g}%", class_=kind)
         drawn = element("svg", bar, edge, width="100%", height=16)
         body.append(_row(row.name, drawn, row.value, alarming=row.alarming))

@@ -11,13 +11,12 @@ import click
 from ..files import check_writable
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from .training import Run, Settings
 
 __all__ = ["command"]
-
-_NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "jinja2": "jinja2"}
 
 
 def _parse_levels(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
@@ -31,7 +30,9 @@ def _parse_levels(ctx: click.Context, param: click.Parameter, value: str) -> lis
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="where to train  [default: cuda if there is one]")
 @click.option(
-    "--dtype", type=click.Choice(["float16", "bfloat16"]), help="above O0  [default: float16 on cuda, bfloat16 on cpu]"
+    "--dtype",
+    type=click.Choice(["float16", "bfloat16"]),
+    help="above O0; O2 is trained in the other one, too  [default: float16 on cuda, bfloat16 on cpu]",
 )
 @click.option("--levels", callback=_parse_levels, default="O0,O1,O2,O3", show_default=True, help="which to train")
 @click.option(
@@ -39,9 +40,9 @@ def _parse_levels(ctx: click.Context, param: click.Parameter, value: str) -> lis
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("halfstep-demo"),
     show_default=True,
-    help="folder for report.html",
+    help="folder for report.html and results.json",
 )
-@click.option("--epochs", type=click.IntRange(1), default=8, show_default=True, help="passes over 1,437 images")
+@click.option("--epochs", type=click.IntRange(1), default=7, show_default=True, help="passes over 1,437 images")
 @click.option("--width", type=click.IntRange(8), default=64, show_default=True, help="channels of the first layer")
 @click.option("--seed", type=int, default=0, show_default=True, help="seed of initial weights and data order")
 def command(
@@ -49,11 +50,10 @@ def command(
 ) -> None:
     """Train a convolutional classifier on scikit-learn's digits at every opt level, side by side.
 
-    Prints one table and writes report.html with loss curves and loss scales.
+    Prints one table and writes report.html with pictures of time, memory, losses and loss scales.
     """
-    missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
-    if missing:
-        raise click.ClickException(f"The demo also needs {', '.join(missing)}: pip install 'halfstep[demo]'")
+    if find_spec("sklearn") is None:
+        raise click.ClickException("The demo also needs scikit-learn: pip install 'halfstep[demo]'")
 
     import torch
     from rich.console import Console
@@ -61,7 +61,7 @@ def command(
     from halfstep.core.dtypes import default_half, parse_dtype
     from halfstep.core.hardware import slow_reason
 
-    from .report import write_report
+    from .report import write_report, write_results
     from .training import Settings
 
     check_writable(out / "report.html")
@@ -69,18 +69,21 @@ def command(
         raise click.ClickException("torch finds no CUDA device here; leave out --device cuda to train on the CPU.")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     half = parse_dtype(dtype) if dtype else default_half(where)
+    other = torch.bfloat16 if half is torch.float16 else torch.float16
     note = slow_reason(where, half)
     notes = [note] if note else []
-    settings = Settings(levels, where, half, epochs, seed, width)
+    settings = Settings(
+        levels, where, half, epochs, seed, width, beside=other if dtype is None and "O2" in levels else None
+    )
 
     console = Console()
     for sentence in notes:
         console.print(sentence, style="yellow")
     runs = _train(console, settings)
-    _print_table(console, runs)
-    out.mkdir(parents=True, exist_ok=True)
+    _print_table(console, runs, where)
     write_report(out / "report.html", runs, settings, notes)
-    console.print(f"Loss curves and loss scales: {out / 'report.html'}", soft_wrap=True)
+    write_results(out / "results.json", runs, settings)
+    console.print(f"Pictures of time, memory, losses and loss scales: {out / 'report.html'}", soft_wrap=True)
 
 
 def _train(console: Console, settings: Settings) -> list[Run]:
@@ -91,22 +94,24 @@ def _train(console: Console, settings: Settings) -> list[Run]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        steps = len(settings.levels) * settings.epochs * EPOCH_STEPS
+        steps = len(settings.runs()) * settings.epochs * EPOCH_STEPS
         task = progress.add_task("training", total=steps)
-        return train(settings, lambda level: progress.update(task, advance=1, description=f"training at {level}"))
+        return train(settings, lambda name: progress.update(task, advance=1, description=f"training at {name}"))
 
 
-def _print_table(console: Console, runs: list[Run]) -> None:
+def _print_table(console: Console, runs: list[Run], device: torch.device) -> None:
     from rich import box
     from rich.table import Table
 
     from .report import summarize
 
-    header, rows = summarize(runs)
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for i, name in enumerate(header):
+    header, rows = summarize(runs, device)
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name in header:
+        words = name in ("level", "dtype", "computed")
         # A header of two words stands on two lines: the table then fits 80 columns.
-        table.add_column("\n".join(name.split(" ", 1)), justify="left" if i < 2 else "right", no_wrap=True)
+        table.add_column("\n".join(name.split(" ", 1)), justify="left" if words else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console.print(table)
+    console.print()

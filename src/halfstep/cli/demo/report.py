@@ -1,41 +1,45 @@
-"""The demo's results as a table and as one self-contained HTML page."""
+"""The demo's results: one table, one self-contained HTML page, and one JSON file for other programs."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
 
 from halfstep.core.dtypes import dtype_name
+from halfstep.core.hardware import has_units
 from halfstep.core.policy import LEVELS
+from halfstep.core.text import counted
 
-from ..page import log2_axis, picture, render
-from .training import BATCH_SIZE, WARM_UP, Run, Settings
+from ...numerics.charts import Bar, Line, bars, between, details, figure, lines, power
+from ...numerics.html import Markup, element, join, note, page, section, table, write_text
+from ..machine import describe_machine
+from ..page import facts, machine_section
+from .training import BATCH_SIZE, EPOCH_STEPS, LOSS_SCALE, WARM_UP, Run, Settings
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-__all__ = ["summarize", "write_report"]
-
-COLORS = {"O0": "#8a929b", "O1": "#3d85c6", "O2": "#dd8321", "O3": "#2f9e77"}
-"""One color a level, of middling lightness, so that it stands out on white and on black."""
+__all__ = ["summarize", "write_report", "write_results"]
 
 
-def summarize(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+def summarize(runs: Sequence[Run], device: torch.device) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of the demo's table. Ratios are to the step time of O0, or of the first level."""
-    base = next((run for run in runs if run.level == "O0"), runs[0])
+    base = _base(runs)
     columns: dict[str, Callable[[Run], str]] = {
         "level": lambda run: run.level,
         "dtype": lambda run: dtype_name(run.dtype),
         "test accuracy": lambda run: f"{100 * run.test_accuracy:.1f} %",
-        "final loss": lambda run: f"{run.final_loss:.4f}",
         "step ms": lambda run: f"{1e3 * run.median_step:.1f}",
         f"ratio to {base.level}": lambda run: f"{run.median_step / base.median_step:.2f}",
+        "computed": lambda run: _computed(run.dtype, device),
+        "final loss": lambda run: f"{run.final_loss:.4f}",
         "held MiB": lambda run: _mebibytes(run.held_bytes),
         "peak MiB": lambda run: _mebibytes(run.peak_bytes or 0),
-        "loss scale": lambda run: f"{run.loss_scales[-1]:g}",
+        "loss scale": lambda run: _scale(run.loss_scales[-1]),
         "steps skipped": lambda run: str(run.steps_skipped),
     }
     if any(run.peak_bytes is None for run in runs):
@@ -43,8 +47,33 @@ def summarize(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     return list(columns), [[text(run) for text in columns.values()] for run in runs]
 
 
+def write_results(path: Path, runs: Sequence[Run], settings: Settings) -> None:
+    """Write what was measured as JSON, with the command that makes it and the machine."""
+    found: dict[str, Any] = {
+        "command": _command(settings),
+        "machine": describe_machine(settings.device),
+        "runs": [
+            {
+                "level": run.level,
+                "dtype": dtype_name(run.dtype),
+                "computed": _computed(run.dtype, settings.device),
+                "test_accuracy": run.test_accuracy,
+                "final_loss": _finite(run.final_loss),
+                "step_seconds": run.median_step,
+                "held_bytes": run.held_bytes,
+                "peak_bytes": run.peak_bytes,
+                "steps_skipped": run.steps_skipped,
+                "losses": list(map(_finite, run.losses)),
+                "loss_scales": run.loss_scales,
+            }
+            for run in runs
+        ],
+    }
+    write_text(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
+
+
 def write_report(path: Path, runs: Sequence[Run], settings: Settings, notes: Sequence[str] = ()) -> None:
-    """Write the page: table, loss curves, loss-scale traces, the machine and the versions.
+    """Write the page: table, bars of time and memory, losses, loss scales, the machine and the versions.
 
     Args:
         path: the file to write.
@@ -52,65 +81,228 @@ def write_report(path: Path, runs: Sequence[Run], settings: Settings, notes: Seq
         settings: what it was given.
         notes: sentences to put above the table.
     """
-    header, rows = summarize(runs)
-    page = render(
-        "demo",
-        settings.device,
-        settings=settings,
-        dtype=dtype_name(settings.dtype),
-        header=header,
-        rows=rows,
-        levels={run.level: LEVELS[run.level] for run in runs},
-        colors=COLORS,
-        notes=notes,
-        losses=_losses(runs),
-        scales=_loss_scales(runs),
-        scale_moved=any(len(set(run.loss_scales)) > 1 for run in runs),
-        peak="peak MiB" in header,
-        steps=len(runs[0].losses),
-        batch_size=BATCH_SIZE,
-        warm_up=WARM_UP,
-        command=_command(settings),
+    where = "the CPU" if settings.device.type == "cpu" else "the GPU"
+    levels = list(dict.fromkeys(run.level for run in runs))
+    dtypes = list(dict.fromkeys(dtype_name(run.dtype) for run in runs if run.level != "O0")) or ["float32"]
+    header = element(
+        "header",
+        element("p", "halfstep demo"),
+        element("h1", f"{', '.join(levels)} in {' and '.join(dtypes)} on {where}"),
+        element(
+            "p",
+            "A convolutional classifier of 1,797 handwritten digits. Each run starts from the same seed and sees the "
+            f"same data in the same order: {counted(settings.epochs, 'epoch')}, that is {len(runs[0].losses)} steps of "
+            f"{BATCH_SIZE} images.",
+        ),
     )
-    path.write_text(page, encoding="utf-8")
+    sections = [
+        section("Results", *_results(runs, settings.device)),
+        section("Time of a step", _times(runs)),
+        section("Memory", _memory(runs)),
+        section("Loss", _losses(runs)),
+        section("Loss scale", _loss_scales(runs)),
+        section("The levels", facts({level: LEVELS[level] for level in levels})),
+        section(
+            "How it was measured",
+            element(
+                "p",
+                "The runs take turns, an epoch each, in one process. So where the speed of the machine changes, it "
+                "changes for all of them. A step is forward, backward, unscaling, update and zeroing of the gradients. "
+                f"It is timed with the device idle before and after. Given is the median without the first {WARM_UP}.",
+            ),
+            element("p", "Made by ", element("code", _command(settings))),
+        ),
+        machine_section(settings.device),
+    ]
+    title = f"halfstep demo: {', '.join(levels)} in {' and '.join(dtypes)}"
+    write_text(path, page(title, header, *map(note, notes), *sections))
+
+
+# ---- the sections
+
+
+def _results(runs: Sequence[Run], device: torch.device) -> list[Markup]:
+    header, rows = summarize(runs, device)
+    body = [[join([_dot(i), f"{level} {dtype}"]), *rest] for i, (level, dtype, *rest) in enumerate(rows)]
+    text = (
+        "Accuracy is on 360 images that were not trained on: one image is 0.28 points. The final loss is the mean of "
+        "the last epoch. Held are weights, masters, gradients, optimizer state and BatchNorm statistics."
+    )
+    if "peak MiB" in header:
+        text += " Peak also counts activations."
+    if any("emulated" in row for row in rows):
+        text += (
+            " Emulated: this device has no 16-bit units for convolutions in that dtype. fp32 kernels compute them "
+            "and round as the dtype does, so it learns as on a device with units, at the speed of fp32."
+        )
+    shown = element("div", table(["run", *header[2:]], body, "One row for each run"), class_="results")
+    return [shown, element("p", text, class_="small")]
+
+
+def _times(runs: Sequence[Run]) -> Markup:
+    base = _base(runs)
+    longest = max(run.median_step for run in runs)
+    rows = [
+        Bar(run.name, f"{1e3 * run.median_step:.1f} ms", run.median_step / longest, hue=i) for i, run in enumerate(runs)
+    ]
+    ratios = ", ".join(f"{run.name} {run.median_step / base.median_step:.2f}" for run in runs if run is not base)
+    described = f"{base.name} takes {1e3 * base.median_step:.1f} ms a step. Divided by that: {ratios or 'none'}."
+    picture = bars("Time of a step", described, rows, mark=base.median_step / longest, value_name="median")
+    return figure(picture, caption=f"Shorter is faster. The line is at {base.name}.")
+
+
+def _memory(runs: Sequence[Run]) -> Markup:
+    base = _base(runs)
+    largest = max(run.held_bytes for run in runs) or 1
+    rows = [
+        Bar(run.name, f"{_mebibytes(run.held_bytes)} MiB", run.held_bytes / largest, hue=i)
+        for i, run in enumerate(runs)
+    ]
+    held = ", ".join(f"{run.name} {_mebibytes(run.held_bytes)}" for run in runs)
+    picture = bars("Memory", f"Held, in MiB: {held}.", rows, mark=base.held_bytes / largest, value_name="held")
+    text = (
+        "What is kept between steps. At O2 the weights are 16 bits wide and have fp32 masters; at O3 they have none. "
+        f"The line is at {base.name}."
+    )
+    return figure(picture, caption=text)
+
+
+def _losses(runs: Sequence[Run]) -> Markup:
+    drawn = [
+        Line(run.name, [(step, _log10(loss)) for step, loss in enumerate(_smooth(run.losses))], hue=i)
+        for i, run in enumerate(runs)
+    ]
+    exponents = [value for line in drawn for _, value in line.points if not math.isnan(value)] or [0.0]
+    low, high = min(exponents) - 0.1, max(exponents) + 0.1
+    ends = ", ".join(f"{run.name} {run.final_loss:.2g}" for run in runs)
+    picture = lines(
+        "Loss",
+        f"{len(drawn)} lines over {len(runs[0].losses)} steps. In the last epoch: {ends}.",
+        drawn,
+        low=low,
+        high=high,
+        label=lambda at: f"{10.0**at:.1g}",
+        ticks=_decades(low, high),
+    )
+    epochs = range(len(runs[0].losses) // EPOCH_STEPS)
+    body = [
+        [str(epoch + 1), *(f"{statistics.fmean(_of_epoch(run.losses, epoch)):.4f}" for run in runs)] for epoch in epochs
+    ]
+    numbers = table(["epoch", *(run.name for run in runs)], body, "Mean of each epoch")
+    text = "Training loss: at each step the geometric mean of the eleven steps around it."
+    return figure(picture, details("Numbers", numbers), caption=text)
+
+
+def _loss_scales(runs: Sequence[Run]) -> Markup:
+    # Runs that share all their scales share a line.
+    sharing: dict[tuple[float, ...], list[int]] = {}
+    for i, run in enumerate(runs):
+        sharing.setdefault(tuple(run.loss_scales), []).append(i)
+    drawn = []
+    for scales, indices in sharing.items():
+        points = [(step, math.log2(scale)) for step, scale in enumerate(scales)]
+        falls = [point for point, after in itertools.pairwise(points) if after[1] < point[1]]
+        drawn.append(Line(", ".join(runs[i].name for i in indices), points, falls, stairs=True, hue=indices[0]))
+    exponents = [value for line in drawn for _, value in line.points]
+    low, high = min(math.floor(min(exponents)), 0) - 1.0, max(math.ceil(max(exponents)), 0) + 1.0
+    skipped = ", ".join(f"{run.name} {run.steps_skipped}" for run in runs)
+    picture = lines(
+        "Loss scale",
+        f"From {min(exponents):.0f} to {max(exponents):.0f} as powers of 2. Steps skipped: {skipped}.",
+        drawn,
+        low=low,
+        high=high,
+        label=power,
+        ticks=[tick for tick in between(low, high) if tick == round(tick)],
+    )
+    text = "What the loss of each step was multiplied by. "
+    if any(len(scales) > 1 for scales in map(set, sharing)):
+        text += (
+            "A dynamic scale halves at each overflow, which is marked and whose step is skipped. The demo starts "
+            f"float16 at {power(math.log2(LOSS_SCALE.init_scale))} and doubles the scale after "
+            f"{LOSS_SCALE.growth_interval} good steps, so that a short run shows this. The defaults are "
+            f"{power(16)} and 2,000, and then a scale seldom moves."
+        )
+    else:
+        text += (
+            "No scale moved. bfloat16 has the exponent range of fp32, so its gradients need no scale; a dynamic one "
+            "moves when float16 gradients overflow."
+        )
+    header = ["run", "from step", "scale"]
+    return figure(picture, details("Changes", table(header, _changes(runs))), caption=text)
+
+
+# ---- inside
+
+
+def _base(runs: Sequence[Run]) -> Run:
+    """The run that others are compared with."""
+    return next((run for run in runs if run.level == "O0"), runs[0])
+
+
+def _computed(dtype: torch.dtype, device: torch.device) -> str:
+    """How a device computes convolutions in a dtype; they are nearly all of the classifier's work."""
+    if dtype is torch.float32:
+        return "fp32"
+    return "units" if has_units(device, dtype, "convolution") else "emulated"
 
 
 def _command(settings: Settings) -> str:
+    # Without --dtype there is one more run.
+    dtype = "" if settings.beside is not None else f"--dtype {dtype_name(settings.dtype)} "
     return (
-        f"halfstep demo --device {settings.device.type} --dtype {dtype_name(settings.dtype)} "
-        f"--levels {','.join(settings.levels)} --epochs {settings.epochs} --width {settings.width} "
-        f"--seed {settings.seed}"
+        f"halfstep demo --device {settings.device.type} {dtype}--levels {','.join(settings.levels)} "
+        f"--epochs {settings.epochs} --width {settings.width} --seed {settings.seed}"
     )
+
+
+def _finite(value: float) -> float | None:
+    """A number for JSON, which knows neither inf nor NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _dot(hue: int) -> Markup:
+    return element("span", class_=f"dot hue{hue % 8}")
 
 
 def _mebibytes(count: int) -> str:
     return f"{count / 2**20:.1f}"
 
 
-def _losses(runs: Sequence[Run]) -> str:
-    """The smoothed losses of each level, over those of the single steps."""
-
-    def draw(axes: Axes) -> None:
-        for run in runs:
-            axes.plot(run.losses, color=COLORS[run.level], alpha=0.22, linewidth=0.8)
-        for run in runs:
-            axes.plot(_smooth(run.losses), color=COLORS[run.level], linewidth=1.8, label=run.level)
-        axes.set_yscale("log")
-
-    return picture("loss", draw)
+def _scale(scale: float) -> str:
+    """A loss scale as a short text; those of the demo are powers of 2."""
+    exponent = math.log2(scale)
+    return f"2^{exponent:.0f}" if exponent >= 10 and exponent == int(exponent) else f"{scale:g}"
 
 
-def _loss_scales(runs: Sequence[Run]) -> str:
-    def draw(axes: Axes) -> None:
-        for i, run in enumerate(runs):
-            # Levels often share a scale. Thinner lines on top of thicker ones keep all of them visible.
-            width = 1.6 + 1.3 * (len(runs) - 1 - i)
-            axes.step(
-                range(len(run.loss_scales)), run.loss_scales, color=COLORS[run.level], linewidth=width, label=run.level
-            )
-        log2_axis(axes)
+def _changes(runs: Sequence[Run]) -> list[list[str]]:
+    """From which step on each run had which loss scale."""
+    found = []
+    for run in runs:
+        before = None
+        for step, scale in enumerate(run.loss_scales):
+            if scale != before:
+                found.append([run.name, str(step), f"{scale:,g}" if scale < 1e5 else power(math.log2(scale))])
+            before = scale
+    return found
 
-    return picture("loss scale", draw)
+
+def _of_epoch(values: Sequence[float], epoch: int) -> Sequence[float]:
+    return values[epoch * EPOCH_STEPS : (epoch + 1) * EPOCH_STEPS]
+
+
+def _log10(value: float) -> float:
+    return math.log10(value) if 0 < value < math.inf else math.nan
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """Where to label a logarithmic axis: 1, 2 and 5 times powers of 10; the powers alone where these are many."""
+    whole = range(math.floor(low), math.ceil(high) + 1)
+    fine = [decade + math.log10(factor) for decade in whole for factor in (1, 2, 5)]
+    shown = [at for at in fine if low <= at <= high]
+    if len(shown) > 6:
+        shown = [float(at) for at in whole if low <= at <= high]
+    return shown or [low, high]
 
 
 def _smooth(values: Sequence[float], reach: int = 5) -> list[float]:

@@ -15,12 +15,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import amp
+from halfstep.core.dtypes import dtype_name
+from halfstep.scaling import DynamicLossScale
 
 from .measure import PeakMemory, held_bytes, now
 
 __all__ = [
     "BATCH_SIZE",
     "EPOCH_STEPS",
+    "LOSS_SCALE",
     "WARM_UP",
     "Digits",
     "Run",
@@ -36,6 +39,8 @@ BATCH_SIZE = 64
 EPOCH_STEPS = 1437 // BATCH_SIZE
 WARM_UP = 5
 """Steps at the start of a run that do not count in its median step time."""
+LOSS_SCALE = DynamicLossScale(init_scale=2.0**24, growth_interval=20)
+"""The loss scale of float16 where it is dynamic: so high and so quick that a short run shows overflows and growth."""
 
 
 @dataclass(frozen=True)
@@ -84,19 +89,43 @@ def make_model(width: int = 64) -> nn.Module:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the demo trains, and where; ``dtype`` is that of the levels above O0, ``width`` the first layer's."""
+    """What the demo trains, and where.
+
+    Attributes:
+        levels: one run for each.
+        device: of all runs.
+        dtype: of the levels above O0.
+        epochs: passes over the data.
+        seed: of the initial weights and the data order.
+        width: channels of the first layer.
+        beside: the dtype of one more run at O2; None for no such run.
+    """
 
     levels: Sequence[str]
     device: torch.device
     dtype: torch.dtype
-    epochs: int = 8
+    epochs: int = 7
     seed: int = 0
     width: int = 64
+    beside: torch.dtype | None = None
+
+    def runs(self) -> list[tuple[str, torch.dtype]]:
+        """The level and the dtype of each run."""
+        planned = [(level, torch.float32 if level == "O0" else self.dtype) for level in self.levels]
+        return planned if self.beside is None else [*planned, ("O2", self.beside)]
 
 
 @dataclass
 class Run:
-    """A model in training at one opt level, and what was measured on the way."""
+    """A model in training at one opt level, and what was measured on the way.
+
+    Attributes:
+        losses: of each step.
+        loss_scales: by which the loss of each step was multiplied.
+        step_seconds: how long each step took.
+        held_bytes: of weights, buffers, masters, gradients and optimizer state.
+        peak_bytes: with activations; None on a device that does not count.
+    """
 
     level: str
     dtype: torch.dtype
@@ -111,6 +140,11 @@ class Run:
     peak_bytes: int | None = None
 
     @property
+    def name(self) -> str:
+        """Such as "O2 bfloat16"."""
+        return f"{self.level} {dtype_name(self.dtype)}"
+
+    @property
     def median_step(self) -> float:
         """Seconds."""
         return statistics.median(self.step_seconds[WARM_UP:] or self.step_seconds)
@@ -121,13 +155,15 @@ class Run:
         return statistics.fmean(self.losses[-EPOCH_STEPS:])
 
 
-def start(level: str, settings: Settings) -> Run:
+def start(level: str, dtype: torch.dtype, settings: Settings) -> Run:
     """A fresh model and optimizer, the same for every level, brought to that level."""
     torch.manual_seed(settings.seed)
     model = make_model(settings.width).to(settings.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=settings.dtype, verbosity=0)
-    return Run(level, torch.float32 if level == "O0" else settings.dtype, model, optimizer)
+    scale = LOSS_SCALE if dtype is torch.float16 and level in ("O1", "O2") else None
+    half = None if level == "O0" else dtype
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=half, loss_scale=scale, verbosity=0)
+    return Run(level, dtype, model, optimizer)
 
 
 def train_step(run: Run, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -140,22 +176,22 @@ def train_step(run: Run, images: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return loss.detach()
 
 
-def train(settings: Settings, on_step: Callable[[str], None] = lambda level: None) -> list[Run]:
+def train(settings: Settings, on_step: Callable[[str], None] = lambda name: None) -> list[Run]:
     """Train at each level from the same seed and in the same data order, an epoch of each level in turn.
 
     A machine's speed drifts. Taking turns, every level gets its share of the slow minutes, and step times compare.
 
     Args:
         settings: what to train.
-        on_step: called with the level after each of its steps.
+        on_step: called with the name of a run after each of its steps.
 
     Returns:
-        One run a level, in the order of ``settings.levels``.
+        The runs, in the order of ``settings.runs()``.
     """
     digits = load_digits(settings.device)
     shuffle = torch.Generator().manual_seed(settings.seed)
     try:
-        runs = [start(level, settings) for level in settings.levels]
+        runs = [start(level, dtype, settings) for level, dtype in settings.runs()]
         for _ in range(settings.epochs):
             order = torch.randperm(len(digits.train_labels), generator=shuffle).to(settings.device)
             batches = order.split(BATCH_SIZE)[:EPOCH_STEPS]  # without the last batch, which is smaller
@@ -175,12 +211,12 @@ def _train_epoch(run: Run, digits: Digits, batches: Sequence[torch.Tensor], on_s
     peak = PeakMemory(device, own=held_bytes(run.model, run.optimizer))
     for batch in batches:
         images, labels = digits.train_images[batch], digits.train_labels[batch]
+        run.loss_scales.append(amp.state_dict(optimizer=run.optimizer)["loss_scaler0"]["loss_scale"])
         began = now(device)
         loss = train_step(run, images, labels)
         run.step_seconds.append(now(device) - began)
         run.losses.append(loss.item())
-        run.loss_scales.append(amp.state_dict(optimizer=run.optimizer)["loss_scaler0"]["loss_scale"])
-        on_step(run.level)
+        on_step(run.name)
     run.peak_bytes = peak.read()
     run.held_bytes = held_bytes(run.model, run.optimizer)
 
