@@ -10,18 +10,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .NOTPARALLEL:
-.PHONY: demo test quick fuzz integrations coverage lint docs bench clean
+.PHONY: demo test quick fuzz integrations coverage lint docs screenshots wheel bench clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/halfstep demo
 
 # --timeout stands here and not in pyproject.toml, so that the tests also run where pytest-timeout is missing.
 # The folders of tests in two halves, side by side: on two cores that takes little more than half of the time.
+# The examples of README and docs run on an installed wheel, which is what their readers have.
 HALF := $(addprefix tests/,amp casting cli compat core distributed docs findings fuzz)
-test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --timeout=300 $(HALF) & half=$$!; \
+PAGES := tests/docs/test_docs.py
+test: wheel
+	( HALFSTEP_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) $(BIN)/python -m pytest --timeout=300 $(PAGES); pages=$$?; \
+	  $(BIN)/python -m pytest --timeout=300 $(HALF) --ignore=$(PAGES) && exit $$pages ) & half=$$!; \
 	$(BIN)/python -m pytest --timeout=300 tests $(HALF:%=--ignore=%); code=$$?; \
 	wait $$half && exit $$code
+
+WHEEL := $(CURDIR)/build/wheel
+wheel: $(VENV)/.installed-test
+	rm -rf $(WHEEL) build/dist
+	$(BIN)/python -m hatchling build --target wheel --directory build/dist
+	$(BIN)/python -m pip install --quiet --no-index --no-deps --target $(WHEEL) build/dist/*.whl
 
 # Each test takes longer when it is measured.
 coverage: $(VENV)/.installed-coverage
@@ -52,6 +61,11 @@ lint: $(VENV)/.installed-lint
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python tools/check_site.py site https://halfstep.github.io/halfstep/
+
+# The site and the reports as people see them, wide and narrow, light and dark. Without Chromium it only says so.
+screenshots: docs $(VENV)/.installed-demo
+	$(BIN)/python -m tools.screenshots
 
 bench: $(VENV)/.installed-demo
 	$(BIN)/python -m benchmarks simplenet --device cpu --json simplenet.json
