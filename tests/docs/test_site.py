@@ -1,0 +1,108 @@
+"""The site's own tools: the checker of its links, its picture of results, and what happens without a browser."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tools import demo_picture, screenshots
+from tools.check_site import check
+
+ROOT = Path(__file__).resolve().parents[2]
+ADDRESS = "https://example.org/docs/"
+
+
+def site(folder: Path, **pages: str) -> Path:
+    """A site with these pages, and a page and a picture that they can lead to."""
+    (folder / "there").mkdir()
+    (folder / "there/index.html").write_text('<h1 id="place">There</h1><a name="old-place"></a>')
+    (folder / "index.html").write_text("<h1>Home</h1>")
+    (folder / "picture.svg").write_text("<svg/>")
+    for name, text in pages.items():
+        (folder / f"{name}.html").write_text(text)
+    return folder
+
+
+GOOD = [
+    '<a href="there/">a</a> <a href="there/#place">b</a> <a href="there/index.html#old-place">c</a>',
+    '<a id="here" href="#here">a</a> <a href="#__search">theme</a> <a href="">itself</a> <a href="./?q=x">query</a>',
+    '<img src="picture.svg" alt="A picture"> <img src="data:image/png;base64,xx" alt="">',
+    '<a href="https://pytorch.org/docs/stable/amp.html#x">b</a> <a href="mailto:me@example.org">c</a>',
+    '<a href="/docs/there/#place">a</a> <a href="https://example.org/docs/there/">b</a> <a href="/docs">c</a>',
+    '<link rel="canonical" href="https://example.org/docs/"><link rel="stylesheet" href="picture.svg">',
+]
+BAD = {
+    '<a href="nowhere/">x</a>': "page.html: <a> nowhere/: there is no such file",
+    '<a href="there/#nowhere">x</a>': "page.html: <a> there/#nowhere: there is no such place on the page",
+    '<a href="#nowhere">x</a>': "page.html: <a> #nowhere: there is no such place on the page",
+    '<img src="nothing.png" alt="x">': "page.html: <img> nothing.png: there is no such file",
+    '<img src="picture.svg">': "page.html: picture.svg has no text for those who cannot see it",
+    '<img src="picture.svg" srcset="other.svg 2x" alt="">': "page.html: <img> other.svg: there is no such file",
+    '<script src="https://cdn.org/x.js"></script>': "page.html: <script> loads https://cdn.org/x.js from elsewhere",
+    '<link rel="preconnect" href="//fonts.org">': "page.html: <link> loads //fonts.org from elsewhere",
+    '<a href="https://a b.org/">x</a>': "page.html: <a> https://a b.org/: this is no address",
+    '<a href="https:/a.org/">x</a>': "page.html: <a> https:/a.org/: this is no address",
+    '<a href="javascript:f()">x</a>': "page.html: <a> javascript:f(): no page should link to such an address",
+    '<a href="/other/">x</a>': "page.html: <a> /other/: it leads out of /docs/",
+    '<a href="https://example.org/docs/nowhere/">x</a>': (
+        "page.html: <a> https://example.org/docs/nowhere/: there is no such file"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_good_links_are_not_complained_about(text: str, tmp_path: Path) -> None:
+    assert list(check(site(tmp_path, page=text), ADDRESS)) == []
+
+
+@pytest.mark.parametrize(("text", "said"), BAD.items(), ids=list(BAD))
+def test_bad_links_are_named_with_their_page(text: str, said: str, tmp_path: Path) -> None:
+    assert list(check(site(tmp_path, page=text), ADDRESS)) == [said]
+
+
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs/hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_and_the_table_of_the_readme_are_of_the_recorded_results() -> None:
+    recorded = json.loads((ROOT / "docs/images/demo.json").read_text())
+    assert (ROOT / "docs/images/demo.svg").read_text() == demo_picture.draw(recorded)
+    assert recorded["command"] == "halfstep demo --device cpu --levels O0,O1,O2,O3 --epochs 7 --width 64 --seed 0"
+    assert hooks().demo_results() in (ROOT / "README.md").read_text()
+
+
+def test_every_picture_of_the_documentation_can_be_listened_to() -> None:
+    for path in (ROOT / "docs/images").glob("*.svg"):
+        text = path.read_text()
+        if "<text" in text:
+            assert re.search(r"<title\b[^>]*>[^<]+</title>\s*<desc\b[^>]*>[^<]+</desc>", text), path
+            assert "prefers-color-scheme: dark" in text, path
+
+
+def test_the_site_and_the_package_name_the_same_addresses() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text()
+    urls = dict(url.split(", ") for url in metadata.metadata("halfstep").get_all("Project-URL") or [])
+    assert f"\nrepo_url: {urls['Repository']}\n" in settings
+    assert f"\nsite_url: {urls['Documentation']}\n" in settings
+
+
+def test_without_a_browser_screenshots_are_skipped_visibly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(screenshots, "find", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["screenshots", "--out", str(tmp_path / "out")])
+    assert screenshots.main() == 0
+    assert capsys.readouterr().out.startswith("SKIPPED: no screenshots and none of their checks, because none of chrom")
+    assert not (tmp_path / "out").exists()
