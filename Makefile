@@ -19,10 +19,10 @@ demo: $(VENV)/.installed-demo
 # The folders of tests in two halves, side by side: on two cores that takes little more than half of the time.
 # The examples of README and docs run on an installed wheel, which is what their readers have.
 HALF := $(addprefix tests/,amp casting cli compat core distributed docs findings fuzz)
-PAGES := tests/docs/test_docs.py
+PAGES := tests/docs/test_docs.py tests/docs/test_installed.py
 test: wheel
 	( HALFSTEP_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) $(BIN)/python -m pytest --timeout=300 $(PAGES); pages=$$?; \
-	  $(BIN)/python -m pytest --timeout=300 $(HALF) --ignore=$(PAGES) && exit $$pages ) & half=$$!; \
+	  $(BIN)/python -m pytest --timeout=300 $(HALF) $(PAGES:%=--ignore=%) && exit $$pages ) & half=$$!; \
 	$(BIN)/python -m pytest --timeout=300 tests $(HALF:%=--ignore=%); code=$$?; \
 	wait $$half && exit $$code
 
