@@ -83,12 +83,18 @@ def test_the_picture_and_the_table_of_the_readme_are_of_the_recorded_results() -
     assert hooks().demo_results() in (ROOT / "README.md").read_text()
 
 
-def test_every_picture_of_the_documentation_can_be_listened_to() -> None:
-    for path in (ROOT / "docs/images").glob("*.svg"):
-        text = path.read_text()
-        if "<text" in text:
-            assert re.search(r"<title\b[^>]*>[^<]+</title>\s*<desc\b[^>]*>[^<]+</desc>", text), path
-            assert "prefers-color-scheme: dark" in text, path
+PICTURES = [path for path in sorted((ROOT / "docs/images").glob("*.svg")) if "<text" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
+def test_every_picture_can_be_listened_to_and_read_on_a_narrow_screen(path: Path) -> None:
+    text = path.read_text()
+    assert re.search(r"<title\b[^>]*>[^<]+</title>\s*<desc\b[^>]*>[^<]+</desc>", text)
+    assert "prefers-color-scheme: dark" in text
+    drawn = re.search(r'viewBox="0 0 (\d+) ', text)
+    assert drawn is not None
+    sizes = [float(size) for size in re.findall(r'font(?:-size)?\s*[:=][^;{}"]*?"?(\d+)(?:px|")', text)]
+    assert min(sizes) * min(1, 368 / int(drawn[1])) >= 10  # a page has 368 px of a screen of 400
 
 
 def test_the_site_and_the_package_name_the_same_addresses() -> None:
