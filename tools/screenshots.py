@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WIDTHS = {1280: 900, 400: 800}  # and the heights
 TALLEST = 3000  # what is below is not in the picture
 SMALLEST_TEXT = 10
-PAGES = ("", "quickstart/", "precision/", "command-line/", "performance/", "api/amp/", "404.html")
+PAGES = ("", "tutorial/", "how-to/ddp/", "loss-scaling/", "performance/", "command-line/", "api/amp/", "404.html")
 SEARCHES = {"loss is nan": ("when-a-run-goes-wrong", "troubleshooting"), "gradscaler": ("GradScaler", "gradscaler")}
 
 CHECKS = Path(__file__).with_name("page_checks.js").read_text(encoding="utf-8")
