@@ -218,7 +218,7 @@ class Branches(nn.Module):
         return out
 
 
-# For each window its passes: how, and what the two ranks use. Each window uses every branch somewhere.
+# For each window its passes: how, and what the two ranks use. What no rank uses in a window has no gradient in it.
 BRANCHES = {
     "gone before the synced pass": [
         [("u", "ab", "b"), ("s", "a", "a")],
@@ -227,6 +227,12 @@ BRANCHES = {
     "another one on each rank": [[("s", "a", "b")], [("u", "b", "a"), ("s", "a", "b")]],
     "unsynced at the end": [[("s", "b", "b"), ("u", "a", "ab")], [("s", "a", "b")]],
     "delayed": [[("s", "a", "ab"), ("d", "a", "b")], [("d", "b", "a"), ("x", "a", "a")]],
+    "used at the end of the window before": [
+        [("s", "a", "a"), ("u", "ab", "b")],
+        [("s", "a", "a")],
+        [("u", "b", "a")],
+        [("u", "a", "a"), ("s", "a", "a")],
+    ],
 }
 
 

@@ -34,7 +34,7 @@ class Wrapper:
         self.held: list[dict[int, torch.Tensor]] = []
         self.unsent = False
         self.filled = 0
-        self.rebuilds = 0
+        self.rebuilds = self.windows = 0
         self.stayed: list[torch.Tensor] = []
         self._params = set(map(id, params))
 
@@ -46,6 +46,9 @@ class Wrapper:
 
     def remember_unsynced(self, params: list[torch.Tensor]) -> None:
         self.stayed.extend(params)
+
+    def end_window(self) -> None:
+        self.windows += 1
 
     def rebuild_buckets(self) -> None:
         self.rebuilds += 1

@@ -79,6 +79,7 @@ __all__ = [
     "exit_autocast",
     "export_errors",
     "foreach_unscale_",
+    "forget_used_parameters",
     "fsdp_policies",
     "function_mode_at",
     "function_mode_count",
@@ -273,6 +274,11 @@ def rebuild_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
     reducer = getattr(wrapper, "reducer", None)
     if reducer is not None and not wrapper._use_python_reducer and reducer._rebuild_buckets():
         wrapper._has_rebuilt_buckets = True
+
+
+def forget_used_parameters(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Let a wrapper forget which parameters its unsynced backward passes used. No synced one may be on its way."""
+    wrapper.reducer._reset_state()
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

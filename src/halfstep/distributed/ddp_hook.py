@@ -17,7 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.dtypes import is_half
-from ..core.torch_compat import HAS_GRAD_DTYPE, backward_pass_id, has_comm_hook, queue_after_backward, rebuild_buckets
+from ..core.torch_compat import (
+    HAS_GRAD_DTYPE,
+    backward_pass_id,
+    forget_used_parameters,
+    has_comm_hook,
+    queue_after_backward,
+    rebuild_buckets,
+)
 from ..gradients.ledger import set_grads
 from ..kernels.shards import is_sharded
 
@@ -241,6 +248,17 @@ class Reduction:
             for param in self._unsynced_params.values():
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
+            self._unsynced_params.clear()
+
+    def end_window(self) -> None:
+        """The gradients were used: torch's reducer is to forget which parameters unsynced passes have used.
+
+        It would remember until its next all-reduce, and give a parameter that nobody uses any more a gradient of zeros
+        then (torch 2.13). While a synced backward pass is to come it has to remember.
+        """
+        wrapper = self._wrapper()
+        if wrapper is not None and self._unsynced_params and self.hooked and not self.will_sync:
+            forget_used_parameters(wrapper)
             self._unsynced_params.clear()
 
     # ---- during a backward pass

@@ -86,6 +86,8 @@ class RankSync:
 
     def end_window(self) -> None:
         """The gradients were used: what comes now is another accumulation window."""
+        for reduction in self.reductions:
+            reduction.end_window()
         self._has_passed = self._alone_in_window = False
 
     def gradient_scale(self, scale: torch.Tensor | None) -> torch.Tensor | None:
