@@ -7,7 +7,7 @@ to torch's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -172,6 +172,18 @@ class ByHand:
                 data.copy_(join(param.detach(), split(data)[1]))
             else:
                 data.copy_(torch.where(param == before, data, param.float()))
+
+    def reload(self) -> None:
+        """Save and load the optimizer: torch casts some state of 16-bit weights then, such as NAdam's products."""
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        self.zero_grad(True)
+
+    def start_from_rounded(self, names: Iterable[str]) -> None:
+        """Let masters start from their rounded weights, as those do that were frozen when they were cast."""
+        for param in map(self.net.get_parameter, names):
+            if param in self.masters:
+                param.data.copy_(self.masters[param].data)
+                self.masters[param].data.copy_(param.data)
 
     def roll_back(self, weights: list[torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
         """Load weights, and the buffers of a saved model."""

@@ -123,13 +123,14 @@ class Trainer(RuleBasedStateMachine):
 
         ours = cls.__module__.startswith("halfstep")
         probe = cls(list(net.parameters()), **options)
-        has_split = setup.level == "O2" and (ours or (can_fuse and optimizers.can_fuse(probe)))
-        split = has_split and setup.half is torch.bfloat16 and backend_for("cpu") not in ("eager", "torch")
+        self.fused_masters = setup.level == "O2" and (ours or (can_fuse and optimizers.can_fuse(probe)))
+        split = self.fused_masters and setup.half is torch.bfloat16 and backend_for("cpu") not in ("eager", "torch")
         scales = [setup.scale] * setup.losses
         self.hand = ByHand(net, setup.level, setup.half, make, scales, setup.interval, split)
         self.model, self.optimizer = self.fresh(net)
         self.schedules = self.schedulers()
         self.frozen: set[str] = set()
+        self.bare: set[str] = set()  # without a master
         self.kept: Any = None
 
     def fresh(self, net: Net) -> tuple[Any, Any]:
@@ -237,8 +238,11 @@ class Trainer(RuleBasedStateMachine):
         amp.deactivate()
         torch.manual_seed(99)
         net = Net(self.setup.norm, self.setup.shared)
-        if early and self.setup.level != "O2":  # what is frozen when it is cast gets no master
+        if early:
             self.set_frozen(net)
+        # What is frozen when it is cast has no master beside the optimizer until it is thawed.
+        self.bare = set(self.frozen) if early and not self.fused_masters else set()
+        self.hand.start_from_rounded(self.bare)
         net.train(self.model.training)
         self.model, self.optimizer = self.fresh(net)
         self.set_frozen(self.model)
@@ -251,7 +255,7 @@ class Trainer(RuleBasedStateMachine):
             else:
                 target = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedules[0]}[name]
                 target.load_state_dict(saved[name])
-        self.hand.zero_grad(True)
+        self.hand.reload()
         self.compare()
 
     @rule(name=st.sampled_from(["a.weight", "b.bias", "d.weight"]), factor=st.sampled_from([0.5, 1.25]))
@@ -277,8 +281,11 @@ class Trainer(RuleBasedStateMachine):
     def roll_back(self) -> None:
         """Load the weights alone."""
         saved, truth, buffers = self.kept
+        list(amp.master_params(self.optimizer))  # now those that are thawed have one
+        self.bare &= self.frozen
         self.model.load_state_dict(saved)
         self.hand.roll_back(truth, buffers)
+        self.hand.start_from_rounded(self.bare)
         self.compare()
 
     @precondition(lambda self: self.setup.norm == "batch")
