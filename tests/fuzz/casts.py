@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map
 
 from halfstep import OpLists, amp
@@ -49,9 +50,10 @@ _LEFT_OUT = {
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "as_strided"),
     *("lu", "__rdiv__", "nn.functional.unfold", "nn.functional.max_unpool1d", "nn.functional.softsign"),
     *("nn.functional.threshold", "nn.functional.triplet_margin_with_distance_loss"),
-    # Deprecated names of interpolate, which torch does not show to function modes: its own entry decides.
-    *("nn.functional.upsample_bilinear", "nn.functional.upsample_nearest"),
 }
+
+# Deprecated names, which torch does not show to function modes: the entry of what they call decides.
+_CALLS = dict.fromkeys((F.upsample_bilinear, F.upsample_nearest), F.interpolate)
 
 
 def by_hand(rule_of: str, half: torch.dtype, args: Any) -> Any:
@@ -142,9 +144,8 @@ class Casts(RuleBasedStateMachine):
         elif given == "first half":
             args = (by_hand("half", half, args[0]), *args[1:])
         lists = {f"custom_{moved}_list": [op.op]} if moved else {}
-        rule_of = OpLists.custom(*([op.op] if moved == each else () for each in ("white", "black")), level=level).rule(
-            op.op
-        )
+        oplists = OpLists.custom(*([op.op] if moved == each else () for each in ("white", "black")), level=level)
+        rule_of = oplists.rule(_CALLS.get(op.op, op.op))
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, (args, chosen.kwargs))
 
         def ours() -> Any:
