@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from halfstep import DynamicLossScale, OpLists, Policy, amp, optimizers
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, NotScriptableError, UsageError
 
 from .worlds import World, Wrong, at, net, old, plain
 
@@ -210,5 +210,12 @@ ROWS = [
         lambda w: amp.initialize(w.model, optimizers.LARC(3)),
         TYPE,
         ("LARC", "torch.optim.Optimizer", "int"),
+    ),
+    Wrong(
+        "torch.jit.script of a model at O2",
+        at(),
+        lambda w: scripted(w.model),
+        NotScriptableError,
+        ("torch.jit.script cannot compile", "before it is cast", "torch.jit.trace or torch.export"),
     ),
 ]

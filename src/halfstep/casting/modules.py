@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..core.dtypes import dtype_name, parse_dtype
-from ..core.errors import ArgumentTypeError, UsageError
+from ..core.errors import ArgumentTypeError, NotScriptableError, UsageError
 from ..core.torch_compat import BatchNorm
 from ..gradients.master_registry import master_of, write_master
 from ..kernels.shards import is_sharded
@@ -50,8 +50,21 @@ M = TypeVar("M", bound=nn.Module)
 ModuleFilter = Callable[[nn.Module, str], "torch.dtype | str | None"]
 
 
+class _Hook:
+    """Anything of ours that hangs on a cast module."""
+
+    @property
+    def __name__(self) -> str:
+        """What ``torch.jit.script`` asks for first, and nothing else needs."""
+        raise NotScriptableError(
+            "torch.jit.script cannot compile a model that amp.initialize or amp.decorate has cast: TorchScript cannot "
+            "read its hooks. Script the model before it is cast, or use torch.jit.trace or torch.export, which record "
+            "what hooks do."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
-class CastInputs:
+class CastInputs(_Hook):
     """A forward pre-hook: floating tensors among the arguments become ``dtype``."""
 
     dtype: torch.dtype
@@ -63,7 +76,7 @@ class CastInputs:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpectWeights:
+class ExpectWeights(_Hook):
     """A forward pre-hook: refuses a model whose weights were cast again, by somebody else.
 
     Args:
@@ -93,7 +106,7 @@ class ExpectWeights:
 
 
 @dataclasses.dataclass(frozen=True)
-class CastOutputs:
+class CastOutputs(_Hook):
     """A forward hook: floating tensors in what the module returns become ``dtype``."""
 
     dtype: torch.dtype

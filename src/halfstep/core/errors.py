@@ -8,6 +8,7 @@ __all__ = [
     "LossScaleCollapsed",
     "MissingModuleError",
     "MissingNameError",
+    "NotScriptableError",
     "PrecisionWarning",
     "UnsafeOpError",
     "UsageError",
@@ -39,6 +40,10 @@ class MissingNameError(HalfstepError, ImportError):
 
     def __init__(self, message: str, *, name: str | None = None) -> None:
         ImportError.__init__(self, message, name=name)
+
+
+class NotScriptableError(HalfstepError, AttributeError):
+    """``torch.jit.script`` was given a model whose inputs, outputs or weights were cast."""
 
 
 class LossScaleCollapsed(HalfstepError):  # noqa: N818 - the name says what happened
