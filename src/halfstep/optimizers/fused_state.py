@@ -12,7 +12,7 @@ from ..casting.weight_copies import WeightCopies
 from ..core.checks import check_optimizer_state
 from ..core.dtypes import HALF_DTYPES
 from ..kernels.shards import is_sharded
-from ..kernels.storage import honoured, split
+from ..kernels.storage import honoured, join, split, split_of
 from ..masters.split import master_value
 from .options import FusedOptions
 from .param_rows import GroupRows
@@ -96,7 +96,9 @@ class FusedState(torch.optim.Optimizer):
             state["remainder"].copy_(low)
             return high
         elif self.options.master_weights:
-            self._started[id(param)] = value.to(param.device, torch.float32, copy=True)
+            start = self._started[id(param)] = value.to(param.device, torch.float32, copy=True)
+            # A remainder that is loaded after this belongs to the weight that ``split`` makes.
+            return split(start)[0] if self._will_split(param) else start.to(param.dtype)
         return value.to(param.dtype)
 
     def unused_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -192,10 +194,13 @@ class FusedState(torch.optim.Optimizer):
                 if "master" not in state and "remainder" not in state:
                     state["master"] = self._start(param, start)
 
-    @staticmethod
-    def _start(param: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    def _start(self, param: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """The value a master was to start from, where the parameter is still what that rounds to."""
-        return honoured(start.to(param.device), param.detach())
+        start, weight = start.to(param.device), param.detach()
+        return join(*split_of(start, weight)) if self._will_split(param) else honoured(start, weight)
+
+    def _will_split(self, param: torch.Tensor) -> bool:
+        return self.options.storage(param.dtype, param.device).kind == "split"
 
     def _copies_of(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """The copy that this step writes with each parameter."""
