@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from halfstep.oplists import RULES, entries
 
-_DEMO = Path(__file__).parent / "images/demo.json"
+_PLACE = "<!-- op lists -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the op lists and the results of the demo where a page asks for them."""
-    for place, make in {"<!-- op lists -->": op_lists, "<!-- demo results -->": demo_results}.items():
-        if place in markdown:
-            markdown = markdown.replace(place, make())
-    return markdown
-
-
-def demo_results() -> str:
-    """The recorded results of ``halfstep demo`` as a table; README has the same one."""
-    runs = json.loads(_DEMO.read_text(encoding="utf-8"))["runs"]
-    lines = [
-        "| level | dtype | test accuracy | step ms | ratio to O0 | computed | final loss | held MiB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for run in runs:
-        cells = [
-            run["level"],
-            run["dtype"],
-            f"{100 * run['test_accuracy']:.1f} %",
-            f"{1e3 * run['step_seconds']:.1f}",
-            f"{run['step_seconds'] / runs[0]['step_seconds']:.2f}",
-            run["computed"],
-            f"{run['final_loss']:.4f}",
-            f"{run['held_bytes'] / 2**20:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    """Put the op lists where a page asks for them."""
+    return markdown.replace(_PLACE, op_lists()) if _PLACE in markdown else markdown
 
 
 def op_lists() -> str:

@@ -1,4 +1,4 @@
-"""Draw docs/images/demo.svg, the picture of README and first page, from results of ``halfstep demo``.
+"""Draw docs/images/demo.svg and print the table that README has, from recorded results of ``halfstep demo``.
 
 ::
 
@@ -76,6 +76,28 @@ def draw(results: dict[str, Any]) -> str:
     )
 
 
+def table(results: dict[str, Any]) -> str:
+    """The table of README and of the page on performance."""
+    runs = results["runs"]
+    lines = [
+        "| level | dtype | test accuracy | step ms | ratio to O0 | computed | final loss | held MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        cells = [
+            run["level"],
+            run["dtype"],
+            f"{100 * run['test_accuracy']:.1f} %",
+            f"{1e3 * run['step_seconds']:.1f}",
+            f"{run['step_seconds'] / runs[0]['step_seconds']:.2f}",
+            run["computed"],
+            f"{run['final_loss']:.4f}",
+            f"{run['held_bytes'] / 2**20:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _text(kind: str, x: float, y: float, text: str, *, end: bool = False) -> str:
     given = (f' class="{kind}"' if kind else "") + (' text-anchor="end"' if end else "")
     return f'<text x="{x:.4g}" y="{y}"{given}>{html.escape(text)}</text>'
@@ -88,3 +110,4 @@ def _bar(color: str, x: float, y: float, width: float) -> str:
 if __name__ == "__main__":
     found = json.loads((IMAGES / "demo.json").read_text(encoding="utf-8"))
     (IMAGES / "demo.svg").write_text(draw(found), encoding="utf-8")
+    print(table(found))
