@@ -581,6 +581,19 @@ def test_casts_are_logged_if_asked_for(emulate: bool, caplog: pytest.LogCaptureF
     assert caplog.messages == ["Float->BFloat16 (mm)", "BFloat16->Float (exp)"]
 
 
+@pytest.mark.parametrize("emulate", [False, True])
+def test_a_weight_is_logged_when_it_is_cast_not_when_its_copy_is_used_again(
+    emulate: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="halfstep")
+    weight, half = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4, dtype=BF16))
+    with OpCasting(BF16, verbose=True, emulate=emulate):
+        x = torch.ones(4, 4, dtype=BF16)
+        for _ in range(2):
+            torch.mm(torch.mm(x, weight), half)
+    assert caplog.messages == ["Float->BFloat16 (mm)"]
+
+
 def test_without_a_cache_nothing_is_kept() -> None:
     weight = nn.Parameter(torch.ones(4, 4))
     with OpCasting(BF16, cache=False):

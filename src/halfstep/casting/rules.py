@@ -111,11 +111,21 @@ def _cast(mode: CastMode, value: Any, target: torch.dtype, name: str, cache: Wei
     dtype = value.dtype
     if dtype is target or dtype not in _CASTABLE or not mode.casts(value):
         return value
+    if cache is not None and dtype is torch.float32 and value.is_leaf and not _is_compiling():
+        return _from_cache(mode, cache, value, target, name)
     if mode.verbose:
         _log_cast(name, dtype, target)
-    if cache is not None and dtype is torch.float32 and value.is_leaf and not _is_compiling():
-        return cache.get(value, target)
     return value.float() if target is torch.float32 else value.to(target)  # float() takes a microsecond less
+
+
+def _from_cache(
+    mode: CastMode, cache: WeightCache, weight: torch.Tensor, target: torch.dtype, name: str, *, wide: bool = False
+) -> torch.Tensor:
+    casts = cache.casts
+    copy = cache.get(weight, target, wide)
+    if mode.verbose and cache.casts != casts and weight.dtype is not target:
+        _log_cast(name, weight.dtype, target)
+    return copy
 
 
 def _log_cast(name: str, source: torch.dtype, target: torch.dtype) -> None:
@@ -259,10 +269,10 @@ def emulated(
     def enter(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in _CASTABLE:
             return tensor
+        if mode.cache is not None and _is_weight(tensor) and not _is_compiling():
+            return _from_cache(mode, mode.cache, tensor, half, name, wide=True)
         if mode.verbose and tensor.dtype is not half:
             _log_cast(name, tensor.dtype, half)
-        if mode.cache is not None and _is_weight(tensor) and not _is_compiling():
-            return mode.cache.get(tensor, half, wide=True)
         return widen(tensor if tensor.dtype is half else narrow(tensor, half))
 
     def leave(tensor: torch.Tensor) -> torch.Tensor:

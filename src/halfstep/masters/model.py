@@ -24,9 +24,10 @@ def master_model(model: nn.Module) -> nn.Module:
         ...
         averaged.update_parameters(amp.master_model(model))
 
-    It computes in fp32, without the casts of the model's level. It shares its values with the model: a parameter with a
-    master reads and writes the master, and parameters and buffers that are not of 16 bits are the model's own. A deep
-    copy of it is an ordinary fp32 model with values of its own.
+    It has no casts of its own. Those that O1 does to ops reach every model of the process, and this one too, unless it
+    is called in ``amp.disable_casts()``. It shares its values with the model: a parameter with a master reads and
+    writes the master, and parameters and buffers that are not of 16 bits are the model's own. A deep copy of it is an
+    ordinary fp32 model with values of its own.
 
     Args:
         model: one that ``amp.initialize`` or ``amp.decorate`` returned, or any other; not changed.
