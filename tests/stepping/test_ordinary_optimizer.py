@@ -5,6 +5,7 @@ With SGD at a rate of 1 the update is the gradient that was stepped with. ``trut
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -521,6 +522,31 @@ def test_an_unfrozen_parameter_trains_from_its_fp32_weight(fused: bool, half: to
     optimizer.step()
     assert float((before - truth(model)).norm()) == pytest.approx(1e-3, rel=0.02)
     assert not torch.equal(before[:128], truth(model)[:128])
+
+
+@in_both_halves
+@with_both_masters
+def test_a_weight_that_was_frozen_later_keeps_its_master_in_a_copy(fused: bool, half: torch.dtype) -> None:
+    model, optimizer = start(half, fused)
+    train(model, optimizer, [0])
+    model[0].requires_grad_(False)
+    before = truth(model)
+    assert not torch.equal(before, torch.cat([p.detach().float().flatten() for p in model.parameters()]))
+    again, other = copy.deepcopy((model, optimizer))
+    assert torch.equal(truth(again), before)
+    train(again, other, [1])
+    assert torch.equal(truth(again)[:128], before[:128])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_a_delayed_pass_has_set_aside_becomes_zeros_too(level: str) -> None:
+    model, optimizer = start(level=level)
+    backward(model, optimizer, 0)
+    model[0].requires_grad_(False)
+    with amp.scale_loss(loss_of(model, 1), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
 @in_both_halves

@@ -73,13 +73,14 @@ class PlainMasters:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Give masters to the trainable 16-bit parameters that have none, and fp32 state to go with them.
 
+        A frozen parameter with an original has a master, too: it was trainable before the optimizer was copied.
         Two optimizers that share a parameter share its master.
         """
         new = [
             p
             for group in optimizer.param_groups
             for p in group["params"]
-            if id(p) not in self._of and p.dtype in HALF_DTYPES and p.requires_grad
+            if id(p) not in self._of and p.dtype in HALF_DTYPES and (p.requires_grad or id(p) in self._originals)
         ]
         for param in new:
             other = getattr(keeper_of(param), "plain", None) or self

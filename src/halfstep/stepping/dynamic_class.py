@@ -35,6 +35,8 @@ class _Attached:
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and what was found in them."""
+        if not set_to_none:
+            self._amp_stash.passes.unscale_delayed()  # what was set aside for them becomes zeros, too
         super().zero_grad(set_to_none)  # type: ignore[misc]
         self._amp_stash.passes.clear()
 
