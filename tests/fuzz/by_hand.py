@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from halfstep.core.torch_compat import HAS_GRAD_DTYPE
 from halfstep.kernels.storage import join, round_half_away, split
 
 __all__ = ["ByHand", "Net"]
 
 
 class Net(nn.Module):
-    """Linear layers, a norm, and a weight that two layers share.
+    """Linear layers, a norm, a weight that two layers share, and a layer that is added to the training later.
 
     Args:
         norm: "batch", "layer" or None.
@@ -35,11 +36,18 @@ class Net(nn.Module):
         if shared:
             self.c.weight = self.b.weight
         self.d = nn.Linear(6, 3)
+        self.late = nn.Linear(3, 3)
+        self.uses_late = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.a(x)
         x = x if self.norm is None else self.norm(x)
-        return self.d(torch.relu(self.c(torch.relu(self.b(torch.relu(x))))))
+        x = self.d(torch.relu(self.c(torch.relu(self.b(torch.relu(x))))))
+        return self.late(x) if self.uses_late else x
+
+    def first_parameters(self) -> list[nn.Parameter]:
+        """All but those of the layer that is added to the training later."""
+        return [param for name, param in self.named_parameters() if not name.startswith("late.")]
 
 
 def _forward_at_o1(net: Net, x: torch.Tensor, half: torch.dtype) -> torch.Tensor:
@@ -59,7 +67,8 @@ def _forward_at_o1(net: Net, x: torch.Tensor, half: torch.dtype) -> torch.Tensor
         x = net.norm(x)  # torch's own takes 16-bit input with fp32 parameters
     x = linear(net.b, torch.relu(x))
     x = linear(net.c, torch.relu(x))
-    return linear(net.d, torch.relu(x))
+    x = linear(net.d, torch.relu(x))
+    return linear(net.late, x) if net.uses_late else x
 
 
 class ByHand:
@@ -98,6 +107,9 @@ class ByHand:
             if level == "O3":
                 self.net.to(half)
         self.masters = {p: master for p, master in masters.items() if p.dtype is half}
+        self.start_from_rounded(["late.weight", "late.bias"])
+        self.delayed: dict[nn.Parameter, torch.Tensor] = {}
+        self.delayed_scale: int | None = None
         self.optimizer = make(self.net, lambda p: self.masters.get(p, p))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,26 +118,39 @@ class ByHand:
             return _forward_at_o1(self.net, x, self.half)
         return self.net(x.to(self.half)).float() if self.level in ("O2", "O3") else self.net(x)
 
-    def backward(self, loss: torch.Tensor, which: int) -> None:
-        """One scaled pass whose gradients are unscaled, looked at and added; ``which`` is the number of its scale."""
+    def backward(self, loss: torch.Tensor, which: int, *, delay: bool = False) -> None:
+        """One scaled pass whose gradients are unscaled, looked at and added.
+
+        Args:
+            loss: not scaled yet.
+            which: the number of its scale.
+            delay: leave the gradients scaled. The next pass at the same scale adds to them before it unscales them.
+        """
         scale = self.scales[which]
         neutral = self.interval is None and scale == 1.0
+        which = 0 if neutral else which
+        if self.delayed_scale != which:
+            self.finish_delayed()
         kept = [(p, p.grad) for p in self.net.parameters()]
+        adds_up = HAS_GRAD_DTYPE and (delay or self.delayed_scale is not None)
         for p, _ in kept:
             p.grad = None
+            if adds_up:
+                p.grad_dtype = self.masters.get(p, p).dtype
         (loss * scale).backward()
-        finite = True
         for p, before in kept:
-            new, p.grad = p.grad, before
-            owner = self.masters.get(p, p)
-            if new is None:
-                continue
-            unscaled = (new.float() * (1.0 / scale)).to(owner.dtype)
-            finite = finite and bool(unscaled.isfinite().all())
-            owner.grad = unscaled if owner.grad is None else owner.grad + unscaled
+            new, p.grad = p.grad, None
+            if HAS_GRAD_DTYPE:
+                p.grad_dtype = p.dtype
+            p.grad = before
+            if new is not None:
+                self.delayed[p] = self.delayed[p] + new if p in self.delayed else new
+        self.delayed_scale = which
+        if delay:
+            return
+        finite = self.finish_delayed()
         if neutral:
             return
-        self.overflowed = self.overflowed or not finite
         if self.interval is None:
             return
         self.good[which] = self.good[which] + 1 if finite else 0
@@ -133,6 +158,21 @@ class ByHand:
             self.scales[which] *= 0.5
         elif self.good[which] == self.interval:
             self.scales[which], self.good[which] = min(scale * 2, 2.0**24), 0
+
+    def finish_delayed(self) -> bool:
+        """Unscale and add what came since the last time; whether it is finite."""
+        finite = True
+        for p, new in self.delayed.items():
+            owner = self.masters.get(p, p)
+            scale = self.scales[self.delayed_scale or 0]
+            unscaled = (new.float() * (1.0 / scale)).to(owner.dtype)
+            finite = finite and bool(unscaled.isfinite().all())
+            owner.grad = unscaled if owner.grad is None else owner.grad + unscaled
+        self.delayed.clear()
+        self.delayed_scale = None
+        neutral = self.interval is None and self.scales[0] == 1.0
+        self.overflowed = self.overflowed or not (finite or neutral)
+        return finite
 
     def grads(self) -> list[torch.Tensor | None]:
         """The gradients that the next step takes."""
@@ -144,6 +184,7 @@ class ByHand:
 
     def step(self) -> None:
         """A step, unless a pass overflowed."""
+        self.finish_delayed()
         if not self.overflowed:
             self.optimizer.step()
             self.round()
@@ -194,6 +235,7 @@ class ByHand:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear gradients, and forget what overflowed."""
+        self.finish_delayed()
         self.optimizer.zero_grad(set_to_none)
         self.overflowed = False
 

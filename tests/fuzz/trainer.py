@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,11 @@ def grouped(params: list[Any], count: int) -> list[dict[str, Any]]:
     return [{"params": params[i::count], "lr": 0.01 * (i + 1)} for i in range(count)]
 
 
+def late_group(params: Iterable[Any]) -> dict[str, Any]:
+    """The group that is added to the training later."""
+    return {"params": list(params), "lr": 0.02}
+
+
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal, where NaN is equal to NaN."""
     return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
@@ -118,7 +124,7 @@ class Trainer(RuleBasedStateMachine):
         can_fuse = setup.level == "O2" and setup.fused and cls.__module__.startswith("torch")
 
         def make(twin: Net, place: Any) -> torch.optim.Optimizer:
-            made = cls(grouped([place(p) for p in twin.parameters()], setup.groups), **options)
+            made = cls(grouped([place(p) for p in twin.first_parameters()], setup.groups), **options)
             return optimizers.fuse(made) if can_fuse and optimizers.can_fuse(made) else made
 
         ours = cls.__module__.startswith("halfstep")
@@ -129,6 +135,7 @@ class Trainer(RuleBasedStateMachine):
         self.hand = ByHand(net, setup.level, setup.half, make, scales, setup.interval, split)
         self.model, self.optimizer = self.fresh(net)
         self.schedules = self.schedulers()
+        self.originals: list[Any] = []
         self.frozen: set[str] = set()
         self.bare: set[str] = set()  # without a master
         self.kept: Any = None
@@ -137,7 +144,9 @@ class Trainer(RuleBasedStateMachine):
         """A model and an optimizer, brought to the level."""
         setup = self.setup
         cls, options = OPTIMIZERS[setup.optimizer]
-        optimizer = cls(grouped(list(net.parameters()), setup.groups), **options)
+        optimizer = cls(grouped(net.first_parameters(), setup.groups), **options)
+        if net.uses_late:
+            optimizer.add_param_group(late_group(net.late.parameters()))
         dynamic = DynamicLossScale(init_scale=setup.scale, growth_interval=setup.interval)
         return amp.initialize(
             net,
@@ -157,24 +166,30 @@ class Trainer(RuleBasedStateMachine):
 
     # ---- what a loop may do
 
-    @rule(seed=st.integers(0, 9), which=st.integers(0, 1), overflow=st.sampled_from([False, False, False, True]))
-    def backward(self, seed: int, which: int, overflow: bool) -> None:
-        """One backward pass of one batch, whose gradients may overflow."""
+    @rule(
+        seed=st.integers(0, 9),
+        which=st.integers(0, 1),
+        overflow=st.sampled_from([False, False, False, True]),
+        delay=st.sampled_from([False, False, True]),
+    )
+    def backward(self, seed: int, which: int, overflow: bool, delay: bool) -> None:
+        """One backward pass of one batch, whose gradients may overflow, and may stay scaled for now."""
         which %= self.setup.losses
         overflow = overflow and not self.setup.neutral  # nobody would look
+        delay = delay and not (self.setup.neutral and self.setup.level != "O2")  # autograd may add up in another order
         x, y = batch(seed)
         factor = float("inf") if overflow else 1.0
         loss = F.cross_entropy(self.model(x), y)
         expected = F.cross_entropy(self.hand.forward(x).float(), y)
         assert same(loss, expected)
-        with amp.scale_loss(loss * factor, self.optimizer, loss_id=which) as scaled_loss:
+        with amp.scale_loss(loss * factor, self.optimizer, loss_id=which, delay_unscale=delay) as scaled_loss:
             scaled_loss.backward()
-        self.hand.backward(expected * factor, which)
-        self.compare_gradients()
+        self.hand.backward(expected * factor, which, delay=delay)
+        if not delay:
+            self.compare_gradients()
 
-    @precondition(
-        lambda self: not (self.setup.neutral and self.setup.level == "O2")
-    )  # gradients may have 16 bits there
+    # At a scale of 1.0 gradients may have 16 bits at O2.
+    @precondition(lambda self: not (self.setup.neutral and self.setup.level == "O2") and not self.hand.delayed)
     @rule(limit=st.sampled_from([0.01, 1.0]), door=st.sampled_from(["masters", "groups"]))
     def clip(self, limit: float, door: str) -> None:
         """Clip what there is."""
@@ -205,6 +220,28 @@ class Trainer(RuleBasedStateMachine):
         self.frozen ^= {name}
         for net in (self.model, self.hand.net):
             self.set_frozen(net)
+
+    @precondition(lambda self: not self.hand.net.uses_late)
+    @rule()
+    def add_group(self) -> None:
+        """Train one more layer."""
+        for net in (self.model, self.hand.net):
+            net.uses_late = True
+        self.optimizer.add_param_group(late_group(self.model.late.parameters()))
+        self.hand.optimizer.add_param_group(
+            late_group(self.hand.masters.get(p, p) for p in self.hand.net.late.parameters())
+        )
+
+    @rule()
+    def copy(self) -> None:
+        """Go on with copies of the model and the optimizer. They have no gradients.
+
+        The casts of O1 outside of models end with the originals, so these stay.
+        """
+        self.originals.append((self.model, self.optimizer))
+        self.model, self.optimizer, self.schedules[0] = copy.deepcopy((self.model, self.optimizer, self.schedules[0]))
+        self.hand.zero_grad(True)
+        self.compare()
 
     def set_frozen(self, net: nn.Module) -> None:
         """Freeze what is frozen."""
@@ -244,6 +281,7 @@ class Trainer(RuleBasedStateMachine):
         self.bare = set(self.frozen) if early and not self.fused_masters else set()
         self.hand.start_from_rounded(self.bare)
         net.train(self.model.training)
+        net.uses_late = self.hand.net.uses_late
         self.model, self.optimizer = self.fresh(net)
         self.set_frozen(self.model)
         self.schedules[0] = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
