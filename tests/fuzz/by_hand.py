@@ -149,8 +149,12 @@ class ByHand:
         if delay:
             return
         finite = self.finish_delayed()
-        if neutral:
-            return
+        if not neutral:
+            self.move_scale(which, finite=finite)
+
+    def move_scale(self, which: int, *, finite: bool) -> None:
+        """A finite pass, or one that overflowed, moves its scale."""
+        scale = self.scales[which]
         if self.interval is None:
             return
         self.good[which] = self.good[which] + 1 if finite else 0

@@ -62,6 +62,12 @@ class Setup:
     interval: int | None
     losses: int
     seed: int
+    face: str = "Apex"
+
+    @property
+    def scaler(self) -> bool:
+        """Whether ``amp.decorate``, ``amp.auto_cast`` and an ``amp.GradScaler`` do it, in the way of Paddle."""
+        return self.face == "Paddle" and (self.level == "O1" or (self.level == "O2" and self.norm is None))
 
     @property
     def neutral(self) -> bool:
@@ -82,6 +88,7 @@ SETUPS = st.builds(
     interval=st.sampled_from([None, 1, 3]),
     losses=st.integers(1, 2),
     seed=st.integers(0, 3),
+    face=st.sampled_from(["Apex", "Paddle"]),
 )
 
 
@@ -148,17 +155,29 @@ class Trainer(RuleBasedStateMachine):
         if net.uses_late:
             optimizer.add_param_group(late_group(net.late.parameters()))
         dynamic = DynamicLossScale(init_scale=setup.scale, growth_interval=setup.interval)
+        loss_scale = setup.scale if setup.interval is None else dynamic
+        self.scaled = self.unscaled = False
+        if setup.scaler:
+            self.scaler = amp.GradScaler.from_loss_scale(loss_scale)
+            return amp.decorate(net, optimizer, setup.level, setup.half, emulate=False, fused=setup.fused)
         return amp.initialize(
             net,
             optimizer,
             opt_level=setup.level,
             dtype=setup.half,
-            loss_scale=setup.scale if setup.interval is None else dynamic,
+            loss_scale=loss_scale,
             emulate=False,
             fused=setup.fused,
             num_losses=setup.losses,
             verbosity=0,
         )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs."""
+        if not self.setup.scaler:
+            return self.model(x)
+        with amp.auto_cast(level=self.setup.level, dtype=self.setup.half, emulate=False):
+            return self.model(x).float()
 
     def schedulers(self) -> list[Any]:
         """A scheduler for each of the two."""
@@ -166,6 +185,7 @@ class Trainer(RuleBasedStateMachine):
 
     # ---- what a loop may do
 
+    @precondition(lambda self: not self.unscaled)
     @rule(
         seed=st.integers(0, 9),
         which=st.integers(0, 1),
@@ -174,14 +194,19 @@ class Trainer(RuleBasedStateMachine):
     )
     def backward(self, seed: int, which: int, overflow: bool, delay: bool) -> None:
         """One backward pass of one batch, whose gradients may overflow, and may stay scaled for now."""
-        which %= self.setup.losses
+        which %= 1 if self.setup.scaler else self.setup.losses
         overflow = overflow and not self.setup.neutral  # nobody would look
         delay = delay and not (self.setup.neutral and self.setup.level != "O2")  # autograd may add up in another order
         x, y = batch(seed)
         factor = float("inf") if overflow else 1.0
-        loss = F.cross_entropy(self.model(x), y)
+        loss = F.cross_entropy(self.forward(x), y)
         expected = F.cross_entropy(self.hand.forward(x).float(), y)
         assert same(loss, expected)
+        if self.setup.scaler:
+            self.scaler.scale(loss * factor).backward()
+            self.scaled = True
+            self.hand.backward(expected * factor, which, delay=True)
+            return
         with amp.scale_loss(loss * factor, self.optimizer, loss_id=which, delay_unscale=delay) as scaled_loss:
             scaled_loss.backward()
         self.hand.backward(expected * factor, which, delay=delay)
@@ -189,28 +214,44 @@ class Trainer(RuleBasedStateMachine):
             self.compare_gradients()
 
     # At a scale of 1.0 gradients may have 16 bits at O2.
-    @precondition(lambda self: not (self.setup.neutral and self.setup.level == "O2") and not self.hand.delayed)
+    @precondition(lambda self: not (self.setup.neutral and self.setup.level == "O2"))
+    @precondition(lambda self: self.scaled if self.setup.scaler else not self.hand.delayed)
     @rule(limit=st.sampled_from([0.01, 1.0]), door=st.sampled_from(["masters", "groups"]))
     def clip(self, limit: float, door: str) -> None:
         """Clip what there is."""
+        if self.setup.scaler:
+            if not self.unscaled:
+                self.scaler.unscale_(self.optimizer)
+                self.hand.finish_delayed()
+            self.unscaled, door = not self.setup.neutral, "groups"
         groups = [p for group in self.optimizer.param_groups for p in group["params"]]
         clip_grad_norm_(amp.master_params(self.optimizer) if door == "masters" else groups, limit)
         clip_grad_norm_(self.hand.stepped(), limit)
         self.compare_gradients()
 
+    @precondition(lambda self: self.scaled or not self.setup.scaler)
     @rule(set_to_none=st.booleans())
     def step(self, set_to_none: bool) -> None:
         """A step, or none after an overflow."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*updates .* weights in place")  # that is what O3 is
-            self.optimizer.step()
+            if self.setup.scaler:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.hand.finish_delayed()
+                self.hand.move_scale(0, finite=not self.hand.overflowed)
+            else:
+                self.optimizer.step()
             self.hand.step()
+        self.unscaled = False
         self.compare()
         self.zero_grad(set_to_none)
 
+    @precondition(lambda self: not self.unscaled)
     @rule(set_to_none=st.booleans())
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear gradients."""
+        self.scaled = False
         self.optimizer.zero_grad(set_to_none)
         self.hand.zero_grad(set_to_none)
 
@@ -232,6 +273,7 @@ class Trainer(RuleBasedStateMachine):
             late_group(self.hand.masters.get(p, p) for p in self.hand.net.late.parameters())
         )
 
+    @precondition(lambda self: not self.unscaled)
     @rule()
     def copy(self) -> None:
         """Go on with copies of the model and the optimizer. They have no gradients.
@@ -239,7 +281,11 @@ class Trainer(RuleBasedStateMachine):
         The casts of O1 outside of models end with the originals, so these stay.
         """
         self.originals.append((self.model, self.optimizer))
-        self.model, self.optimizer, self.schedules[0] = copy.deepcopy((self.model, self.optimizer, self.schedules[0]))
+        self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        schedule.load_state_dict(self.schedules[0].state_dict())
+        self.schedules[0] = schedule
+        self.scaled = False
         self.hand.zero_grad(True)
         self.compare()
 
@@ -268,7 +314,7 @@ class Trainer(RuleBasedStateMachine):
         saved = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "amp": amp.state_dict(optimizer=self.optimizer),
+            "amp": self.scaler.state_dict() if self.setup.scaler else amp.state_dict(optimizer=self.optimizer),
             "schedule": self.schedules[0].state_dict(),
         }
         torch.save(saved, file)
@@ -288,7 +334,9 @@ class Trainer(RuleBasedStateMachine):
         file.seek(0)
         saved = torch.load(file, weights_only=True)
         for name in order:
-            if name == "amp":
+            if name == "amp" and self.setup.scaler:
+                self.scaler.load_state_dict(saved["amp"])
+            elif name == "amp":
                 amp.load_state_dict(saved["amp"], optimizer=self.optimizer)
             else:
                 target = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedules[0]}[name]
@@ -337,7 +385,7 @@ class Trainer(RuleBasedStateMachine):
     def evaluate(self, seed: int) -> None:
         """A forward pass without gradients."""
         with torch.no_grad():
-            assert same(self.model(batch(seed)[0]).float(), self.hand.forward(batch(seed)[0]).float())
+            assert same(self.forward(batch(seed)[0]).float(), self.hand.forward(batch(seed)[0]).float())
 
     # ---- what must be equal
 
@@ -360,6 +408,9 @@ class Trainer(RuleBasedStateMachine):
             assert same(own[name].float(), truth), name
         for ours, theirs in zip(self.model.buffers(), self.hand.net.buffers(), strict=True):
             assert same(ours, theirs)
+        if self.setup.scaler:
+            assert self.scaler.get_scale() == self.hand.scales[0]
+            return
         saved = amp.state_dict(optimizer=self.optimizer)
         assert [entry["loss_scale"] for entry in saved.values()] == self.hand.scales
 
