@@ -591,6 +591,27 @@ def test_outside_follows_the_latest_session_that_is_there() -> None:
     assert torch_patches._held == held
 
 
+def test_a_session_lasts_as_long_as_a_copy_of_its_model() -> None:
+    model = bring_up("O1", FP16)
+    twin = copy.deepcopy(model)
+    third = copy.deepcopy(twin)
+    del model, twin
+    gc.collect()
+    assert seen(third) == [FP16, FP32]
+    assert outside() is FP16
+    del third
+    gc.collect()
+    assert outside() is FP32
+
+
+def test_a_copy_does_not_bring_back_a_session_that_has_ended() -> None:
+    model = bring_up("O1", FP16)
+    amp.deactivate()
+    twin = copy.deepcopy(model)
+    assert seen(twin) == [FP16, FP32]
+    assert outside() is FP32
+
+
 def test_a_session_that_ends_inside_a_scope() -> None:
     model = bring_up("O1", FP16)
     with amp.auto_cast(dtype=BF16):

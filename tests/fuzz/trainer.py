@@ -142,7 +142,6 @@ class Trainer(RuleBasedStateMachine):
         self.hand = ByHand(net, setup.level, setup.half, make, scales, setup.interval, split)
         self.model, self.optimizer = self.fresh(net)
         self.schedules = self.schedulers()
-        self.originals: list[Any] = []
         self.frozen: set[str] = set()
         self.bare: set[str] = set()  # without a master
         self.kept: Any = None
@@ -276,11 +275,7 @@ class Trainer(RuleBasedStateMachine):
     @precondition(lambda self: not self.unscaled)
     @rule()
     def copy(self) -> None:
-        """Go on with copies of the model and the optimizer. They have no gradients.
-
-        The casts of O1 outside of models end with the originals, so these stay.
-        """
-        self.originals.append((self.model, self.optimizer))
+        """Go on with copies of the model and the optimizer. They have no gradients."""
         self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
         schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         schedule.load_state_dict(self.schedules[0].state_dict())

@@ -129,6 +129,12 @@ class ModelCasting:
         self.casting = casting
         self.explicit = explicit
 
+    def __deepcopy__(self, memo: Any) -> ModelCasting:
+        """That of a copied model. The session of the original lasts as long as its copies."""
+        copied = ModelCasting(self.casting, explicit=self.explicit)
+        sessions.keep_session(self.casting, copied)
+        return copied
+
     def attach_to(self, model: nn.Module) -> None:
         """Put the hooks on a model."""
         model.register_forward_pre_hook(self.enter)

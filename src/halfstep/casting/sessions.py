@@ -14,13 +14,18 @@ import torch
 from . import torch_patches
 from .op_casting import OpCasting, patch_torch, set_process_casting
 
-__all__ = ["begin_session", "deactivate", "end_session", "moved_to", "process_casting"]
+__all__ = ["begin_session", "deactivate", "end_session", "keep_session", "moved_to", "process_casting"]
 
 
 class _Session:
     def __init__(self, casting: OpCasting) -> None:
         self.casting = casting
         self.owners = 0  # how many are alive
+
+    def add(self, owner: object) -> None:
+        """The session lasts as long as this owner, at least."""
+        self.owners += 1
+        weakref.finalize(owner, _owner_gone, self).atexit = False
 
 
 _lock = threading.Lock()
@@ -43,12 +48,18 @@ def begin_session(casting: OpCasting, owners: Iterable[object] = ()) -> None:
     """
     session = _Session(casting)
     for owner in owners:
-        session.owners += 1
-        weakref.finalize(owner, _owner_gone, session).atexit = False
+        session.add(owner)
     patch_torch()
     with _lock:
         _sessions.append(session)
     _end([])
+
+
+def keep_session(casting: OpCasting, owner: object) -> None:
+    """Let the session with this very casting last as long as an owner more, if it has not ended."""
+    for session in _sessions:
+        if session.casting is casting and session.owners:
+            session.add(owner)
 
 
 def end_session(casting: OpCasting) -> None:
