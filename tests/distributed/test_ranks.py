@@ -200,6 +200,7 @@ def test_a_pass_that_nobody_averaged_leaves_this_rank_alone_with_it(talked: bool
     wrapper.allreduces += talked
     ranks.end_backward([p, q])
     assert not wrapper.watched
+    assert wrapper.rebuilds == talked
     assert ranks.has_unsynced is not talked
     assert [id(x) for x in wrapper.stayed] == ([] if talked else [id(q)])
     ranks.begin_backward(scale, [p, q], held)
@@ -210,7 +211,9 @@ def test_a_pass_that_nobody_averaged_leaves_this_rank_alone_with_it(talked: bool
     ranks.end_backward([p, q])
     assert not ranks.has_unsynced
     ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
+    assert wrapper.windows == 0
     ranks.clear()
+    assert wrapper.windows == 1
     assert not ranks.has_unsynced
 
 
