@@ -9,12 +9,14 @@ from xml.etree import ElementTree
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-IMAGES = sorted((DOCS / "images").glob("*.svg"))
+MARKS = {"logo.svg", "favicon.svg"}  # of the site itself, on grounds of their own
+IMAGES = [image for image in sorted((DOCS / "images").glob("*.svg")) if image.name not in MARKS]
 SHOWN = {
     path: alt
     for page in DOCS.rglob("*.md")
     for alt, path in re.findall(r"!\[([^\]]*)\]\((?:\.\./)?images/([^)]+)\)", page.read_text())
 }
+RULE = re.compile(r"([.#\w, ]+) \{([^}]*)\}")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -30,13 +32,18 @@ def test_an_image_is_in_words_too(image: Path) -> None:
     assert len(SHOWN[image.name]) > 50
 
 
+def coloured(style: str) -> set[str]:
+    """The selectors that a part of a style gives a colour to."""
+    rules = [names for names, what in RULE.findall(style) if re.search(r"(?:fill|stroke): #", what)]
+    return {name.strip() for names in rules for name in names.split(",")}
+
+
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
 def test_an_image_has_colours_for_light_and_dark_pages(image: Path) -> None:
     picture = ElementTree.parse(image).getroot()
     light, _, dark = picture.findtext(f"{SVG}style", "").partition("@media (prefers-color-scheme: dark)")
-    coloured = [set(re.findall(r"([.#\w ]+) \{[^}]*(?:fill|stroke): #", part)) for part in (light, dark)]
-    assert {name.strip() for name in coloured[0]} == {name.strip() for name in coloured[1]}
+    assert coloured(light) == coloured(dark)
     used = {name for element in picture.iter() for name in element.get("class", "").split()}
-    assert used <= set(re.findall(r"\.(\w+) \{", light))
+    assert used <= {name for names, _ in RULE.findall(light) for name in re.findall(r"\.(\w+)", names)}
     fixed = [element.tag for element in picture.iter() if element.get("fill") or element.get("stroke")]
     assert not fixed  # a colour outside of the style would not change
