@@ -226,6 +226,16 @@ def test_bars_and_lines(
     assert capsys.readouterr().out == ""
 
 
+def test_lines_are_seen_where_nobody_set_up_logging(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    data = TensorDataset(torch.randn(12, 8, 8), torch.randint(10, (12,)))
+    prepared("O0").fit(data, batch_size=4, log_freq=2, verbose=2)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" loss")[0] for line in lines] == ["epoch 1 step 0", "epoch 1 step 2", "epoch 1"]
+
+
 @pytest.mark.parametrize("columns", [20, 80])
 def test_no_result_is_cut_off_where_the_line_is_short(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ import torch
 
 from ..core.checks import check_count, check_kind
 from ..core.errors import ArgumentValueError
+from ..core.logs import show_log
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -118,9 +119,10 @@ def calling(
 
 
 class Lines(Callback):
-    """``verbose=2``: lines at level INFO of the logger "halfstep"."""
+    """``verbose=2``: lines at level INFO of the logger "halfstep", which are asked for and so have to be seen."""
 
     def __init__(self, log_freq: int) -> None:
+        show_log()
         self._log_freq = log_freq
         self._epoch = 0
 

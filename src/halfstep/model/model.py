@@ -174,7 +174,8 @@ class Model:
             log_freq: batches between two readings of the loss, for the bar and the lines.
             save_dir: where ``{epoch}.pt`` is written every ``save_freq`` epochs and ``final.pt`` at the end.
             save_freq: see ``save_dir``.
-            verbose: 0 for silence, 1 for a progress bar, 2 for lines at level INFO of the logger "halfstep".
+            verbose: 0 for silence, 1 for a progress bar, 2 for lines at level INFO of the logger "halfstep", which
+                writes to stderr where a program has not set up logging.
             shuffle: whether a dataset is shuffled for training.
             num_workers: worker processes of the loaders, for datasets.
             callbacks: one ``Callback`` or several.
