@@ -479,9 +479,9 @@ def with_a_sparse_gradient(optim: Any) -> Any:
     return optim
 
 
-def under_amp() -> Any:
+def under_amp(level: str) -> Any:
     model = nn.Linear(2, 2)
-    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", dtype=BF16, verbosity=0)[
+    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, dtype=BF16, verbosity=0)[
         1
     ]
 
@@ -503,7 +503,8 @@ UNFIT: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a wrapped step": (
         lambda: wrapped_after_a_scheduler(torch.optim.SGD(weights())), ArgumentValueError, "has been replaced",
     ),
-    "under amp": (under_amp, ArgumentTypeError, "fused already"),
+    "under amp": (lambda: under_amp("O2"), ArgumentTypeError, "fused already"),
+    "under amp, not fused": (lambda: under_amp("O1"), ArgumentValueError, "fuse comes before amp.initialize"),
 }  # fmt: skip
 
 

@@ -239,12 +239,12 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
 def _obstacle(optimizer: torch.optim.Optimizer) -> HalfstepError | None:
     """Why this optimizer cannot be fused."""
     kind = type(optimizer)
+    if hasattr(optimizer, "_amp_stash") and not isinstance(optimizer, FusedOptimizer):
+        return ArgumentValueError("fuse comes before amp.initialize or amp.decorate, not after.")
     if kind not in _FUSED:
         names = ", ".join(f"torch.optim.{cls.__name__}" for cls in _FUSED)
         fused = " that is fused already" if isinstance(optimizer, FusedOptimizer) else ""
         return ArgumentTypeError(f"fuse takes {names}, not {kind.__name__}{fused}.")
-    if hasattr(optimizer, "_amp_stash"):
-        return ArgumentValueError("fuse comes before amp.initialize or amp.decorate, not after.")
     if "step" in vars(optimizer) and not counts_steps(optimizer):
         return ArgumentValueError(f"fuse: the step of this {kind.__name__} has been replaced; fuse it before.")
     for group in optimizer.param_groups:
