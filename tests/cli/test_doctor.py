@@ -133,6 +133,9 @@ def test_the_same_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = known["devices"]
     assert (cpu["device"], cpu["fast"], cpu["advice"]["opt_level"]) == ("cpu", ["bfloat16"], "O2")
     assert (gpu["device"], gpu["fast"], gpu["advice"]["dtype"]) == ("cuda:0", ["float16"], "float16")
+    assert (cpu["emulated"]["bfloat16"], gpu["emulated"]["float16"]) == ([], [])
+    assert "convolution" in cpu["emulated"]["float16"]
+    assert "convolution" in gpu["emulated"]["bfloat16"]
     assert gpu["name"].startswith("Tesla T4")
     assert cpu["name"] == known["facts"]["CPU"]
     assert known["facts"]["torch"] == torch.__version__

@@ -104,6 +104,7 @@ def _as_dict(device: torch.device, cpu: str) -> dict[str, Any]:
         "device": str(device),
         "name": cpu if device.type == "cpu" else _describe_gpu(device),
         "fast": [name for name, half in halves.items() if slow_reason(device, half) is None],
+        "emulated": _emulated(device),
         "advice": {
             "opt_level": advice.level,
             "dtype": str(advice.dtype).removeprefix("torch."),
@@ -136,18 +137,27 @@ def _plain(value: Any) -> Any:
 
 def _emulation(device: torch.device) -> str | None:
     """A line on what runs in fp32 kernels with 16-bit rounding on a device; None if nothing does."""
+    from ..core.oplists.tables import OP_CLASSES
+
+    lacks = [
+        f"{'everything' if len(kinds) == len(OP_CLASSES) else ', '.join(kinds)} in {name}"
+        for name, kinds in _emulated(device).items()
+        if kinds
+    ]
+    return f"No units on {device} for {'; '.join(lacks)}: fp32 kernels with 16-bit rounding instead." if lacks else None
+
+
+def _emulated(device: torch.device) -> dict[str, list[str]]:
+    """The classes of ops that a device has no units for, of each 16-bit dtype."""
     import torch
 
     from ..core.hardware import has_units
     from ..core.oplists.tables import OP_CLASSES
 
-    lacks = []
-    for half in (torch.float16, torch.bfloat16):
-        kinds = [kind for kind in OP_CLASSES if not has_units(device, half, kind)]
-        if kinds:
-            which = "everything" if len(kinds) == len(OP_CLASSES) else ", ".join(kinds)
-            lacks.append(f"{which} in {str(half).removeprefix('torch.')}")
-    return f"No units on {device} for {'; '.join(lacks)}: fp32 kernels with 16-bit rounding instead." if lacks else None
+    return {
+        str(half).removeprefix("torch."): [kind for kind in OP_CLASSES if not has_units(device, half, kind)]
+        for half in (torch.float16, torch.bfloat16)
+    }
 
 
 def advise(device: torch.device) -> Advice:
