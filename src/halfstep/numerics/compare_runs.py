@@ -133,8 +133,7 @@ def _errors(row: Row, right: Row, norm: float) -> tuple[float, float]:
     if not math.isfinite(row.amax):
         return math.inf, math.inf
     if row.numel != right.numel or len(row.probe) != len(right.probe) or not row.probe:
-        values = (row.rms, row.amax), (right.rms, right.amax)
-        error = max(abs(a - b) / b if b else float(a > 0) for a, b in zip(*values, strict=True))
+        error = max(_relative([pair], norm) for pair in ((row.rms, right.rms), (row.amax, right.amax)))
         return error, error
     pairs = list(zip(row.probe, right.probe, strict=True))
     both = [(a, b) for a, b in pairs if a and b] if row.tensor in _GRADIENTS else pairs
