@@ -525,6 +525,19 @@ def test_state_dict_round_trip(level: str, half: torch.dtype) -> None:
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 4.0, "unskipped": 7}
 
 
+@pytest.mark.parametrize(("scale", "warned"), [(1.0, True), (2.0, False)])
+def test_a_dynamic_scale_that_begins_with_that_of_bfloat16_is_told_of(
+    scale: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}
+    for rule in (1.0, "dynamic"):
+        start("O2", loss_scale=rule)
+        assert "small gradients are lost" not in caplog.text
+        amp.load_state_dict(saved)
+        assert amp.state_dict() == saved
+    assert ("loss_scaler0 is 1.0, as in bfloat16" in caplog.text) == warned
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_two_sessions_keep_their_own_scales(level: str) -> None:
     _, first = start(level, loss_scale="dynamic")

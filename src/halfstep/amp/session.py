@@ -267,6 +267,13 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizer: torch.optim.Opt
             len(scalers),
         )
     for scaler, name in zip(scalers, names, strict=False):
+        if scaler.dynamic and state_dict[name]["loss_scale"] == 1.0:
+            logger.warning(
+                "amp.load_state_dict: %s is 1.0, as in bfloat16, at O0 and at O3. The dynamic loss scale goes on from "
+                "it, and small gradients are lost until it has grown. Leave amp.load_state_dict out where the dtype "
+                "changes.",
+                name,
+            )
         scaler.load_state_dict(state_dict[name])
 
 
