@@ -218,7 +218,8 @@ def compile_for(kernel: ElementwiseKernel, layout: Layout, target: str, config: 
 
     chip = TARGETS[target]
     config = config or autotune.default(kernel)
-    function = triton._module(kernel, layout, False).kernel
+    amd = chip.backend == "hip"
+    function = triton._module(kernel, layout, False, amd).kernel
     scalars = "*fp64" if layout.compute_dtype is torch.float64 else "*fp32"
     signature = {name: {**_SIGNATURE, "scalars": scalars}[name] for name in function.arg_names}
     program = triton_compile(
@@ -228,7 +229,13 @@ def compile_for(kernel: ElementwiseKernel, layout: Layout, target: str, config: 
     )
     assembly = program.asm["ptx" if chip.backend == "cuda" else "amdgcn"]
     return Compiled(
-        kernel, layout, target, config, triton_source.source(kernel, layout), assembly, program.asm.get("cubin")
+        kernel,
+        layout,
+        target,
+        config,
+        triton_source.source(kernel, layout, amd=amd),
+        assembly,
+        program.asm.get("cubin"),
     )
 
 

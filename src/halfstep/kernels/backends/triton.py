@@ -117,12 +117,14 @@ def _config(kernel: ElementwiseKernel, table: TensorTable, layout: Layout) -> La
 
 
 @functools.cache
-def _module(kernel: ElementwiseKernel, layout: Layout, interpreted: bool) -> Any:
+def _module(
+    kernel: ElementwiseKernel, layout: Layout, interpreted: bool, amd: bool = torch.version.hip is not None
+) -> Any:
     """The generated module, which Triton compiles or interprets for good when it is loaded.
 
     It is written to the cache because Triton reads the source of its kernels from their file.
     """
-    text = source(kernel, layout)
+    text = source(kernel, layout, amd=amd)
     stem = f"{kernel.name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
     return generated(stem, ".py", lambda path: write_whole(path, text), _imported)
 

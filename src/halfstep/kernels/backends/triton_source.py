@@ -178,8 +178,15 @@ _OPERATIONS = {
 }
 
 
-def source(kernel: ElementwiseKernel, layout: Layout) -> str:
-    """The Triton source of a kernel."""
+def source(kernel: ElementwiseKernel, layout: Layout, *, amd: bool = False) -> str:
+    """The Triton source of a kernel.
+
+    Args:
+        kernel: what is done to each element.
+        layout: of its columns.
+        amd: whether it is for a GPU of AMD. There statistics come before sums of squares: behind the branches of those
+            LLVM takes minutes for them. For NVIDIA that order would spill registers (Triton 3.7).
+    """
     traced = trace(kernel)
     names = scalar_names(kernel, layout)
     acc = _TYPES[layout.compute_dtype]
@@ -203,14 +210,16 @@ def source(kernel: ElementwiseKernel, layout: Layout) -> str:
         body.extend(_lines(i, node.op, node.args, storages, names, acc))
     for name, index in traced.stores.items():
         body.extend(_stores(name, storages[name], f"v{index}"))
+    squares, statistics = [], []
     for i, index in enumerate(traced.squares):
-        body.append(f"square{index} = sum_of_squares(tl.where(alive, v{index}, 0.0))")
-        body.append(f"tl.store(partial + {i} * chunks + chunk, square{index})")
+        squares.append(f"square{index} = sum_of_squares(tl.where(alive, v{index}, 0.0))")
+        squares.append(f"tl.store(partial + {i} * chunks + chunk, square{index})")
     for i, index in enumerate(traced.statistics):
-        body.append(f"zeros{i} = tl.sum((alive & (v{index} == 0.0)).to(tl.int32)).to(tl.float64)")
-        body.append(f"largest{i} = tl.max(tl.where(alive & (v{index} == v{index}), tl.abs(v{index}), 0.0))")
-        body.append(f"tl.store(partial + {len(traced.squares) + i} * chunks + chunk, zeros{i})")
-        body.append(f"tl.store(partial + {kernel.sums + i} * chunks + chunk, largest{i}.to(tl.float64))")
+        statistics.append(f"zeros{i} = tl.sum((alive & (v{index} == 0.0)).to(tl.int32)).to(tl.float64)")
+        statistics.append(f"largest{i} = tl.max(tl.where(alive & (v{index} == v{index}), tl.abs(v{index}), 0.0))")
+        statistics.append(f"tl.store(partial + {len(traced.squares) + i} * chunks + chunk, zeros{i})")
+        statistics.append(f"tl.store(partial + {kernel.sums + i} * chunks + chunk, largest{i}.to(tl.float64))")
+    body.extend([*statistics, *squares] if amd else [*squares, *statistics])
     for index in traced.checks:
         # The sum of squares of fp32 values is finite where they are: that of fp64 values can overflow.
         seen = f"square{index}" if index in traced.squares and acc == "tl.float32" else f"v{index}"
