@@ -107,7 +107,7 @@ class ByHand:
             if level == "O3":
                 self.net.to(half)
         self.masters = {p: master for p, master in masters.items() if p.dtype is half}
-        self.start_from_rounded(["late.weight", "late.bias"])
+        self.start_from_rounded(name for name, _ in self.net.named_parameters() if name.startswith("late."))
         self.delayed: dict[nn.Parameter, torch.Tensor] = {}
         self.delayed_scale: int | None = None
         self.optimizer = make(self.net, lambda p: self.masters.get(p, p))

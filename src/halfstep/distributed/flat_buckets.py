@@ -27,9 +27,11 @@ def share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup, rank
         flat = torch.cat([master_of(p).flatten() for p in bucket])  # type: ignore[union-attr]
         dist.broadcast(flat, source, group=group)
         for param, values in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-            rounded = write_master(param, values.view_as(param))
+            values = values.view_as(param)
+            rounded = write_master(param, values)
             assert rounded is not None
-            if not torch.equal(rounded, param):  # writing would make a saved forward pass fail in backward
+            # Writing would make a saved forward pass fail in backward. At a tie there are two ways to round.
+            if not ((param == rounded) | (param == values.to(param.dtype))).all():
                 param.copy_(rounded)
 
 
