@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.core.loss_scale import DynamicLossScale
 from halfstep.distributed import ddp_sync, flat_buckets
@@ -453,3 +454,23 @@ def test_every_rank_gets_the_masters_of_the_first(monkeypatch: pytest.MonkeyPatc
     again.discover_wrappers([weight], [], [weight])
     assert len(finder.broadcasts) == 2
     assert weight._version == version, "what is the same is not written"
+
+
+@pytest.mark.parametrize("other", [0.0, 1.0], ids=["the same masters", "others"])
+def test_masters_are_exchanged_without_a_write_to_weights_that_they_round_to(
+    other: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward pass may have kept them. Before the first step a master half way between two weights is at either."""
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(dist, "broadcast", lambda flat, source, group: flat.add_(other))
+    ties = torch.tensor([[1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8]])
+    model = nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(ties)
+    optimizer = optimizers.FusedAdam(model.parameters(), master_weights="split")
+    amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
+    before, version = model.weight.detach().clone(), model.weight._version
+    flat_buckets.share_masters([model.weight], object())  # type: ignore[arg-type]
+    assert (model.weight._version == version) == (other == 0.0)
+    assert torch.equal(model.weight, before) == (other == 0.0)
+    assert torch.equal(model.state_dict()["weight"], ties + other)
