@@ -25,7 +25,7 @@ class StepFacts(NamedTuple):
         left: whether gradients were not averaged by a backward pass.
         steps: whether it is about to step.
         clips: whether it is about to clip gradients.
-        sparse: whether any gradient is sparse.
+        sparse: whether any gradient of a rank with such gradients is sparse.
         scales: the number of loss scales with news about overflows, and minus that number, of which the largest is
             the smallest number; the same two of a rank without news, for the loss scales that it takes for the same.
         unsynced: for each wrapper, whether gradients were not averaged by a backward pass.

@@ -261,7 +261,9 @@ class RankSync:
         self._sparse.clear()
         news = len({record.scaler for record in records if not record.shared})
         missing = list(dict.fromkeys(record.scaler for record in records)) or scalers
-        sparse, follows = any(p.grad is not None and p.grad.is_sparse for p in params), False
+        # Gradients that were averaged are the same everywhere: only a rank with others has to look.
+        sparse = bool(self._unsynced) and any(p.grad is not None and p.grad.is_sparse for p in params)
+        follows = False
         for group in _groups([self]):
             mine = [reduction for reduction in self.reductions if reduction.alive and reduction.group is group]
             late = not (knows or mine[0].has_cpu)
