@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import (
     DeviceContext,
+    OpOverload,
+    OpOverloadPacket,
     function_mode_at,
     function_mode_count,
     pop_function_mode,
@@ -26,6 +28,7 @@ from .weight_cache import WeightCache
 __all__ = [
     "CastMode",
     "Rule",
+    "dispatcher_name",
     "function_modes",
     "install",
     "is_installed",
@@ -55,6 +58,11 @@ def method_name(func: Callable[..., Any]) -> str | None:
 
 
 method_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
+
+
+def dispatcher_name(func: OpOverload | OpOverloadPacket) -> str:
+    """The name of an op as torch's dispatcher has it, without its overload: ``"aten::mm"``."""
+    return func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
 
 
 class CastMode(TorchFunctionMode):
@@ -90,6 +98,8 @@ class CastMode(TorchFunctionMode):
     ) -> Any:
         """Run one call of an op under its rule."""
         rule = self.table.get(method_name(func) or func if _is_dynamo_compiling() else func)
+        if rule is None and isinstance(func, (OpOverload, OpOverloadPacket)):
+            rule = self.table.get(dispatcher_name(func))
         if rule is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return rule(self, func, args, kwargs or {})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..core.oplists import OpLists
-from ..core.oplists.names import spellings
+from ..core.oplists.names import dispatcher_spellings, spellings
 from ..core.oplists.op_lists import native_rule
 from ..core.oplists.tables import BANNED, CLASS_OF, INNER_PRODUCT, NATIVE, SELF_MATCHING, SELF_PROMOTING
 from . import rules
@@ -30,7 +30,8 @@ def build_table(
 ) -> dict[Callable[..., Any] | str, Rule]:
     """The rule of each callable of torch under some lists; callables to leave alone are not in it.
 
-    Methods that ``torch.Tensor`` has in Python are in it under their names too (``method_name``).
+    Methods that ``torch.Tensor`` has in Python are in it under their names too (``method_name``), and ops called as
+    ``torch.ops.aten.mm`` only under theirs (``dispatcher_name``).
 
     Args:
         lists: None casts nothing.
@@ -65,6 +66,10 @@ def build_table(
     for func in spellings():
         if func not in table and is_composite_of(func, cast):
             table[func] = composite_rule(func)
+    for name, (canonical, inplace) in dispatcher_spellings().items():
+        rule = rule_of(canonical, inplace, canonical)
+        if rule is not None:
+            table[name] = rule
     table[torch.Tensor.data.__get__] = rules.forget_weight  # type: ignore[attr-defined]
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
     table[torch.Tensor.unflatten] = rules.unflatten

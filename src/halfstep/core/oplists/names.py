@@ -16,7 +16,7 @@ from ..errors import ArgumentTypeError, ArgumentValueError
 from ..torch_compat import C_NAMESPACES, FunctionSchema, OpOverload, OpOverloadPacket, all_op_names, schemas_of_op
 from .tables import KEEPS_DTYPE, LISTED, PADDLE_NAMES, pairs, words
 
-__all__ = ["Spelling", "computes", "known_names", "resolve", "spellings"]
+__all__ = ["Spelling", "computes", "dispatcher_spellings", "known_names", "resolve", "spellings"]
 
 Spelling = tuple[str, bool]
 """The canonical name that a callable computes, and whether it writes into its first argument."""
@@ -114,6 +114,13 @@ def spellings() -> dict[Callable[..., Any], Spelling]:
             if spelling is not None and hasattr(operator, prefix + name):
                 found[getattr(operator, prefix + name)] = spelling
     return found
+
+
+@functools.cache
+def dispatcher_spellings() -> dict[str, Spelling]:
+    """The same for the names of torch's dispatcher: ``"aten::mm"``."""
+    found = {f"aten::{name}": _canonical(name) for name in _aten()}
+    return {name: spelling for name, spelling in found.items() if spelling is not None}
 
 
 def resolve(op: object) -> tuple[str, ...]:
