@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import itertools
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -877,6 +878,21 @@ def test_a_step_that_fails_gives_the_casts_back() -> None:
             optimizer.step()
         assert seen(model) == [BF16, FP32]
         assert outside() is BF16
+
+
+def test_a_step_that_fails_leaves_no_hooks_once_the_session_has_ended() -> None:
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+    before = len(hooks)
+    model = bring_up("O1", BF16)
+    optimizer = Recording(nn.Linear(4, 4).parameters())
+    optimizer.fails = True
+    assert len(hooks) == before + 1
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    seen(model)
+    del model
+    gc.collect()
+    assert len(hooks) == before
 
 
 @pytest.mark.parametrize("when", ["before the step", "after the step"])

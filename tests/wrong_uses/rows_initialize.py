@@ -211,11 +211,14 @@ ROWS = [
         TYPE,
         ("LARC", "torch.optim.Optimizer", "int"),
     ),
-    Wrong(
-        "torch.jit.script of a model at O2",
-        at(),
-        lambda w: scripted(w.model),
-        NotScriptableError,
-        ("torch.jit.script cannot compile", "before it is cast", "torch.jit.trace or torch.export"),
+    *(
+        Wrong(
+            f"torch.jit.script of a model at {level}",
+            at(level),
+            lambda w: scripted(w.model),
+            NotScriptableError,
+            ("torch.jit.script cannot compile", "before it is cast", "torch.jit.trace or torch.export"),
+        )
+        for level in ("O0", "O1", "O2", "O3")
     ),
 ]

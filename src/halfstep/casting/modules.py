@@ -138,7 +138,7 @@ class ModelCasting:
     def attach_to(self, model: nn.Module) -> None:
         """Put the hooks on a model."""
         model.register_forward_pre_hook(self.enter)
-        model.register_forward_hook(self.leave, always_call=True)
+        model.register_forward_hook(_LeaveModel(self), always_call=True)
 
     @not_by_itself
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -150,19 +150,26 @@ class ModelCasting:
             self._move(module)
         enter_model(self.casting, self, sys._getframe(1), explicit=self.explicit)
 
-    @not_by_itself
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After the forward, also if it failed."""
-        if torch.compiler.is_dynamo_compiling():
-            dynamo.leave()
-        else:
-            leave_model(self)
-
     def _move(self, module: nn.Module) -> None:
         """Cast on the device of the model too, if it has moved to one of another type."""
         first = next(module.parameters(), None)
         if first is not None and first.device.type not in self.casting.devices:
             self.casting = sessions.moved_to(first.device.type, self.casting)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LeaveModel(_Hook):
+    """The second hook of a ``ModelCasting``."""
+
+    casting: ModelCasting
+
+    @not_by_itself
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After the forward, also if it failed."""
+        if torch.compiler.is_dynamo_compiling():
+            dynamo.leave()
+        else:
+            leave_model(self.casting)
 
 
 def exempt(model: M) -> M:
@@ -345,7 +352,7 @@ def remove_hooks(model: nn.Module) -> None:
 def _is_ours(hook: Any) -> bool:
     hook = getattr(hook, "hook", hook)  # torch keeps some in a wrapper
     owner = getattr(hook, "__self__", hook)
-    return isinstance(owner, (ModelCasting, CastInputs, CastOutputs, ExpectWeights, SaveAs)) or hook is load_masters
+    return isinstance(owner, (ModelCasting, _Hook, SaveAs)) or hook is load_masters
 
 
 def device_types(models: Iterable[nn.Module]) -> set[str] | None:

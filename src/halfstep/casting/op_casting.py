@@ -148,6 +148,8 @@ def _close_latest() -> Scope:
             torch_patches.release()
         restore(scope)
         thread.explicit = next((each.explicit for each in reversed(thread.open) if each.restores), False)
+    if isinstance(scope.owner, torch.optim.Optimizer):
+        torch_patches.step_ends()
     return scope
 
 
@@ -174,7 +176,7 @@ def leave_model(owner: object) -> None:
 
 
 def _close_interrupted() -> None:
-    """Close the scopes of calls that a KeyboardInterrupt ended: their hooks did not run."""
+    """Close the scopes of calls whose second hooks did not run: of a KeyboardInterrupt, or a step that failed."""
     while thread.open and not _is_running(thread.open[-1]):
         _close_latest()
     if thread.traced and not dynamo.is_running():
@@ -298,7 +300,6 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     """Put back the casts, and forget copies: a fused step writes to weights without a new version."""
     if not torch.compiler.is_dynamo_compiling() and _is_open(optimizer):
         _leave(optimizer)
-        torch_patches.step_ends()
     clear_in_all_threads()
     torch.clear_autocast_cache()
 

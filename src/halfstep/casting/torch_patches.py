@@ -80,14 +80,14 @@ def release() -> None:
 
 
 def step_begins() -> None:
-    """Keep the hooks around steps until ``step_ends``; for good if the step fails."""
+    """Keep the hooks around steps until ``step_ends``."""
     global _steps
     with _lock:
         _steps += 1
 
 
 def step_ends() -> None:
-    """A step that has begun under casts is over."""
+    """A step that has begun under casts is over. The next ``release`` takes the hooks off: one of them is running."""
     global _steps
     with _lock:
         _steps -= 1
