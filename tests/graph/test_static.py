@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,34 @@ def test_o1_is_eager_o1(name: str, dtype: torch.dtype) -> None:
     for param, grad in zip(model.parameters(), expected, strict=True):
         assert param.grad is not None
         torch.testing.assert_close(param.grad, grad, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
+
+
+AROUND: dict[str, Callable[[], Any]] = {
+    "auto_cast": lambda: amp.auto_cast(dtype="bfloat16"),
+    "torch.autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "a session of O1": lambda: contextlib.nullcontext(
+        amp.initialize(nn.Linear(2, 2), opt_level="O1", dtype=BF16, verbosity=0)
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("level", [None, "O1", "O2"])
+def test_a_run_computes_as_the_program_says_whatever_is_in_force_around_it(level: str | None, around: str) -> None:
+    def losses() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        _, program, given = captured("resnet")
+        sgd = torch.optim.SGD(program.parameters(), lr=0.1)
+        if level is None:
+            program.minimize(sgd)
+        else:
+            static.amp.decorate(sgd, level=level, dtype="bfloat16").minimize(program.loss)
+        feed = dict(zip(program.feed_names, given, strict=True))
+        return [static.Executor("cpu").run(program, feed, [program.loss])[0] for _ in range(3)]
+
+    wanted = losses()
+    with AROUND[around]() as _alive:
+        assert losses() == wanted
 
 
 class Views(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..casting.op_casting import NO_CASTING
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from .capture import Program, Value
 from .tape import Variable
@@ -72,14 +73,15 @@ class Executor:
         extra, positions = program.positions(() if fetch_list is None else fetch_list)
         if program.is_empty:
             return []
-        module = program.module(extra, self.compiled)
-        if program.trainer is not None and train:
-            results = program.trainer.train(module, inputs)
-        else:
-            if program.trainer is not None:
-                program.trainer.prepare()
-            with torch.no_grad():
-                results = module(*inputs)
+        with NO_CASTING:  # the casts are in the program
+            module = program.module(extra, self.compiled)
+            if program.trainer is not None and train:
+                results = program.trainer.train(module, inputs)
+            else:
+                if program.trainer is not None:
+                    program.trainer.prepare()
+                with torch.no_grad():
+                    results = module(*inputs)
         return [results[i].detach() for i in positions]
 
 
