@@ -161,7 +161,7 @@ def test_walks(capsys: pytest.CaptureFixture[str]) -> None:
         "Model.fit at O1",
         "Executor.run at O2",
     ]
-    assert any(line.startswith("    graph/executor.py:run") for line in printed)
+    assert any(line.startswith("    static/executor.py:run") for line in printed)
     assert sys.getprofile() is None
 
 

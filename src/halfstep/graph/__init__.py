@@ -1,1 +1,1 @@
-"""Graph mode: a model and its loss captured as one graph, cast once, and trained by an executor."""
+"""Graph mode: a model and its loss captured as one graph, cast once."""

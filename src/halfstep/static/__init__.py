@@ -1,7 +1,6 @@
 """Graph mode: a model and its loss captured as one graph, cast once, and trained by an executor."""
 
 from ..graph.capture import Program, Value, capture, load
-from ..graph.executor import Executor
 from ..graph.inference import load_inference_model, save_inference_model
 from ..graph.tape import Variable
 from . import amp, backend
@@ -15,6 +14,7 @@ from .building import (
     global_scope,
     program_guard,
 )
+from .executor import Executor
 
 __all__ = [
     "Executor",

@@ -9,8 +9,8 @@ import torch
 
 from ..casting.op_casting import NO_CASTING
 from ..core.errors import ArgumentTypeError, ArgumentValueError
-from .capture import Program, Value
-from .tape import Variable
+from ..graph.capture import Program, Value
+from ..graph.tape import Variable
 
 __all__ = ["Executor"]
 
