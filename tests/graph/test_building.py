@@ -154,6 +154,13 @@ def test_values_are_fetched_by_name_and_by_themselves() -> None:
     assert found[2] == (expected.argmax(1) == feed["y"].argmax(1)).float().mean()
 
 
+def test_a_run_without_a_program_is_one_of_the_default_program() -> None:
+    doubled: Any = static.data("x", [2]) * 2
+    assert static.Executor().run(feed={"x": torch.ones(2)}, fetch_list=[doubled])[0].tolist() == [2, 2]
+    with static.program_guard(static.Program()):
+        assert static.Executor().run() == []
+
+
 def test_a_program_without_minimize_computes_and_grows() -> None:
     model, program = nn.Linear(4, 3), static.default_main_program()
     y: Any = model(static.data("x", [None, 4]))

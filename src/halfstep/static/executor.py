@@ -11,6 +11,7 @@ from ..casting.op_casting import NO_CASTING
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..graph.capture import Program, Value
 from ..graph.tape import Variable
+from .building import default_main_program
 
 __all__ = ["Executor"]
 
@@ -29,7 +30,7 @@ class Executor:
 
     def run(
         self,
-        program: Program,
+        program: Program | None = None,
         feed: Mapping[str, Any] | None = None,
         fetch_list: Sequence[Value | Variable | str] | None = None,
         *,
@@ -39,7 +40,8 @@ class Executor:
         """Forward; and backward and a step, once an optimizer was told to ``minimize`` the program's loss.
 
         Args:
-            program: captured before. An empty one, as ``default_startup_program()``, does nothing.
+            program: captured before; None is ``default_main_program()``. An empty one, as
+                ``default_startup_program()``, does nothing.
             feed: a tensor, or what makes one, for each of ``program.feed_names``.
             fetch_list: what to return: ``program.loss``, ``program.outputs``, values that were computed from
                 ``static.data``, or names of these or of nodes.
@@ -53,6 +55,7 @@ class Executor:
             ArgumentTypeError: for something else than a program.
             ArgumentValueError: for a feed that is missing or unknown, or a name that is not computed.
         """
+        program = default_main_program() if program is None else program
         if not isinstance(program, Program):
             raise ArgumentTypeError(f"Executor.run takes a Program from static.capture, not {type(program).__name__}.")
         program.prepare()
