@@ -6,6 +6,7 @@ What fails is printed as a short program, and the exit status is 1. ``make fuzz 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 import traceback
@@ -33,6 +34,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", PrecisionWarning)
+    logging.getLogger("halfstep").setLevel(logging.ERROR)
     failed = []
     for name in given.names or MACHINES:
         machine = MACHINES[name]
