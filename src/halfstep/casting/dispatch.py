@@ -62,7 +62,8 @@ method_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dyna
 
 def dispatcher_name(func: OpOverload | OpOverloadPacket) -> str:
     """The name of an op as torch's dispatcher has it, without its overload: ``"aten::mm"``."""
-    return func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
+    packet = func._overloadpacket if isinstance(func, OpOverload) else func
+    return packet._qualified_op_name
 
 
 class CastMode(TorchFunctionMode):

@@ -19,7 +19,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..core.oplists.tables import NATIVE
-from ..core.torch_compat import FrameAction, FrameExecStrategy, enter_autocast, exit_autocast, set_code_exec_strategy
+from ..core.torch_compat import (
+    FrameAction,
+    FrameExecStrategy,
+    enter_autocast,
+    exit_autocast,
+    set_code_exec_strategy,
+    tracer_follows_autocast,
+)
 from .config import CastingConfig, config_of
 from .dispatch import CastMode, function_modes, set_function_modes
 from .thread_state import thread
@@ -76,11 +83,11 @@ def without_ours(modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:
 
 
 def enter_scope(casting: CastingConfig) -> None:
-    """Put a casting of the user's in force, in a ``with`` block: there Dynamo keeps native autocast too."""
-    mode = _modes[_prepare_mode(casting.key, False)]
-    native = [
-        enter_autocast(device, mode.dtype, device in mode.native, False) for device in mode.devices if device in NATIVE
-    ]
+    """Put a casting of the user's in force, in a ``with`` block: there a newer Dynamo keeps native autocast too."""
+    explicit = not tracer_follows_autocast()
+    mode = _modes[_prepare_mode(casting.key, explicit)]
+    devices = () if explicit else [device for device in mode.devices if device in NATIVE]
+    native = [enter_autocast(device, mode.dtype, device in mode.native, False) for device in devices]
     _push(mode, casting.key, True, native)
 
 

@@ -272,10 +272,12 @@ def cast_module(
     probe = next((name for name, p in model.named_parameters() if id(p) in cast and p.is_floating_point()), None)
     if probe is not None and dtype.itemsize == 2:
         model.register_forward_pre_hook(ExpectWeights(probe, dtype), prepend=True)
+        _add_again(model._forward_pre_hooks)
     for module, target in targets:
         if target != dtype:
             module.register_forward_pre_hook(CastInputs(target), with_kwargs=True)
             module.register_forward_hook(CastOutputs(dtype), prepend=True)
+            _add_again(module._forward_hooks)
         for tensor in _own_tensors(module):
             if tensor.is_floating_point() and tensor.dtype != target and id(tensor) not in kept:
                 tensor.data = tensor.data.to(target)
@@ -329,10 +331,18 @@ def add_hooks(
         model.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True)
     if outputs is not None:
         model.register_forward_hook(CastOutputs(outputs), prepend=True)
+        _add_again(model._forward_hooks)
     if saved is not None:
         for module in model.modules():
             module.register_state_dict_post_hook(SaveAs(saved))
             module.register_load_state_dict_pre_hook(load_masters)
+
+
+def _add_again(hooks: dict[int, Any]) -> None:
+    """Add hooks again in the order in which they run: Dynamo of torch 2.11 finds them by that in which they came."""
+    ordered = list(hooks.items())
+    hooks.clear()
+    hooks.update(ordered)
 
 
 def remove_hooks(model: nn.Module) -> None:

@@ -115,6 +115,7 @@ __all__ = [
     "subclass_over",
     "subclass_without_memory",
     "tensor_hooks",
+    "tracer_follows_autocast",
     "tree_flatten",
     "tree_map_only",
     "tree_unflatten",
@@ -202,6 +203,15 @@ def put_back_in_compiler(wrapper: Any, original: Any) -> None:
     for table_of in (rules, getattr(variable, "_get_handlers", None)):
         if table_of is not None and table_of.cache_info().currsize and wrapper in (table := table_of()):
             table[original] = table.pop(wrapper)
+
+
+def tracer_follows_autocast() -> bool:
+    """Whether Dynamo, which asks this while it traces, follows ``enter_autocast``; that of torch 2.11 does not."""
+    in_graph = sys.modules["torch._dynamo.trace_rules"].torch_non_c_binding_in_graph_functions
+    return f"{enter_autocast.__module__}.{enter_autocast.__name__}" not in in_graph
+
+
+tracer_follows_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
