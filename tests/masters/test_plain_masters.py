@@ -12,7 +12,7 @@ from torch import nn
 
 from halfstep.core.errors import UsageError
 from halfstep.gradients import master_registry as holders
-from halfstep.gradients.ledger import set_grads
+from halfstep.gradients.ledger import get_grads, set_grads
 from halfstep.masters.plain import PlainMasters
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -107,18 +107,51 @@ def test_the_optimizer_holds_masters_only_while_it_steps() -> None:
     assert optimizer.state[p]["momentum_buffer"].dtype is torch.float32
 
 
-def test_while_masters_are_in_place_they_count_and_not_their_parameters() -> None:
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_is_written_to_a_parameter_in_a_step_counts_unless_its_master_has_moved(moved: bool) -> None:
     p = param()
-    masters, optimizer = PlainMasters(), sgd(p)
+    masters, optimizer = PlainMasters(), sgd(p, lr=0.5)
     masters.enter(optimizer)
     with torch.no_grad():
         p.fill_(5.0)
     assert master_of(masters, p) == 1.0
+    if moved:
+        optimizer.step()
     masters.leave(optimizer)
-    assert p.tolist() == [1.0, 1.0]
+    assert p.tolist() == ([0.5, 0.5] if moved else [5.0, 5.0])
+    assert master_of(masters, p) == p[0]
     with torch.no_grad():
-        p.fill_(5.0)
-    assert master_of(masters, p) == 5.0
+        p.fill_(3.0)
+    assert master_of(masters, p) == 3.0
+
+
+def test_data_that_was_used_before_a_step_is_no_write_in_it() -> None:
+    p = param()
+    masters, optimizer = PlainMasters(), sgd(p)
+    masters.enter(optimizer)
+    masters.leave(optimizer)
+    p.data.fill_(2.0)
+    masters.enter(optimizer)
+    optimizer.param_groups[0]["params"][0].data.add_(1.0)  # gives the master no new version
+    masters.leave(optimizer)
+    assert p.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("change", ["cleared", "replaced", "zeroed", "left"])
+def test_what_a_step_does_to_gradients_reaches_the_parameters(change: str) -> None:
+    p, single = param(grad=2.0), param(dtype=torch.float32, grad=2.0)
+    masters, optimizer = PlainMasters(), sgd(p, single)
+    masters.enter(optimizer)
+    for each in optimizer.param_groups[0]["params"]:
+        if change == "cleared":
+            each.grad = None
+        elif change == "replaced":
+            each.grad = each.grad * 3
+        elif change == "zeroed":
+            each.grad.zero_()
+    masters.leave(optimizer)
+    wanted = {"cleared": None, "replaced": [6.0, 6.0], "zeroed": [0.0, 0.0], "left": [2.0, 2.0]}[change]
+    assert [None if grad is None else grad.tolist() for grad in get_grads([p, single])] == [wanted, wanted]
 
 
 def test_leaving_twice_does_nothing() -> None:

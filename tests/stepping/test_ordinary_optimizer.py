@@ -491,6 +491,92 @@ def test_grad_scaler_has_what_others_read_of_torch_s() -> None:
 # ---- parameters that come, go and are written to
 
 
+class ClearsFirst(torch.optim.SGD):
+    """Takes its gradient from a closure alone, as optimizers of two passes do."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.zero_grad()
+        return super().step(closure)
+
+
+class ClearsAfter(torch.optim.SGD):
+    """Leaves no gradients to the next pass."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+        return loss
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@in_both_halves
+def test_an_optimizer_may_clear_gradients_in_its_step(half: torch.dtype, level: str) -> None:
+    first = start(half, make=lambda params: ClearsFirst(params, lr=0.1), level=level)
+    after = start(half, make=lambda params: ClearsAfter(params, lr=0.1), level=level)
+    plain = start(half, make=lambda params: torch.optim.SGD(params, lr=0.1), level=level, fused=False)
+    for t in range(3):
+        backward(*first, 9)  # is cleared
+        first[1].step(lambda t=t: backward(*first, t))
+        backward(*after, t)
+        after[1].step()
+        assert all(p.grad is None for p in after[0].parameters())
+    train(*plain, range(3))
+    assert torch.equal(truth(first[0]), truth(plain[0]))
+    assert torch.equal(truth(after[0]), truth(plain[0]))
+
+
+class OwnList(torch.optim.Optimizer):
+    """Steps over a list of its own and not over its groups."""
+
+    def __init__(self, params: Any) -> None:
+        self.own = list(params)
+        super().__init__(self.own, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.own:
+            p.sub_(p.grad, alpha=0.5)  # type: ignore[arg-type]
+
+
+@in_both_halves
+def test_a_step_over_a_list_of_the_optimizer_s_own_trains_without_masters_and_says_so(
+    half: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = start(half, make=OwnList)
+    plain = start(half, make=OwnList, level="O3")
+    for t in range(3):
+        train(model, optimizer, [t])
+        train(*plain, [t])
+    torch.testing.assert_close(truth(model), truth(plain[0]), rtol=torch.finfo(half).eps, atol=1e-3)
+    assert [record.message for record in caplog.records if "OwnList.step wrote to 16-bit weights" in record.message]
+    assert sum("a list of the weights of its own" in record.message for record in caplog.records) == 1
+
+
+class OwnDict(torch.optim.SGD):
+    """Keeps something for each parameter in a dict of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        if not hasattr(self, "own"):
+            self.own = dict.fromkeys(self.seen, 1.0)
+        for group in self.param_groups:
+            group["lr"] = sum(self.own[p] for p in group["params"])
+        return super().step(closure)
+
+
+@in_both_halves
+def test_a_weight_that_a_step_looks_up_in_a_dict_of_its_own_is_an_error_that_says_so(half: torch.dtype) -> None:
+    model, optimizer = start(half, make=lambda params: OwnDict(params, lr=0.1))
+    optimizer.seen = list(model.parameters())
+    backward(model, optimizer)
+    before = truth(model)
+    with pytest.raises(UsageError, match=r"OwnDict\.step looked up a weight .* Keep .* in self\.state\[p\]"):
+        optimizer.step()
+    assert torch.equal(truth(model), before)
+    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+
+
 @in_both_halves
 @with_both_masters
 def test_a_16_bit_parameter_added_later_gets_a_master(fused: bool, half: torch.dtype) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ..core.dtypes import halves, is_half
+from ..core.errors import UsageError
 from ..core.torch_compat import HAS_GRAD_DTYPE
 from ..distributed.ddp_hook import wrapped
 from ..distributed.state_dict import patch_state_init
@@ -174,6 +175,14 @@ class MasterKeeper:
         self.plain.enter(self.optimizer)
         try:
             yield
+        except KeyError as error:
+            if error.args and self.plain.has_in_place(error.args[0]):
+                raise UsageError(
+                    f"{type(self.optimizer).__name__}.step looked up a weight in a dict of its own, by the parameter. "
+                    "At O2 fp32 masters have the places of 16-bit parameters while it steps. Keep what belongs to a "
+                    "weight in self.state[p], which goes with it, or by its index in the group."
+                ) from error
+            raise
         finally:
             self.plain.leave(self.optimizer)
 

@@ -6,6 +6,7 @@ model's parameters.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, MutableMapping
 from operator import is_
@@ -17,13 +18,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..core import data_writes as writes
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.errors import UsageError
-from ..gradients.ledger import get_grads
+from ..gradients.ledger import get_grads, set_grads
 from ..gradients.master_registry import keeper_of
 from ..kernels import multi_tensor
 from ..kernels.grouping import TensorGroupsCache
 from ..kernels.storage import honoured
 
 __all__ = ["PlainMasters"]
+
+logger = logging.getLogger("halfstep")
 
 
 class PlainMasters:
@@ -44,10 +47,12 @@ class PlainMasters:
         # Versions of each parameter and its master when the parameter was last rounded from it, by identity.
         self._versions: dict[int, tuple[int, int]] = {}
         self._touched: set[int] = set()  # parameters whose ``.data`` was used: writes to it change no version
-        # While masters are in place: the lists of the groups, and what was in them.
+        # While masters are in place: the lists of the groups and what was in them, and the gradients of the masters.
         self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._grads: list[torch.Tensor | None] = []
         self._states = _States()
         self._groups = TensorGroupsCache()
+        self._bypassed = False  # whether a step has written to parameters and not to masters
         writes.watch(self)
 
     def touch(self, param: torch.Tensor) -> None:
@@ -124,14 +129,16 @@ class PlainMasters:
         """Let the optimizer see masters in place of parameters, with their gradients and their state."""
         self.adopt(optimizer)
         self._honour_writes()
-        for master, grad in zip(self._masters, get_grads(self._params), strict=True):
-            master.grad = grad
+        self._touched.clear()
         self._lists = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
         of = self._of
         present = {id(p) for _, params in self._lists for p in params}
         if len(of) > len(present) or not of.keys() <= present:
             self._forget(present)
             of = self._of
+        self._grads = get_grads(self._params)
+        for master, grad in zip(self._masters, self._grads, strict=True):
+            master.grad = grad
         for params, before in self._lists:
             params[:] = [of.get(id(p), p) for p in before]  # in place: LBFGS keeps the list
         self._states.swap_in(optimizer, of)
@@ -144,8 +151,14 @@ class PlainMasters:
             params[:] = before
         self._lists = []
         self._states.swap_out(optimizer, zip(self._params, self._masters, strict=True))
-        for master in self._masters:
+        for param, master, grad in zip(self._params, self._masters, self._grads, strict=True):
+            if master.grad is not grad:  # the step has cleared or replaced it
+                param.grad = None
+                if master.grad is not None:
+                    set_grads([param], [master.grad])
             master.grad = None
+        self._grads = []
+        self._honour_writes_of_step(optimizer)
         self.round()
 
     def round(self) -> None:
@@ -157,6 +170,10 @@ class PlainMasters:
             pairs = zip(self._params, self._masters, strict=True)
             self._versions = {id(p): (p._version, m._version) for p, m in pairs}
         self._touched.clear()
+
+    def has_in_place(self, key: object) -> bool:
+        """Whether something is a master that has the place of its parameter now."""
+        return bool(self._lists) and any(key is master for master in self._masters)
 
     @torch.no_grad()
     def write(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -175,6 +192,25 @@ class PlainMasters:
         if self._touched or [p._version for p in self._params] != [v for v, _ in self._versions.values()]:
             for param in self._params:
                 self.of(param)
+
+    @torch.no_grad()
+    def _honour_writes_of_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy what a step wrote to parameters into their masters, which it left as they were."""
+        if not self._touched and [p._version for p in self._params] == [v for v, _ in self._versions.values()]:
+            return
+        for param, master in zip(self._params, self._masters, strict=True):
+            before = self._versions[id(param)]
+            if master._version == before[1] and (param._version != before[0] or id(param) in self._touched):
+                value = honoured(master, param)
+                if not self._bypassed and not torch.equal(value, master):
+                    self._bypassed = True
+                    logger.warning(
+                        "%s.step wrote to 16-bit weights and not to the fp32 masters, which are in its param_groups "
+                        "while it steps: it keeps a list of the weights of its own. Small updates are lost. Have it "
+                        "go through self.param_groups.",
+                        type(optimizer).__name__,
+                    )
+                master.copy_(value)
 
     def _refuse_cast(self) -> None:
         i, param = next((i, p) for i, p in enumerate(self._params) if p.dtype is not self._dtypes[i])
