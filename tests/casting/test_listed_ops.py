@@ -176,6 +176,7 @@ NO_CALL = {
     "linalg_matrix_rank": "gives an integer",
     "cholesky": "deprecated, under linalg_cholesky",
     **dict.fromkeys((name for name in FLOAT if name.startswith("upsample_")), "under interpolate"),
+    **({} if hasattr(F, "linear_cross_entropy") else {"linear_cross_entropy": "since torch 2.12 or 2.13"}),
 }
 
 

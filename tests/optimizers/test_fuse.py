@@ -156,6 +156,8 @@ def test_decoupled_is_for_each_group_to_say() -> None:
 
 @table
 def test_groups_added_later(cls: Any, settings: dict[str, Any]) -> None:
+    if cls is torch.optim.Adagrad and torch.__version__ < (2, 12):
+        pytest.skip("Adagrad of torch 2.11 has no state for groups that are added later")
     both = []
     for is_fused in (True, False):
         first, second = weights(), weights(3)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
@@ -53,7 +54,7 @@ class Tape:
 
     def replay(self) -> None:
         self.replays += 1
-        with torch.no_grad():
+        with torch.no_grad(), DisableTorchFunction():  # a graph's replay makes no calls that a mode could see
             for call in self.calls:
                 call()
 

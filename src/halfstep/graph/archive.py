@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -81,7 +82,9 @@ def read_archive(archive: bytes, name: str, writer: str) -> tuple[torch.export.E
             f"{writer} wrote needs that."
         )
     facts = {_FACTS: ""}
-    exported = torch.export.load(io.BytesIO(archive), extra_files=facts)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.11, of its own copy
+        exported = torch.export.load(io.BytesIO(archive), extra_files=facts)
     return exported, json.loads(facts[_FACTS] or "{}")
 
 
