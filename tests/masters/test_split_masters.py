@@ -51,6 +51,16 @@ def test_what_has_the_right_form_stays() -> None:
         assert all(state[name] is value for name, value in kept.items())
 
 
+def test_a_master_of_another_dtype_becomes_fp32() -> None:
+    for storage in (SPLIT, plain(BF16)):
+        param, state = as_plain()
+        state["master"] = FP32.double()
+        assert torch.equal(master_value(param, state), FP32)
+        adapt(param, state, storage)
+        assert torch.equal(master_value(param, state), FP32)
+        assert {value.dtype for value in state.values()} <= {torch.int16, torch.float32}
+
+
 @pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
 def test_a_master_starts_from_its_weight(half: torch.dtype) -> None:
     param: Any = nn.Parameter(FP32.to(half).reshape(2, 2).t())

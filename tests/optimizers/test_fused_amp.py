@@ -170,6 +170,40 @@ def test_resuming_is_exact(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(masters(optim), masters(other), strict=True))
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "optimizer",
+    [optimizers.FusedAdam, optimizers.FusedSGD, optimizers.FusedLAMB, torch.optim.AdamW, torch.optim.SGD],
+    ids=["FusedAdam", "FusedSGD", "FusedLAMB", "AdamW", "SGD"],
+)
+def test_weights_that_were_float64_have_fp32_masters(optimizer: Any, dtype: torch.dtype) -> None:
+    """Weights from numpy, or of ``model.double()``, train to the bit as their fp32 values do, resumed or not."""
+
+    def made(double: bool) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+        optim = optimizer((model.double() if double else model).parameters(), lr=0.01)
+        return amp.initialize(model, optim, opt_level="O2", dtype=dtype, verbosity=0)
+
+    def train(model: nn.Module, optim: Any) -> None:
+        for _ in range(3):
+            backward(model, optim)
+            optim.step()
+            optim.zero_grad()
+
+    single, half_way, resumed = made(False), made(True), made(True)
+    assert all(torch.equal(a, b) for a, b in zip(masters(single[1]), masters(half_way[1]), strict=True))
+    train(*half_way)
+    kept = [value for state in half_way[1].state.values() for value in state.values()]
+    assert not [value for value in kept if isinstance(value, torch.Tensor) and value.dtype is torch.float64]
+    for ours, saved in zip(resumed, half_way, strict=True):
+        ours.load_state_dict(copy.deepcopy(saved.state_dict()))
+    train(*resumed)
+    for _ in range(2):
+        train(*single)
+    assert all(torch.equal(a, b) for a, b in zip(masters(single[1]), masters(resumed[1]), strict=True))
+
+
 @pytest.mark.parametrize("order", [("model", "optim"), ("optim", "model")], ids=" first, ".join)
 @pytest.mark.parametrize(("dtype", "form"), [(BF16, "split"), (BF16, "plain"), (FP16, "plain")])
 def test_resuming_is_exact_where_masters_are_half_way_between_two_weights(

@@ -29,7 +29,7 @@ def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
     if storage.kind == "split":
         if remainder is None and master is not None:
             weight = local(param.detach())
-            high, low = split_of(local(master.to(param.device)), weight)
+            high, low = split_of(local(master.to(param.device, torch.float32)), weight)
             weight.copy_(high)
             state["remainder"] = rewrapped(low, param)
         elif remainder is None:
@@ -41,8 +41,8 @@ def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
         if master is None:
             state["master"] = master = master_value(param, state)
             local(param.detach()).copy_(local(master))
-        elif master.device != param.device:
-            state["master"] = master.to(param.device)
+        elif master.device != param.device or master.dtype is not torch.float32:
+            state["master"] = master.to(param.device, torch.float32)
         state.pop("remainder", None)
     else:
         state.pop("master", None)
@@ -52,7 +52,7 @@ def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
 def master_value(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     """A new float32 tensor: the master of a parameter in whichever form ``optimizer.state[param]`` holds it."""
     if "master" in state:
-        return honoured(state["master"].to(param.device), param.detach())
+        return honoured(state["master"].to(param.device, torch.float32), param.detach())
     if "remainder" in state and param.dtype is torch.bfloat16:
         return rewrapped(join(local(param.detach()), local(state["remainder"])), param)
     return param.detach().to(torch.float32, copy=True)

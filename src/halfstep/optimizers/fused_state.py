@@ -69,14 +69,16 @@ class FusedState(torch.optim.Optimizer):
         """Keep masters of 16-bit parameters from now on, unless told otherwise when made: ``master_weights=True``.
 
         Args:
-            started: fp32 values to start from, by the identity of the parameter; used in its first step.
+            started: values to start from, by the identity of the parameter; used in its first step. Float64 ones are
+                rounded to fp32, which is what masters are.
         """
         if not self.options.master_weights and self.options.rounding == "nearest":
             self.options = replace(self.options, master_weights=True)
             self._groups.clear()
         if self.options.master_weights:
             mine = [p for group in self.param_groups for p in group["params"] if p.dtype in HALF_DTYPES]
-            self._started = {id(p): started[id(p)] for p in mine if started is not None and id(p) in started}
+            given = started or {}
+            self._started = {id(p): given[id(p)].to(torch.float32) for p in mine if id(p) in given}
 
     def master_value(self, param: torch.Tensor) -> torch.Tensor:
         """A new float32 tensor: the value of a parameter's master; without a master, of the parameter."""
