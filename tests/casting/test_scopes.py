@@ -149,6 +149,27 @@ def test_autocast_off_inside_is_honoured() -> None:
         assert F.softmax(half, 1).dtype is FP32
 
 
+@pytest.mark.parametrize("how", [{}, {"custom_white_list": ["exp"]}, {"emulate": True}], ids=str)
+@pytest.mark.parametrize(("ours", "inner"), [(FP16, BF16), (BF16, FP16)], ids=str)
+def test_an_autocast_in_the_other_dtype_inside_rounds_only_to_its_own(
+    ours: torch.dtype, inner: torch.dtype, how: dict[str, Any]
+) -> None:
+    x, weight = X.clone(), nn.Parameter(torch.linspace(0.1, 1.1, 8).view(2, 4))
+    with torch.no_grad():
+        weight[0] *= 1e7 if inner is BF16 else 1.0  # past the largest float16
+    with torch.autocast("cpu", inner):
+        alone = F.linear(x, weight)
+    with amp.auto_cast(dtype=ours, **how):
+        with torch.autocast("cpu", inner):
+            inside = F.linear(x, weight)
+            exponential = x.exp()
+        assert F.linear(x, weight).dtype is ours
+    assert inside.dtype is inner
+    torch.testing.assert_close(inside, alone, rtol=0, atol=0)
+    if "custom_white_list" in how:
+        torch.testing.assert_close(exponential, x.to(inner).exp(), rtol=0, atol=0)
+
+
 def test_a_scope_inside_autocast_gives_it_back() -> None:
     with torch.autocast("cpu", FP16):
         with scope():

@@ -41,6 +41,7 @@ Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]
 """What is done to a call of an op: called with the mode, the op, its arguments and its keyword arguments."""
 
 _is_autocast_enabled = torch.is_autocast_enabled
+_get_autocast_dtype = torch.get_autocast_dtype
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -71,7 +72,7 @@ class CastMode(TorchFunctionMode):
 
     Attributes:
         table: the rule of each callable; see ``build_table``.
-        dtype: the 16-bit dtype.
+        dtype: the 16-bit dtype; see ``half_of``.
         devices: types of the devices whose tensors are cast.
         native: those of them on which native autocast does a part of the work. Where someone turns it off, nothing is
             cast.
@@ -110,6 +111,16 @@ class CastMode(TorchFunctionMode):
         kind = "cpu" if tensor.is_cpu else tensor.device.type
         return _is_autocast_enabled(kind) if kind in self.native else kind in self.devices
 
+    def half_of(self, tensor: torch.Tensor) -> torch.dtype | None:
+        """The dtype that a tensor is lowered to; None if it is not cast.
+
+        Where native autocast takes part, it is native autocast's: the user may have another one inside of ours.
+        """
+        kind = "cpu" if tensor.is_cpu else tensor.device.type
+        if kind in self.native:
+            return _get_autocast_dtype(kind) if _is_autocast_enabled(kind) else None
+        return self.dtype if kind in self.devices else None
+
     def native_on(self) -> list[str]:
         """The device types on which native autocast is on at the moment."""
         return [device for device in self.devices if device in NATIVE and _is_autocast_enabled(device)]
@@ -120,9 +131,10 @@ class CastMode(TorchFunctionMode):
 
     def weight(self, tensor: torch.Tensor) -> torch.Tensor:
         """The 16-bit copy of a weight; anything but fp32 comes back as it is."""
-        if tensor.dtype is not torch.float32 or self.cache is None or not self.casts(tensor):
+        if tensor.dtype is not torch.float32 or self.cache is None:
             return tensor
-        return self.cache.get(tensor, self.dtype)
+        half = self.half_of(tensor)
+        return tensor if half is None else self.cache.get(tensor, half)
 
 
 def function_modes() -> list[TorchFunctionMode]:

@@ -102,14 +102,23 @@ def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: 
 # ---- casts
 
 
-def _cast(mode: CastMode, value: Any, target: torch.dtype, name: str, cache: WeightCache | None = None) -> Any:
-    """An argument with its fp32 and 16-bit tensors in another dtype, also those inside of lists, tuples and dicts."""
+def _cast(mode: CastMode, value: Any, target: torch.dtype | None, name: str, cache: WeightCache | None = None) -> Any:
+    """An argument with its fp32 and 16-bit tensors in another dtype, also those inside of lists, tuples and dicts.
+
+    A target of None is the 16-bit dtype.
+    """
     if not isinstance(value, torch.Tensor):
         if isinstance(value, _CONTAINERS):
             return map_tensors(lambda tensor: _cast(mode, tensor, target, name, cache), value)
         return value
     dtype = value.dtype
-    if dtype is target or dtype not in _CASTABLE or not mode.casts(value):
+    if dtype is target or dtype not in _CASTABLE:
+        return value
+    if target is None:
+        target = mode.half_of(value)
+        if target is None or dtype is target:
+            return value
+    elif not mode.casts(value):
         return value
     if cache is not None and dtype is torch.float32 and value.is_leaf and not _is_compiling():
         return _from_cache(mode, cache, value, target, name)
@@ -135,7 +144,7 @@ def _log_cast(name: str, source: torch.dtype, target: torch.dtype) -> None:
 
 
 def _call_in(
-    target: torch.dtype,
+    target: torch.dtype | None,
     name: str,
     mode: CastMode,
     func: Callable[..., Any],
@@ -143,7 +152,7 @@ def _call_in(
     kwargs: dict[str, Any],
     cache: WeightCache | None = None,
 ) -> Any:
-    """Call with the arguments in one dtype."""
+    """Call with the arguments in one dtype; None is the 16-bit one."""
     if kwargs:
         if kwargs.get("out") is not None:
             return func(*args, **kwargs)
@@ -153,7 +162,7 @@ def _call_in(
 
 def to_half(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Cast every fp32 and 16-bit argument to the 16-bit dtype."""
-    return _call_in(mode.dtype, name, mode, func, args, kwargs, mode.cache)
+    return _call_in(None, name, mode, func, args, kwargs, mode.cache)
 
 
 def to_float(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -287,14 +296,14 @@ def _emulated_dtype(mode: CastMode, tensors: list[torch.Tensor], kind: str, lowe
     if len(tensors) < 2:  # an einsum of one tensor is a view
         return None
     device, dtypes = tensors[0].device.type, {tensor.dtype for tensor in tensors}
-    lowers = lowers and mode.casts(tensors[0])
-    if (lowers or not mode.native) and not mode.explicit and device in NATIVE and torch.is_autocast_enabled(device):
-        # The user may have another torch.autocast inside of ours.
-        dtype, fits = torch.get_autocast_dtype(device), dtypes.issubset(_CASTABLE)
-    elif lowers:
-        dtype, fits = mode.dtype, dtypes.issubset(_CASTABLE)
-    else:
+    half = mode.half_of(tensors[0]) if lowers else None
+    plain = half is None and not mode.native and not mode.explicit and device in NATIVE
+    if plain and torch.is_autocast_enabled(device):  # the user's, in a scope without casts
+        half = torch.get_autocast_dtype(device)
+    if half is None:
         dtype, fits = tensors[0].dtype, len(dtypes) == 1
+    else:
+        dtype, fits = half, dtypes.issubset(_CASTABLE)
     return dtype if fits and (device, dtype, kind) in mode.emulated else None
 
 
