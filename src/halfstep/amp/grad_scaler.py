@@ -242,7 +242,7 @@ class GradScaler(ScalerSettings):
                 scaled; for a closure that does not use ``scale``, or that overflows at every scale.
         """
         if not self._enabled:
-            return StepResult(torch.zeros(()), optimizer.step(*args, **kwargs))
+            return StepResult(torch.zeros((), dtype=torch.float32), optimizer.step(*args, **kwargs))
         closure, args = (args[0], args[1:]) if args else (kwargs.pop("closure", None), args)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -349,7 +349,7 @@ class GradScaler(ScalerSettings):
         for callback in before_unscaling:
             callback()
         scale = self._present_scale(params[0].device if params else torch.device("cpu"))
-        found_inf = torch.zeros((), device=scale.device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         done = self._done.among(params)
         if done:
             Unscaler()(done, torch.ones_like(scale), found_inf)

@@ -110,7 +110,7 @@ class LossScaler(DeviceLossScaler):
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
-        self._found = torch.tensor(float(value))
+        self._found = torch.tensor(float(value), dtype=torch.float32)
 
     @property
     def _scale_seq_len(self) -> int | None:
@@ -161,7 +161,7 @@ class LossScaler(DeviceLossScaler):
 
     def clear_overflow_state(self) -> None:
         """Forget what ``unscale`` found."""
-        self._found = torch.tensor(0.0)
+        self._found = torch.tensor(0.0, dtype=torch.float32)
 
     @torch.no_grad()
     def unscale(
@@ -217,7 +217,7 @@ class LossScaler(DeviceLossScaler):
         Returns:
             Whether the step is to be skipped: an overflow under a dynamic scale.
         """
-        found = self._found if self._found is not None else torch.tensor(0.0)
+        found = self._found if self._found is not None else torch.tensor(0.0, dtype=torch.float32)
         self.update(found)
         return self.dynamic and bool(found)
 
@@ -228,7 +228,7 @@ class LossScaler(DeviceLossScaler):
 
     def _flag(self, device: torch.device) -> torch.Tensor:
         if self._found is None:
-            self._found = torch.tensor(0.0)
+            self._found = torch.tensor(0.0, dtype=torch.float32)
         self._found = self._found.to(device)
         return self._found
 

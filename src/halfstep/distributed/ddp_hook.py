@@ -309,7 +309,7 @@ class Reduction:
         wrapper: Any = self._wrapper()
         if wrapper._divide_by_initial_world_size:
             return self.world
-        active = torch.full((), float(takes_part), device=self.device)
+        active = torch.full((), float(takes_part), dtype=torch.float32, device=self.device)
         dist.all_reduce(active, group=self.group)
         return int(active)
 

@@ -111,7 +111,8 @@ class RankSync:
         known, divided = self._scales
         if divided is None or known is not scale:
             (factor,) = factors
-            one = torch.ones((), device=self.reductions[0].device) if scale is None else scale
+            device = self.reductions[0].device
+            one = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale
             self._scales = known, divided = scale, one / factor
         return divided
 
@@ -287,7 +288,8 @@ class RankSync:
             if facts.sparse:
                 self._share_sparse([p for p in params if p.requires_grad], group, device)
         for scaler in missing if follows else ():
-            found_inf, dynamic = torch.zeros((), device=self.reductions[0].device), bool(scaler and scaler.dynamic)
+            found_inf = torch.zeros((), dtype=torch.float32, device=self.reductions[0].device)
+            dynamic = bool(scaler and scaler.dynamic)
             records.append(BackwardRecord(found_inf, scaler, dynamic=dynamic))
 
     def _end_alone(self, records: Iterable[BackwardRecord]) -> None:
@@ -300,7 +302,7 @@ class RankSync:
     def _share_sparse(self, params: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
         """Find out of which parameters some rank has a sparse gradient, and with how many sparse dimensions."""
         dims = [p.grad.sparse_dim() if p.grad is not None and p.grad.is_sparse else 0 for p in params]
-        told = torch.tensor(dims, device=device)
+        told = torch.tensor(dims, dtype=torch.int64, device=device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
         self._sparse.update((id(p), dim) for p, dim in zip(params, told.tolist(), strict=True) if dim)
 

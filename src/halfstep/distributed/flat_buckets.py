@@ -85,7 +85,7 @@ def _average(owners: list[torch.Tensor], reduction: Reduction, fp32: set[int], s
         torch.zeros_like(p, dtype=dtype).flatten() if g is None else g.flatten().to(dtype)
         for p, g in zip(owners, grads, strict=True)
     ]
-    present = torch.tensor([float(g is not None) for g in grads], device=owners[0].device).to(dtype)
+    present = torch.tensor([float(g is not None) for g in grads], dtype=dtype, device=owners[0].device)
     flat = torch.cat([*parts, present])
     dist.all_reduce(flat, group=reduction.group)
     *sums, present = flat.split([*(p.numel() for p in owners), len(owners)])

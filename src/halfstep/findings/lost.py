@@ -129,8 +129,8 @@ def _lost_of(group: Group, batch: Sequence[Drawn]) -> tuple[torch.Tensor, torch.
     moves = change != 0
     lost = ((weights - change).to(dtype) == weights) & moves
     lengths = list(map(samples_in, params, counts))
-    each = torch.tensor([s / max(n, 1) for n, s in zip(lengths, shares, strict=True)])
-    share = each.repeat_interleave(torch.tensor(lengths)).to(weights.device, non_blocking=True)
+    each = torch.tensor([s / max(n, 1) for n, s in zip(lengths, shares, strict=True)], dtype=torch.float32)
+    share = each.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(weights.device, non_blocking=True)
     sums = torch.stack([share @ lost.float(), share @ moves.float()])
     ratio = half_ulp(weights, dtype).div_(change.abs())
     return sums, ratio

@@ -126,7 +126,7 @@ def eps_underflows(facts: Facts) -> Iterator[Finding]:
     """
     for moment in facts.second_moments:
         eps, fused = moment.group.hyper.get("eps"), rounds_once(moment.group.optimizer, moment.group.hyper)
-        if isinstance(eps, float) and not fused and eps > 0 and torch.tensor(eps).to(moment.dtype) == 0:
+        if isinstance(eps, float) and not fused and eps > 0 and torch.tensor(eps, dtype=moment.dtype) == 0:
             info = torch.finfo(moment.dtype)
             yield Finding(
                 "HS106",

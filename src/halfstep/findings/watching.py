@@ -146,8 +146,9 @@ class _Sampled:
         grads = [grad for grad in get_grads(self._params) if grad is not None]
         self._moving = column(grads, self._counts) != 0
         lengths = list(map(samples_in, self._params, self._counts))
-        each = torch.tensor([share / max(n, 1) for share, n in zip(shares, lengths, strict=True)])
-        self._weights = each.repeat_interleave(torch.tensor(lengths)).to(self._moving.device, non_blocking=True)
+        each = torch.tensor([share / max(n, 1) for share, n in zip(shares, lengths, strict=True)], dtype=torch.float32)
+        weights = each.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+        self._weights = weights.to(self._moving.device, non_blocking=True)
         self._before = self._columns(optimizer)
 
     def _columns(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -182,5 +183,5 @@ def _skipped(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Te
     if flag is None and attached is not None:
         flag = attached.stepping.was_skipped
     if flag is None:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float32, device=device)
     return torch.as_tensor(flag).to(device, torch.float32, non_blocking=True).reshape(())

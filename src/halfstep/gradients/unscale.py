@@ -101,7 +101,7 @@ class Unscaler:
         """
         grads = self.gather(params)
         if not grads:
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32)
         norm = multi_tensor.norm(grads, norm_type, groups=self._groups)
         multi_tensor.scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0), groups=self._groups)
         return norm

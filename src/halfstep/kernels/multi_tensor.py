@@ -150,7 +150,7 @@ def norm(tensors: Tensors, p: float = 2.0, *, groups: TensorGroups | None = None
     """
     groups = groups or TensorGroups(tensors)
     device = tensors[0].device
-    norms = [torch.zeros((), device=device)]
+    norms = [torch.zeros((), dtype=torch.float32, device=device)]
     for (group,), domain in zip(groups.split(tensors), groups.domains, strict=True):
         fp32_or_wider = torch.promote_types(group[0].dtype, torch.float32)
         filled = [t for t in group if t.numel()]  # an empty tensor has no largest element
@@ -204,7 +204,7 @@ def l2norm(
         Sums run in float64 across the pieces of a tensor, and on a CPU within them.
     """
     if not tensors:
-        return torch.zeros(()), torch.zeros(0) if per_tensor else None
+        return torch.zeros((), dtype=torch.float32), torch.zeros(0, dtype=torch.float32) if per_tensor else None
     squares = run(l2norm_kernel, {}, found_inf, source=tensors)[0]
     return squares.sum().sqrt().float(), squares.sqrt().float() if per_tensor else None
 
@@ -235,7 +235,7 @@ def run(
     results = torch.zeros(kernel.results, len(first), dtype=torch.float64, device=device)
     for rows in group_rows(*columns.values()):
         table = TensorTable.of(**{name: [tensors[i] for i in rows] for name, tensors in columns.items()})
-        found = None if found_inf is None else torch.zeros((), device=table.device)
+        found = None if found_inf is None else torch.zeros((), dtype=torch.float32, device=table.device)
         numbers = {name: _rows_of(value, rows, len(first)) for name, value in scalars.items()}
         here = launch(table, kernel, numbers, skip=skip, found=found)
         if kernel.results:
@@ -268,7 +268,7 @@ def _unscale_group(group: list[torch.Tensor], inv_scale: torch.Tensor, found_inf
     if found_inf.device == device:
         foreach_unscale_(group, found_inf, inv_scale)
         return
-    local = torch.zeros((), device=device)
+    local = torch.zeros((), dtype=torch.float32, device=device)
     foreach_unscale_(group, local, inv_scale)
     found_inf.copy_(torch.maximum(found_inf, local.to(found_inf.device, non_blocking=True)))
 

@@ -169,7 +169,10 @@ class Surveyed:
         finite = magnitudes.masked_fill_(bits >= 0x7F80_0000, 0.0)
         squares = torch.linalg.vector_norm(finite, dim=1, dtype=None if device.type == "mps" else torch.float64)
         probes = values.gather(1, _probes(tuple(each.sampled for each in block.taken), device))
-        flags = [torch.ones(()) if scale is None else scale, torch.zeros(()) if skipped is None else skipped]
+        flags = [
+            torch.ones((), dtype=torch.float32) if scale is None else scale,
+            torch.zeros((), dtype=torch.float32) if skipped is None else skipped,
+        ]
         self._width = values.shape[1]
         self._flags = Fetched(torch.stack([flag.detach().to(device, torch.float32) for flag in flags]))
         self._numbers = Fetched(torch.stack([amax, squares.float(), smallest]))
@@ -283,11 +286,11 @@ def _probed(sampled: int) -> int:
 @functools.lru_cache(64)  # the steps of a training are alike
 def _probes(sampled: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """For lines with so many numbers, where their probes are: [lines, ``PROBE``]."""
-    distances = torch.tensor([size // _probed(size) for size in sampled])
-    last = torch.tensor([size - 1 for size in sampled])
+    distances = torch.tensor([size // _probed(size) for size in sampled], dtype=torch.int64)
+    last = torch.tensor([size - 1 for size in sampled], dtype=torch.int64)
     return (torch.arange(PROBE) * distances[:, None]).minimum(last[:, None]).to(device)
 
 
 @functools.lru_cache(64)
 def _on(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, dtype=torch.int64, device=device)

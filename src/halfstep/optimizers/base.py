@@ -179,7 +179,7 @@ class FusedOptimizer(FusedState):
         skip = None if skip is None else skip.to(device, torch.float32, non_blocking=True).reshape(())
         if scaler is not None and scaler.is_enabled():
             grad_scale = scaler._get_scale_async()
-            skip = torch.zeros((), device=device)
+            skip = torch.zeros((), dtype=torch.float32, device=device)
         factor, skip = self._factor(all_rows, grad_scale, skip, check=scaler is not None)
         if self.checks_gradients and (given := getattr(self, "found_inf", None)) is not None:
             given.copy_(skip)
@@ -268,7 +268,7 @@ class FusedOptimizer(FusedState):
             return inverse, skip
         sums = []
         for rows in all_rows:
-            found = None if skip is None else torch.zeros((), device=rows.device)
+            found = None if skip is None else torch.zeros((), dtype=torch.float32, device=rows.device)
             if watched:
                 rows.survey(found)
             if limit is not None or check:

@@ -82,8 +82,8 @@ class OfTorch(FusedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if self._counts:
             for kept in state.get("state", {}).values():
-                if kept:
-                    kept.setdefault("step", torch.tensor(0.0))  # a master that was there before the first step
+                if kept:  # perhaps only a master, from before the first step
+                    kept.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
         super().__setstate__(state)
 
     def _hyper(self, group: Hyper) -> Hyper:

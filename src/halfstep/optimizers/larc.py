@@ -132,7 +132,7 @@ class LARC:
             if self.clip:
                 rate = (rate / group["lr"]).clamp(max=1.0)
             used = (param_norm != 0) & (grad_norm != 0)
-            l2 = torch.where(used, decay, 0.0)
+            l2 = torch.where(used, torch.full_like(rate, decay), 0.0)
             launch(table, larc_rescale, {"l2": l2, "rate": torch.where(used, rate, 1.0)})
             table.release()
 

@@ -110,7 +110,7 @@ class ParamRows:
         names = [*layout, *([extra] if extra else [])]
         self._expected = {name: [state[name] for state in states] for name in names}
         self.table = TensorTable(columns)
-        self._seeds = torch.tensor(positions, device=self.device) * _ODD[0] + options.seed
+        self._seeds = torch.tensor(positions, dtype=torch.int64, device=self.device) * _ODD[0] + options.seed
         self._random = storage.kind == "stochastic"
         self._squares: torch.Tensor | None = None
         self._survey: torch.Tensor | None = None
@@ -283,7 +283,7 @@ def _prepare(param: torch.Tensor, state: dict[str, Any], layout: StateLayout, st
         value = state.get(name)
         if dtype is None:
             if not isinstance(value, torch.Tensor):
-                state[name] = torch.tensor(float(initial if value is None else value))
+                state[name] = torch.tensor(float(initial if value is None else value), dtype=torch.float32)
         elif not isinstance(value, torch.Tensor):
             state[name] = torch.full_like(param, initial, dtype=wide or dtype, memory_format=torch.preserve_format)
         elif value.dtype is not (wide or dtype) or value.device != param.device:

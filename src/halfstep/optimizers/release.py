@@ -302,10 +302,10 @@ class GradientRelease:
             if scale is None:
                 raise UsageError("No loss has been scaled; call scaler.scale(loss).backward().")
         if scale is not None and self._found is None:
-            self._found = torch.zeros((), device=params[0].device)
+            self._found = torch.zeros((), dtype=torch.float32, device=params[0].device)
         if block is None or not block.adds:
             return scale
-        found = torch.zeros((), device=params[0].device) if self._found is None else self._found
+        found = torch.zeros((), dtype=torch.float32, device=params[0].device) if self._found is None else self._found
         block.gradients.finish_some(params, scale, found)
         return None
 

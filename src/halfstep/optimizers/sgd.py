@@ -169,8 +169,8 @@ class FusedSGD(FusedOptimizer):
     ) -> tuple[Hyper, GroupRows]:
         for param in params if group["dampening"] else ():
             state = self.state.get(param, {})
-            if isinstance(state.get("momentum_buffer"), torch.Tensor):
-                state.setdefault("step", torch.tensor(1.0))  # it is torch's, or from before there was dampening
+            if isinstance(state.get("momentum_buffer"), torch.Tensor):  # torch's, or from before there was dampening
+                state.setdefault("step", torch.tensor(1.0, dtype=torch.float32))
         return super()._rows_of(known, group, params, positions, same_state)
 
     def _layout(self, group: Hyper) -> StateLayout:

@@ -258,7 +258,8 @@ class AttachedOptimizer:
             if overflowed is not None and overflowed.item():
                 return self.stepping.skip()
             if scale is not None:
-                self.passes.gradients.finish(self.params(), scale, torch.zeros((), device=self.device))
+                found = torch.zeros((), dtype=torch.float32, device=self.device)
+                self.passes.gradients.finish(self.params(), scale, found)
             return self._step(None, args, kwargs)
 
     # ---- copies

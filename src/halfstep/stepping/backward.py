@@ -129,7 +129,7 @@ class BackwardPasses:
         if self.release is not None:
             self.release.abandon()
         if lost:
-            self.records.append(BackwardRecord(torch.ones((), device=self.device), None))
+            self.records.append(BackwardRecord(torch.ones((), dtype=torch.float32, device=self.device), None))
 
     def finish(
         self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int] | None, *, delay: bool = False
@@ -160,7 +160,7 @@ class BackwardPasses:
         if not self.delayed:
             return
         self.delayed = False
-        found_inf = torch.zeros((), device=self.device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
         self.gradients.finish(self.keeper.params(), self.delayed_scale, found_inf)
         if self.delayed_scale is not None:
             self.records.append(BackwardRecord(found_inf, None))

@@ -147,7 +147,9 @@ class ScaledBackward:
         except BaseException:
             self._abandon()
             raise
-        found_inf = torch.zeros((), device=self._loss.device) if self._found_inf is None else self._found_inf
+        found_inf = self._found_inf
+        if found_inf is None:
+            found_inf = torch.zeros((), dtype=torch.float32, device=self._loss.device)
         seen: set[int] | None = set() if len(self._passes) > 1 else None
         try:
             for passes in self._passes:

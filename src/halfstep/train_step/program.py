@@ -87,7 +87,7 @@ class Program:
         assert self._whole is not None
         self._params = params
         # The block multiplies what it is given by the loss scale: a one becomes the scale.
-        with scaled(torch.full((), 1 / share, device=params[0].device)) as scale:
+        with scaled(torch.full((), 1 / share, dtype=torch.float32, device=params[0].device)) as scale:
             loss, grads = self._whole(scale, batch)
             add_grads(params, grads)
         return loss

@@ -97,7 +97,7 @@ def facts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     nan = wide.isnan()
     counts = torch.stack([nan.sum(), wide.isinf().sum(), (wide == 0).sum()])
     if not values.numel():
-        return counts, torch.full((3,), torch.nan, device=values.device)
+        return counts, torch.full((3,), torch.nan, dtype=torch.float32, device=values.device)
     extremes = wide.masked_fill(nan, -torch.inf).amax(), wide.masked_fill(nan, torch.inf).amin()
     return counts, torch.stack([*extremes, wide.mean()]).float()
 

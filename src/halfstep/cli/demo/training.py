@@ -61,7 +61,7 @@ def load_digits(device: torch.device) -> Digits:
     images = torch.tensor(bundle.images, dtype=torch.float32)[:, None]
     images = F.interpolate(images, size=(16, 16), mode="bilinear", align_corners=False)
     images = ((images - images.mean()) / images.std()).to(device)
-    labels = torch.tensor(bundle.target).to(device)
+    labels = torch.tensor(bundle.target, dtype=torch.int64).to(device)
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(device)
     train, test = shuffled.split([len(labels) * 4 // 5, len(labels) - len(labels) * 4 // 5])
     return Digits(images[train], labels[train], images[test], labels[test])

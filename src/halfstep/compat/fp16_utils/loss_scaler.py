@@ -26,7 +26,7 @@ class _CountingScaler(DeviceLossScaler):
     def __init__(self, rule: LossScale) -> None:
         super().__init__(rule, name="the fp16_utils loss scaler")
         self.cur_iter = 0
-        self.last_overflow = torch.tensor(-1)
+        self.last_overflow = torch.tensor(-1, dtype=torch.int64)
 
     def update(self, found_inf: torch.Tensor, blame: Callable[[], str] | None = None) -> None:
         """Take one step of the rule, and count it."""
@@ -74,8 +74,9 @@ class LossScaler:
         Args:
             overflow: whether its gradients overflowed; a 0-dim tensor is not read.
         """
-        found_inf = overflow if isinstance(overflow, torch.Tensor) else torch.tensor(float(overflow))
-        self.engine.update(found_inf)
+        if not isinstance(overflow, torch.Tensor):
+            overflow = torch.tensor(float(overflow), dtype=torch.float32)
+        self.engine.update(overflow)
 
     def scale_gradient(self, module: torch.nn.Module, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
         """A backward hook for ``module.register_full_backward_hook``: the incoming gradients times the scale."""
@@ -103,7 +104,7 @@ class LossScaler:
         entry = saved_entry(state_dict)
         self.engine.load_state_dict(entry)
         self.engine.cur_iter = int(entry.get("cur_iter", 0))
-        self.engine.last_overflow = torch.tensor(int(entry.get("last_overflow_iter", -1)))
+        self.engine.last_overflow = torch.tensor(int(entry.get("last_overflow_iter", -1)), dtype=torch.int64)
 
     def _last_overflow(self) -> int:
         return int(self.engine.last_overflow)

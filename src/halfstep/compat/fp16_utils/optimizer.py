@@ -124,7 +124,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         Raises:
             ArgumentTypeError: if the loss is no floating tensor.
         """
-        found_inf = torch.zeros((), device=getattr(loss, "device", None))
+        found_inf = torch.zeros((), dtype=torch.float32, device=getattr(loss, "device", None))
         with ScaledBackward(
             loss,
             [self._attached.passes],
@@ -153,7 +153,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             return
         else:
             scale = used
-        found_inf = torch.zeros((), device=attached.device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=attached.device)
         passes.finish(scale, found_inf, None)
         self._unscaled = True
         record_pass([passes], self.loss_scaler.engine, found_inf, used)

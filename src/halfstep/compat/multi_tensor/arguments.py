@@ -20,7 +20,7 @@ class Flag:
 
     def __init__(self, noop_flag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         self._flag = noop_flag
-        self._found = torch.zeros((), device=tensors[0].device if tensors else noop_flag.device)
+        self._found = torch.zeros((), dtype=torch.float32, device=tensors[0].device if tensors else noop_flag.device)
 
     def __enter__(self) -> torch.Tensor:
         return self._found

@@ -121,10 +121,10 @@ class PieceLauncher(Launcher):
             suspects = {name: values[name] for name in kernel.checks}
             for i, name in enumerate(kernel.squares):
                 squares, odd = _squares(values[name])
-                results[i].index_add_(0, torch.tensor(piece.rows), squares)
+                results[i].index_add_(0, torch.tensor(piece.rows, dtype=torch.int64), squares)
                 suspects[name] = odd if name in suspects else []
             for i, name in enumerate(kernel.statistics):
-                rows = torch.tensor(piece.rows)
+                rows = torch.tensor(piece.rows, dtype=torch.int64)
                 zeros, largest = zeros_and_largest(values[name])
                 results[len(kernel.squares) + i].index_add_(0, rows, zeros)
                 results[kernel.sums + i].scatter_reduce_(0, rows, largest, "amax")

@@ -42,8 +42,8 @@ class TritonLauncher(GeneratedLauncher):
         self._config = config or _config(kernel, table, layout)
         super().__init__(kernel, layout, table, self._config.elements)
         self._device = table.device
-        self._zero = torch.zeros((), device=table.device)
-        self._unseen = torch.zeros((), device=table.device)  # where checks write if nobody looks at the flag
+        self._zero = torch.zeros((), dtype=torch.float32, device=table.device)
+        self._unseen = torch.zeros_like(self._zero)  # where checks write if nobody looks at the flag
         self._done = torch.zeros(len(table), dtype=torch.int32, device=table.device)
 
     def _run(

@@ -37,11 +37,15 @@ def focal_loss(
     logits = logits if logits.dtype is torch.float64 else logits.float()
     target = cls_targets_at_level.unsqueeze(-1)
     positive = target == torch.arange(num_real_classes, device=logits.device)
-    smooth = torch.where(positive, 1.0 - label_smoothing / 2, label_smoothing / 2).to(logits.dtype)
+
+    def where_positive(yes: float, no: float) -> torch.Tensor:
+        return torch.where(positive, logits.new_full((), yes), logits.new_full((), no))
+
+    smooth = where_positive(1.0 - label_smoothing / 2, label_smoothing / 2)
     entropy = F.binary_cross_entropy_with_logits(logits, smooth, reduction="none")
     # (1 - p_t) ** gamma by its logarithm, whose gradient is finite also where p_t rounds to 1.
     missed = F.logsigmoid(torch.where(positive, -logits, logits))
-    weight = torch.where(positive, alpha, 1.0 - alpha) * torch.exp(gamma * missed)
+    weight = where_positive(alpha, 1.0 - alpha) * torch.exp(gamma * missed)
     counts = torch.where(target == _IGNORED, 0.0, weight * entropy)
     return counts.sum() / num_positives_sum.to(logits.dtype).reshape(())
 

@@ -87,7 +87,7 @@ class ASP:
         if cls._model is not None:
             raise UsageError("ASP has a model already; Apex's ASP prunes one model in a process.")
         if isinstance(mask_calculator, str):
-            create_mask(torch.zeros(4), mask_calculator)  # refuses what it does not have
+            create_mask(torch.zeros(4, dtype=torch.float32), mask_calculator)  # refuses what it does not have
             mask_calculator = functools.partial(create_mask, pattern=mask_calculator)
         if allow_permutation:
             logger.warning("ASP: channels are not permuted before pruning; this is allow_permutation=False.")
