@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from halfstep import amp
+from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.stepping.attached import attached_to
 from tests.support.backends import needs_compiler
@@ -350,6 +350,39 @@ def test_calls_by_the_class_and_through_wrappers(call: str, scaled: bool, fused:
         results.append(truth(model))
     assert not torch.equal(results[0], truth(net()))
     assert torch.equal(*results)
+
+
+class WithoutArguments(torch.optim.SGD):
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad(set_to_none=False)
+
+
+CLEARED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    **{name: torch_optimizer(name) for name in FUSED},
+    "WithoutArguments": lambda params: WithoutArguments(params, lr=0.01),
+    **{
+        f"{name}({none})": lambda params, name=name, none=none: getattr(optimizers, name)(params, set_grad_none=none)
+        for name in ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD")
+        for none in (True, False)
+    },
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("make", CLEARED.values(), ids=CLEARED)
+def test_zero_grad_leaves_what_it_leaves_without_amp(make: Any, level: str) -> None:
+    def grads(model: nn.Module, optimizer: Any, **how: bool) -> list[float | None]:
+        loss_of(model).backward()
+        optimizer.zero_grad(**how)
+        return [None if p.grad is None else float(p.grad.abs().max()) for p in model.parameters()]
+
+    model = net()
+    plain = model, make(model.parameters())
+    amped = start(make=make, level=level)
+    assert grads(*amped) == grads(*plain)
+    if not isinstance(plain[1], WithoutArguments):
+        for none in (True, False):
+            assert grads(*amped, set_to_none=none) == [None if none else 0.0] * 4
 
 
 # ---- row 7: torch's own scaler

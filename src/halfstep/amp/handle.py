@@ -304,7 +304,7 @@ class OptimWrapper(ForwardingOptimizer):
         self._next = 0
         return super().step(closure, **kwargs)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients; the next loss is the first again."""
         self._next = 0
         super().zero_grad(set_to_none)

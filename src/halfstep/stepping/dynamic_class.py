@@ -33,11 +33,11 @@ class _Attached:
         return self._amp_stash.step(closure, *args, **kwargs)
 
     @eager
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and what was found in them."""
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, and what was found in them. Whether they become None or zero is as without ``amp``."""
         if not set_to_none:
             self._amp_stash.passes.unscale_delayed()  # what was set aside for them becomes zeros, too
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(*([] if set_to_none is None else [set_to_none]))  # type: ignore[misc]
         self._amp_stash.passes.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -59,9 +59,9 @@ class ForwardingOptimizer(torch.optim.Optimizer):
         """One step of the optimizer in the back."""
         return self.optimizer.step(**kwargs) if closure is None else self.optimizer.step(closure, **kwargs)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients."""
-        self.optimizer.zero_grad(set_to_none)
+        self.optimizer.zero_grad(*([] if set_to_none is None else [set_to_none]))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer in the back."""
