@@ -376,6 +376,37 @@ def test_torch_autocast_around_a_model_has_no_say(around: str, level: str, besid
     del other
 
 
+@pytest.mark.parametrize(
+    ("level", "emulate", "inlined"),
+    [
+        ("O0", False, False),
+        ("O0", False, True),
+        ("O1", False, False),
+        ("O1", True, True),
+        ("O2", False, True),
+        ("decorate", False, False),
+        ("decorate", True, True),
+    ],
+)
+def test_torch_autocast_around_a_compiled_model_is_as_in_eager_mode(level: str, emulate: bool, inlined: bool) -> None:
+    """Where the root of what is compiled is a module of torch, and where the model is inside of a larger one."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    if level == "decorate":  # a plain torch.autocast around it stays in force
+        model = amp.decorate(model, level="O2", dtype="bfloat16", emulate=emulate)
+    else:
+        amp.initialize(model, opt_level=level, dtype=BF16, verbosity=0, emulate=emulate)
+    called = nn.Sequential(model) if inlined else model
+    fast = torch.compile(called, backend="aot_eager", fullgraph=True)
+    for around in ("float16", "bfloat16", *(() if level == "decorate" else ("off",))):
+        with AROUND[around](), torch.no_grad():
+            expected, found = called(X), fast(X)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        own = {"O0": FP32, "O1": BF16, "O2": FP32, "decorate": FP16 if around == "float16" else BF16}
+        assert found.dtype is own[level]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("emulate", [True, False])
 @pytest.mark.parametrize("level", LEVELS)

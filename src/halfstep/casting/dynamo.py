@@ -15,7 +15,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-import torch
 from torch.overrides import TorchFunctionMode
 
 from ..core.oplists.tables import NATIVE
@@ -29,7 +28,7 @@ from ..core.torch_compat import (
 )
 from .config import CastingConfig, config_of
 from .dispatch import CastMode, function_modes, set_function_modes
-from .thread_state import thread
+from .thread_state import in_force, thread
 
 __all__ = ["abandon", "eager", "enter_model", "enter_scope", "is_running", "leave", "not_by_itself", "without_ours"]
 
@@ -93,11 +92,11 @@ def enter_scope(casting: CastingConfig) -> None:
 
 def enter_model(casting: CastingConfig) -> None:
     """Put the casting of a model in force, unless it is already, or an explicit scope around it decides."""
-    in_force = thread.key == casting.key and not torch.compiler.is_exporting()
-    if thread.explicit or in_force or (casting.inert and not thread.key):
+    if thread.explicit or in_force(casting):
         thread.traced.append(None)
     else:
-        _push(_modes[_prepare_mode(casting.key, True)], casting.key, False, [])
+        explicit = not casting.lenient or bool(thread.key)  # as in eager mode, where lenient leaves what is the user's
+        _push(_modes[_prepare_mode(casting.key, explicit)], casting.key, False, [])
 
 
 def _push(mode: CastMode, key: str, explicit: bool, native: list[Any]) -> None:

@@ -26,7 +26,7 @@ from ..core.oplists.tables import NATIVE
 from . import dynamo, torch_patches
 from .config import CastingConfig
 from .dispatch import CastMode, is_installed, set_function_modes, uninstall
-from .thread_state import Scope, put_in_force, restore, thread
+from .thread_state import Scope, in_force, put_in_force, restore, thread
 from .weight_cache import clear_in_all_threads
 from .weight_copies import adding_in_fp32
 
@@ -96,20 +96,10 @@ def _sessions_wait(function: F) -> F:
 def _enter(casting: CastingConfig, *, explicit: bool, owner: object, frame: FrameType | None = None) -> None:
     _close_interrupted()
     scope = Scope(explicit, owner, frame)
-    if explicit or not (thread.explicit or _in_force(casting)):
+    if explicit or not (thread.explicit or in_force(casting)):
         _begin(scope, casting)
         thread.explicit = explicit
     thread.open.append(scope)
-
-
-def _in_force(casting: CastingConfig) -> bool:
-    """Whether the thread does what a casting says already."""
-    if torch.compiler.is_exporting() or not (thread.key == casting.key or (casting.inert and not thread.key)):
-        return False
-    if casting.lenient:
-        return True
-    native = [d for d in casting.devices if d in NATIVE and torch.is_autocast_enabled(d)]
-    return native == list(casting.native) and all(torch.get_autocast_dtype(d) is casting.dtype for d in native)
 
 
 def _begin(scope: Scope, casting: CastingConfig) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from ..core.oplists.tables import NATIVE
 from .config import CastingConfig
 from .dispatch import CastMode, function_modes, install, is_installed, set_function_modes, uninstall
 from .weight_cache import WeightCache
 
-__all__ = ["Scope", "ThreadState", "put_in_force", "restore", "thread"]
+__all__ = ["Scope", "ThreadState", "in_force", "put_in_force", "restore", "thread"]
 
 
 class Scope:
@@ -79,6 +80,16 @@ class ThreadState(threading.local):
 
 
 thread = ThreadState()
+
+
+def in_force(casting: CastingConfig) -> bool:
+    """Whether the thread does what a casting says already. Dynamo traces this too."""
+    if torch.compiler.is_exporting() or not (thread.key == casting.key or (casting.inert and not thread.key)):
+        return False
+    if casting.lenient:
+        return True
+    native = [d for d in casting.devices if d in NATIVE and torch.is_autocast_enabled(d)]
+    return native == list(casting.native) and all(torch.get_autocast_dtype(d) is casting.dtype for d in native)
 
 
 def put_in_force(casting: CastingConfig, devices: Iterable[str]) -> None:
