@@ -94,6 +94,10 @@ class MasterKeeper:
         """The parameters in the optimizer's groups."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def count(self) -> int:
+        """How many parameters are in the optimizer's groups."""
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+
     def adopt(self) -> None:
         """Take care of all parameters that the optimizer has now, new ones included."""
         if not self.any:

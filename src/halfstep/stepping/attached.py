@@ -207,6 +207,7 @@ class AttachedOptimizer:
                 f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
                 "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left."
             )
+        passes.drop_brought()
         passes.unscale_delayed()
         if closure is None:
             passes.sync()

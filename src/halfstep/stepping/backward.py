@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 
+from ..core.callers import callers_level
 from ..core.dtypes import halves
 from ..core.errors import UsageError
+from ..core.text import counted
 from ..distributed.ddp_sync import BackwardRecord, RankSync, any_overflow, share_overflow
 from ..gradients.ledger import Gradients
 from ..gradients.loss_scaler import DeviceLossScaler
@@ -54,6 +58,7 @@ class BackwardPasses:
         self.delayed = False
         self.delayed_scale: torch.Tensor | None = None
         self.scale: torch.Tensor | None = None
+        self._known: list[torch.Tensor] | None = None  # the parameters at the latest pass; None before a scaled one
 
     @property
     def gradients(self) -> Gradients:
@@ -99,6 +104,10 @@ class BackwardPasses:
         if release is not None:
             release.refuse_block()
         params = self.keeper.params()
+        if self._known is not None:
+            self.drop_brought(params)
+        elif scale is not None:
+            self._known = params
         stays_in_place = None
         if not self.ranks.alone:
             self._discover_wrappers(params)
@@ -115,6 +124,36 @@ class BackwardPasses:
         if not self.ranks.alone:
             self.ranks.begin_backward(scale, params, self.gradients.held)
         self.is_open = True
+
+    def drop_brought(self, params: list[torch.Tensor] | None = None) -> None:
+        """Drop the gradients that parameters brought with them when they came to the optimizer after a scaled pass.
+
+        The passes that they were outside of have multiplied them by the loss scale, and nothing has divided them. This
+        cannot be seen from a gradient, so one that was not scaled is dropped too.
+
+        Args:
+            params: those of the optimizer. With None they are looked up if there are more or fewer than before.
+        """
+        if self._known is None or (params is None and self.keeper.count() == len(self._known)):
+            return
+        params = self.keeper.params() if params is None else params
+        known, self._known = self._known, params
+        if len(params) == len(known) and all(map(is_, params, known)):
+            return
+        before = set(map(id, known))
+        brought = [p for p in params if p.grad is not None and id(p) not in before]
+        if not brought:
+            return
+        for param in brought:
+            param.grad = None
+        warnings.warn(
+            f"{counted(len(brought), 'parameter')} had gradients when added to this {self.optimizer_name}, and these "
+            "were dropped. Backward passes have multiplied them by the loss scale, and only gradients of parameters in "
+            "the optimizer are divided by it. To have nothing to drop, keep such parameters frozen "
+            "(requires_grad_(False)) until they are added, or set their gradients to None before.",
+            UserWarning,
+            stacklevel=callers_level(),
+        )
 
     def abandon(self) -> None:
         """After ``begin``, when the backward pass failed: drop what it brought and put back what was set aside.
@@ -218,6 +257,7 @@ class BackwardPasses:
         """
         if self.release is not None:
             self.release.refuse_clipping("clip_master_grads")
+        self.drop_brought()
         self.unscale_delayed()
         self.sync(steps=False)
         norm = self.gradients.clip(self.keeper.params(), max_norm, norm_type)

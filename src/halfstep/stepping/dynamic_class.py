@@ -41,8 +41,9 @@ class _Attached:
         self._amp_stash.passes.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The optimizer's own; 16-bit parameters get masters if the others have them."""
+        """The optimizer's own; 16-bit parameters get masters if the others have them, and scaled gradients go."""
         super().add_param_group(param_group)  # type: ignore[misc]
+        self._amp_stash.passes.drop_brought()
         self._amp_stash.keeper.adopt()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
