@@ -207,7 +207,10 @@ class TrainStep:
             if self.max_grad_norm is not None:
                 self.grad_norm = nn.utils.clip_grad_norm_(params, self.max_grad_norm)
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self._graphed is None:
+            self.optimizer.zero_grad()
+        else:  # a window that is recorded begins without gradients
+            self.optimizer.zero_grad(set_to_none=True)
 
     # ---- what a recording of it must know
 
