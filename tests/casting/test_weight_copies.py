@@ -11,9 +11,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp, kernels, multi_tensor, optimizers
@@ -258,6 +260,23 @@ def data_in_a_thread(model: Net, optim: Any) -> None:
     thread.join()
 
 
+def state_dict_data(model: Net, optim: Any) -> None:
+    for value in model.state_dict().values():
+        value.data.mul_(0.5)
+
+
+def detached_data(model: Net, optim: Any) -> None:
+    for p in model.parameters():
+        p.detach().view(-1)[1:].data.mul_(0.5)
+
+
+def arrays(model: Net, optim: Any) -> None:
+    for p in model.parameters():
+        p.detach().numpy()[...] *= 0.5
+        np.asarray(p.detach())[...] *= 0.5
+        torch.from_dlpack(p.detach()).mul_(0.5)
+
+
 def load(model: Net, optim: Any) -> None:
     model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
 
@@ -309,6 +328,9 @@ DOORS: dict[str, Callable[[Net, Any], None]] = {
     "data.mul_": data_in_place,
     "data.mul_, casts off": data_without_casts,
     "data.mul_, another thread": data_in_a_thread,
+    "state_dict data": state_dict_data,
+    "detached data": detached_data,
+    "arrays": arrays,
     "vector_to_parameters": vector,
     "to and back": there_and_back,
     "torch SGD": torch_step(torch.optim.SGD),
@@ -325,6 +347,51 @@ DOORS: dict[str, Callable[[Net, Any], None]] = {
     "frozen and thawed": freeze,
     "set_": lambda model, optim: model[0].weight.data.set_(torch.full((8, 6), 0.1)),
 }
+
+
+HANDLES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "data": lambda p: p.data,
+    "data of detached": lambda p: p.detach().data,
+    "data of a part": lambda p: p.detach()[1:].view(-1).data,
+    "numpy": lambda p: p.detach().numpy(),
+    "asarray": lambda p: np.asarray(p.detach()),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("optimizer", ["momentum", "torch"])
+@pytest.mark.parametrize("handle", HANDLES)
+def test_a_write_through_another_handle_between_two_passes(
+    handle: str, optimizer: str, held: bool, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handle is gone when the next pass begins. ``held``: it was there during the pass before."""
+    monkeypatch.setitem(OPTIMIZERS, "torch", lambda p: torch.optim.SGD(p, lr=0.05))
+    model, optim = make(BF16, optimizer)
+    train(model, optim)
+    weight = model[0].weight
+    with torch.set_grad_enabled(grad):
+        model(X)
+        door = HANDLES[handle](weight)
+        if held:
+            model(X)
+        door *= -3.0
+        del door
+        found = model[0](X)
+    with amp.disable_casts():
+        expected = F.linear(X.bfloat16(), weight.bfloat16(), model[0].bias.bfloat16())
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+
+
+def test_data_of_tensors_without_storage_and_of_wrappers() -> None:
+    sparse = torch.eye(3).to_sparse()
+    with amp.auto_cast(dtype=BF16):
+        assert sparse.data.is_sparse
+        assert torch.equal(torch.func.grad(lambda t: (t.data * t).sum())(X), X)
+        assert torch.empty(3, device="meta").data.device.type == "meta"
+        nested = torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged)
+        assert nested.data.is_nested
 
 
 @pytest.mark.exhaustive

@@ -323,7 +323,7 @@ def backward(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[s
 
 
 def forget_weight(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """``param.data`` is memory that can be written to without a new version: the copy may go stale."""
-    if mode.cache is not None and not _is_compiling():
+    """A write through ``tensor.data`` or ``tensor.numpy()`` gives a weight no new version: its copies may go stale."""
+    if args and mode.cache is not None and not _is_compiling():
         mode.cache.forget(args[0])
     return func(*args, **kwargs)

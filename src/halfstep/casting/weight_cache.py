@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from ..core.torch_compat import dispatch_mode_at, dispatch_mode_count, functorch_level, jit_tracing_state
+from ..core.torch_compat import dispatch_mode_at, dispatch_mode_count, functorch_level, has_storage, jit_tracing_state
 from . import weight_copies
 
 __all__ = ["WeightCache", "clear_in_all_threads"]
@@ -23,6 +23,8 @@ _ONLY_THE_GRAPH = 3
 """How many references a weight has that only a graph holds: the graph's, a variable's and that of the call."""
 
 _is_grad_enabled = torch.is_grad_enabled
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _clears = 0
 
@@ -65,10 +67,19 @@ class WeightCache:
         """Forget every copy."""
         self._entries.clear()
 
-    def forget(self, weight: torch.Tensor) -> None:
-        """Forget the copy of one weight."""
-        self._entries.pop((id(weight), False), None)
-        self._entries.pop((id(weight), True), None)
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Forget the copies of the weights that have the memory of a tensor, also those that optimizers write."""
+        self._entries.pop((id(tensor), False), None)
+        self._entries.pop((id(tensor), True), None)
+        if type(tensor) not in _PLAIN or not has_storage(tensor):  # a sparse tensor and one in a transform have none
+            return
+        storage = tensor.untyped_storage()
+        weight_copies.forget_storage(storage)
+        if self._entries:
+            start = storage.data_ptr()
+            end = start + storage.nbytes()
+            for key in [key for key, entry in self._entries.items() if start <= entry[1] < end]:
+                del self._entries[key]
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False) -> torch.Tensor:
         """The weight in ``dtype``, from the cache if the weight has not changed.
@@ -97,13 +108,13 @@ class WeightCache:
         return self._make(weight, dtype, wide)
 
     def _make(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool) -> torch.Tensor:
-        recording = _is_recorded() or jit_tracing_state() or functorch_level() is not None
+        recording = (dispatch_mode_count() and _is_recorded()) or jit_tracing_state() or functorch_level() is not None
         temporary = recording or weight.is_inference()
         cast = None if temporary else weight_copies.fresh_copy(weight, dtype)
         if cast is None:
             self.casts += 1
             cast = weight.to(dtype)
-            if temporary:
+            if temporary or weight_copies.held_by_others(weight):  # who may write to it, and be gone when that is asked
                 return cast.float() if wide else cast
             weight_copies.keep_cast(weight, cast)
         if wide:

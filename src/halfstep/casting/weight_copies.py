@@ -22,6 +22,7 @@ __all__ = [
     "WeightCopies",
     "adding_in_fp32",
     "forget",
+    "forget_storage",
     "fresh_copy",
     "held_by_others",
     "keep_cast",
@@ -54,8 +55,12 @@ class _Copy:
         self.owner = weakref.ref(owner)
         self.value: torch.Tensor | None = None
         self.version = -1
-        self.memory = weight.detach()
         self.lost = 0
+        self._hold(weight)
+
+    def _hold(self, weight: torch.Tensor) -> None:
+        self.memory = weight.detach()
+        _copies_by_storage[self.memory.untyped_storage()._cdata] = self
 
     def is_fresh(self, weight: torch.Tensor) -> bool:
         """Whether the weight is what it was when the copy was written.
@@ -77,11 +82,13 @@ class _Copy:
     def locate(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight's present memory, as a tensor without a gradient."""
         if self.memory.data_ptr() != weight.data_ptr():
-            self.memory = weight.detach()
+            self._hold(weight)
         return self.memory
 
 
 _copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
+_copies_by_storage: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
+"""The copies by the address of the storage that they hold, or held before their weight got other memory."""
 
 
 class WeightCopies:
@@ -219,6 +226,13 @@ def forget(weight: torch.Tensor) -> None:
         copy.drop()
 
 
+def forget_storage(storage: torch.UntypedStorage) -> None:
+    """Drop the copy of the weight that has its memory in a storage, if there is one."""
+    copy = _copies_by_storage.get(storage._cdata)
+    if copy is not None:
+        copy.drop()
+
+
 _memories: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 """What ``memory_of`` has given out for parameters without a copy, by the identity of the parameter."""
 
@@ -246,10 +260,12 @@ def held_by_others(weight: torch.Tensor) -> bool:
     Known are the weight, what ``memory_of`` gave out, and the storage that is asked here. Another holder
     (``param.data`` kept for later, a flat buffer, a numpy array) may write to it without a new version.
     """
+    owners = storage_owners(weight.untyped_storage()._cdata)
+    if owners <= 2:  # the weight and this question
+        return False
     copy = _copy_of(weight)
     known = _memories.get(id(weight)) if copy is None else copy.memory
-    holders = 2 if known is None or known.data_ptr() != weight.data_ptr() else 3
-    return storage_owners(weight.untyped_storage()._cdata) > holders
+    return owners > (2 if known is None or known.data_ptr() != weight.data_ptr() else 3)
 
 
 def widen_gradients(params: Iterable[torch.Tensor] | None = None) -> None:

@@ -21,6 +21,7 @@ from torch._C import _dispatch_get_all_op_names as all_op_names
 from torch._C import _get_dispatch_stack_at as dispatch_mode_at
 from torch._C import _get_function_stack_at as function_mode_at
 from torch._C import _get_tracing_state as jit_tracing_state
+from torch._C import _has_storage as has_storage
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _jit_get_schemas_for_operator as schemas_of_op
 from torch._C import _len_torch_dispatch_stack as dispatch_mode_count
@@ -89,6 +90,7 @@ __all__ = [
     "fused_adamw_",
     "fused_sgd_",
     "has_comm_hook",
+    "has_storage",
     "is_any_autocast_enabled",
     "is_fake",
     "is_traceable_wrapper_subclass",
