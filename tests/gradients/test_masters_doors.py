@@ -342,6 +342,35 @@ def test_an_optimizer_is_given_once() -> None:
         amp.scale_loss(model(X).float().sum(), [optimizer, optimizer])
 
 
+@pytest.mark.parametrize("door", ["load_state_dict", "parameter"])
+@pytest.mark.parametrize(("level", "fused"), [("O2", True), ("O2", False), ("O3", True)], ids=["O2", "O2-plain", "O3"])
+@in_both_halves
+def test_weights_that_fit_are_loaded_at_once_and_stay(half: torch.dtype, level: str, fused: bool, door: str) -> None:
+    model, optimizer = start(half, fused, lambda p: torch.optim.SGD(p, lr=1e-9), opt_level=level)
+    value = torch.full((4, 8), 0.25)
+    if door == "load_state_dict":
+        model.load_state_dict({"weight": value}, strict=False)
+    else:
+        with torch.no_grad():
+            model.get_parameter("weight").copy_(value)
+    for _ in range(2):
+        assert torch.equal(model.weight.detach().float(), value)
+        torch.testing.assert_close(model.state_dict()["weight"], value, rtol=0.0, atol=1e-6)
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@in_both_halves
+def test_what_is_written_into_a_state_dict_of_copies_reaches_no_weight(half: torch.dtype, level: str) -> None:
+    skip_without_compiler(level == "O2")
+    model, optimizer = start(half, opt_level=level)
+    before = model.state_dict()["weight"].clone()
+    model.state_dict()["weight"].fill_(0.25)
+    assert torch.equal(model.state_dict()["weight"], before)
+    step(model, optimizer)
+    torch.testing.assert_close(model.state_dict()["weight"], before, rtol=0.0, atol=0.1)
+
+
 @in_both_halves
 def test_a_master_rests_while_its_parameter_is_in_no_group(half: torch.dtype) -> None:
     model, optimizer = start(half, fused=False)

@@ -207,8 +207,9 @@ def join_process_casting(module: nn.Module, args: Any) -> None:
 class SaveAs:
     """A state-dict hook of one module: its floating parameters and buffers are saved in ``dtype``.
 
-    A parameter with an fp32 master is saved from the master, so that a checkpoint loses nothing. A deep copy of the
-    module has no masters. Its ``state_dict()`` holds its own tensors, so that it can keep an average of weights.
+    A parameter with an fp32 master is saved from the master, so that a checkpoint loses nothing. Most entries are
+    copies, and what a user writes into those reaches no weight. A deep copy of the module has no masters. Its
+    ``state_dict()`` holds its own tensors, so that it can keep an average of weights.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
