@@ -123,6 +123,13 @@ _SCALE_LOSS = [
         ("open already", "Close the first block"),
     ),
     Wrong(
+        "model.load_state_dict that swaps",
+        at(),
+        lambda w: _load_swapping(w),
+        UsageError,
+        ("swap", "set_swap_module_params_on_conversion(True)", "Set it to False", "Nothing was loaded"),
+    ),
+    Wrong(
         "amp.load_state_dict None", at(), lambda w: amp.load_state_dict(None), TYPE, ("NoneType", "amp.state_dict()")
     ),
     Wrong(
@@ -172,6 +179,15 @@ _SCALE_LOSS = [
 def _other_loss(w: World) -> None:
     with amp.scale_loss(w.loss, w.optimizer):
         w.loss.backward()
+
+
+def _load_swapping(world: World) -> None:
+    saved = {name: torch.zeros_like(value) for name, value in world.model.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        world.model.load_state_dict(saved)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def _nested(w: World) -> None:

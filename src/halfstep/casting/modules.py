@@ -233,7 +233,18 @@ class SaveAs:
 
 
 def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
-    """A load-state-dict pre-hook of one module: masters are loaded too, with the values before they are rounded."""
+    """A load-state-dict pre-hook of one module: masters are loaded too, with the values before they are rounded.
+
+    Raises:
+        UsageError: if torch is set to swap parameters, which it refuses for those with masters.
+    """
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    if swaps and any(master_of(param) is not None for param in module.parameters()):
+        raise UsageError(
+            "load_state_dict() cannot swap parameters that have fp32 masters, and "
+            "torch.__future__.set_swap_module_params_on_conversion(True) asks for that. Set it to False before "
+            "load_state_dict(): then the values are copied into the parameters and their masters. Nothing was loaded."
+        )
     for name, param in module._parameters.items():
         value = state_dict.get(prefix + name)
         if param is not None and isinstance(value, torch.Tensor) and value.shape == param.shape:
