@@ -65,12 +65,15 @@ def test_without_a_fault_nothing_diverges(name: str, level: str, dtype: torch.dt
 
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_against_itself_has_no_error(name: str) -> None:
+    torch.manual_seed(0)
     trial = MODELS[name]()
     found = numerics.compare_step(trial.step, trial.model, candidate="O0")
     assert {entry.error for entry in found.entries} == {0.0}
     wide = numerics.compare_step(trial.step, trial.model, candidate="O0", reference=torch.float64)
     assert wide.first() is None
-    assert 0.0 < max(entry.error for entry in wide.entries) < 1e-3
+    # The gradient of the bias of the keys, a sum, is zero but for rounding.
+    errors = [entry.error for entry in wide.entries if (entry.op, entry.module[-3:]) != ("sum", "qkv")]
+    assert 0.0 < max(errors) < 1e-5
 
 
 def test_a_negative_zero_is_no_underflow() -> None:

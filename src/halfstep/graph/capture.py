@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
+from ..casting.emulation import narrow
 from ..casting.op_casting import NO_CASTING
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
@@ -371,7 +372,7 @@ def _without_idle_broadcasts(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def with_outputs(module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-    """A copy of a module that also returns the values of some nodes.
+    """A copy of a module that also returns the values of some nodes; that of an emulated product is the rounded one.
 
     Raises:
         ArgumentValueError: for a name that no node has.
@@ -380,6 +381,7 @@ def with_outputs(module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule
     copies: dict[fx.Node, fx.Node] = {}
     result: Any = graph.graph_copy(module.graph, copies)
     found = {node.name: copy for node, copy in copies.items()}
+    found |= {str(node.args[0]): copy for node, copy in copies.items() if node.target is narrow}
     if missing := [name for name in names if name not in found]:
         raise ArgumentValueError(
             f"fetch_list names {', '.join(missing)}, which this program does not compute; fetch program.loss, one of "

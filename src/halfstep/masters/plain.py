@@ -102,7 +102,7 @@ class PlainMasters:
             self._versions[id(param)] = param._version, master._version
             state = optimizer.state.get(param)
             for name, value in (state or {}).items():
-                if isinstance(value, torch.Tensor) and is_half(value):
+                if isinstance(value, torch.Tensor) and (is_half(value) or _is_float64_like(value, param)):
                     state[name] = value.float()  # type: ignore[index]
         self._originals = {}  # the rest belongs to other optimizers
 
@@ -220,6 +220,11 @@ class PlainMasters:
             "amp.initialize or amp.decorate. Leave the dtypes to the level; model.state_dict() is fp32 as it is, and "
             "amp.master_model(model) is the model in fp32."
         )
+
+
+def _is_float64_like(value: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether a state is the float64 one of a parameter that was float64 itself."""
+    return value.dtype is torch.float64 and value.shape == param.shape
 
 
 class _States:
