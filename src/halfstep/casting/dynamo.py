@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from ..core.oplists.tables import NATIVE
@@ -92,7 +93,8 @@ def enter_scope(casting: CastingConfig) -> None:
 
 def enter_model(casting: CastingConfig) -> None:
     """Put the casting of a model in force, unless it is already, or an explicit scope around it decides."""
-    if thread.explicit or in_force(casting):
+    # In Dynamo of torch 2.11 is_exporting() is always true.
+    if thread.explicit or (in_force(casting) and (casting.inert or not torch.compiler.is_exporting())):
         thread.traced.append(None)
     else:
         explicit = not casting.lenient or bool(thread.key)  # as in eager mode, where lenient leaves what is the user's

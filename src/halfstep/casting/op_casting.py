@@ -96,7 +96,7 @@ def _sessions_wait(function: F) -> F:
 def _enter(casting: CastingConfig, *, explicit: bool, owner: object, frame: FrameType | None = None) -> None:
     _close_interrupted()
     scope = Scope(explicit, owner, frame)
-    if explicit or not (thread.explicit or in_force(casting)):
+    if explicit or not (thread.explicit or (in_force(casting) and not torch.compiler.is_exporting())):
         _begin(scope, casting)
         thread.explicit = explicit
     thread.open.append(scope)

@@ -84,7 +84,7 @@ thread = ThreadState()
 
 def in_force(casting: CastingConfig) -> bool:
     """Whether the thread does what a casting says already. Dynamo traces this too."""
-    if torch.compiler.is_exporting() or not (thread.key == casting.key or (casting.inert and not thread.key)):
+    if thread.key != casting.key and (thread.key or not casting.inert):
         return False
     if casting.lenient:
         return True
