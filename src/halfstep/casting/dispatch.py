@@ -121,6 +121,13 @@ class CastMode(TorchFunctionMode):
             return _get_autocast_dtype(kind) if _is_autocast_enabled(kind) else None
         return self.dtype if kind in self.devices else None
 
+    def half(self) -> torch.dtype | None:
+        """``half_of`` for any tensor; None where that depends on the device."""
+        for kind in self.native:
+            if _get_autocast_dtype(kind) is not self.dtype:
+                return None
+        return self.dtype
+
     def native_on(self) -> list[str]:
         """The device types on which native autocast is on at the moment."""
         return [device for device in self.devices if device in NATIVE and _is_autocast_enabled(device)]

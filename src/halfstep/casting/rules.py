@@ -105,7 +105,7 @@ def without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: 
 def _cast(mode: CastMode, value: Any, target: torch.dtype | None, name: str, cache: WeightCache | None = None) -> Any:
     """An argument with its fp32 and 16-bit tensors in another dtype, also those inside of lists, tuples and dicts.
 
-    A target of None is the 16-bit dtype.
+    A target of None is ``CastMode.half_of`` the tensor.
     """
     if not isinstance(value, torch.Tensor):
         if isinstance(value, _CONTAINERS):
@@ -152,7 +152,7 @@ def _call_in(
     kwargs: dict[str, Any],
     cache: WeightCache | None = None,
 ) -> Any:
-    """Call with the arguments in one dtype; None is the 16-bit one."""
+    """Call with the arguments in one dtype; see ``_cast``."""
     if kwargs:
         if kwargs.get("out") is not None:
             return func(*args, **kwargs)
@@ -162,7 +162,7 @@ def _call_in(
 
 def to_half(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Cast every fp32 and 16-bit argument to the 16-bit dtype."""
-    return _call_in(None, name, mode, func, args, kwargs, mode.cache)
+    return _call_in(mode.half(), name, mode, func, args, kwargs, mode.cache)
 
 
 def to_float(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
