@@ -104,7 +104,8 @@ class FusedSGD(FusedOptimizer):
         nesterov: look ahead by one momentum step.
         wd_after_momentum: apply weight decay to the step, not to what enters the buffer.
         materialize_master_grads: kept for Apex; gradients are never copied here.
-        set_grad_none: what ``zero_grad()`` does by default.
+        set_grad_none: what ``zero_grad()`` does by default. Apex has False here, which keeps gradients in memory and lets
+            parameters that a loss does not reach move on by their momentum.
         master_weights: see ``FusedOptions``.
         maximize: go up the gradient.
         max_grad_norm: see ``FusedOptions``.
@@ -126,7 +127,7 @@ class FusedSGD(FusedOptimizer):
         nesterov: bool = False,
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
-        set_grad_none: bool = False,
+        set_grad_none: bool = True,
         *,
         master_weights: MasterForm = None,
         maximize: bool = False,
