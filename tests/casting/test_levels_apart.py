@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from halfstep import OpLists, amp, static
-from halfstep.casting import dynamo, torch_patches
+from halfstep.casting import dynamo, rules, torch_patches
 from halfstep.casting.dispatch import function_modes
 from halfstep.casting.op_casting import NO_CASTING, OpCasting, leave_model, thread_mode
 from halfstep.casting.sessions import process_casting
@@ -671,6 +671,28 @@ def test_a_session_that_ends_inside_an_op(monkeypatch: pytest.MonkeyPatch) -> No
     assert outside() is FP16, "the mode that was left on the stack is needed again"
     amp.deactivate()
     assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("inside", ["an op", "a backward pass"])
+def test_a_session_that_ends_where_native_autocast_is_off_for_a_while(inside: str) -> None:
+    """It is not put on again: the garbage collector has ended what had put it on."""
+    model = bring_up("O1", BF16)
+    model.itself = [model]  # only the collector finds it
+    del model
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: gc.collect() and None)
+    if inside == "an op":
+
+        def collect(x: torch.Tensor) -> torch.Tensor:
+            gc.collect()
+            return x
+
+        assert outside() is BF16
+        rules.without_native(thread_mode(), collect, (x,), {})
+    else:
+        x.sum().backward()
+    assert not torch.is_autocast_enabled("cpu")
+    assert outside() is FP32
 
 
 def test_deactivate_ends_what_is_outside() -> None:

@@ -175,6 +175,18 @@ def test_state_of_16_bits_becomes_fp32_and_the_rest_stays() -> None:
     assert (state["momentum_buffer"].dtype, state["count"], state["name"]) == (torch.float32, count, "p")
 
 
+def test_state_of_a_model_that_was_float64_becomes_fp32() -> None:
+    p = param(dtype=torch.float64, grad=None)
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.Adam([p], lr=0.5)
+    optimizer.step()
+    p.grad = None
+    p.data = p.data.to(BF16)
+    set_grads([p], [torch.ones(2)])
+    step(PlainMasters(), optimizer)
+    assert {value.dtype for value in optimizer.state[p].values()} == {torch.float32}
+
+
 def test_state_is_carried_from_step_to_step_wherever_it_came_from() -> None:
     p, q = param(), param(dtype=torch.float32)
     masters, optimizer = PlainMasters(), sgd(p, q)

@@ -74,8 +74,11 @@ def bind(rule: Callable[..., Any], *details: Any, native_off: bool = False) -> R
 
 
 def _call_without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call with native autocast off on every device."""
-    on = mode.native_on()
+    """Call with native autocast off on every device.
+
+    The garbage collector may end the session in the call. Then native autocast is as it should be already.
+    """
+    on, in_force = mode.native_on(), mode.in_force
     if _is_dynamo_compiling():
         return _call_without_native_compiled(on, func, args, kwargs)
     for device in on:
@@ -83,8 +86,9 @@ def _call_without_native(mode: CastMode, func: Callable[..., Any], args: Any, kw
     try:
         return func(*args, **kwargs)
     finally:
-        for device in on:
-            torch.set_autocast_enabled(device, True)
+        if mode.in_force is in_force:
+            for device in on:
+                torch.set_autocast_enabled(device, True)
 
 
 def _call_without_native_compiled(on: list[str], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

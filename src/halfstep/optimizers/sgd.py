@@ -104,8 +104,8 @@ class FusedSGD(FusedOptimizer):
         nesterov: look ahead by one momentum step.
         wd_after_momentum: apply weight decay to the step, not to what enters the buffer.
         materialize_master_grads: kept for Apex; gradients are never copied here.
-        set_grad_none: what ``zero_grad()`` does by default. Apex has False here, which keeps gradients in memory and lets
-            parameters that a loss does not reach move on by their momentum.
+        set_grad_none: what ``zero_grad()`` does by default. Apex has False here, which keeps gradients in memory and
+            lets parameters that a loss does not reach move on by their momentum.
         master_weights: see ``FusedOptions``.
         maximize: go up the gradient.
         max_grad_norm: see ``FusedOptions``.
