@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from halfstep import OpLists, amp, static
-from halfstep.casting import dynamo, rules, torch_patches
+from halfstep.casting import dynamo, rules, thread_state, torch_patches
 from halfstep.casting.dispatch import function_modes
 from halfstep.casting.op_casting import NO_CASTING, OpCasting, leave_model, thread_mode
 from halfstep.casting.sessions import process_casting
@@ -671,6 +671,19 @@ def test_a_session_that_ends_inside_an_op(monkeypatch: pytest.MonkeyPatch) -> No
     assert outside() is FP16, "the mode that was left on the stack is needed again"
     amp.deactivate()
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_session_that_ends_while_the_state_of_a_thread_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bring_up("O1", BF16)
+    model.itself = [model]  # only the collector finds it
+    del model
+    found = []
+    make = thread_state.CastMode
+    monkeypatch.setattr(thread_state, "CastMode", lambda: (gc.collect(), make())[1])
+    worker = threading.Thread(target=lambda: found.append((thread.changing, outside())))
+    worker.start()
+    worker.join()
+    assert found == [(0, FP32)]
 
 
 @pytest.mark.parametrize("inside", ["an op", "a backward pass"])

@@ -62,8 +62,10 @@ class ThreadState(threading.local):
         mode: the function mode.
         cache: the copies of weights.
         leftover: whether the mode is on the stack although nothing needs it.
-        changing: how many functions that change this state are running.
+        changing: how many functions that change this state are running; making it counts as one.
     """
+
+    changing = 1
 
     def __init__(self) -> None:
         self.current: CastingConfig | None = None
