@@ -72,7 +72,7 @@ class CastMode(TorchFunctionMode):
 
     Attributes:
         table: the rule of each callable; see ``build_table``.
-        in_force: the config that the mode follows; None in compiled code, where nothing ends by itself.
+        config: what the mode follows; None in compiled code, where nothing ends by itself.
         dtype: the 16-bit dtype; see ``half_of``.
         devices: types of the devices whose tensors are cast.
         native: those of them on which native autocast does a part of the work. Where someone turns it off, nothing is
@@ -87,7 +87,7 @@ class CastMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.table: Mapping[Callable[..., Any] | str, Rule] = {}
-        self.in_force: object = None
+        self.config: object = None
         self.dtype = torch.bfloat16
         self.devices: tuple[str, ...] = ()
         self.native: tuple[str, ...] = ()

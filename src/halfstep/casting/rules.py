@@ -78,15 +78,16 @@ def _call_without_native(mode: CastMode, func: Callable[..., Any], args: Any, kw
 
     The garbage collector may end the session in the call. Then native autocast is as it should be already.
     """
-    on, in_force = mode.native_on(), mode.in_force
+    on = mode.native_on()
     if _is_dynamo_compiling():
         return _call_without_native_compiled(on, func, args, kwargs)
+    config = mode.config
     for device in on:
         torch.set_autocast_enabled(device, False)
     try:
         return func(*args, **kwargs)
     finally:
-        if mode.in_force is in_force:
+        if mode.config is config:
             for device in on:
                 torch.set_autocast_enabled(device, True)
 

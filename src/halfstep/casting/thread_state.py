@@ -122,7 +122,7 @@ def restore(scope: Scope) -> None:
 
 def _set_current(casting: CastingConfig | None) -> bool:
     """Make the thread's mode do what a casting says; returns whether the mode is needed."""
-    thread.current = thread.mode.in_force = casting
+    thread.current = thread.mode.config = casting
     thread.key = "" if casting is None or casting.inert else casting.key
     if casting is None:
         thread.mode.table = {}
