@@ -742,3 +742,21 @@ def test_overflows_are_counted() -> None:
         optimizer.zero_grad()
     assert scaler.overflows() == 3
     assert amp.GradScaler(False).overflows() == 0
+
+
+@pytest.mark.parametrize("setter", ["set_growth_interval", "set_incr_every_n_steps"])
+def test_an_interval_shorter_than_what_is_counted_lets_the_scale_grow_at_the_next_step(setter: str) -> None:
+    scaler = amp.GradScaler(init_loss_scaling=4.0, incr_every_n_steps=100)
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+
+    def batch() -> float:
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return scaler.get_scale()
+
+    assert [batch() for _ in range(5)] == [4.0] * 5
+    getattr(scaler, setter)(3)
+    assert [batch() for _ in range(4)] == [8.0, 8.0, 8.0, 16.0]

@@ -135,7 +135,7 @@ class GradScaler(ScalerSettings):
         if not isinstance(rule, DynamicLossScale):
             return cls(rule.init_scale != 1.0, rule.init_scale, use_dynamic_loss_scaling=False)
         scaler = cls(init_loss_scaling=rule.init_scale)
-        scaler._change(**{each.name: getattr(rule, each.name) for each in fields(rule) if each.init})
+        scaler._scaler.change(**{each.name: getattr(rule, each.name) for each in fields(rule) if each.init})
         return scaler
 
     def _prepare(self) -> None:
@@ -381,7 +381,7 @@ class GradScaler(ScalerSettings):
                     "by a scale they do not have; let it call scaler.scale(loss).backward() and return the loss."
                 )
             self._unscale(optimizer)
-            if self._dynamic and (found_inf := self._found_inf(optimizer)).item():
+            if self._scaler.dynamic and (found_inf := self._found_inf(optimizer)).item():
                 self._scaler.update(found_inf, lambda: first_bad_gradient([optimizer]))
             return loss
 

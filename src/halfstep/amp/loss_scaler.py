@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +15,21 @@ from ..kernels import multi_tensor
 __all__ = ["LossScaler"]
 
 logger = logging.getLogger("halfstep")
+
+
+def _setting(name: str, field: str, *, zero_is_none: bool = False) -> Any:
+    """A property that reads and sets a field of the scaler's ``settings`` under Apex's name."""
+
+    def get(self: LossScaler) -> Any:
+        return getattr(self.settings, field)
+
+    def put(self: LossScaler, value: float | None) -> None:
+        self.change(**{field: None if zero_is_none and not value else value})
+        if not self.dynamic and not self._warned:
+            self._warned = True
+            logger.warning("%s is static: %s has no effect on it.", self.name, name)
+
+    return property(get, put)
 
 
 class LossScaler(DeviceLossScaler):
@@ -58,7 +72,7 @@ class LossScaler(DeviceLossScaler):
         verbose: bool = True,
     ) -> None:
         spec = check_loss_scale(loss_scale)
-        self._moving = DynamicLossScale(
+        settings = DynamicLossScale(
             init_scale=init_scale,
             growth_factor=scale_factor,
             backoff_factor=1.0 / scale_factor,
@@ -66,27 +80,16 @@ class LossScaler(DeviceLossScaler):
             min_scale=min_loss_scale or None,
             max_scale=max_loss_scale,
         )
-        rule = self._moving if spec == "dynamic" else StaticLossScale(spec) if isinstance(spec, float) else spec
+        rule = settings if spec == "dynamic" else StaticLossScale(spec) if isinstance(spec, float) else spec
         super().__init__(rule, name=name, verbose=verbose)
+        if not isinstance(rule, DynamicLossScale):
+            self.settings = settings
         self._found: torch.Tensor | None = None  # what ``unscale`` found, until the next update
-        self._told = False
+        self._warned = False
 
     # ---- what scripts read and set
 
-    @property
-    def dynamic(self) -> bool:
-        """Whether the scale ever moves. Setting it to False keeps the scale where it is."""
-        return self.rule.dynamic
-
-    @dynamic.setter
-    def dynamic(self, value: bool) -> None:
-        if value and not self.dynamic:
-            self._move_by(self._moving)
-        elif self.dynamic and not value:
-            self._moving = self._dynamic_rule
-            self.rule = StaticLossScale(self.loss_scale())
-
-    _dynamic = dynamic
+    _dynamic = DeviceLossScaler.dynamic
 
     @property
     def _loss_scale(self) -> float:
@@ -112,50 +115,9 @@ class LossScaler(DeviceLossScaler):
     def _has_overflow(self, value: bool) -> None:
         self._found = torch.tensor(float(value), dtype=torch.float32)
 
-    @property
-    def _scale_seq_len(self) -> int | None:
-        return self._dynamic_rule.growth_interval
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, steps: int | None) -> None:
-        self._change("_scale_seq_len", growth_interval=steps)
-
-    @property
-    def _max_loss_scale(self) -> float | None:
-        return self._dynamic_rule.max_scale
-
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, scale: float | None) -> None:
-        self._change("_max_loss_scale", max_scale=scale)
-
-    @property
-    def _min_loss_scale(self) -> float | None:
-        return self._dynamic_rule.min_scale
-
-    @_min_loss_scale.setter
-    def _min_loss_scale(self, scale: float | None) -> None:
-        self._change("_min_loss_scale", min_scale=scale or None)
-
-    @property
-    def _dynamic_rule(self) -> DynamicLossScale:
-        """The rule of this scale, or the one that it would have if it were dynamic."""
-        return self.rule if isinstance(self.rule, DynamicLossScale) else self._moving
-
-    def _change(self, attribute: str, **changes: Any) -> None:
-        changed = replace(self._dynamic_rule, **changes)
-        if self.dynamic:
-            self._move_by(changed)
-        else:
-            self._moving = changed
-            if not self._told:
-                self._told = True
-                logger.warning("%s is static: %s has no effect on it.", self.name, attribute)
-
-    def _move_by(self, rule: DynamicLossScale) -> None:
-        """Go by another rule; where as many good steps have been counted as it asks for, the next one is the last."""
-        self.rule = rule
-        if rule.growth_interval is not None and self._unskipped >= rule.growth_interval:
-            self.set_good(rule.growth_interval - 1)
+    _scale_seq_len = _setting("_scale_seq_len", "growth_interval")
+    _max_loss_scale = _setting("_max_loss_scale", "max_scale")
+    _min_loss_scale = _setting("_min_loss_scale", "min_scale", zero_is_none=True)
 
     # ---- loops that drive it by hand
 

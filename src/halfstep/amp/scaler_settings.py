@@ -1,4 +1,4 @@
-"""Settings and state of ``amp.GradScaler``, under Paddle's names and torch's: get, set, save and load them."""
+"""The loss scale of ``amp.GradScaler`` under Paddle's names and torch's: get, set, save and load it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from ..core.checks import as_number, check_count
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator
-from ..core.loss_scale import DynamicLossScale, StaticLossScale
+from ..core.loss_scale import DynamicLossScale
 from ..gradients.loss_scaler import DeviceLossScaler
 
 __all__ = ["ScalerSettings", "check_interval"]
 
 
 class ScalerSettings(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` whose settings are a ``DynamicLossScale`` and whose state is a ``DeviceLossScaler``.
+    """A ``torch.amp.GradScaler`` that gives Paddle's and torch's names to the settings of a ``DeviceLossScaler``.
 
     Args:
         enabled: whether the scaler does anything.
@@ -29,16 +29,10 @@ class ScalerSettings(torch.amp.GradScaler):
     def __init__(self, enabled: bool, rule: DynamicLossScale, dynamic: bool) -> None:
         # Not torch's constructor: it turns itself off where there is no CUDA device.
         self._enabled = enabled
-        self._rule = rule
-        self._dynamic = dynamic
-        self._scaler = DeviceLossScaler(rule if dynamic else StaticLossScale(rule.init_scale), name="GradScaler")
+        self._scaler = DeviceLossScaler(rule, name="GradScaler")
+        self._scaler.dynamic = dynamic
         self._home: torch.device | None = None  # where the first loss was; the scale stays there
         self._init_growth_tracker = 0
-
-    def _change(self, **settings: Any) -> None:
-        self._rule = replace(self._rule, **settings)
-        if self._dynamic:
-            self._scaler.rule = self._rule
 
     @property
     def loss_scaler(self) -> DeviceLossScaler:
@@ -53,11 +47,11 @@ class ScalerSettings(torch.amp.GradScaler):
 
     def is_use_dynamic_loss_scaling(self) -> bool:
         """Whether the scale moves."""
-        return self._enabled and self._dynamic
+        return self._enabled and self._scaler.dynamic
 
     def get_init_loss_scaling(self) -> float:
         """Where the scale started, or where it was set or loaded."""
-        return self._rule.init_scale
+        return self._scaler.settings.init_scale
 
     def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
         """Set it, and with it the present scale.
@@ -65,42 +59,42 @@ class ScalerSettings(torch.amp.GradScaler):
         Raises:
             ArgumentValueError: unless it is a finite number above zero.
         """
-        self._change(init_scale=new_init_loss_scaling)
-        self._scaler.set_scale(self._rule.init_scale)
+        self._scaler.change(init_scale=new_init_loss_scaling)
+        self._scaler.set_scale(self._scaler.settings.init_scale)
 
     def get_incr_ratio(self) -> float:
         """What the scale is multiplied by when it grows."""
-        return self._rule.growth_factor
+        return self._scaler.settings.growth_factor
 
     def set_incr_ratio(self, new_incr_ratio: float) -> None:
         """Set it, above 1."""
-        self._change(growth_factor=new_incr_ratio)
+        self._scaler.change(growth_factor=new_incr_ratio)
 
     def get_decr_ratio(self) -> float:
         """What the scale is multiplied by when it shrinks."""
-        return self._rule.backoff_factor
+        return self._scaler.settings.backoff_factor
 
     def set_decr_ratio(self, new_decr_ratio: float) -> None:
         """Set it, between 0 and 1."""
-        self._change(backoff_factor=new_decr_ratio)
+        self._scaler.change(backoff_factor=new_decr_ratio)
 
     def get_incr_every_n_steps(self) -> int:
         """After how many finite steps in a row the scale grows; 0 for never."""
-        return self._rule.growth_interval or 0
+        return self._scaler.settings.growth_interval or 0
 
     def set_incr_every_n_steps(self, new_incr_every_n_steps: int | None) -> None:
         """Set it; None for never."""
         check_interval("new_incr_every_n_steps", new_incr_every_n_steps)
-        self._change(growth_interval=new_incr_every_n_steps)
+        self._scaler.change(growth_interval=new_incr_every_n_steps)
 
     def get_decr_every_n_nan_or_inf(self) -> int:
         """After how many overflowing steps in a row the scale shrinks; 0 for never."""
-        return self._rule.backoff_interval or 0
+        return self._scaler.settings.backoff_interval or 0
 
     def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int | None) -> None:
         """Set it; None for never."""
         check_interval("new_decr_every_n_nan_or_inf", new_decr_every_n_nan_or_inf)
-        self._change(backoff_interval=new_decr_every_n_nan_or_inf)
+        self._scaler.change(backoff_interval=new_decr_every_n_nan_or_inf)
 
     # ---- torch's names: the getters are the same, the setters have other argument names
 
@@ -147,7 +141,7 @@ class ScalerSettings(torch.amp.GradScaler):
 
     @property
     def _init_scale(self) -> float:  # type: ignore[override]
-        return self._rule.init_scale
+        return self._scaler.settings.init_scale
 
     _growth_factor = property(get_incr_ratio, set_growth_factor)
     _backoff_factor = property(get_decr_ratio, set_backoff_factor)
@@ -177,7 +171,7 @@ class ScalerSettings(torch.amp.GradScaler):
             "decr_every_n_nan_or_inf": self.get_decr_every_n_nan_or_inf(),
             "incr_count": good,
             "decr_count": bad,
-            "use_dynamic_loss_scaling": self._dynamic,
+            "use_dynamic_loss_scaling": self._scaler.dynamic,
             "growth_factor": self.get_growth_factor(),
             "backoff_factor": self.get_backoff_factor(),
             "growth_interval": self.get_growth_interval(),
@@ -211,9 +205,9 @@ class ScalerSettings(torch.amp.GradScaler):
         growth = _entry(state_dict, "incr_ratio", "growth_factor")
         backoff = _entry(state_dict, "decr_ratio", "backoff_factor")
         interval = _entry(state_dict, "incr_every_n_steps", "growth_interval")
-        hysteresis = state_dict.get("decr_every_n_nan_or_inf", self._rule.backoff_interval or 0)
-        rule = replace(
-            self._rule,
+        hysteresis = state_dict.get("decr_every_n_nan_or_inf", self._scaler.settings.backoff_interval or 0)
+        settings = replace(
+            self._scaler.settings,
             init_scale=scale,
             growth_factor=growth,
             backoff_factor=backoff,
@@ -222,18 +216,18 @@ class ScalerSettings(torch.amp.GradScaler):
         )
         good = int(_entry(state_dict, "incr_count", "_growth_tracker"))
         bad = int(as_number("decr_count", state_dict.get("decr_count", 0)))
-        self._dynamic = bool(state_dict.get("use_dynamic_loss_scaling", self._dynamic))
-        self._rule = rule
-        self._scaler.rule = rule if self._dynamic else StaticLossScale(rule.init_scale)
+        dynamic = bool(state_dict.get("use_dynamic_loss_scaling", self._scaler.dynamic))
+        self._scaler.rule = settings
+        self._scaler.dynamic = dynamic
         self._init_growth_tracker = good
-        self._scaler.load_state_dict({"loss_scale": rule.init_scale, "unskipped": good, "bad": bad})
+        self._scaler.load_state_dict({"loss_scale": settings.init_scale, "unskipped": good, "bad": bad})
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and state; the tensors are made anew where the first loss will be."""
         return {
             "enabled": self._enabled,
-            "rule": self._rule,
-            "dynamic": self._dynamic,
+            "rule": self._scaler.settings,
+            "dynamic": self._scaler.dynamic,
             "now": self._scaler.state_dict(),
         }
 
@@ -245,7 +239,7 @@ class ScalerSettings(torch.amp.GradScaler):
 
     def _counts(self) -> tuple[int, int]:
         """Finite and overflowing steps in a row. A static scale counts none."""
-        if not self._dynamic:
+        if not self._scaler.dynamic:
             return 0, 0
         now = self._scaler.state_dict()
         return int(now["unskipped"]), int(now.get("bad", 0))

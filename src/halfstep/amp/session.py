@@ -80,7 +80,7 @@ class AmpState:
     @property
     def min_loss_scale(self) -> float | None:
         """The floor of the loss scales; setting it sets those of all."""
-        return self.loss_scalers[0]._min_loss_scale
+        return self.loss_scalers[0].settings.min_scale
 
     @min_loss_scale.setter
     def min_loss_scale(self, scale: float | None) -> None:
@@ -90,7 +90,7 @@ class AmpState:
     @property
     def max_loss_scale(self) -> float | None:
         """The ceiling of the loss scales; setting it sets those of all."""
-        return self.loss_scalers[0]._max_loss_scale
+        return self.loss_scalers[0].settings.max_scale
 
     @max_loss_scale.setter
     def max_loss_scale(self, scale: float | None) -> None:

@@ -1,20 +1,22 @@
 """The loss scale in use, whose state lives on the device.
 
-``DeviceLossScaler`` serves ``amp.initialize``, ``GradScaler`` and ``fp16_utils`` alike. The rules that move the scale
-are the values of ``core.loss_scale``. The state moves in place, so a captured CUDA graph goes on moving it.
+``DeviceLossScaler`` serves ``amp.initialize``, ``GradScaler`` and ``fp16_utils`` alike: they give its settings names of
+their own. The rules that move the scale are the values of ``core.loss_scale``. The state moves in place, so a captured
+CUDA graph goes on moving it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..core.checks import as_number, check_between, check_count
 from ..core.errors import ArgumentValueError, LossScaleCollapsed
-from ..core.loss_scale import LossScale, LossScaleState, StaticLossScale
+from ..core.loss_scale import DynamicLossScale, LossScale, LossScaleState, StaticLossScale
 from .async_reader import AsyncReader, capturing
 
 __all__ = ["DeviceLossScaler", "saved_numbers"]
@@ -32,9 +34,14 @@ class DeviceLossScaler:
         rule: how the scale moves.
         name: what messages call it.
         verbose: whether to log overflows.
+
+    Attributes:
+        settings: the rule by which the scale moves while it is dynamic. A static scale keeps the settings that it would
+            have, so that it can be made dynamic later.
     """
 
     def __init__(self, rule: LossScale, *, name: str = "the loss scaler", verbose: bool = True) -> None:
+        self.settings = DynamicLossScale()
         self.rule = rule
         self.name = name
         self.verbose = verbose
@@ -45,14 +52,44 @@ class DeviceLossScaler:
         self._state = self._start(rule.init_scale, 0, 0, torch.device("cpu"))
 
     @property
+    def rule(self) -> LossScale:
+        """How the scale moves from the next update on."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: LossScale) -> None:
+        self._rule = rule
+        if isinstance(rule, DynamicLossScale):
+            self.settings = rule
+
+    @property
     def dynamic(self) -> bool:
-        """Whether the scale ever moves."""
-        return self.rule.dynamic
+        """Whether the scale ever moves. Setting it to False keeps the scale where it is, and reads the device."""
+        return self._rule.dynamic
+
+    @dynamic.setter
+    def dynamic(self, dynamic: bool) -> None:
+        if dynamic and not self.dynamic:
+            self._move_by(self.settings)
+        elif self.dynamic and not dynamic:
+            self.rule = StaticLossScale(self.loss_scale())
+
+    def change(self, **settings: Any) -> None:
+        """Change fields of ``settings``, which are those of ``DynamicLossScale``. Reads the device.
+
+        Raises:
+            ArgumentValueError: for a value that the rule refuses. Nothing has changed then.
+        """
+        changed = replace(self.settings, **settings)
+        if self.dynamic:
+            self._move_by(changed)
+        else:
+            self.settings = changed
 
     @property
     def neutral(self) -> bool:
         """Whether scaling by it does nothing at all: a static scale of 1."""
-        return not self.rule.dynamic and self.rule.init_scale == 1.0
+        return not self._rule.dynamic and self._rule.init_scale == 1.0
 
     def state(self, device: torch.device) -> LossScaleState:
         """The state, moved to ``device`` if it was elsewhere; ``update`` changes these very tensors."""
@@ -138,6 +175,12 @@ class DeviceLossScaler:
         self._state = self._start(scale, good, bad, self._state.scale.device)
 
     # ---- inside
+
+    def _move_by(self, rule: DynamicLossScale) -> None:
+        """Go by another rule. If its interval is already counted, the scale grows at the next finite step."""
+        self.rule = rule
+        if rule.growth_interval is not None and int(self._state.good) >= rule.growth_interval:
+            self.set_good(rule.growth_interval - 1)
 
     def _start(self, scale: float, good: int, bad: int, device: torch.device) -> LossScaleState:
         if not self.rule.dynamic and scale != self.rule.init_scale:
