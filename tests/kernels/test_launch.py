@@ -263,7 +263,7 @@ def test_addresses_are_read_once_for_all_chunk_sizes() -> None:
     assert (small.chunks, large.chunks) == (5, 3)
     gradients = [torch.ones(5), torch.ones(3)]
     assert table.renew(gradients)
-    assert small.addresses[:2].tolist() == [g.data_ptr() for g in gradients]
+    assert small.memory.values[:2].tolist() == [g.data_ptr() for g in gradients]
 
 
 # ---- forms of storage

@@ -120,10 +120,10 @@ class DeviceLossScaler:
         """
         state = self.state(found_inf.device)
         self._pick_up()
-        limit = self.rule.collapse_after
+        limit = self._rule.collapse_after
         if limit is not None and self._stuck >= limit - 1 and not capturing(found_inf.device):
             self._check_collapse(found_inf, limit, blame)
-        self.rule.update_(state, found_inf)
+        self._rule.update_(state, found_inf)
         self._present = None
         self._late.post(found_inf, state.scale)
 
@@ -183,7 +183,7 @@ class DeviceLossScaler:
             self.set_good(rule.growth_interval - 1)
 
     def _start(self, scale: float, good: int, bad: int, device: torch.device) -> LossScaleState:
-        if not self.rule.dynamic and scale != self.rule.init_scale:
+        if not self._rule.dynamic and scale != self._rule.init_scale:
             self.rule = StaticLossScale(scale)
         self._present = None
         self._known_scale = scale  # the scale after the latest update that the host has heard of
@@ -199,7 +199,7 @@ class DeviceLossScaler:
         for found_inf, scale in self._late.poll(wait=wait):
             self._overflows += bool(found_inf)
             self._overflowed = bool(found_inf)
-            at_floor = self._known_scale <= self.rule.collapse_scale
+            at_floor = self._known_scale <= self._rule.collapse_scale
             self._stuck = self._stuck + 1 if found_inf and at_floor else 0
             if found_inf and self.verbose:
                 verb = "reducing" if scale < self._known_scale else "keeping"
@@ -212,7 +212,7 @@ class DeviceLossScaler:
             return
         bad = blame() if blame is not None else "no gradient was looked at"
         raise LossScaleCollapsed(
-            f"Gradients have overflowed {limit} times in a row at a loss scale of {self.rule.collapse_scale:g} or less "
+            f"Gradients have overflowed {limit} times in a row at a loss scale of {self._rule.collapse_scale:g} or less "
             f"({self.name}, now at {self._known_scale:g}), so the scale is not what makes them inf or NaN. First "
             f"gradient that is not finite: {bad}. "
             "Look at the loss and the inputs of this batch, at a division, log or sqrt near zero in the forward pass, "

@@ -66,9 +66,12 @@ class GeneratedLauncher(Launcher):
         pointers = self._pointers
         results = torch.zeros_like(self._results) if self._results.numel() else self._results  # most kernels have none
         if pointers.chunks:
-            pointers.memory.stage_in()
+            staged = pointers.memory.staged
+            if staged:
+                pointers.memory.stage_in()
             self._run(self._scalars.fill(scalars), skip, found, results)
-            pointers.memory.stage_out(self._written)
+            if staged:
+                pointers.memory.stage_out(self._written)
         return results
 
     @abstractmethod

@@ -83,12 +83,12 @@ def launch(
 ) -> torch.Tensor:
     """Run a kernel over the rows of a table, on the backend in use; the other arguments and the result as ``Launcher``.
 
-    What the backend made ready for it is kept in the table for the next step.
+    What the backend made ready for it is kept in the table for the next step, under the choice that was made then.
     """
-    name = backend_for(table.device)
-    launcher = table.launchers.get((name, kernel))
+    key = _chosen.get() or os.environ.get("HALFSTEP_BACKEND"), kernel
+    launcher = table.launchers.get(key)
     if launcher is None:
-        launcher = table.launchers[name, kernel] = _launcher(name, kernel, table)
+        launcher = table.launchers[key] = _launcher(backend_for(table.device), kernel, table)
     return launcher(scalars, skip=skip, found=found)
 
 

@@ -76,7 +76,7 @@ class TensorTable:
         compute_dtype: float32, or float64 if a column holds that; worked out when not given.
 
     Attributes:
-        launchers: the kernels made ready for this table, by backend and kernel.
+        launchers: the kernels made ready for this table, by the backend that was asked for (None for none) and kernel.
     """
 
     def __init__(self, columns: Mapping[str, Column], compute_dtype: torch.dtype | None = None) -> None:
@@ -87,7 +87,7 @@ class TensorTable:
         self.device = first[0].device if first else torch.device("cpu")
         doubles = any(torch.float64 in storage.dtypes for storage, _ in self.columns.values())
         self.compute_dtype = compute_dtype or (torch.float64 if doubles else torch.float32)
-        self.launchers: dict[tuple[str, ElementwiseKernel], Launcher] = {}
+        self.launchers: dict[tuple[str | None, ElementwiseKernel], Launcher] = {}
         self._addresses: AddressTable | None = None
         self._pointers: dict[int, PointerTable] = {}
 
@@ -127,7 +127,7 @@ class TensorTable:
         name = next(iter(self.columns))
         self.columns[name] = (self.columns[name][0], ([],))
         if self._addresses is not None:
-            self._addresses.release()
+            self._addresses.parts[0] = []
 
     def pointers(self, chunk: int) -> PointerTable:
         """The pointers and chunks of this table, made once for each chunk size; all of them share the addresses."""
@@ -148,21 +148,23 @@ class AddressTable:
     Attributes:
         device: where the tensors lie.
         lengths: how many elements each row has.
+        parts: the tensors of each part of each column, one list for a part. The first list is empty between steps.
+        staged: the contiguous copies of the tensors of each row that is staged, by the number of the row.
         values: int64, shape [parts * rows]: the addresses of the tensors of each part of each column, on the device.
     """
 
     def __init__(self, table: TensorTable) -> None:
         self.device = table.device
-        self._lists = [list(part) for _, parts in table.columns.values() for part in parts]
-        self._staged: dict[int, list[torch.Tensor]] = {
+        self.parts = [list(part) for _, parts in table.columns.values() for part in parts]
+        self.staged: dict[int, list[torch.Tensor]] = {
             i: [torch.empty_like(t, memory_format=torch.contiguous_format) for t in row]
-            for i, row in enumerate(zip(*self._lists, strict=True))
+            for i, row in enumerate(zip(*self.parts, strict=True))
             if not _alike(row)
         }
-        self.lengths = [t.numel() for t in self._lists[0]]
+        self.lengths = [t.numel() for t in self.parts[0]]
         self.values = torch.empty(0, dtype=torch.int64)
         self._replayed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._known = [self._read(part) for part in range(len(self._lists))]
+        self._known = self._read()
         self._write()
 
     def renew(self, tensors: list[torch.Tensor]) -> bool:
@@ -171,43 +173,38 @@ class AddressTable:
         Returns:
             False if the memory of another column was replaced: its layout may have changed, too.
         """
-        self._lists[0] = tensors
-        moved = False
-        for part in range(len(self._lists)):
-            addresses = self._read(part)
-            if addresses != self._known[part]:
-                if part != 0:
-                    return False
-                self._known[part], moved = addresses, True
-        if moved:
+        self.parts[0] = tensors
+        found = self._read()
+        if found != self._known:
+            if found[1:] != self._known[1:]:
+                return False
+            self._known = found
             self._write()
         return True
 
-    def release(self) -> None:
-        """Let go of the tensors of the first column."""
-        self._lists[0] = []
-
     def tensors(self, part: int) -> list[torch.Tensor]:
         """The tensors of one part; of staged rows their contiguous copies."""
-        return [self._staged[i][part] if i in self._staged else t for i, t in enumerate(self._lists[part])]
+        return [self.staged[i][part] if i in self.staged else t for i, t in enumerate(self.parts[part])]
 
     def stage_in(self) -> None:
         """Before a kernel runs: bring the staged rows' values into their contiguous copies."""
-        for i, copies in self._staged.items():
+        for i, copies in self.staged.items():
             for part, scratch in enumerate(copies):
-                scratch.copy_(self._lists[part][i])
+                scratch.copy_(self.parts[part][i])
 
     def stage_out(self, parts: Sequence[int]) -> None:
         """After a kernel ran: write the staged rows' values back from the parts it wrote."""
-        for i, copies in self._staged.items():
+        for i, copies in self.staged.items():
             for part in parts:
-                self._lists[part][i].copy_(copies[part])
+                self.parts[part][i].copy_(copies[part])
 
-    def _read(self, part: int) -> list[int]:
-        addresses = list(map(torch.Tensor.data_ptr, self._lists[part]))
-        for i, copies in self._staged.items():
-            addresses[i] = copies[part].data_ptr()
-        return addresses
+    def _read(self) -> list[list[int]]:
+        """The addresses of each part."""
+        found = [list(map(torch.Tensor.data_ptr, tensors)) for tensors in self.parts]
+        for i, copies in self.staged.items():
+            for addresses, scratch in zip(found, copies, strict=True):
+                addresses[i] = scratch.data_ptr()
+        return found
 
     def _write(self) -> None:
         flat = [address for addresses in self._known for address in addresses]
@@ -231,7 +228,7 @@ class PointerTable:
         chunks: how many pieces the rows are cut into.
         row, start, count: int64 tensors of shape [chunks]: the row, first element and length of each piece.
         first: int64, shape [rows + 1]: the first chunk of each row.
-        memory: the addresses, and the rows that are staged.
+        memory: the addresses (``values``), and the rows that are staged.
     """
 
     def __init__(self, memory: AddressTable, chunk: int) -> None:
@@ -244,11 +241,6 @@ class PointerTable:
             start = (torch.arange(len(row)) - first[row]) * chunk
             count = (sizes[row] - start).clamp(max=chunk)
         self.row, self.start, self.count, self.first = (t.to(memory.device) for t in (row, start, count, first))
-
-    @property
-    def addresses(self) -> torch.Tensor:
-        """int64, shape [parts * rows]: where the tensors of each part of each column begin."""
-        return self.memory.values
 
 
 class ScalarTable:

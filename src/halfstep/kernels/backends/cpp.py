@@ -180,7 +180,7 @@ class CppLauncher(GeneratedLauncher):
             pointers.start.data_ptr(),
             pointers.count.data_ptr(),
             self._rows,
-            pointers.addresses.data_ptr(),
+            pointers.memory.values.data_ptr(),
             numbers.data_ptr(),
             None if skip is None else skip.data_ptr(),
             None if found is None else found.data_ptr(),

@@ -56,7 +56,7 @@ class TritonLauncher(GeneratedLauncher):
                 pointers.start,
                 pointers.count,
                 pointers.first,
-                pointers.addresses,
+                pointers.memory.values,
                 numbers,
                 self._zero if skip is None else skip,
                 self._unseen if found is None else found,
