@@ -86,7 +86,7 @@ class Program:
     ) -> torch.Tensor:
         assert self._whole is not None
         self._params = params
-        # The block multiplies what it is given by the loss scale: a one becomes the scale.
+        # The graph starts from a gradient of 1.0; the block multiplies it by the loss scale.
         with scaled(torch.full((), 1 / share, dtype=torch.float32, device=params[0].device)) as scale:
             loss, grads = self._whole(scale, batch)
             add_grads(params, grads)
