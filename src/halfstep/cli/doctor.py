@@ -93,7 +93,7 @@ def _check(script: Path, args: tuple[str, ...], device: str | None, as_json: boo
 
 
 def _as_dict(device: torch.device, cpu: str) -> dict[str, Any]:
-    """What the tables say of a device."""
+    """The rows of the tables for a device."""
     import torch
 
     from ..core.hardware import slow_reason
@@ -210,7 +210,7 @@ def _facts_table(facts: dict[str, str]) -> Table:
 
 
 def _installed() -> dict[str, str]:
-    """What torch was built for, and what compiles kernels."""
+    """The build of torch, and the compilers of kernels."""
     import torch
 
     from ..kernels import backend_for

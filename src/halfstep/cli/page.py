@@ -1,4 +1,4 @@
-"""What the pages of the commands share: the facts of the machine at their end."""
+"""The common part of the pages of all commands: the facts of the machine at their end."""
 
 from __future__ import annotations
 

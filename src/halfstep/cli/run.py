@@ -109,7 +109,7 @@ def _check_script(script: str, module: bool) -> None:
 
 
 def _hint(device: str | None, error: BaseException) -> str | None:
-    """What to try when a script ends because it asks for a GPU where there is none, or for a pickled object."""
+    """Advice for a script that ended because it asked for a GPU where there is none, or for a pickled object."""
     import pickle
 
     import torch

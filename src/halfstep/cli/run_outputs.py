@@ -1,4 +1,4 @@
-"""What ``halfstep run`` writes beside what the script does: a report, rows of numerics, and a line on skipped steps."""
+"""The outputs of ``halfstep run``: a report, rows of numerics, and a line on skipped steps."""
 
 from __future__ import annotations
 

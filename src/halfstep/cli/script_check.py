@@ -23,7 +23,7 @@ class _FirstStep(BaseException):
 
 
 class _Seen:
-    """What a script was seen to use: the models that were called, outermost ones only, and the scalers."""
+    """The models that a script called, outermost ones only, and its loss scalers."""
 
     def __init__(self) -> None:
         self.models: list[torch.nn.Module] = []

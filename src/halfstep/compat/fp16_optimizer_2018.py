@@ -93,7 +93,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
 
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
-        """What the steps update, group by group: the masters of 16-bit parameters, and the other parameters."""
+        """The tensors that steps update, group by group: the masters of 16-bit parameters, and the other parameters."""
         masters = self._attached.keeper.master_params()
         return [[next(masters) for _ in group["params"]] for group in self.param_groups]
 

@@ -1,4 +1,4 @@
-"""What Apex had and halfstep does not: one table of modules and names, which say what to use instead."""
+"""The parts of Apex that halfstep does not have: one table of modules and names, each with what to use instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch itself had when scripts for Apex were written, and has no more: for ``halfstep run``."""
+"""Names that torch had when scripts for Apex were written, and has no more: for ``halfstep run``."""
 
 from __future__ import annotations
 

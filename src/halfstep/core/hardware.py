@@ -1,4 +1,4 @@
-"""What devices can do with the 16-bit formats: which they have units for, op class by op class.
+"""Hardware support of the 16-bit formats: which devices have units for them, op class by op class.
 
 Every device runs both formats. Where it has no units for one, ``casting.emulation`` runs the products in fp32 kernels
 instead, as ``has_units`` says. Nothing here stops a training.

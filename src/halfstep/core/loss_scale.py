@@ -195,7 +195,7 @@ class DynamicLossScale(LossScale):
 
 
 LossScaleSpec = float | Literal["dynamic"] | StaticLossScale | DynamicLossScale
-"""What says how a loss is scaled: a number, "dynamic", or a rule."""
+"""A loss scale as users give it: a number, "dynamic", or a rule."""
 
 _MAX_LOSS_SCALE = 2.0**24
 

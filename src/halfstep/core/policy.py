@@ -47,7 +47,7 @@ def parse_level(level: object, dtype: torch.dtype | None = None) -> tuple[str, t
 
 @dataclass(frozen=True)
 class Policy:
-    """What is held and computed in which dtype, which ops are cast, and how the loss is scaled.
+    """A precision policy: the dtypes of weights, computation and outputs, the op lists, and the loss scale.
 
     It prints as one line and parses back from it: ``Policy.parse(str(policy)) == policy``.
 

@@ -217,7 +217,7 @@ tracer_follows_autocast._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """What ``torch.compile`` raises for a function that it cannot compile."""
+    """The errors of ``torch.compile`` for a function that it cannot compile."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import InductorError
 
@@ -259,7 +259,7 @@ def register_backend(name: str, backend: Callable[..., Any]) -> None:
 
 
 def export_errors() -> tuple[type[Exception], ...]:
-    """What ``torch.export`` raises for a model that it cannot capture."""
+    """The errors of ``torch.export`` for a model that it cannot capture."""
     return (torch._dynamo.exc.UserError, RuntimeError)
 
 
@@ -360,7 +360,7 @@ def size_value(expression: Any, sizes: dict[Any, Any]) -> Any:
 
 
 def needs_values() -> tuple[type[Exception], ...]:
-    """What an op on a tensor without numbers raises if it needs them."""
+    """The errors of an op that needs numbers and is given a tensor without them."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 

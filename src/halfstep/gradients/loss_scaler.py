@@ -212,8 +212,8 @@ class DeviceLossScaler:
             return
         bad = blame() if blame is not None else "no gradient was looked at"
         raise LossScaleCollapsed(
-            f"Gradients have overflowed {limit} times in a row at a loss scale of {self._rule.collapse_scale:g} or less "
-            f"({self.name}, now at {self._known_scale:g}), so the scale is not what makes them inf or NaN. First "
+            f"Gradients have overflowed {limit} times in a row at a loss scale of {self._rule.collapse_scale:g} or "
+            f"less ({self.name}, now at {self._known_scale:g}), so the scale is not what makes them inf or NaN. First "
             f"gradient that is not finite: {bad}. "
             "Look at the loss and the inputs of this batch, at a division, log or sqrt near zero in the forward pass, "
             "and at the learning rate; a missing zero_grad makes gradients grow too. collapse_after=None of the loss "

@@ -29,7 +29,7 @@ _PLAIN = re.compile(
     r"|data/sample_inputs/model\.pt|models/model\.json|extra/halfstep\.json"
     r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
 )
-"""What torch 2.13 writes for a program of plain tensors."""
+"""The files that torch 2.13 writes for a program of plain tensors."""
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def read_archive(archive: bytes, name: str, writer: str) -> tuple[torch.export.E
 
 
 def _pickled(archive: bytes) -> str | None:
-    """What ``torch.export.load`` would unpickle in an archive, or None.
+    """The first entry of an archive that ``torch.export.load`` would unpickle, or None.
 
     It unpickles tensors that are marked so, objects in files of other names, and files of before torch 2.8. The example
     inputs it reads with ``weights_only=True``, and with False where that fails.

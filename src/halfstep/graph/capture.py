@@ -285,7 +285,7 @@ class Program:
             file.write(archive)
 
     def example_inputs(self) -> tuple[torch.Tensor, ...]:
-        """What it was captured with."""
+        """The example batch that it was captured with."""
         return () if self._exported is None else self._exported.example_inputs[0]
 
     def _results(self) -> list[Any]:

@@ -32,7 +32,7 @@ _HALF, _FLOAT, _ANY = "half", "float", "any"
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one op: ``op``, dtypes of what it reads and gives, and the rule that decided."""
+    """The outcome for one op: its name, the dtypes of its inputs and its result, and the rule that decided."""
 
     name: str
     op: str

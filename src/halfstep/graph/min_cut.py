@@ -58,7 +58,7 @@ class _Network:
             self._left.setdefault(b, {}).setdefault(a, 0)
 
     def cut(self, source: Hashable, sink: Hashable) -> set[Hashable]:
-        """What is reached from the source when no more flow fits."""
+        """The nodes that the source still reaches when no more flow fits."""
         while True:
             came: dict[Hashable, Hashable] = {source: source}
             queue = deque([source])

@@ -19,7 +19,7 @@ __all__ = ["HalfstepAccelerator", "HalfstepOptimizer", "attach"]
 
 
 class HalfstepOptimizer(AcceleratedOptimizer):
-    """What ``prepare`` returns for an optimizer."""
+    """The optimizer that ``prepare`` returns."""
 
     recipe: Recipe
     _result: Any = True

@@ -19,7 +19,7 @@ __all__ = ["HalfstepFabricPrecision", "RecipePrecision"]
 
 
 class RecipePrecision(Precision):
-    """What Trainer and Fabric have in common; the arguments are those of ``halfstep.integrations.recipe.Recipe``."""
+    """The common part of Trainer and Fabric; the arguments are those of ``halfstep.integrations.recipe.Recipe``."""
 
     def __init__(self, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
         self._recipe = Recipe(level, dtype, **options)

@@ -1,4 +1,4 @@
-"""What there is to log about a training's precision, as one dict of numbers, and a callback of ``Model.fit`` for it."""
+"""The figures of a training's precision, as one dict of numbers to log, and a callback of ``Model.fit`` for it."""
 
 from __future__ import annotations
 

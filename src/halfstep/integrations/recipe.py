@@ -1,4 +1,4 @@
-"""What the adapters share: a precision as one value, brought to a model, its optimizers and its steps.
+"""The common part of the adapters: a precision as one value, brought to a model, its optimizers and its steps.
 
 A trainer casts the model, makes optimizers and steps them at different times, so there is a method for each.
 """
@@ -111,7 +111,7 @@ class Recipe:
         return MethodType(wrapper(in_scope), method.__self__) if function is not method else wrapper(in_scope)
 
     def shard_policy(self) -> Any:
-        """What ``fully_shard`` is to be told at O2: it casts by itself, and its fp32 shards are the masters."""
+        """The ``mp_policy`` of ``fully_shard`` at O2: it casts by itself, and its fp32 shards are the masters."""
         from torch.distributed.fsdp import MixedPrecisionPolicy  # imported when asked for
 
         return MixedPrecisionPolicy(self.half, reduce_dtype=torch.float32, output_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What the backends that generate source code have in common: where a kernel finds its columns, and how it is run."""
+"""The common part of the backends that generate source code: where a kernel finds its columns, and how it is run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GeneratedLauncher", "Layout", "layout_of", "scalar_names"]
 
 @dataclass(frozen=True)
 class Layout:
-    """What source code is generated for besides its kernel.
+    """The arrangement of a table in memory, which source code is generated for besides its kernel.
 
     Attributes:
         columns: name, number of the first part in the table of pointers, and storage of each column.

@@ -93,7 +93,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a kernel does, operation by operation, each value computed once.
+    """The operations of a kernel, one after another, each value computed once.
 
     Attributes:
         columns: names of the tensors of a row.

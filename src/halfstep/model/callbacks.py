@@ -1,4 +1,4 @@
-"""What ``fit``, ``evaluate`` and ``predict`` call on their way, and the two callbacks that report progress."""
+"""Callbacks of ``fit``, ``evaluate`` and ``predict``: their interface, and the two that report progress."""
 
 from __future__ import annotations
 

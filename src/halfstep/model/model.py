@@ -63,7 +63,7 @@ class Model:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """What ``prepare`` was given."""
+        """The optimizer that ``prepare`` was given; None before."""
         return self._optimizer
 
     @property

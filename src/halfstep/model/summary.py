@@ -15,7 +15,7 @@ __all__ = ["summarize"]
 
 @torch.no_grad()
 def summarize(network: nn.Module, device: torch.device, input_size: Any, dtypes: Any, verbose: int) -> dict[str, Any]:
-    """What ``Model.summary`` returns; the network is on ``device``."""
+    """The result of ``Model.summary``; the network is on ``device``."""
     shapes = [] if input_size is None else input_size if isinstance(input_size, list) else [input_size]
     kinds = dtypes if isinstance(dtypes, list) else [dtypes or torch.float32] * len(shapes)
     inputs = [torch.zeros(s, dtype=parse_dtype(k), device=device) for s, k in zip(shapes, kinds, strict=True)]

@@ -93,7 +93,7 @@ class Program:
         return loss
 
     def _passes(self, scale: torch.Tensor, batch: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """What is compiled."""
+        """The function that is compiled."""
         loss = self._loss(batch)
         scaled_loss = loss.float() * scale if loss.dtype.itemsize == 2 else loss * scale
         return loss.detach(), torch.autograd.grad(scaled_loss, self._params, allow_unused=True)
@@ -123,6 +123,6 @@ def _obstacle(params: list[torch.Tensor]) -> str | None:
 
 
 def _first_line(error: Exception) -> str:
-    """What went wrong; Dynamo puts the name of the backend before it."""
+    """The reason of an error, without the name of the backend that Dynamo puts before it."""
     lines = [line for line in map(str.strip, str(error).splitlines()) if line and not line.endswith("raised:")]
     return lines[0] if lines else type(error).__name__

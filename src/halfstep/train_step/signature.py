@@ -1,4 +1,4 @@
-"""What tells two calls of a training step apart: the kind of their inputs, not the values."""
+"""Signatures of calls of a training step: the kinds of their inputs, not the values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..core.torch_compat import tree_flatten
 __all__ = ["PLAIN", "Signature", "roots_of", "signature_key", "signature_of"]
 
 PLAIN = (int, float, bool, str, bytes, type(None))
-"""What may stand in a batch beside tensors so that two batches with equal values are of one kind."""
+"""Types that may be in a batch beside tensors: two batches with equal values of these are of one kind."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ def roots_of(function: object) -> list[torch.nn.Module]:
 
 
 def signature_key(batch: tuple[Any, ...], training: bool) -> Hashable:
-    """What two batches of one kind have in common."""
+    """The kind of a batch: all batches of one kind run the same compiled or recorded step."""
     leaves, structure = _leaves(batch)
     return structure, training, tuple([_kind(leaf) for leaf in leaves])
 

@@ -261,7 +261,7 @@ class TrainStep:
             yield
 
     def _trained(self) -> list[torch.Tensor]:
-        """What gets gradients: the parameters of the optimizer, and those of the model that others step."""
+        """The parameters that get gradients: those of the optimizer, and those of the model that others step."""
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         if isinstance(self.model, nn.Module):
             mine = set(map(id, params))
@@ -276,7 +276,7 @@ class TrainStep:
         return list(found.values())
 
     def settings(self) -> tuple[object, ...]:
-        """What the caller may change between steps."""
+        """The settings that the caller may change between steps."""
         options = getattr(self.optimizer, "options", None)
         return self.model, self.loss_fn, self.scaler, self.max_grad_norm, self.accumulate, options
 

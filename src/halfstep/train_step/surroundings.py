@@ -1,4 +1,4 @@
-"""What a recorded step depends on and does not read again when it is replayed."""
+"""The surroundings of a recorded step: all that it depends on and does not read again when it is replayed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Steps(Protocol):
         """The modules that it runs."""
 
     def settings(self) -> tuple[object, ...]:
-        """What the caller may change between steps."""
+        """The settings that the caller may change between steps."""
 
     def unrecordable(self) -> str | None:
         """Why a step cannot be recorded, if it cannot."""
 
 
 def surroundings(step: Steps, params: list[torch.Tensor]) -> tuple[dict[str, object], object]:
-    """What a recorded step depends on, to be compared with what it was when it was recorded.
+    """The surroundings of a step now, to be compared with those at its recording.
 
     Args:
         step: what is recorded.

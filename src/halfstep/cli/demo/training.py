@@ -89,7 +89,7 @@ def make_model(width: int = 64) -> nn.Module:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the demo trains, and where.
+    """The runs of the demo: their levels, their classifier and their device.
 
     Attributes:
         levels: one run for each.

@@ -1,4 +1,4 @@
-"""What Python imports at the start of each process that a script under ``halfstep run`` starts, such as a worker.
+"""The module that Python imports at the start of each process that a script under ``halfstep run`` starts.
 
 Nothing of halfstep is imported until the process imports Apex.
 """

@@ -17,7 +17,7 @@ __version__ = "0.1"  # what Apex said
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """What Apex warned with; scripts name it to filter it."""
+    """The warning class of Apex; scripts name it to filter it."""
 
 
 def deprecated_warning(msg: str) -> None:

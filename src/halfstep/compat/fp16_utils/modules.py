@@ -74,5 +74,5 @@ class FP16Model(nn.Module):
         self.network = convert_network(network, torch.float16)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the network returns, in the dtype it comes in."""
+        """The output of the network, in the dtype it comes in."""
         return self.network(*cast_tree(inputs, torch.float16), **cast_tree(kwargs, torch.float16))

@@ -77,7 +77,7 @@ def _moved(name: str) -> str:
 
 
 def moved_import(module: str, name: str) -> tuple[str, str]:
-    """What ``from module import name`` becomes: the module and the name to import from it."""
+    """The new form of ``from module import name``: the module and the name to import from it."""
     if f"{module}.{name}" in _KEPT_AS_MODULES:
         return _KEPT_AS_MODULES[f"{module}.{name}"], name
     if f"{module}.{name}" in MODULES and (module, name) != ("apex.amp", "_amp_state"):

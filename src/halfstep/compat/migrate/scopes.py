@@ -34,7 +34,7 @@ class Use:
 
 @dataclass
 class Names:
-    """What a file has to do with a package.
+    """The uses of a package in a file.
 
     Attributes:
         imports: the statements that import from it, with the innermost function around each.
@@ -48,7 +48,7 @@ class Names:
 
 
 def names_of(tree: ast.Module, packages: Sequence[str]) -> Names:
-    """What a file has to do with packages of these names."""
+    """The uses of packages of these names in a file."""
     reader = _Reader(packages)
     reader.read(tree)
     return reader.found
@@ -92,7 +92,7 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(tree)
 
     def _globals(self, tree: ast.Module) -> dict[str, str | None]:
-        """What functions import into the module, by ``global``."""
+        """The names that functions import into the module, by ``global``."""
         functions = [node for node in ast.walk(tree) if isinstance(node, _Function)]
         found: dict[str, str | None] = {}
         for function in functions:

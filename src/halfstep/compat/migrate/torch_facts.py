@@ -1,4 +1,4 @@
-"""What a file does with Apex, and what of that torch has not: read before ``to_torch`` changes anything."""
+"""The uses of Apex in a file, and those that torch has no form of: read before ``to_torch`` changes anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PACKAGES", "REPLACED", "Facts", "facts_of"]
 
 PACKAGES = ("apex", *EXTENSIONS)
 REPLACED = {"apex.parallel.DistributedDataParallel": "torch.nn.parallel"}
-"""What torch has too, and in which module."""
+"""The names that torch has too, each with its module."""
 _KNOWN = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
 _NOT_IN_TORCH = ("min_loss_scale", "max_loss_scale", "keep_batchnorm_fp32", "master_weights", "enabled")
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -21,7 +21,7 @@ _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass
 class Facts:
-    """What a file does with Apex.
+    """The uses of Apex in a file.
 
     Attributes:
         roots: what each name that was imported from it means.
@@ -40,7 +40,7 @@ class Facts:
     problems: list[Problem] = field(default_factory=list)
 
     def meaning(self, text: str | None) -> str | None:
-        """What a dotted name in the file means, "apex.amp.initialize"; None if nothing of Apex."""
+        """The full name behind a dotted name in the file, "apex.amp.initialize"; None if it is not of Apex."""
         root, dot, rest = (text or "").partition(".")
         return self.roots[root] + dot + rest if root in self.roots else None
 

@@ -1,4 +1,4 @@
-"""What all of these operations take: lists of tensors, a flag, and numbers."""
+"""Checks of the arguments that all of these operations take: lists of tensors, a flag, and numbers."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ...core.files import generated
 __all__ = ["FAILURES", "available", "build", "give_up"]
 
 FAILURES = (OSError, subprocess.SubprocessError)
-"""What ``build`` raises."""
+"""The errors that ``build`` raises."""
 
 logger = logging.getLogger("halfstep")
 
@@ -119,7 +119,7 @@ def _flags(compiler: str) -> tuple[str, ...]:
 
 @functools.cache
 def _processor() -> str:
-    """What -march=native depends on, so that a home directory shared by several machines serves all of them."""
+    """The processor features that -march=native depends on, so that several machines can share one home directory."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

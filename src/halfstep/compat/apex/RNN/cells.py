@@ -197,7 +197,7 @@ class RNNCell(nn.Module):
         return [torch.stack(states) for states in zip(*steps, strict=True)]
 
     def _prepared(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What of the input is computed for all steps at once."""
+        """The part of the input's product that is computed for all steps at once."""
         return (x,)
 
     def _step(self, prepared: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -118,7 +118,7 @@ def _scale_by(moving: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 class Properties:
-    """What an opt level sets, in ``options`` and as attributes, checked as ``initialize`` checks them."""
+    """The options that an opt level sets, in ``options`` and as attributes, checked as ``initialize`` checks them."""
 
     options: dict[str, Any]
 

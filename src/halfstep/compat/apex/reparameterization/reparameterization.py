@@ -85,7 +85,7 @@ class Reparameterization:
 
 
 class _Computed(nn.Module):
-    """What torch's parametrization calls."""
+    """The module that torch's parametrization calls."""
 
     def __init__(self, how: Reparameterization) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def on_named(module: nn.Module, kind: type[Reparameterization] | None, name: str
 
 
 def found_in(module: nn.Module, kind: type[Reparameterization], name: str) -> list[Reparameterization]:
-    """What computes weights of a module.
+    """The way in which weights of a module are computed.
 
     Raises:
         ArgumentValueError: if there is nothing of the kind.

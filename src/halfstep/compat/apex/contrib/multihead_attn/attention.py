@@ -1,4 +1,4 @@
-"""What the two attention modules of ``apex.contrib.multihead_attn`` share."""
+"""The common part of the two attention modules of ``apex.contrib.multihead_attn``."""
 
 from __future__ import annotations
 
