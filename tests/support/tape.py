@@ -111,7 +111,7 @@ def imitation() -> Iterator[type[Tape]]:
     def run(launcher: Any, numbers: Any, skip: Any, found: Any, sums: Any) -> None:
         if recording:
             tape = recording[-1]
-            lists = launcher._pointers.memory._lists
+            lists = launcher._pointers.memory.parts
             for part in launcher._written:
                 for tensor in lists[part]:
                     tape.will_write(tensor)
