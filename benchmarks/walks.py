@@ -1,14 +1,20 @@
-"""The functions of halfstep that one batch calls, in their order and with their files, for five usual loops."""
+"""The functions of halfstep that one batch calls, in their order and with their files, for seven usual loops.
+
+Calls, files and returns are counted. A return is a call in a room (a folder of ``src/halfstep``) that the walk has left
+before: a reader has to go back there. What differs between machines is asked for by name: with ``emulate=True`` and
+``False`` a walk is the same with 16-bit units and without them. Only the kernels need a C++ compiler to be so.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,26 +24,46 @@ from halfstep import amp, optimizers, static
 
 SOURCE = f"{Path(halfstep.__file__).parent}/"
 BATCH = torch.ones(4, 8), torch.arange(4) % 3
+LOSS = nn.CrossEntropyLoss()
+
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+Loop = Callable[[Batches], object]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The calls of one batch: the file, below ``src/halfstep``, and the name of each function."""
+
+    calls: list[tuple[str, str]]
+
+    @property
+    def files(self) -> int:
+        """The number of different files."""
+        return len({file for file, _ in self.calls})
+
+    @property
+    def returns(self) -> int:
+        """How often the walk enters a room that it has left before."""
+        stays = [room for room, _ in groupby(file.partition("/")[0] for file, _ in self.calls)]
+        return len(stays) - len(set(stays))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    halves = ["float16", "bfloat16"]
-    parser.add_argument("--dtype", choices=halves, default="bfloat16", help="of amp.initialize and Model.fit")
-    parser.add_argument("--brief", action="store_true", help="print only the numbers of calls and files")
+    parser.add_argument("--brief", action="store_true", help="print only the numbers of calls, files and returns")
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, loop in loops(args.dtype).items():
-        calls = walk(loop)
-        print(f"{name}: {len(calls)} calls in {len({file for file, _ in calls})} files")
-        for (file, function), same in groupby([] if args.brief else calls):
+    for name, prepare in WALKS.items():
+        way = walk(prepare())
+        print(f"{name}: {len(way.calls)} calls in {way.files} files, {way.returns} returns to a room")
+        for (file, function), same in groupby([] if args.brief else way.calls):
             count = len(list(same))
             print(f"    {file}:{function}" + (f" x{count}" if count > 1 else ""))
     return 0
 
 
-def walk(loop: Callable[[Iterator[Any]], object]) -> list[tuple[str, str]]:
-    """The file and the name of each function of halfstep that a training loop calls for its fifth batch."""
+def walk(loop: Loop) -> Walk:
+    """What a training loop calls for its fifth batch."""
     calls: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -45,54 +71,93 @@ def walk(loop: Callable[[Iterator[Any]], object]) -> list[tuple[str, str]]:
         if event == "call" and file.startswith(SOURCE) and not function.startswith("<"):  # no comprehensions
             calls.append((file.removeprefix(SOURCE), function))
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Batches:
         yield from [BATCH] * 4
+        gc.collect()
+        gc.disable()  # a finalizer of something else must not be counted
         sys.setprofile(note)
-        yield BATCH
-        sys.setprofile(None)
+        try:
+            yield BATCH
+        finally:
+            sys.setprofile(None)
+            gc.enable()
 
     loop(batches())
-    return calls
+    return Walk(calls)
 
 
-def loops(dtype: str) -> dict[str, Callable[[Iterator[Any]], object]]:
-    """A training loop over batches for each walk; the model is small, and on the CPU."""
-    models = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(5)]
-    sgds = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    loss_fn, scaler, network = nn.CrossEntropyLoss(), amp.GradScaler(), halfstep.Model(models[3])
-    amp.initialize(models[0], sgds[0], opt_level="O2", dtype=dtype, verbosity=0)
-    adam = optimizers.FusedAdam(models[1].parameters())
-    network.prepare(sgds[3], loss_fn, amp_configs={"level": "O1", "dtype": dtype})
-    program = static.capture(models[4], loss_fn, BATCH)
-    static.amp.decorate(sgds[4], level="O2", dtype="float16").minimize(program.loss)
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
-    def scale_loss(batches: Iterator[Any]) -> None:
+
+def _scale_loss(kind: type[torch.optim.Optimizer], dtype: str, *, emulate: bool) -> Loop:
+    model = _model()
+    optimizer = kind(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, emulate=emulate, verbosity=0)
+
+    def loop(batches: Batches) -> None:
         for x, y in batches:
-            with amp.scale_loss(loss_fn(models[0](x), y), sgds[0]) as scaled_loss:
+            with amp.scale_loss(LOSS(model(x), y), optimizer) as scaled_loss:
                 scaled_loss.backward()
-            sgds[0].step()
-            sgds[0].zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    def fused_adam(batches: Iterator[Any]) -> None:
-        loss_fn(models[1](BATCH[0]), BATCH[1]).backward()
+    return loop
+
+
+def _fused_adam() -> Loop:
+    model = _model()
+    adam = optimizers.FusedAdam(model.parameters())
+    LOSS(model(BATCH[0]), BATCH[1]).backward()
+
+    def loop(batches: Batches) -> None:
         for _ in batches:
             adam.step()
 
-    def grad_scaler(batches: Iterator[Any]) -> None:
-        for x, y in batches:
-            scaler.scale(loss_fn(models[2](x), y)).backward()
-            scaler.step(sgds[2])
-            scaler.update()
-            sgds[2].zero_grad()
+    return loop
 
-    def executor(batches: Iterator[Any]) -> None:
+
+def _grad_scaler() -> Loop:
+    model, scaler = _model(), amp.GradScaler()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop(batches: Batches) -> None:
+        for x, y in batches:
+            scaler.scale(LOSS(model(x), y)).backward()
+            scaler.step(sgd)
+            scaler.update()
+            sgd.zero_grad()
+
+    return loop
+
+
+def _fit() -> Loop:
+    network = halfstep.Model(_model())
+    sgd = torch.optim.SGD(network.parameters(), lr=0.1)
+    network.prepare(sgd, LOSS, amp_configs={"level": "O1", "dtype": "bfloat16", "emulate": True})
+    return lambda batches: network.fit(batches, verbose=0)
+
+
+def _executor() -> Loop:
+    model = _model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = static.capture(model, LOSS, BATCH)
+    static.amp.decorate(sgd, level="O2", dtype="float16", emulate=True).minimize(program.loss)
+
+    def loop(batches: Batches) -> None:
         for batch in batches:
             static.Executor().run(program, dict(zip(program.feed_names, batch, strict=True)), [program.loss])
 
-    return {
-        f"amp.initialize at O2 with SGD in {dtype}": scale_loss,
-        "FusedAdam.step": fused_adam,
-        "amp.GradScaler with SGD": grad_scaler,
-        f"Model.fit at O1 in {dtype}": lambda batches: network.fit(batches, verbose=0),
-        "Executor.run at O2 in float16": executor,
-    }
+    return loop
+
+
+WALKS: dict[str, Callable[[], Loop]] = {
+    "O2 bfloat16, SGD, scale_loss": lambda: _scale_loss(torch.optim.SGD, "bfloat16", emulate=True),
+    "O2 bfloat16, SGD, scale_loss, emulate=False": lambda: _scale_loss(torch.optim.SGD, "bfloat16", emulate=False),
+    "O2 float16, torch AdamW, scale_loss": lambda: _scale_loss(torch.optim.AdamW, "float16", emulate=True),
+    "GradScaler, SGD": _grad_scaler,
+    "FusedAdam.step": _fused_adam,
+    "Model.fit at O1": _fit,
+    "Executor.run at O2": _executor,
+}
+"""For each walk what makes its training loop; the model is small, and on the CPU."""

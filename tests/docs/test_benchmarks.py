@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import emulation, gpu_check, harness
+from benchmarks import emulation, gpu_check, harness, walks
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.harness import Contender, interleave
 
@@ -154,15 +156,17 @@ def test_walks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["walks"]) == 0
     printed = capsys.readouterr().out.splitlines()
     found = [line for line in printed if not line.startswith(" ")]
-    assert [line.partition(":")[0].partition(" in ")[0] for line in found] == [
-        "amp.initialize at O2 with SGD",
-        "FusedAdam.step",
-        "amp.GradScaler with SGD",
-        "Model.fit at O1",
-        "Executor.run at O2",
-    ]
+    assert [line.partition(":")[0] for line in found] == list(walks.WALKS)
+    assert re.fullmatch(r"GradScaler, SGD: \d+ calls in \d+ files, \d+ returns to a room", found[3])
     assert any(line.startswith("    static/executor.py:run") for line in printed)
     assert sys.getprofile() is None
+    assert gc.isenabled()
+
+
+def test_a_brief_walk_is_its_numbers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walks, "WALKS", {"FusedAdam.step": walks.WALKS["FusedAdam.step"]})
+    assert main(["walks", "--brief"]) == 0
+    assert re.fullmatch(r"FusedAdam.step: \d+ calls in \d+ files, \d+ returns to a room\n", capsys.readouterr().out)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -1,0 +1,97 @@
+"""How much a reader must follow and read: the way of one batch, and the lines of each part, are at most a budget.
+
+A budget is lowered when a way gets shorter, so that it does not grow again unseen. A change that needs more raises it
+here and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.walks import WALKS, Walk, walk
+from halfstep.kernels.launch import backend_for
+
+SOURCES = Path(__file__).parents[2] / "src" / "halfstep"
+
+BUDGETS = {  # calls, files, returns
+    "O2 bfloat16, SGD, scale_loss": (298, 35, 47),
+    "O2 bfloat16, SGD, scale_loss, emulate=False": (166, 28, 45),
+    "O2 float16, torch AdamW, scale_loss": (347, 42, 68),
+    "GradScaler, SGD": (89, 18, 37),
+    "FusedAdam.step": (37, 8, 2),
+    "Model.fit at O1": (178, 17, 10),
+    "Executor.run at O2": (185, 28, 61),
+}
+
+ENGINE = ("core", "kernels", "casting", "gradients", "masters", "optimizers", "stepping", "distributed")
+
+LINES = {  # the part, its rooms, and the number of lines
+    "engine and amp": ((*ENGINE, "amp"), 17_965),
+    "observers": (("numerics", "findings", "amp/debugging"), 7_005),
+}
+"""``amp/debugging`` is in the room amp, and yet an observer: it looks at numbers and does not train."""
+
+
+def above(what: str, found: Sequence[int], budget: Sequence[int], units: Sequence[str], advice: str) -> str:
+    """A sentence that says by how much something is above its budget; empty if it is not."""
+    over = [
+        f"{n} {unit}, {n - most} above its budget of {most}"
+        for n, most, unit in zip(found, budget, units, strict=True)
+        if n > most
+    ]
+    return f"{what} has {' and '.join(over)}. {advice}" if over else ""
+
+
+def above_walk(name: str, way: Walk, budget: Sequence[int]) -> str:
+    return above(
+        f"The walk {name!r}",
+        (len(way.calls), way.files, way.returns),
+        budget,
+        ("calls", "files", "returns"),
+        "See which in `python -m benchmarks walks`: make the way shorter, or raise BUDGETS and say why.",
+    )
+
+
+def lines_of(rooms: Sequence[str], sources: Path = SOURCES) -> int:
+    """The number of lines in the files of some rooms, without the observers where the room is amp."""
+    files = {path for room in rooms for path in (sources / room).rglob("*.py")}
+    if "amp" in rooms:
+        files -= set((sources / "amp" / "debugging").rglob("*.py"))
+    return sum(len(path.read_text().splitlines()) for path in files)
+
+
+def test_every_walk_has_a_budget() -> None:
+    assert list(BUDGETS) == list(WALKS)
+
+
+@pytest.mark.skipif(backend_for("cpu") != "compiled", reason="needs the compiled kernels: other backends call others")
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_walk_is_within_its_budget(name: str) -> None:
+    message = above_walk(name, walk(WALKS[name]()), BUDGETS[name])
+    assert not message, message
+
+
+@pytest.mark.parametrize("part", LINES)
+def test_a_part_is_within_its_budget_of_lines(part: str) -> None:
+    rooms, most = LINES[part]
+    message = above(f"{part} ({', '.join(rooms)})", [lines_of(rooms)], [most], ["lines"], "Take as many away again.")
+    assert not message, message
+
+
+def test_a_walk_above_its_budget_says_by_how_much() -> None:
+    way = Walk([("amp/a.py", "f"), ("core/b.py", "g"), ("amp/a.py", "f"), ("core/c.py", "h"), ("core/b.py", "g")])
+    assert (way.files, way.returns) == (3, 2)
+    assert above_walk("x", way, (5, 3, 2)) == ""
+    message = above_walk("x", way, (4, 3, 0))
+    assert message.startswith("The walk 'x' has 5 calls, 1 above its budget of 4 and 2 returns, 2 above its budget of")
+
+
+def test_lines_are_counted_with_comments_and_debugging_apart(tmp_path: Path) -> None:
+    for name, text in {"core/b/a.py": "# why\n\nx = 1\n", "amp/b.py": "y = 2", "amp/debugging/c.py": "z = 3\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert lines_of(["core", "amp"], tmp_path) == 4
+    assert lines_of(["amp/debugging"], tmp_path) == 1
