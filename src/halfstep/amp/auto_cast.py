@@ -15,6 +15,7 @@ from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator, warn_if_slow
 from ..core.oplists import OpLists
+from ..core.torch_compat import traced_as_constant
 
 __all__ = ["auto_cast", "autocast"]
 
@@ -23,12 +24,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 _LEVELS = ("O0", "OD", "O1", "O2")
 
 
+@traced_as_constant
 def _printed(white: Any, black: Any, level: str, use_promote: bool) -> str:
     """The lists as text. Dynamo calls this while it traces, and holds the text as a constant."""
     return str(OpLists.custom(white, black, level=level, use_promote=use_promote))
-
-
-_printed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _devices(given: str | Iterable[str] | None) -> tuple[str, ...] | None:

@@ -11,6 +11,7 @@ import torch
 from ..core.hardware import accelerator
 from ..core.oplists import OpLists
 from ..core.oplists.tables import NATIVE
+from ..core.torch_compat import traced_as_constant
 from .dispatch import CastMode
 from .emulation import Emulate, EmulatedKinds, emulated_kinds
 from .rule_table import build_table
@@ -136,6 +137,7 @@ class CastingConfig:
         mode.allow_banned = self.allow_banned
 
 
+@traced_as_constant
 def _key_of(
     dtype: torch.dtype | None, lists: Any, enabled: bool, allow_banned: bool, devices: Any, emulate: Emulate
 ) -> str:
@@ -146,6 +148,3 @@ def _key_of(
     chosen = OpLists.parse(lists) if isinstance(lists, str) else lists
     settings: dict[str, Any] = {"enabled": enabled, "allow_banned": allow_banned, "devices": devices}
     return CastingConfig(dtype, chosen, **settings, emulate=emulate).key
-
-
-_key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

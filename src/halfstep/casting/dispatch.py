@@ -21,6 +21,8 @@ from ..core.torch_compat import (
     function_mode_count,
     pop_function_mode,
     push_function_mode,
+    qualified_name,
+    traced_as_constant,
 )
 from .emulation import EmulatedKinds
 from .weight_cache import WeightCache
@@ -50,6 +52,7 @@ _PYTHON_METHODS: dict[Callable[..., Any], str] = {
 }
 
 
+@traced_as_constant  # Dynamo calls it while it traces
 def method_name(func: Callable[..., Any]) -> str | None:
     """The name of a method that ``torch.Tensor`` has in Python, such as ``norm``; None for anything else.
 
@@ -58,13 +61,9 @@ def method_name(func: Callable[..., Any]) -> str | None:
     return _PYTHON_METHODS.get(func)
 
 
-method_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
-
-
 def dispatcher_name(func: OpOverload | OpOverloadPacket) -> str:
     """The name of an op as torch's dispatcher has it, without its overload: ``"aten::mm"``."""
-    packet = func._overloadpacket if isinstance(func, OpOverload) else func
-    return packet._qualified_op_name
+    return qualified_name(func)
 
 
 class CastMode(TorchFunctionMode):

@@ -24,7 +24,9 @@ from ..core.torch_compat import (
     FrameExecStrategy,
     enter_autocast,
     exit_autocast,
+    never_traced,
     set_code_exec_strategy,
+    traced_as_constant,
     tracer_follows_autocast,
 )
 from .config import CastingConfig, config_of
@@ -58,11 +60,10 @@ def eager(function: F) -> F:
 
     As ``torch.compiler.disable``, whose wrapper costs some microseconds a call (torch 2.13).
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "halfstep handles gradients and steps as they are"  # type: ignore[attr-defined]
-    return not_by_itself(function)
+    return not_by_itself(never_traced(function, "halfstep handles gradients and steps as they are"))
 
 
+@traced_as_constant
 def _prepare_mode(key: str, explicit: bool) -> str:
     """Have the mode of a casting ready. Dynamo calls this while it traces, and does not look into it."""
     name = f"{key} {explicit}"
@@ -72,9 +73,6 @@ def _prepare_mode(key: str, explicit: bool) -> str:
         if explicit:
             mode.native = ()
     return name
-
-
-_prepare_mode._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def without_ours(modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:

@@ -16,7 +16,15 @@ from torch import nn
 
 from ..core.dtypes import dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, NotScriptableError, UsageError
-from ..core.torch_compat import BatchNorm
+from ..core.torch_compat import (
+    BatchNorm,
+    buffers_of,
+    forward_hooks,
+    forward_pre_hooks,
+    hook_tables,
+    parameters_of,
+    public_hook,
+)
 from ..gradients.master_registry import master_of, write_master
 from ..kernels.shards import is_sharded
 from . import dynamo, sessions
@@ -217,13 +225,13 @@ class SaveAs:
         self._copied = False
 
     def __deepcopy__(self, memo: Any) -> SaveAs:
-        made: Any = SaveAs(self.dtype)
-        made._copied = made._from_public_api = True
-        return made  # type: ignore[no-any-return]
+        made = SaveAs(self.dtype)
+        made._copied = True
+        return public_hook(made)
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Replace the module's own entries."""
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
             key = prefix + name
             if tensor is None or key not in state_dict or not tensor.is_floating_point():
                 continue
@@ -245,7 +253,7 @@ def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
             "torch.__future__.set_swap_module_params_on_conversion(True) asks for that. Set it to False before "
             "load_state_dict(): then the values are copied into the parameters and their masters. Nothing was loaded."
         )
-    for name, param in module._parameters.items():
+    for name, param in parameters_of(module).items():
         value = state_dict.get(prefix + name)
         if param is not None and isinstance(value, torch.Tensor) and value.shape == param.shape:
             rounded = write_master(param, value)
@@ -284,12 +292,12 @@ def cast_module(
     probe = next((name for name, p in model.named_parameters() if id(p) in cast and p.is_floating_point()), None)
     if probe is not None and dtype.itemsize == 2:
         model.register_forward_pre_hook(ExpectWeights(probe, dtype), prepend=True)
-        _add_again(model._forward_pre_hooks)
+        _add_again(forward_pre_hooks(model))
     for module, target in targets:
         if target != dtype:
             module.register_forward_pre_hook(CastInputs(target), with_kwargs=True)
             module.register_forward_hook(CastOutputs(dtype), prepend=True)
-            _add_again(module._forward_hooks)
+            _add_again(forward_hooks(module))
         for tensor in _own_tensors(module):
             if tensor.is_floating_point() and tensor.dtype != target and id(tensor) not in kept:
                 tensor.data = tensor.data.to(target)
@@ -343,7 +351,7 @@ def add_hooks(
         model.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True)
     if outputs is not None:
         model.register_forward_hook(CastOutputs(outputs), prepend=True)
-        _add_again(model._forward_hooks)
+        _add_again(forward_hooks(model))
     if saved is not None:
         for module in model.modules():
             module.register_state_dict_post_hook(SaveAs(saved))
@@ -360,12 +368,7 @@ def _add_again(hooks: dict[int, Any]) -> None:
 def remove_hooks(model: nn.Module) -> None:
     """Remove the hooks that ``add_hooks`` and ``cast_module`` put on a model; its dtypes stay."""
     for module in model.modules():
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._state_dict_hooks,
-            module._load_state_dict_pre_hooks,
-        ):
+        for hooks in hook_tables(module):
             for key, hook in list(hooks.items()):
                 if _is_ours(hook):
                     del hooks[key]
@@ -384,11 +387,11 @@ def device_types(models: Iterable[nn.Module]) -> set[str] | None:
 
 def has_casting(model: nn.Module, *, explicit: bool = False) -> bool:
     """Whether a model has a ``ModelCasting``, ``explicit`` or not."""
-    owners = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
+    owners = [getattr(hook, "__self__", None) for hook in forward_pre_hooks(model).values()]
     return any(isinstance(owner, ModelCasting) and owner.explicit == explicit for owner in owners)
 
 
 def casting_of(model: nn.Module) -> OpCasting | None:
     """What is done to ops while a model runs; None if nobody has put a casting on it."""
-    owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    owners = (getattr(hook, "__self__", None) for hook in forward_pre_hooks(model).values())
     return next((owner.casting for owner in owners if isinstance(owner, ModelCasting)), None)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..core import data_writes as writes
 from ..core.dtypes import is_half
-from ..core.torch_compat import storage_owners
+from ..core.torch_compat import storage_key, storage_owners
 from ..gradients.ledger import set_grads
 
 __all__ = [
@@ -60,7 +60,7 @@ class _Copy:
 
     def _hold(self, weight: torch.Tensor) -> None:
         self.memory = weight.detach()
-        _copies_by_storage[self.memory.untyped_storage()._cdata] = self
+        _copies_by_storage[storage_key(self.memory.untyped_storage())] = self
 
     def is_fresh(self, weight: torch.Tensor) -> bool:
         """Whether the weight is what it was when the copy was written.
@@ -151,7 +151,7 @@ class WeightCopies:
         copy = self._mine.get(id(param))
         if copy is None or copy.value is None or copy.weight() is not param:
             return None
-        owners = storage_owners(copy.value.untyped_storage()._cdata)
+        owners = storage_owners(storage_key(copy.value.untyped_storage()))
         in_use = owners > 2  # ``value``, and the storage object made for this question
         if in_use or not copy.is_fresh(param):
             copy.drop()
@@ -228,7 +228,7 @@ def forget(weight: torch.Tensor) -> None:
 
 def forget_storage(storage: torch.UntypedStorage) -> None:
     """Drop the copy of the weight that has its memory in a storage, if there is one."""
-    copy = _copies_by_storage.get(storage._cdata)
+    copy = _copies_by_storage.get(storage_key(storage))
     if copy is not None:
         copy.drop()
 
@@ -260,7 +260,7 @@ def held_by_others(weight: torch.Tensor) -> bool:
     Known are the weight, what ``memory_of`` gave out, and the storage that is asked here. Another holder
     (``param.data`` kept for later, a flat buffer, a numpy array) may write to it without a new version.
     """
-    owners = storage_owners(weight.untyped_storage()._cdata)
+    owners = storage_owners(storage_key(weight.untyped_storage()))
     if owners <= 2:  # the weight and this question
         return False
     copy = _copy_of(weight)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..core.torch_compat import compiled_from
 from ..numerics import Monitor, Row, save_rows, write_report
 from ..numerics.monitor import TENSORS
 from ..stepping.attached import AttachedOptimizer, creation_callbacks, observers
@@ -132,7 +133,7 @@ def _modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
     if not outermost:
         return []
     best = max(outermost, key=lambda module: len(params.intersection(map(id, module.parameters()))))
-    while isinstance(wrapped := getattr(best, "module", getattr(best, "_orig_mod", None)), nn.Module):
+    while isinstance(wrapped := getattr(best, "module", compiled_from(best)), nn.Module):
         best = wrapped
     return [best]
 

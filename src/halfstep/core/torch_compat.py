@@ -1,8 +1,8 @@
 """The private names of torch that halfstep uses, in one place and under public names.
 
-A private name may change in any release. So a new torch is checked here first; all of these are in torch 2.13. Not
-here are ``Tensor._version``, which torch's notes on autograd document, and ``torch._foreach_*``, which the kernels are
-made of.
+A private name may change in any release. So a new torch is checked here first; all of these are in torch 2.13. Some
+names with an underscore are contracts of torch with other libraries, and not here: ``tests/core/test_torch_compat.py``
+has them, with the reason.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -54,6 +55,7 @@ T = TypeVar("T", bound=torch.Tensor)
 __all__ = [
     "C_NAMESPACES",
     "HAS_GRAD_DTYPE",
+    "STATE_INIT",
     "BatchNorm",
     "DeviceContext",
     "DisableTorchFunction",
@@ -70,17 +72,25 @@ __all__ = [
     "all_op_names",
     "as_subclass_without_numbers",
     "backward_pass_id",
+    "buffers_of",
+    "children_of",
+    "codegen_of",
     "compile_errors",
     "compile_with_autograd",
     "compile_with_inductor",
+    "compiled_from",
     "current_node",
     "dispatch_mode_at",
     "dispatch_mode_count",
+    "divides_by_initial_world",
     "enter_autocast",
     "exit_autocast",
     "export_errors",
     "foreach_unscale_",
     "forget_used_parameters",
+    "forward_hooks",
+    "forward_pre_hooks",
+    "found_inf_of",
     "fsdp_policies",
     "function_mode_at",
     "function_mode_count",
@@ -91,32 +101,47 @@ __all__ = [
     "fused_sgd_",
     "has_comm_hook",
     "has_storage",
+    "hook_tables",
+    "initial_scale",
     "is_any_autocast_enabled",
     "is_fake",
+    "is_torchs_mode",
     "is_traceable_wrapper_subclass",
     "is_view",
     "jit_tracing_state",
+    "latest_join",
     "module_hooks",
     "needs_values",
+    "never_traced",
     "new_optimizer_state",
     "next_sequence_number",
     "node_sequence_number",
+    "parameters_of",
     "pop_dispatch_mode",
     "pop_function_mode",
+    "public_hook",
     "push_function_mode",
     "put_back_in_compiler",
+    "qualified_name",
     "queue_after_backward",
     "rebuild_buckets",
     "register_backend",
+    "register_state_dict_hook",
+    "renew_flat_weights",
+    "scale_of",
+    "schema_of",
     "schemas_of_op",
     "set_code_exec_strategy",
+    "set_found_inf",
     "size_expression",
     "size_value",
     "step_hooks",
+    "storage_key",
     "storage_owners",
     "subclass_over",
     "subclass_without_memory",
     "tensor_hooks",
+    "traced_as_constant",
     "tracer_follows_autocast",
     "tree_flatten",
     "tree_map_only",
@@ -124,10 +149,14 @@ __all__ = [
     "unflatten_dense_tensors",
     "update_scale_",
     "values_of",
+    "wrap_step",
 ]
 
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 """Since torch 2.13 the gradient of a parameter may have another dtype than the parameter."""
+
+STATE_INIT = "_init_optim_state"
+"""What ``torch.distributed.checkpoint.state_dict`` calls to have an optimizer make its state."""
 
 C_NAMESPACES: dict[str, Any] = {
     "functions": torch._C._VariableFunctions,
@@ -147,6 +176,27 @@ fused_adamw_: Callable[..., None] = torch._fused_adamw_
 fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
 fused_sgd_: Callable[..., None] = torch._fused_sgd_
 """The steps of ``torch.optim`` with ``fused=True``: lists of parameters, gradients, state and step counts."""
+
+children_of: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = attrgetter("_modules")
+parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+"""The tables of a module's own submodules, parameters and buffers. Who writes to one changes the module."""
+
+forward_pre_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+forward_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
+"""The tables of a module's hooks before and after ``forward``, in the order in which they run."""
+
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""The identity of a storage, which all of its Python objects share."""
+
+schema_of: Callable[[Any], FunctionSchema] = attrgetter("_schema")
+"""The schema of an op: its name, its arguments, and which of these it writes to."""
+
+codegen_of: Callable[[torch.fx.Graph], Any] = attrgetter("_codegen")
+"""How a graph writes its code, with the names of its arguments and the form of its results."""
+
+divides_by_initial_world: Callable[[Any], bool] = attrgetter("_divide_by_initial_world_size")
+"""Whether a wrapper divides gradients by the number of all ranks, also by those that have run out of inputs."""
 
 subclass_over: Callable[..., Any] = torch.Tensor._make_subclass
 """``subclass_over(cls, tensor, requires_grad)``: a tensor of another class with the same memory."""
@@ -207,13 +257,17 @@ def put_back_in_compiler(wrapper: Any, original: Any) -> None:
             table[original] = table.pop(wrapper)
 
 
+def traced_as_constant(function: F) -> F:
+    """Mark a function that Dynamo calls while it traces, to take what it returns for a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@traced_as_constant
 def tracer_follows_autocast() -> bool:
     """Whether Dynamo, which asks this while it traces, follows ``enter_autocast``; that of torch 2.11 does not."""
     in_graph = sys.modules["torch._dynamo.trace_rules"].torch_non_c_binding_in_graph_functions
     return f"{enter_autocast.__module__}.{enter_autocast.__name__}" not in in_graph
-
-
-tracer_follows_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
@@ -222,6 +276,38 @@ def compile_errors() -> tuple[type[Exception], ...]:
     from torch._inductor.exc import InductorError
 
     return (TorchDynamoException, FailOnRecompileLimitHit, InductorError)
+
+
+def hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
+    """The tables of a module's hooks on ``forward``, on saving and loading, and of flags of these hooks."""
+    passes = [module._forward_pre_hooks, module._forward_hooks]
+    flags = [
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ]
+    return [*passes, *flags, module._state_dict_hooks, module._load_state_dict_pre_hooks]
+
+
+def register_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
+    """Register a state-dict hook that may return another dictionary, as the public one may not."""
+    module._register_state_dict_hook(hook)
+
+
+def public_hook(hook: F) -> F:
+    """Mark a state-dict hook that was copied as one that was registered by the public function."""
+    hook._from_public_api = True  # type: ignore[attr-defined]
+    return hook
+
+
+def renew_flat_weights(module: torch.nn.RNNBase) -> None:
+    """Have a recurrent module's list of its weights hold those that it has now."""
+    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def compiled_from(module: torch.nn.Module) -> Any:
+    """The module that ``torch.compile`` was given to make this one; None for any other."""
+    return getattr(module, "_orig_mod", None)
 
 
 def module_hooks(module: torch.nn.Module) -> int:
@@ -252,6 +338,31 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> int:
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
+def wrap_step(optimizer: torch.optim.Optimizer) -> None:
+    """Put torch's hooks around the step of an optimizer's class, unless they are there."""
+    optimizer._patch_step_function()
+
+
+def scale_of(scaler: Any) -> torch.Tensor | None:
+    """The scale of a ``GradScaler`` as it is on the device; None before the first ``scale``."""
+    return scaler._get_scale_async()  # type: ignore[no-any-return]
+
+
+def initial_scale(scaler: Any) -> float:
+    """The scale that a ``GradScaler`` begins with."""
+    return getattr(scaler, "_init_scale", 0.0)
+
+
+def found_inf_of(scaler: Any, optimizer: object) -> dict[torch.device, torch.Tensor]:
+    """What a ``GradScaler`` has found in an optimizer's gradients, by device. Who writes to it tells the scaler."""
+    return scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]  # type: ignore[no-any-return]
+
+
+def set_found_inf(scaler: Any, optimizer: object, found: dict[Any, Any]) -> None:
+    """Tell a ``GradScaler`` what the optimizer's step has found."""
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+
+
 def register_backend(name: str, backend: Callable[..., Any]) -> None:
     """Give ``torch.compile`` a backend, unless it has one of that name."""
     if name not in torch._dynamo.list_backends(exclude_tags=()):
@@ -261,6 +372,27 @@ def register_backend(name: str, backend: Callable[..., Any]) -> None:
 def export_errors() -> tuple[type[Exception], ...]:
     """The errors of ``torch.export`` for a model that it cannot capture."""
     return (torch._dynamo.exc.UserError, RuntimeError)
+
+
+def never_traced(function: F, why: str) -> F:
+    """Mark a function that Dynamo runs as it is.
+
+    As ``torch.compiler.disable``, whose wrapper costs some microseconds a call (torch 2.13).
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+    return function
+
+
+def qualified_name(op: OpOverload | OpOverloadPacket) -> str:
+    """The name of an op with its namespace and without its overload."""
+    packet = op._overloadpacket if isinstance(op, OpOverload) else op
+    return packet._qualified_op_name
+
+
+def is_torchs_mode(mode: Any) -> bool:
+    """Whether a dispatch mode is one of torch's own, such as FakeTensorMode."""
+    return getattr(mode, "_mode_key", None) is not None
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -291,6 +423,11 @@ def rebuild_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
 def forget_used_parameters(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
     """Let a wrapper forget which parameters its unsynced backward passes used. No synced one may be on its way."""
     wrapper.reducer._reset_state()
+
+
+def latest_join(wrapper: Any) -> tuple[Any, int | None]:
+    """The config of the latest ``join`` context, also after it, and once after it the rank whose weights all have."""
+    return wrapper._join_config, vars(wrapper).pop("_authoritative_rank", None)  # as of torch 2.13
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

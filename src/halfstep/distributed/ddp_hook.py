@@ -20,8 +20,10 @@ from ..core.dtypes import is_half
 from ..core.torch_compat import (
     HAS_GRAD_DTYPE,
     backward_pass_id,
+    divides_by_initial_world,
     forget_used_parameters,
     has_comm_hook,
+    latest_join,
     queue_after_backward,
     rebuild_buckets,
 )
@@ -225,8 +227,7 @@ class Reduction:
         wrapper = self._wrapper()
         if wrapper is None:
             return False
-        config: Any = wrapper._join_config  # torch leaves it there when the context has ended (as of torch 2.13)
-        ended = vars(wrapper).pop("_authoritative_rank", None)
+        config, ended = latest_join(wrapper)
         if ended is not None:
             self.joins, self.source, self._ended_join = self.joins + 1, ended, config
         return bool(config.enable) and config is not self._ended_join
@@ -307,7 +308,7 @@ class Reduction:
     def _active_ranks(self, takes_part: bool) -> int:
         """By how many ranks gradients are divided while some may have run out of inputs."""
         wrapper: Any = self._wrapper()
-        if wrapper._divide_by_initial_world_size:
+        if divides_by_initial_world(wrapper):
             return self.world
         active = torch.full((), float(takes_part), dtype=torch.float32, device=self.device)
         dist.all_reduce(active, group=self.group)

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from ..core.dtypes import HALF_DTYPES
-from ..core.torch_compat import HAS_GRAD_DTYPE
+from ..core.torch_compat import HAS_GRAD_DTYPE, STATE_INIT
 
 __all__ = ["patch_state_init"]
 
@@ -22,7 +22,7 @@ def patch_state_init() -> None:
     module: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
     if module is None or hasattr(module, _PATCHED) or not HAS_GRAD_DTYPE:
         return
-    own = module._init_optim_state
+    own = getattr(module, STATE_INIT)
 
     @functools.wraps(own)
     def init(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,5 +37,5 @@ def patch_state_init() -> None:
         attached.passes.gradients.expect(params)
         return result
 
-    module._init_optim_state = init
+    setattr(module, STATE_INIT, init)
     setattr(module, _PATCHED, True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError
-from ..core.torch_compat import BatchNorm, InstanceNorm, SyncBatchNormFunction
+from ..core.torch_compat import BatchNorm, InstanceNorm, SyncBatchNormFunction, children_of
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group", "normalize"]
 
@@ -182,7 +182,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     def convert(old: nn.Module) -> nn.Module:
         if old not in made:
             made[old] = _converted(old, process_group, channel_last)
-            for name, child in old._modules.items():
+            for name, child in children_of(old).items():
                 if child is not None:
                     setattr(old, name, convert(child))
         return made[old]

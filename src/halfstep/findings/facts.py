@@ -15,6 +15,7 @@ from torch import nn
 from ..casting.modules import casting_of
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.policy import Policy
+from ..core.torch_compat import buffers_of, children_of, parameters_of
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..stepping.attached import attached_to
 from ..stepping.prepare import bare
@@ -80,14 +81,12 @@ class Facts:
         """As ``modules()``, ``parameters()`` and ``buffers()``, in a fifth of their time."""
         left, seen = [self.model], {id(self.model)}
         for module in left:  # which grows
-            for child in module._modules.values() if module._modules else ():
+            for child in children_of(module).values():
                 if child is not None and id(child) not in seen:
                     seen.add(id(child))
                     left.append(child)
-            if module._parameters:
-                self.own_params.extend(p for p in module._parameters.values() if p is not None)
-            if module._buffers:
-                self._buffers.extend(b for b in module._buffers.values() if b is not None)
+            self.own_params.extend(p for p in parameters_of(module).values() if p is not None)
+            self._buffers.extend(b for b in buffers_of(module).values() if b is not None)
         self.modules = left
 
     def _session_scalers(self) -> list[DeviceLossScaler]:
@@ -193,8 +192,8 @@ class Facts:
         found = {
             id(module)
             for module in self.modules
-            if (module._buffers and any(b is not None and is_half(b) for b in module._buffers.values()))
-            or (bare and any(id(p) in bare for p in module._parameters.values()))
+            if any(b is not None and is_half(b) for b in buffers_of(module).values())
+            or (bare and any(id(p) in bare for p in parameters_of(module).values()))
         }
         return [(name, module) for name, module in self.named_modules.items() if id(module) in found] if found else []
 

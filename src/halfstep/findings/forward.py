@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ..core.dtypes import HALF_DTYPES, is_half
-from ..core.torch_compat import tree_flatten
+from ..core.torch_compat import buffers_of, children_of, tree_flatten
 from .samples import grid_flags, sample
 
 __all__ = ["Forward", "is_norm", "is_router", "run", "watching_forward"]
@@ -113,7 +113,7 @@ class Forward(TorchFunctionMode):
         self.dtypes.update(t.dtype for t in tensors if is_half(t))
         if tensors and is_half(tensors[0]) and is_router(name, set(self._names.values())):
             self.routers.setdefault(name, tensors[0].dtype)
-        if len(tensors) == 1 and not module._modules:
+        if len(tensors) == 1 and not children_of(module):
             self._compare(name, [a for a in args if isinstance(a, torch.Tensor)], tensors[0])
 
     def _compare(self, name: str, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> None:
@@ -169,9 +169,9 @@ def run(model: nn.Module, batch: Any) -> Forward:
     forward = Forward(model)
     call: Callable[[], Any] = batch if callable(batch) else lambda: _call(model, batch)
     buffers = [
-        (module._buffers, name, buffer, buffer.detach().clone())
+        (buffers_of(module), name, buffer, buffer.detach().clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
         if buffer is not None
     ]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from ..casting.modules import has_casting
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.hardware import has_units
-from ..core.torch_compat import BatchNorm, fsdp_policies
+from ..core.torch_compat import BatchNorm, buffers_of, children_of, fsdp_policies, parameters_of
 from .facts import Facts
 from .finding import Finding, grouped
 from .forward import is_norm, is_router
@@ -46,7 +46,7 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Finding]:
     statistics: dict[str, int] = {}
     weights: list[torch.Tensor] = []
     for name, module in facts.half_modules:
-        for key, buffer in module._buffers.items():
+        for key, buffer in buffers_of(module).items():
             if buffer is not None and is_half(buffer):
                 whole = f"{name}.{key}".lstrip(".")
                 if _POSITIONS.search(key):
@@ -54,7 +54,7 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Finding]:
                 elif isinstance(module, BatchNorm):
                     statistics[whole] = buffer.numel()
         if is_norm(module) or is_router(name, facts.named_modules):
-            weights += [p for p in module._parameters.values() if p is not None and id(p) in bare]
+            weights += [p for p in parameters_of(module).values() if p is not None and id(p) in bare]
     if positions:
         yield Finding(
             "HS104",
@@ -153,7 +153,7 @@ def _decay_of(module: nn.Module) -> float | None:
         return None
     given = vars(module)
     decay = next((given[name] for name in ("decay", "ema_decay", "beta") if name in given), None)
-    return decay if isinstance(decay, float) and bool(module._modules) else None
+    return decay if isinstance(decay, float) and bool(children_of(module)) else None
 
 
 def no_units(facts: Facts) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..core.torch_compat import initial_scale
 from ..gradients.loss_scaler import DeviceLossScaler
 
 __all__ = ["is_enabled", "kind", "scales"]
@@ -24,7 +25,7 @@ def scales(scaler: Any) -> bool:
     if isinstance(inner, DeviceLossScaler):
         return bool(scaler.is_enabled()) and not inner.neutral
     moves = scaler.is_enabled() and scaler.get_growth_factor() != 1.0
-    return bool(moves) or (scaler.is_enabled() and getattr(scaler, "_init_scale", 0.0) != 1.0)
+    return bool(moves) or (scaler.is_enabled() and initial_scale(scaler) != 1.0)
 
 
 def kind(scaler: Any) -> str:

@@ -388,5 +388,5 @@ def with_outputs(module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule
             "program.outputs, or a node that program.explain() names."
         )
     graph.output((*result, *(found[name] for name in names)))
-    graph._codegen = fx.graph.CodeGen()
+    graph.set_codegen(fx.graph.CodeGen())
     return fx.GraphModule(module, graph)

@@ -14,6 +14,7 @@ from ..casting.emulation import Emulate
 from ..core.dtypes import dtype_name
 from ..core.oplists import OpLists
 from ..core.oplists.tables import FOLLOWS_FIRST, MOVEMENT, SELF_PROMOTING, words
+from ..core.torch_compat import codegen_of
 from .emulated_products import emulate_products, op_name
 from .grouped_casts import cast_together
 from .min_cut import fewest_casts
@@ -91,7 +92,7 @@ def cast_graph(
         together = sys.maxsize if any(param.is_cuda for param in module.parameters()) else _SMALL
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    graph._codegen = module.graph._codegen
+    graph.set_codegen(codegen_of(module.graph))
     made = _CastPass(fx.GraphModule(module, graph), lists, half, guarded, black_values, together)
     return made.run(outside, emulate, opaque)
 

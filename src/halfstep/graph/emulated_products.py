@@ -10,7 +10,7 @@ from torch import fx
 
 from ..casting.emulation import Emulate, emulated_kinds, narrow, widen
 from ..core.oplists.tables import CLASS_OF
-from ..core.torch_compat import OpOverload
+from ..core.torch_compat import OpOverload, schema_of
 
 __all__ = ["emulate_products", "op_name"]
 
@@ -18,7 +18,7 @@ __all__ = ["emulate_products", "op_name"]
 def op_name(node: fx.Node) -> str:
     """The name of the op that a node calls, without its namespace and overload."""
     target = node.target
-    return target._schema.name.rpartition("::")[2] if isinstance(target, OpOverload) else str(target)
+    return schema_of(target).name.rpartition("::")[2] if isinstance(target, OpOverload) else str(target)
 
 
 def emulate_products(

@@ -14,7 +14,7 @@ from ..casting.op_casting import NO_CASTING
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import replacing
-from ..core.torch_compat import OpOverload, export_errors
+from ..core.torch_compat import OpOverload, export_errors, schema_of
 from .archive import in_fp32, read_archive, write_archive
 from .capture import Program, Value, with_outputs
 from .tape import Variable
@@ -139,7 +139,7 @@ def _for_inference(
 
 def _is_needed(node: fx.Node) -> bool:
     """Whether a node whose result nobody reads does something all the same: it writes to a value, not to a buffer."""
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
         return False
     written = node.args[0]
     return not (isinstance(written, fx.Node) and written.op == "get_attr")
@@ -147,7 +147,7 @@ def _is_needed(node: fx.Node) -> bool:
 
 def _evaluate(node: fx.Node) -> None:
     """Have an op compute as in evaluation mode: the arguments of torch's ops that say so have the same names in all."""
-    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for place, argument in enumerate(schema_of(node.target).arguments):
         value: Any = {"train": False, "training": False, "dropout_p": 0.0}.get(argument.name)
         if argument.name == "use_input_stats" and node.args[3] is not None:  # InstanceNorm with running statistics
             value = False

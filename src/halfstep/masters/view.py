@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..core.dtypes import is_half
-from ..core.torch_compat import subclass_over, subclass_without_memory, tree_map_only
+from ..core.torch_compat import schema_of, subclass_over, subclass_without_memory, tree_map_only
 from ..gradients.ledger import get_grads, set_grads
 
 __all__ = ["MasterParameter", "SplitMasterParameter"]
@@ -125,7 +125,7 @@ class SplitMasterParameter(MasterParameter):
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operation writes to."""
     found: list[Any] = []
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
             found.extend(value if isinstance(value, (list, tuple)) else [value])

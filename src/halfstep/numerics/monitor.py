@@ -15,7 +15,7 @@ from torch import nn
 
 from ..casting.op_casting import NO_CASTING
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.torch_compat import backward_pass_id
+from ..core.torch_compat import backward_pass_id, scale_of
 from ..findings.finding import Finding
 from ..gradients.async_reader import capturing
 from ..kernels.tensor_table import Number
@@ -335,7 +335,7 @@ class Monitor:
 
     def _live_scale(self) -> torch.Tensor | None:
         if self._scaler is not None:
-            return self._scaler._get_scale_async()
+            return scale_of(self._scaler)
         attached = attached_to(self._optimizer) or self._attached
         return None if attached is None else attached.passes.scale
 

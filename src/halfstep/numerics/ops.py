@@ -24,9 +24,11 @@ from ..core.torch_compat import (
     dispatch_mode_at,
     dispatch_mode_count,
     is_any_autocast_enabled,
+    is_torchs_mode,
     next_sequence_number,
     node_sequence_number,
     pop_dispatch_mode,
+    schema_of,
 )
 from .compiled import compiled_code_eager
 from .owners import Owners
@@ -87,7 +89,7 @@ class OpCall(NamedTuple):
 
 def op_name(op: OpOverload) -> str:
     """The name of an op without its namespace and overload."""
-    return op._schema.name.rpartition(":")[2]
+    return schema_of(op).name.rpartition(":")[2]
 
 
 def first_tensor(values: Any) -> torch.Tensor | None:
@@ -102,7 +104,7 @@ def first_tensor(values: Any) -> torch.Tensor | None:
 def _user_modes() -> list[Any]:
     """The dispatch modes of this thread, the top one last. torch keeps its own, such as FakeTensorMode, apart."""
     modes = (dispatch_mode_at(i) for i in range(dispatch_mode_count()))
-    return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
+    return [mode for mode in modes if not is_torchs_mode(mode)]
 
 
 def _take_off(mode: Any, pop: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..core.torch_compat import current_node, next_sequence_number, node_sequence_number
+from ..core.torch_compat import children_of, current_node, next_sequence_number, node_sequence_number
 
 __all__ = ["OPTIMIZER", "OUTSIDE", "ROOT", "Owners", "qualified_names"]
 
@@ -136,7 +136,7 @@ class Owners:
         name = self._names.get(module)
         if name is None:
             outer, outer_name = self._open[-1][:2] if self._open else (None, "")
-            inside = outer._modules.items() if isinstance(outer, nn.Module) else ()
+            inside = children_of(outer).items() if isinstance(outer, nn.Module) else ()
             own = next((key for key, child in inside if child is module), type(module).__name__)
             name = f"{outer_name}.{own}" if isinstance(outer, nn.Module) else own
         return name

@@ -13,7 +13,7 @@ from torch import nn
 from ..casting.op_casting import active_casting
 from ..core.oplists.names import spellings
 from ..core.oplists.tables import FLOAT, words
-from ..core.torch_compat import OpOverload, tree_flatten, tree_unflatten
+from ..core.torch_compat import OpOverload, schema_of, tree_flatten, tree_unflatten
 from ..findings.samples import can_sample, sample
 from .ops import Cast, Functions, OpCall, OpWatch
 from .owners import OUTSIDE, Owners
@@ -280,7 +280,7 @@ class _WideFunctions(Functions):
 
 def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The arguments that an op writes to."""
-    for i, each in enumerate(op._schema.arguments):
+    for i, each in enumerate(schema_of(op).arguments):
         if each.is_write:
             yield args[i] if i < len(args) else kwargs.get(each.name)
 

@@ -20,6 +20,7 @@ from ..casting.op_casting import NO_CASTING, OpCasting
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import UsageError
 from ..core.policy import Policy
+from ..core.torch_compat import buffers_of, hook_tables, parameters_of
 from ..gradients.master_registry import master_of
 from ..kernels.shards import is_sharded
 from ..stepping.prepare import prepare_model
@@ -61,17 +62,9 @@ def _copies(model: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor]) 
     made: dict[int, torch.Tensor] = {}
     try:
         for module in model.modules():
-            for table in (
-                module._forward_pre_hooks,
-                module._forward_pre_hooks_with_kwargs,
-                module._forward_hooks,
-                module._forward_hooks_with_kwargs,
-                module._forward_hooks_always_called,
-                module._state_dict_hooks,
-                module._load_state_dict_pre_hooks,
-            ):
+            for table in hook_tables(module):
                 hooks.append((table, dict(table)))
-            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
                 if tensor is not None:
                     places.append((module, name, tensor))
                     if id(tensor) not in made:

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError
+from ..core.torch_compat import scale_of, set_found_inf
 from ..kernels.tensor_table import Number
 from .fused_state import FusedState, Hyper
 from .lost_updates import warn_of_lost_updates
@@ -178,13 +179,13 @@ class FusedOptimizer(FusedState):
         device = all_rows[0].device
         skip = None if skip is None else skip.to(device, torch.float32, non_blocking=True).reshape(())
         if scaler is not None and scaler.is_enabled():
-            grad_scale = scaler._get_scale_async()
+            grad_scale = scale_of(scaler)
             skip = torch.zeros((), dtype=torch.float32, device=device)
         factor, skip = self._factor(all_rows, grad_scale, skip, check=scaler is not None)
         if self.checks_gradients and (given := getattr(self, "found_inf", None)) is not None:
             given.copy_(skip)
         if scaler is not None and scaler.is_enabled():
-            scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {device: skip}
+            set_found_inf(scaler, self, {device: skip})
         self._take(groups, factor, skip)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
-from ..core.torch_compat import is_traceable_wrapper_subclass
+from ..core.torch_compat import is_traceable_wrapper_subclass, wrap_step
 from ..kernels.shards import is_sharded
 from ..masters.split import master_value
 from .adagrad import FusedAdagrad
@@ -269,7 +269,7 @@ def _become(optimizer: Any, cls: type[torch.optim.Optimizer]) -> None:
     """Change the class, with torch's hooks around its step, and a scheduler's mark on it if there was one."""
     marked = counts_steps(optimizer)
     optimizer.__class__ = cls
-    optimizer._patch_step_function()  # the first of its class may be this one
+    wrap_step(optimizer)  # the first of its class may be this one
     if marked:
         count_steps(optimizer)
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.errors import UsageError
-from ..core.torch_compat import backward_pass_id, queue_after_backward
+from ..core.torch_compat import backward_pass_id, found_inf_of, queue_after_backward, scale_of
 from ..distributed.ddp_hook import wrappers_seen
 from ..gradients.ledger import Gradients
 from ..kernels.tensor_table import Number
@@ -145,7 +145,7 @@ class GradientRelease:
             optimizer.grad_norm = self._total.sqrt().float()
             self._last = self._total if self._last is None else self._total.where(self._total.isfinite(), self._last)
         if self.scaler is not None and (found := self._found) is not None:
-            flags = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            flags = found_inf_of(self.scaler, optimizer)
             flags[found.device] = torch.maximum(found, flags.get(found.device, found))
             if hasattr(optimizer, "found_inf"):
                 optimizer.found_inf = flags[found.device]
@@ -298,7 +298,7 @@ class GradientRelease:
         block = self._block
         scale = None if block is None else block.scale
         if self.scaler is not None:
-            scale = self.scaler._get_scale_async()
+            scale = scale_of(self.scaler)
             if scale is None:
                 raise UsageError("No loss has been scaled; call scaler.scale(loss).backward().")
         if scale is not None and self._found is None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ....core.errors import ArgumentTypeError, ArgumentValueError
+from ....core.torch_compat import hook_tables, register_state_dict_hook, renew_flat_weights
 
 __all__ = ["Reparameterization", "found_in", "on_named"]
 
@@ -55,7 +56,7 @@ class Reparameterization:
         parametrize.register_parametrization(owner, own_name, _Computed(made))
         for i, alias in enumerate(made.reparameterization_names):
             setattr(type(owner), alias, property(_Original(own_name, i)))  # the class is of this module alone
-        owner._register_state_dict_hook(_SaveNames(own_name, made.reparameterization_names))
+        register_state_dict_hook(owner, _SaveNames(own_name, made.reparameterization_names))
         owner.register_load_state_dict_pre_hook(_LoadNames(own_name, made.reparameterization_names))
         if isinstance(owner, nn.RNNBase):
             owner.register_forward_pre_hook(_fresh_flat_weights)
@@ -74,8 +75,7 @@ class Reparameterization:
     def remove(self, module: nn.Module) -> None:
         """Leave the weight's value in an ordinary parameter of its name."""
         parametrize.remove_parametrizations(module, self.name, leave_parametrized=True)
-        tables: list[Any] = [module._state_dict_hooks, module._load_state_dict_pre_hooks]
-        for table in tables:
+        for table in hook_tables(module):
             for key, hook in list(table.items()):
                 names = getattr(hook, "hook", hook)
                 if isinstance(names, _Names) and names.name == self.name:
@@ -138,7 +138,7 @@ class _LoadNames(_Names):
 
 def _fresh_flat_weights(module: Any, args: Any) -> None:
     """Recurrent modules of torch keep a list of their weights; have it hold those of now."""
-    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+    renew_flat_weights(module)
 
 
 def on_named(module: nn.Module, kind: type[Reparameterization] | None, name: str) -> list[tuple[nn.Module, str]]:
