@@ -9,7 +9,8 @@ import io
 import itertools
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from halfstep import OpLists, amp, static
+from halfstep import OpLists, amp, optimizers, static
 from halfstep.casting import dynamo, rules, thread_state, torch_patches
 from halfstep.casting.dispatch import function_modes
 from halfstep.casting.op_casting import NO_CASTING, OpCasting, leave_model, thread_mode
@@ -623,6 +624,44 @@ def test_outside_follows_the_latest_session_that_is_there() -> None:
     assert torch._C._len_torch_function_stack() == 0
     assert not torch.is_autocast_enabled("cpu")
     assert torch_patches._held == held
+
+
+@pytest.fixture
+def without_the_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "AdamW": torch.optim.AdamW,
+    "FusedAdam": optimizers.FusedAdam,
+    "LARC": lambda params: optimizers.LARC(torch.optim.SGD(params, lr=0.1)),
+}
+
+
+@pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_models_and_optimizers_go_with_their_last_reference(level: str, optimizer: str, trained: bool) -> None:
+    """In a notebook, ``del model, optimizer`` ends a session at once, and not when the garbage collector runs."""
+    model: Any = Net()
+    stepping = OPTIMIZERS[optimizer](model.parameters())
+    model, stepping = amp.initialize(model, stepping, opt_level=level, dtype=BF16, verbosity=0)
+    assert outside() is (BF16 if level == "O1" else FP32)
+    if trained:
+        with amp.scale_loss(model(X).float().sum(), stepping) as scaled:
+            scaled.backward()
+        stepping.step()
+        stepping.zero_grad()
+        del scaled
+    gone = [weakref.ref(model), weakref.ref(stepping)]
+    del model, stepping
+    assert [each() for each in gone] == [None, None]
+    assert outside() is FP32
 
 
 def test_a_session_lasts_as_long_as_a_copy_of_its_model() -> None:

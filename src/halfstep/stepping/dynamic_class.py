@@ -113,9 +113,10 @@ def dress(optimizer: Any, attached: Any) -> None:
     hooked = getattr(base.step, "__code__", None) is _HOOKED.__code__
     plain = base.step.__wrapped__ if hooked else base.step
     if on_instance is None or counts_only:
-        attached.stepping.own = plain.__get__(optimizer)
+        attached.stepping.own = plain
     else:
-        attached.stepping.own, hooked = on_instance, False  # which runs the hooks itself
+        hooked = False  # the one on the instance runs the hooks itself
+        attached.stepping.own = lambda _, *args, **kwargs: on_instance(*args, **kwargs)
     optimizer.__class__ = _class_below(base, hooked)
     optimizer._amp_stash = attached
 

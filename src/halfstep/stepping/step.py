@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ class Stepping:
         optimizer: this must not outlive it.
 
     Attributes:
-        own: the step that is taken, where that is not what ``optimizer.step`` says.
+        own: the step that is taken, where that is not what ``optimizer.step`` says: a function of the optimizer. Bound
+            to it, this would keep it alive until the garbage collector runs.
         replaced: a ``step`` that was on the instance before it was attached; None if there was none.
         calls: how many steps were taken or skipped.
         grad_scale: by what a step that takes flags divides its gradients; None if they are unscaled.
@@ -72,7 +74,7 @@ class Stepping:
             What the step returns.
         """
         optimizer: Any = self._optimizer()
-        step: Any = self.own or optimizer.step
+        step: Any = optimizer.step if self.own is None else partial(self.own, optimizer)
         self._latest = False
         flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf
         if flag is not None and not _start_momentum(optimizer) and flag.item():
