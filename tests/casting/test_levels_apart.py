@@ -643,6 +643,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.filterwarnings("ignore:FusedAdam")  # at O3 without masters
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,26 +1,25 @@
-"""16-bit copies of fp32 weights at O1: no weight is cast in steady state, and whoever writes to a weight is noticed."""
+"""16-bit casts of the fp32 weights of fused optimizers at O1: their gradients stay in 16 bits, and with ``keep_casts``
+no weight is cast in steady state. Writes are noticed by version and address; others call ``amp.clear_casts``."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import importlib.util
 import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import amp, kernels, multi_tensor, optimizers
+from halfstep import Policy, amp, kernels, multi_tensor, optimizers
 from halfstep.casting import weight_copies
 from halfstep.casting.thread_state import thread
+from halfstep.core.errors import ArgumentTypeError, UsageError
 from halfstep.masters import keeper
 from tests.support.backends import needs_compiler
 from tests.support.processes import Ranks
@@ -54,8 +53,25 @@ def without_copies() -> Iterator[None]:
         yield
 
 
+KEEPING = [True]
+
+
+@contextlib.contextmanager
+def keeping(keep: bool) -> Iterator[None]:
+    """Within the block ``make`` passes ``keep_casts=keep``."""
+    KEEPING.append(keep)
+    yield
+    KEEPING.pop()
+
+
+def casts_weights() -> bool:
+    """Whether the model of ``make`` casts its weights in each iteration."""
+    return not KEEPING[-1] or weight_copies._MIN_ELEMENTS != 1
+
+
 def make(dtype: torch.dtype = BF16, optimizer: str = "momentum", **arguments: Any) -> tuple[Net, Any]:
     torch.manual_seed(0)
+    arguments.setdefault("keep_casts", KEEPING[-1])
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
     optim = OPTIMIZERS[optimizer](model.parameters())
     return amp.initialize(model, optim, opt_level="O1", dtype=dtype, verbosity=0, **arguments)
@@ -91,11 +107,13 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 
 def both(run: Callable[[], list[torch.Tensor]]) -> None:
-    """A run with copies ends with the weights of one without, to the bit: the rounding is the same."""
-    ours = run()
-    amp.deactivate()
+    """A run with 16-bit gradients, with casts kept or not, ends with the weights of one without, to the bit."""
     with without_copies():
-        same(ours, run())
+        expected = run()
+    for keep in (True, False):
+        amp.deactivate()
+        with keeping(keep):
+            same(run(), expected)
 
 
 # ---- steady state
@@ -113,9 +131,7 @@ def test_no_weight_is_cast_and_the_numbers_are_the_same(dtype: torch.dtype, opti
         train(model, optim, 4)
         with torch.no_grad():
             model(X)
-        assert casts() - before == (
-            0 if weight_copies._MIN_ELEMENTS == 1 else 20
-        )  # four tensors in each of five passes
+        assert casts() - before == (20 if casts_weights() else 0)  # four tensors in each of five passes
         return values(model)
 
     both(run)
@@ -141,14 +157,6 @@ def test_on_each_backend(backend: str) -> None:
     both(run)
 
 
-def test_a_weight_without_a_copy_has_none_to_forget() -> None:
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    weight_copies.forget(weight)
-    with amp.auto_cast(dtype=BF16):
-        weight.data.fill_(2.0)
-        assert torch.equal(weight @ weight, torch.full((2, 2), 8.0, dtype=BF16))
-
-
 @needs_compiler
 def test_small_weights_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_copies, "_MIN_ELEMENTS", 48)
@@ -161,8 +169,9 @@ def test_small_weights_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_compiler
 @NARROW
-def test_gradients_reach_the_step_in_16_bits() -> None:
-    model, optim = make()
+@pytest.mark.parametrize("keep", [True, False])
+def test_gradients_reach_the_step_in_16_bits(keep: bool) -> None:
+    model, optim = make(keep_casts=keep)
     train(model, optim)
     backward(model, optim)
     assert [p.grad.dtype for p in model.parameters()] == [BF16, BF16, FP32, FP32, BF16, BF16]
@@ -178,7 +187,7 @@ def test_passes_add_up_in_fp32(scale: float, way: str) -> None:
     """A small gradient after a large one, which 16 bits would swallow."""
     model = nn.Linear(1, 1, bias=False)
     optim = optimizers.FusedSGD(model.parameters(), lr=0.0)
-    amp.initialize(model, optim, opt_level="O1", dtype=BF16, loss_scale=scale, verbosity=0)
+    amp.initialize(model, optim, opt_level="O1", dtype=BF16, loss_scale=scale, verbosity=0, keep_casts=True)
     x = [torch.full((1, 1), v) for v in (1.0, 2.0**-10, 2.0**-10)]
     for _ in range(3):  # the copy is there from the second on
         optim.zero_grad()
@@ -249,32 +258,10 @@ def data_in_place(model: Net, optim: Any) -> None:
         p.data.mul_(0.5)
 
 
-def data_without_casts(model: Net, optim: Any) -> None:
-    with amp.disable_casts():
-        data_in_place(model, optim)
-
-
-def data_in_a_thread(model: Net, optim: Any) -> None:
-    thread = threading.Thread(target=data_in_place, args=(model, optim))
-    thread.start()
-    thread.join()
-
-
-def state_dict_data(model: Net, optim: Any) -> None:
-    for value in model.state_dict().values():
-        value.data.mul_(0.5)
-
-
-def detached_data(model: Net, optim: Any) -> None:
-    for p in model.parameters():
-        p.detach().view(-1)[1:].data.mul_(0.5)
-
-
 def arrays(model: Net, optim: Any) -> None:
     for p in model.parameters():
-        p.detach().numpy()[...] *= 0.5
-        np.asarray(p.detach())[...] *= 0.5
-        torch.from_dlpack(p.detach()).mul_(0.5)
+        array = p.detach().numpy()
+        array *= 0.5
 
 
 def load(model: Net, optim: Any) -> None:
@@ -323,16 +310,8 @@ DOORS: dict[str, Callable[[Net, Any], None]] = {
     "nothing": lambda model, optim: None,
     "load_state_dict": load,
     "data = x": swap,
-    "data = x and back": swap_there_and_back,
     "no_grad": in_place,
-    "data.mul_": data_in_place,
-    "data.mul_, casts off": data_without_casts,
-    "data.mul_, another thread": data_in_a_thread,
-    "state_dict data": state_dict_data,
-    "detached data": detached_data,
-    "arrays": arrays,
     "vector_to_parameters": vector,
-    "to and back": there_and_back,
     "torch SGD": torch_step(torch.optim.SGD),
     "torch SGD fused": torch_step(torch.optim.SGD, fused=True),
     "torch Adam fused": torch_step(torch.optim.Adam, fused=True),
@@ -345,67 +324,32 @@ DOORS: dict[str, Callable[[Net, Any], None]] = {
     "init": lambda model, optim: nn.init.ones_(model[0].weight),
     "the optimizer's load_state_dict": resume,
     "frozen and thawed": freeze,
+}
+
+SECRET_DOORS: dict[str, Callable[[Net, Any], None]] = {
+    "data.mul_": data_in_place,
+    "data = x and back": swap_there_and_back,
+    "to and back": there_and_back,
+    "arrays": arrays,
     "set_": lambda model, optim: model[0].weight.data.set_(torch.full((8, 6), 0.1)),
 }
-
-
-HANDLES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "data": lambda p: p.data,
-    "data of detached": lambda p: p.detach().data,
-    "data of a part": lambda p: p.detach()[1:].view(-1).data,
-    "numpy": lambda p: p.detach().numpy(),
-    "asarray": lambda p: np.asarray(p.detach()),
-    "dlpack": lambda p: torch.from_dlpack(p.detach()),
-}
-
-
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("optimizer", ["momentum", "torch"])
-@pytest.mark.parametrize("handle", HANDLES)
-def test_a_write_through_another_handle_between_two_passes(
-    handle: str, optimizer: str, held: bool, grad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The handle is gone when the next pass begins. ``held``: it was there during the pass before."""
-    monkeypatch.setitem(OPTIMIZERS, "torch", lambda p: torch.optim.SGD(p, lr=0.05))
-    model, optim = make(BF16, optimizer)
-    train(model, optim)
-    weight = model[0].weight
-    with torch.set_grad_enabled(grad):
-        model(X)
-        door = HANDLES[handle](weight)
-        if held:
-            model(X)
-        door *= -3.0
-        del door
-        found = model[0](X)
-    with amp.disable_casts():
-        expected = F.linear(X.bfloat16(), weight.bfloat16(), model[0].bias.bfloat16())
-    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
-
-
-def test_data_of_tensors_without_storage_and_of_wrappers() -> None:
-    sparse = torch.eye(3).to_sparse()
-    with amp.auto_cast(dtype=BF16):
-        assert sparse.data.is_sparse
-        assert torch.equal(torch.func.grad(lambda t: (t.data * t).sum())(X), X)
-        assert torch.empty(3, device="meta").data.device.type == "meta"
-        nested = torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged)
-        assert nested.data.is_nested
+"""After these ``amp.clear_casts`` must be called."""
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("often", ["every step", "once"])
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", DOORS | SECRET_DOORS)
 def test_a_write_from_outside_is_noticed(door: str, dtype: torch.dtype, optimizer: str, often: str) -> None:
     def run() -> list[torch.Tensor]:
         model, optim = make(dtype, optimizer, loss_scale=1.0)
         outputs = []
         for step in range(12):
             if step > 2 if often == "every step" else step == 4:
-                DOORS[door](model, optim)
+                (DOORS | SECRET_DOORS)[door](model, optim)
+                if door in SECRET_DOORS or casts_weights():
+                    amp.clear_casts()
             train(model, optim, 1)
             outputs.append(model(X).detach())
         return [*values(model), *outputs]
@@ -413,25 +357,40 @@ def test_a_write_from_outside_is_noticed(door: str, dtype: torch.dtype, optimize
     both(run)
 
 
-def test_memory_that_someone_else_holds() -> None:
-    """A flat buffer, ``param.data`` and a numpy array kept for later: writes through them show in no version."""
+@pytest.mark.parametrize("door", DOORS | SECRET_DOORS)
+def test_a_cast_ends_with_the_step_unless_it_is_kept(door: str) -> None:
+    """So any write between the step and the next forward pass counts, by whatever way it comes."""
 
-    def run() -> list[torch.Tensor]:
-        model, optim = make()
-        first, last = model[0].weight, model[3].weight
-        flat = torch.zeros(first.numel())
-        flat.copy_(first.detach().flatten())
-        first.data = flat.view_as(first)
-        kept, array = last.data, model[3].bias.detach().numpy()
+    def run(clear: bool) -> list[torch.Tensor]:
+        model, optim = make(optimizer="SGD", loss_scale=1.0, keep_casts=False)
         for _ in range(4):
             train(model, optim, 1)
-            flat.mul_(0.5)
-            kept.mul_(0.5)
-            array *= 0.5
-            model(X)
-        return [*values(model), model(X).detach()]
+            (DOORS | SECRET_DOORS)[door](model, optim)
+            if clear:
+                amp.clear_casts()
+        return values(model)
 
-    both(run)
+    same(run(False), run(True))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_clear_casts_in_every_thread(keep: bool) -> None:
+    model, optim = make(keep_casts=keep)
+    train(model, optim)
+    before = model(X).detach()
+
+    def write() -> None:
+        data_in_place(model, optim)
+        amp.clear_casts()
+
+    worker = threading.Thread(target=write)
+    worker.start()
+    worker.join()
+    after = model(X).detach()
+    with amp.disable_casts():
+        exact = model(X).detach()
+    assert not torch.allclose(before.float(), after.float(), atol=0.05)
+    torch.testing.assert_close(after.float(), exact, atol=0.05, rtol=0.05)
 
 
 def test_a_step_that_fails() -> None:
@@ -608,31 +567,29 @@ def test_a_use_in_fp32_keeps_its_digits() -> None:
 
 
 @needs_compiler
-def test_copies_are_no_state() -> None:
+def test_kept_casts_are_no_state() -> None:
     model, optim = make(optimizer="Adam")
     train(model, optim)
-    with without_copies():
-        plain, other = make(optimizer="Adam")
-        train(plain, other)
-    assert all(weight_copies.fresh_copy(p, BF16) is not None for p in (model[0].weight, model[3].weight))
+    plain, other = make(optimizer="Adam", keep_casts=False)
+    train(plain, other)
     ours, theirs = optim.state_dict(), other.state_dict()
     assert [list(s) for s in ours["state"].values()] == [list(s) for s in theirs["state"].values()]
     assert ours["param_groups"] == theirs["param_groups"]
+    assert len(pickle.dumps(optim)) == len(pickle.dumps(other))
     for twin in (copy.deepcopy(optim), pickle.loads(pickle.dumps(optim))):
         assert twin.copies is None
 
 
 def test_they_go_with_their_optimizer() -> None:
-    own = vars(torch.nn.Parameter).get("data")
-    assert own is None or weight_copies._watchers
     model, optim = make()
     train(model, optim)
-    assert "data" in vars(torch.nn.Parameter)
+    before = casts()
+    model(X)
+    assert casts() == before
     del optim
-    gc.collect()
-    assert weight_copies.fresh_copy(model[0].weight, BF16) is None
-    model(X).sum().backward()
-    assert weight_copies._watchers or "data" not in vars(torch.nn.Parameter)
+    thread.cache.clear()
+    model(X)
+    assert casts() == before + 4
 
 
 @needs_compiler
@@ -641,13 +598,13 @@ def test_a_group_that_comes_later() -> None:
         torch.manual_seed(0)
         model: Net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
         optim: Any = optimizers.FusedAdam(model[0].parameters(), lr=0.01)
-        model, optim = amp.initialize(model, optim, opt_level="O1", dtype=BF16, verbosity=0)
+        model, optim = amp.initialize(model, optim, opt_level="O1", dtype=BF16, verbosity=0, keep_casts=KEEPING[-1])
         train(model, optim)
         optim.add_param_group({"params": list(model[2].parameters()), "lr": 0.02})
         train(model, optim, 4)
         before = casts()
         model(X)
-        assert casts() - before == (0 if weight_copies._MIN_ELEMENTS == 1 else 4)
+        assert casts() - before == (4 if casts_weights() else 0)
         return values(model)
 
     both(run)
@@ -667,7 +624,12 @@ def test_parameters_in_two_optimizers(other: str, first: bool) -> None:
         model: Net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
         both_of = [optimizers.FusedAdam(model.parameters(), lr=0.01), makers[other](model[2].parameters())]
         model, both_of = amp.initialize(
-            model, both_of if first else both_of[::-1], opt_level="O1", dtype=BF16, verbosity=0
+            model,
+            both_of if first else both_of[::-1],
+            opt_level="O1",
+            dtype=BF16,
+            verbosity=0,
+            keep_casts=KEEPING[-1],
         )
         for step in range(9):
             with amp.scale_loss(loss_of(model), both_of) as scaled:
@@ -682,11 +644,13 @@ def test_parameters_in_two_optimizers(other: str, first: bool) -> None:
     both(run)
 
 
-def test_a_graph_that_is_alive_keeps_its_weights() -> None:
-    """A step between forward and backward, as in a GAN: the backward pass uses the weights that forward used."""
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_step_between_forward_and_backward(keep: bool) -> None:
+    """As in a GAN. The backward pass uses the casts that forward used. Kept ones the step has written to, so autograd
+    refuses it, as it does for the weights themselves in fp32."""
 
     def run() -> list[torch.Tensor]:
-        model, optim = make()
+        model, optim = make(keep_casts=keep)
         model[1] = nn.Identity()  # an fp32 weight that a step has changed is refused by autograd
         train(model, optim)
         x = X.clone().requires_grad_()
@@ -699,7 +663,14 @@ def test_a_graph_that_is_alive_keeps_its_weights() -> None:
         train(model, optim)
         return [x.grad, *values(model)]
 
-    both(run)
+    if keep:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run()
+        return
+    found = run()
+    amp.deactivate()
+    with without_copies():
+        same(found, run())
 
 
 @pytest.mark.parametrize("other", HALVES)
@@ -767,27 +738,132 @@ def test_a_torch_without_grad_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         train(model, optim)
         before = casts()
         backward(model, optim)
-        assert casts() - before == (0 if weight_copies._MIN_ELEMENTS == 1 else 4)
+        assert casts() - before == (4 if casts_weights() else 0)
         assert {p.grad.dtype for p in model.parameters()} == {FP32}
         return values(model)
 
     both(run)
 
 
-def test_a_plain_scope_and_torchs_optimizers_have_none() -> None:
+def test_a_plain_scope_and_torchs_optimizers_keep_none() -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 8)
     fused = optimizers.FusedSGD(model.parameters(), lr=0.1)
     for _ in range(3):
+        before = casts()
         with amp.auto_cast(dtype=BF16):
             loss = model(X).float().sum()
+        assert casts() == before + 2
         loss.backward()
         fused.step()
-    assert fused.copies is None
     other: Any = nn.Linear(6, 8)
-    other, theirs = amp.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), dtype=BF16, verbosity=0)
+    theirs: Any = torch.optim.SGD(other.parameters(), lr=0.1)
+    other, theirs = amp.initialize(other, theirs, dtype=BF16, verbosity=0, keep_casts=True)
     train(other, theirs)
-    assert weight_copies.fresh_copy(other.weight, BF16) is None
+    before = casts()
+    other(X)
+    assert casts() == before + 2
+
+
+# ---- whoever asks for it
+
+
+@needs_compiler
+@pytest.mark.parametrize("face", ["initialize", "policy", "decorate"])
+def test_each_face_keeps_casts(face: str) -> None:
+    def run(keep: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model: Net = nn.Linear(6, 8)
+        optim: Any = optimizers.FusedAdam(model.parameters(), lr=0.01)
+        if face == "initialize":
+            amp.initialize(model, optim, dtype=BF16, verbosity=0, keep_casts=keep)
+        elif face == "policy":
+            policy = Policy.from_level("O1", BF16).replace(keep_casts=keep)
+            assert Policy.parse(str(policy)) == policy
+            amp.initialize(model, optim, policy=policy, verbosity=0)
+        else:
+            amp.decorate(model, optim, level="O1", dtype=BF16, keep_casts=keep)
+        for _ in range(4):
+            before = casts()
+            with amp.auto_cast(dtype=BF16) if face == "decorate" else contextlib.nullcontext():
+                loss = loss_of(model)
+            if face == "decorate":
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, optim) as scaled:
+                    scaled.backward()
+            optim.step()
+            optim.zero_grad()
+        assert casts() - before == (0 if keep else 2)
+        amp.deactivate()
+        return values(model)
+
+    same(run(True), run(False))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_without_a_session_gradients_add_up_in_fp32(keep: bool) -> None:
+    """After ``amp.deactivate`` nobody knows of a backward pass that adds to a 16-bit gradient."""
+    model: Any = nn.Linear(1, 1, bias=False)
+    optim = optimizers.FusedSGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optim, opt_level="O1", dtype=BF16, loss_scale=1.0, verbosity=0, keep_casts=keep)
+    amp.deactivate()
+    for _ in range(2):
+        optim.zero_grad()
+        with amp.scale_loss(model(torch.ones(1, 1)).sum(), optim) as scaled:
+            scaled.backward()
+        (model.weight.sum() * 2.0**-10).backward()
+        assert model.weight.grad.item() == 1.0 + 2.0**-10
+        optim.step()
+
+
+def test_a_pass_that_fails_keeps_no_gradients() -> None:
+    model, optim = make()
+    model[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model, optim)
+    model[0].weight._backward_hooks.clear()
+    assert not weight_copies._passes
+    backward(model, optim)
+    assert not weight_copies._passes
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
+    "O2": (lambda m, o: amp.initialize(m, o, opt_level="O2", keep_casts=True), UsageError, "at O2 no weight is cast"),
+    "O0": (lambda m, o: amp.initialize(m, o, opt_level="O0", keep_casts=True), UsageError, "at O0 no weight is cast"),
+    "a number": (lambda m, o: amp.initialize(m, o, keep_casts=1), ArgumentTypeError, "must be True or False"),
+    "beside a policy": (
+        lambda m, o: amp.initialize(m, o, policy=Policy.from_level("O1"), keep_casts=True),
+        UsageError,
+        "put it into its keep_casts",
+    ),
+    "a policy without lists": (
+        lambda m, o: amp.initialize(m, o, policy=Policy.from_level("O2").replace(keep_casts=True)),
+        UsageError,
+        "without op_lists no weight is cast",
+    ),
+    "a policy with a text": (
+        lambda m, o: amp.initialize(m, o, policy=Policy.from_level("O1").replace(keep_casts="yes")),
+        ArgumentTypeError,
+        "keep_casts of the policy must be True or False",
+    ),
+    "decorate at O2": (
+        lambda m, o: amp.decorate(m, o, level="O2", keep_casts=True),
+        UsageError,
+        "at O2 the weights themselves",
+    ),
+    "decorate, a text": (lambda m, o: amp.decorate(m, o, keep_casts="no"), ArgumentTypeError, "must be True or False"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_where_no_weight_is_cast_there_is_nothing_to_keep(name: str) -> None:
+    call, kind, message = REFUSED[name]
+    model = nn.Linear(2, 2)
+    with pytest.raises(kind, match=message):
+        call(model, optimizers.FusedSGD(model.parameters(), lr=0.1))
+    assert not model._forward_pre_hooks
+    assert model.weight.dtype is FP32
 
 
 # ---- several processes
@@ -812,6 +888,7 @@ def _ddp(rank: int, worth: int) -> list[torch.Tensor]:
             optim.zero_grad()
             for p in model.parameters():
                 torch.distributed.all_reduce(p.data)
+            amp.clear_casts()
         amp.deactivate()
         return values(model)
 

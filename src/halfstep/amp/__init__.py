@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from ..casting.modules import exempt
-from ..casting.op_casting import disable_casts
+from ..casting.op_casting import clear_casts, disable_casts
 from ..casting.sessions import deactivate
 from ..casting.user_functions import (
     float_function,
@@ -33,6 +33,7 @@ __all__ = [
     "UnsafeOpError",
     "auto_cast",
     "autocast",
+    "clear_casts",
     "deactivate",
     "decorate",
     "disable_casts",

@@ -11,10 +11,12 @@ from torch import nn
 from ..casting import modules
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.op_casting import OpCasting
+from ..core.checks import check_kind
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.policy import Policy
 from ..core.torch_compat import InstanceNorm
+from ..optimizers.base import FusedOptimizer
 from ..stepping.prepare import check, prepare
 from .arguments import Models, Optimizers, as_models, as_optimizers, device_of, returned, warn_of_slow_devices
 
@@ -40,6 +42,7 @@ def decorate(
     module_filter: modules.ModuleFilter | None = ...,
     emulate: Emulate = ...,
     fused: bool = ...,
+    keep_casts: bool = ...,
 ) -> Models: ...
 
 
@@ -57,6 +60,7 @@ def decorate(
     module_filter: modules.ModuleFilter | None = ...,
     emulate: Emulate = ...,
     fused: bool = ...,
+    keep_casts: bool = ...,
 ) -> tuple[Models, Optimizers]: ...
 
 
@@ -73,6 +77,7 @@ def decorate(
     module_filter: modules.ModuleFilter | None = None,
     emulate: Emulate = "auto",
     fused: bool = True,
+    keep_casts: bool = False,
 ) -> Any:
     """Cast models to 16-bit weights and give optimizers fp32 masters; call it before any parallel wrapper.
 
@@ -103,6 +108,9 @@ def decorate(
         emulate: as in ``amp.initialize``, for what the models compute outside of ``amp.auto_cast``, which has an
             argument of its own.
         fused: as in ``amp.initialize``.
+        keep_casts: as in ``amp.initialize``, for the casts of ``amp.auto_cast``; only at level "O1". Call
+            ``amp.clear_casts()``, too, after the step of another optimizer with ``fused=True`` over the same weights:
+            torch gives them no new version.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -111,8 +119,8 @@ def decorate(
         ArgumentTypeError: models, optimizers or excluded layers of the wrong kind.
         ArgumentValueError: a level or dtype that is not allowed.
         UsageError: a model wrapped for parallel training already, an optimizer that was decorated before, one of
-            them twice, or ``master_grad`` without masters or on a torch without ``Tensor.grad_dtype``. Nothing has
-            been changed then.
+            them twice, ``keep_casts`` at O2, or ``master_grad`` without masters or on a torch without
+            ``Tensor.grad_dtype``. Nothing has been changed then.
 
     Warns:
         PrecisionWarning: once, where the device of a model has no units for the dtype and ``emulate=False``.
@@ -137,6 +145,12 @@ def decorate(
         module_filter=module_filter,
     )
     check_emulate(emulate)
+    check_kind("keep_casts", keep_casts, bool, "True or False")
+    if keep_casts and level != "O1":
+        raise UsageError(
+            "keep_casts=True keeps the 16-bit casts of fp32 weights from step to step, and at O2 the weights "
+            'themselves are 16-bit; leave it out, or use level="O1".'
+        )
     if level == "O2" and emulate is False:
         warn_of_slow_devices(model_list, half)
     casting = OpCasting(half, enabled=False, devices=modules.device_types(model_list), emulate=emulate, lenient=True)
@@ -144,6 +158,9 @@ def decorate(
         for model in model_list:
             if not modules.has_casting(model):
                 modules.add_hooks(model, casting=casting)
+        for optimizer in optimizer_list if keep_casts else ():
+            if isinstance(optimizer, FusedOptimizer):
+                optimizer.keep_copies(half, True)
         return returned(models, optimizers)
     prepare(
         model_list,

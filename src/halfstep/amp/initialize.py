@@ -54,6 +54,7 @@ def initialize(
     emulate: Emulate = ...,
     policy: Policy | None = ...,
     fused: bool = ...,
+    keep_casts: bool = ...,
 ) -> Models: ...
 
 
@@ -82,6 +83,7 @@ def initialize(
     emulate: Emulate = ...,
     policy: Policy | None = ...,
     fused: bool = ...,
+    keep_casts: bool = ...,
 ) -> tuple[Models, Optimizers]: ...
 
 
@@ -109,6 +111,7 @@ def initialize(
     emulate: Emulate = "auto",
     policy: Policy | None = None,
     fused: bool = True,
+    keep_casts: bool = False,
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 
@@ -158,6 +161,10 @@ def initialize(
         fused: where optimizers get masters, run ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` of torch as the fused
             optimizers of the same arithmetic (``halfstep.optimizers.fuse``), if their settings allow it and there are
             kernels for the device. False leaves torch's own step, on plain fp32 masters.
+        keep_casts: let the steps of optimizers of ``halfstep.optimizers`` write the 16-bit casts of their weights, so
+            that forward passes need not make them; only at O1. Weights are written by optimizers, ``load_state_dict``
+            and in-place operations; who writes through ``.data``, a detached handle or another process calls
+            ``amp.clear_casts()``.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -192,6 +199,7 @@ def initialize(
         op_lists=op_lists,
         custom_white_list=custom_white_list,
         custom_black_list=custom_black_list,
+        keep_casts=keep_casts,
     )
     policy, half = recipe.policy, recipe.half
     check_count("num_losses", num_losses)

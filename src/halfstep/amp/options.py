@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..core.checks import check_kind
 from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.loss_scale import LossScaleSpec, check_loss_scale
@@ -123,6 +124,7 @@ def resolve(
     op_lists: OpLists | None,
     custom_white_list: Iterable[object] | None,
     custom_black_list: Iterable[object] | None,
+    keep_casts: bool,
     **overrides: Any,
 ) -> Recipe:
     """What the arguments of ``amp.initialize`` come to.
@@ -137,6 +139,7 @@ def resolve(
         op_lists: op lists for O1.
         custom_white_list: what to move in them.
         custom_black_list: likewise.
+        keep_casts: whether steps write the 16-bit casts of weights, at O1.
         **overrides: of the fields of ``Properties``.
 
     Raises:
@@ -152,6 +155,7 @@ def resolve(
             "op_lists": op_lists,
             "custom_white_list": custom_white_list,
             "custom_black_list": custom_black_list,
+            "keep_casts": keep_casts or None,
             **overrides,
         }
         return _from_policy(policy, loss_scale, beside, device_half)
@@ -161,7 +165,14 @@ def resolve(
     given = {name: value for name, value in {**overrides, "loss_scale": loss_scale}.items() if value is not None}
     options = replace(defaults, **{name: CHECKS[name](value, level) for name, value in given.items()})
     lists = _check_lists(level, options, op_lists, custom_white_list, custom_black_list)
-    return Recipe(options.policy(half, cast_model_outputs, lists), half, options, defaults)
+    check_kind("keep_casts", keep_casts, bool, "True or False")
+    if keep_casts and not options.patch_torch_functions:
+        raise UsageError(
+            f"keep_casts=True keeps the 16-bit casts of fp32 weights from step to step, and at {level} no weight is "
+            'cast; leave it out, or use opt_level="O1".'
+        )
+    described = options.policy(half, cast_model_outputs, lists)
+    return Recipe(described.replace(keep_casts=keep_casts), half, options, defaults)
 
 
 # ---- from a policy
@@ -197,6 +208,7 @@ _FIELDS = {
     "master_weights": "master_weights",
     "cast_model_outputs": "output_dtype",
     "op_lists": "op_lists",
+    "keep_casts": "keep_casts",
     "custom_white_list": "op_lists",
     "custom_black_list": "op_lists",
 }

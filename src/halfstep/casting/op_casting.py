@@ -23,18 +23,18 @@ from typing import Any, TypeVar
 import torch
 
 from ..core.oplists.tables import NATIVE
-from . import dynamo, torch_patches
+from . import dynamo, torch_patches, weight_copies
 from .config import CastingConfig
 from .dispatch import CastMode, is_installed, set_function_modes, uninstall
 from .thread_state import Scope, in_force, put_in_force, restore, thread
 from .weight_cache import clear_in_all_threads
-from .weight_copies import adding_in_fp32
 
 __all__ = [
     "NO_CASTING",
     "OpCasting",
     "active_casting",
     "clear_cache",
+    "clear_casts",
     "disable_casts",
     "enter_model",
     "join_process",
@@ -202,9 +202,28 @@ def disable_casts() -> Iterator[None]:
 
 
 def clear_cache() -> None:
-    """Forget the 16-bit copies of fp32 parameters."""
+    """Forget the 16-bit casts of this iteration."""
     thread.cache.clear()
     torch.clear_autocast_cache()
+
+
+def clear_casts() -> None:
+    """Cast every weight anew at its next use: call it after a write to weights that torch does not know of.
+
+    ::
+
+        for p, average in zip(model.parameters(), averages):
+            p.data.copy_(average)
+        amp.clear_casts()
+
+    At O1 and inside of ``amp.auto_cast`` a weight is cast once, and the cast is used until the next backward pass or
+    step; with ``keep_casts=True`` until the weight changes. Writes by optimizers, by ``load_state_dict`` and in place
+    are noticed, and so is other memory. A write through ``.data``, through a detached tensor or an array that shares
+    the memory, or by another process is not. The call is cheap, and holds for every thread.
+    """
+    clear_in_all_threads()
+    torch.clear_autocast_cache()
+    weight_copies.clear_kept()
 
 
 # ---- the casting of the process
@@ -245,6 +264,7 @@ def _join() -> None:
         restore(thread.before)
         thread.leftover, thread.before = leftover, None
     thread.process = process
+    thread.cache.in_session = process is not None
     if process is not None:
         thread.before = Scope(explicit=False)
         thread.before.save(process.native)
@@ -261,22 +281,31 @@ def patch_torch() -> None:
 
 def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward pass without casts: its ops have the dtypes that forward chose."""
-    backward = adding_in_fp32(backward)
 
     @functools.wraps(backward)
     def uncast(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or active_casting() is None:
+        if torch.compiler.is_dynamo_compiling():
             return backward(*args, **kwargs)
-        clear_cache()
-        with NO_CASTING:
-            return backward(*args, **kwargs)
+        weight_copies.widen_gradients()
+        try:
+            if active_casting() is None:
+                return backward(*args, **kwargs)
+            clear_cache()
+            with NO_CASTING:
+                return backward(*args, **kwargs)
+        except BaseException:
+            weight_copies.drop_failed_pass()
+            raise
 
     return uncast
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
     """A step of any optimizer runs without casts, and a closure given to it under those that are in force now."""
-    if torch.compiler.is_dynamo_compiling() or active_casting() is None:
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    weight_copies.before_step(optimizer)
+    if active_casting() is None:
         return None
     args = tuple(_remember(each) if callable(each) else each for each in args)
     if kwargs.get("closure") is not None:
@@ -290,6 +319,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     """Put back the casts, and forget copies: a fused step writes to weights without a new version."""
     if not torch.compiler.is_dynamo_compiling() and _is_open(optimizer):
         _leave(optimizer)
+    weight_copies.after_step(optimizer)
     clear_in_all_threads()
     torch.clear_autocast_cache()
 

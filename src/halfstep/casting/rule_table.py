@@ -18,14 +18,6 @@ from .dispatch import Rule, method_name
 
 __all__ = ["build_table"]
 
-_GIVING_MEMORY: tuple[Callable[..., Any], ...] = (
-    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.numpy,
-    torch.Tensor.__array__,
-    torch.Tensor.__dlpack__,
-)
-"""What gives the memory of a tensor to somebody who can write to it without a new version."""
-
 
 @functools.lru_cache(maxsize=64)
 def build_table(
@@ -78,8 +70,6 @@ def build_table(
         rule = rule_of(canonical, inplace, canonical)
         if rule is not None:
             table[name] = rule
-    for func in _GIVING_MEMORY:
-        table[func] = rules.forget_weight
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
     table[torch.Tensor.unflatten] = rules.unflatten
     table |= {method: rule for func, rule in table.items() if callable(func) and (method := method_name(func))}

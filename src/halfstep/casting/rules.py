@@ -29,7 +29,6 @@ __all__ = [
     "bind",
     "emulated",
     "float_inplace",
-    "forget_weight",
     "half_native",
     "match_self",
     "promote",
@@ -325,10 +324,3 @@ def backward(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[s
     if mode.cache is not None:
         mode.cache.clear()
     return _call_without_native(mode, func, args, kwargs)
-
-
-def forget_weight(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """A write through ``tensor.data`` or ``tensor.numpy()`` gives a weight no new version: its copies may go stale."""
-    if args and mode.cache is not None and not _is_compiling():
-        mode.cache.forget(args[0])
-    return func(*args, **kwargs)

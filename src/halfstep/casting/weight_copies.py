@@ -1,123 +1,101 @@
-"""16-bit copies of fp32 weights: the fused step of their optimizer writes them, so a forward pass need not cast.
+"""16-bit casts of the fp32 weights of a fused optimizer, which reads 16-bit gradients: so none is widened on the way.
 
-A copy is used only while nothing but its optimizer can have written to the weight. In doubt the weight is cast anew.
+With ``keep_casts`` a cast outlives its iteration, because the step that writes the weight writes the cast too. It is
+used as long as the weight has the version and the address that it had then. That is all that is checked: who writes in
+a way that changes neither (through ``.data``, a detached handle, another process) calls ``amp.clear_casts``.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.autograd.graph import increment_version
 
-from ..core import data_writes as writes
 from ..core.dtypes import is_half
-from ..core.torch_compat import storage_key, storage_owners
+from ..core.torch_compat import backward_pass_id, queue_after_backward
 from ..gradients.ledger import set_grads
 
 __all__ = [
     "WeightCopies",
-    "adding_in_fp32",
-    "forget",
-    "forget_storage",
-    "fresh_copy",
-    "held_by_others",
-    "keep_cast",
-    "memory_of",
+    "after_step",
+    "attach_gradient",
+    "before_step",
+    "clear_kept",
+    "copy_of",
+    "drop_failed_pass",
     "widen_gradients",
 ]
 
-_MIN_ELEMENTS = 2**14  # a smaller weight is cast as fast as autograd is told of the copy
-_MAX_LOSSES = 8  # after so many copies that went stale unused, none is kept: something else writes to this weight
+_MIN_ELEMENTS = 2**14  # a smaller weight is cast, and its gradient widened, as fast as ``_CastWeight`` runs
 
 _FP32 = torch.float32
+_UNWRITTEN = -1  # the version of a copy that a step has begun to write
 
 
 class _Copy:
-    """The copy of one weight.
+    """The cast of one weight.
 
     Attributes:
         weight: the parameter.
-        dtype: of the copy.
-        owner: the optimizer that writes it.
-        value: the copy; None while there is none.
-        version: of the weight when the copy was written.
-        memory: the weight without a gradient. While this lives, no other tensor can get the weight's address.
-        lost: how many copies went stale since one was last used.
+        dtype: of the cast.
+        owner: the optimizer that has the weight.
+        keeps: whether ``value`` is kept from step to step.
+        value: the cast; None while none is kept.
+        version: of the weight that ``value`` is the cast of.
+        address: of its memory.
     """
 
-    def __init__(self, weight: torch.Tensor, dtype: torch.dtype, owner: torch.optim.Optimizer) -> None:
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype, owner: torch.optim.Optimizer, keeps: bool) -> None:
         self.weight = weakref.ref(weight)
         self.dtype = dtype
         self.owner = weakref.ref(owner)
+        self.keeps = keeps
         self.value: torch.Tensor | None = None
-        self.version = -1
-        self.lost = 0
-        self._hold(weight)
+        self.version = _UNWRITTEN
+        self.address = 0
 
-    def _hold(self, weight: torch.Tensor) -> None:
-        self.memory = weight.detach()
-        _copies_by_storage[storage_key(self.memory.untyped_storage())] = self
-
-    def is_fresh(self, weight: torch.Tensor) -> bool:
-        """Whether the weight is what it was when the copy was written.
-
-        Who else holds the weight's memory may write to it without a new version.
-        """
-        return (
-            self.version == weight._version
-            and self.memory.data_ptr() == weight.data_ptr()
-            and not held_by_others(weight)
-        )
-
-    def drop(self) -> None:
-        """Forget a value that is stale."""
-        if self.value is not None:
+    def kept(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The value, if the weight is as it was; otherwise it is dropped."""
+        if self.version != weight._version or self.address != weight.data_ptr():
             self.value = None
-            self.lost += 1
+        return self.value
 
-    def locate(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight's present memory, as a tensor without a gradient."""
-        if self.memory.data_ptr() != weight.data_ptr():
-            self._hold(weight)
-        return self.memory
+    def make(self, weight: torch.Tensor) -> torch.Tensor:
+        """Cast the weight anew."""
+        value = weight.detach().to(self.dtype)
+        if self.keeps and not value.is_inference():
+            self.value, self.version, self.address = value, weight._version, weight.data_ptr()
+        return value
 
 
 _copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
-_copies_by_storage: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
-"""The copies by the address of the storage that they hold, or held before their weight got other memory."""
+"""The copies of all optimizers, by the identity of the weight."""
 
 
 class WeightCopies:
-    """The copies that one optimizer writes.
+    """The casts of the weights of one optimizer.
 
-    They are not in its state, so no checkpoint, deep copy or pickle holds them. A parameter of two optimizers has its
-    copy from the first; a step of the other makes it stale.
+    They are not in its state, so no checkpoint, deep copy or pickle holds them. A parameter of two optimizers belongs
+    to the first.
 
     Args:
         owner: the optimizer.
-        dtype: of the copies.
+        dtype: of the casts.
+        keep: whether its steps write them, so that they are kept from step to step.
     """
 
-    def __init__(self, owner: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, owner: torch.optim.Optimizer, dtype: torch.dtype, keep: bool = False) -> None:
         self._owner = weakref.ref(owner)
+        self._dtype = dtype
+        self._keep = keep
         self._mine: dict[int, _Copy] = {}
-        self._writing: list[tuple[torch.Tensor, _Copy]] = []
-        writes.watch(self)
-        _watch_steps()
-        weakref.finalize(self, _unwatch_steps).atexit = False
-
-    def touch(self, param: torch.Tensor) -> None:
-        """``param.data`` was read or set: what holds it may write to the weight without a new version."""
-        if id(param) in self._mine:
-            forget(param)
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
-        """Let these parameters have copies, from when a forward pass first asks for one."""
+        """Take care of these parameters, too."""
         owner = self._owner()
         for param in params:
             if (
@@ -125,224 +103,133 @@ class WeightCopies:
                 and type(param) is torch.nn.Parameter
                 and param.dtype is _FP32
                 and param.numel() >= _MIN_ELEMENTS
-                and _copy_of(param) is None
+                and copy_of(param) is None
             ):
-                self._mine[id(param)] = _copies[id(param)] = _Copy(param, self.dtype, owner)
+                self._mine[id(param)] = _copies[id(param)] = _Copy(param, self._dtype, owner, self._keep)
 
     def stop(self) -> None:
-        """Have no copies from now on."""
-        self._writing.clear()
+        """Take care of no parameter from now on."""
         self._mine.clear()
 
     def having(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of some parameters that have a copy here: their gradients may be 16-bit."""
+        """Those of some parameters whose gradients may be 16-bit."""
         mine = self._mine
-        return [p for p in params if id(p) in mine and mine[id(p)].value is not None and mine[id(p)].weight() is p]
-
-    def begin_step(self) -> None:
-        """Forget what an earlier step began to write, and did not because it failed."""
-        self._writing.clear()
+        return [p for p in params if id(p) in mine and mine[id(p)].weight() is p]
 
     def begin_write(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The copy that the coming step writes with this parameter; None if there is none.
+        """The value that the coming step writes with this parameter; None if there is none.
 
-        A copy that a graph holds is not written to: backward needs it as it is.
+        Until ``end_write`` it is the cast of no version, for the step may fail.
         """
         copy = self._mine.get(id(param))
-        if copy is None or copy.value is None or copy.weight() is not param:
+        if copy is None or copy.weight() is not param or copy.kept(param) is None:
             return None
-        owners = storage_owners(storage_key(copy.value.untyped_storage()))
-        in_use = owners > 2  # ``value``, and the storage object made for this question
-        if in_use or not copy.is_fresh(param):
-            copy.drop()
-            return None
-        self._writing.append((param, copy))
+        copy.version = _UNWRITTEN
         return copy.value
 
-    def end_write(self) -> None:
-        """The step is done."""
-        for param, copy in self._writing:
-            copy.version = param._version
-        self._writing.clear()
+    def end_write(self, params: Iterable[torch.Tensor]) -> None:
+        """The values of these parameters are written.
+
+        Autograd refuses a backward pass that needs a value as it was before, as it does for a weight itself.
+        """
+        for param in params:
+            copy = self._mine.get(id(param))
+            if copy is not None and copy.value is not None and copy.version == _UNWRITTEN:
+                increment_version(copy.value)
+                copy.version = param._version
 
 
-_half_grads: dict[int, torch.Tensor] = {}
-"""The 16-bit gradients that weights have got in this backward pass, by the identity of the weight."""
-
-
-class _CastByOptimizer(torch.autograd.Function):
-    """The cast of a weight to 16 bits, for autograd; the optimizer has made it already.
+class _CastWeight(torch.autograd.Function):
+    """The cast of a weight, for autograd. In a ``scale_loss`` block the gradient reaches the weight in 16 bits.
 
     Autograd adds the gradients that reach a weight by several paths in one pass. It may do so in place, in the dtype of
     the first, but not where that one has another holder, as it has here: so a 16-bit gradient and an fp32 one make an
-    fp32 sum. A second 16-bit gradient, from another forward pass, is widened here.
+    fp32 sum. A second 16-bit gradient, from another cast, is widened here.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The copy."""
-        ctx.weight = id(weight)
+    def forward(ctx: Any, weight: torch.Tensor, value: torch.Tensor, narrow: bool) -> torch.Tensor:
+        """The value."""
+        ctx.weight, ctx.narrow = weight, narrow
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """The gradient as it is; autograd casts it to ``weight.grad_dtype``."""
-        copy = _copies.get(ctx.weight)
-        weight = None if copy is None else copy.weight()
-        if weight is None or getattr(weight, "grad_dtype", _FP32) is _FP32:
-            return grad, None  # autograd widens it before it adds anything
-        if ctx.weight in _half_grads:
-            return grad.float(), None
-        _half_grads[ctx.weight] = grad.detach()
-        return grad, None
+        weight = ctx.weight
+        if getattr(weight, "grad_dtype", _FP32) is _FP32:
+            return grad, None, None  # autograd widens it before it adds anything
+        number = backward_pass_id()
+        if number not in _passes:
+            _passes[number] = {}
+            queue_after_backward(functools.partial(_forget_pass, number))
+        if id(weight) in _passes[number] or not ctx.narrow:
+            return grad.float(), None, None
+        _passes[number][id(weight)] = grad.detach()
+        _narrow[id(weight)] = weight
+        return grad, None, None
 
 
-def fresh_copy(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The copy of a weight, through which autograd reaches the weight; None if there is no copy that is up to date."""
-    copy = _copy_of(weight)
-    if copy is None or copy.value is None or copy.dtype is not dtype:
-        return None
-    if not copy.is_fresh(weight):
-        copy.drop()
-        return None
-    copy.lost = 0
-    if weight.requires_grad and torch.is_grad_enabled():
-        return _CastByOptimizer.apply(weight, copy.value)  # type: ignore[no-any-return, no-untyped-call]
-    return copy.value
+_passes: dict[int, dict[int, torch.Tensor]] = {}
+"""For each backward pass that is running, the 16-bit gradients that it brought, by the identity of the weight."""
+
+_narrow: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""The weights that have got 16-bit gradients since gradients were last widened, by their identity."""
 
 
-def keep_cast(weight: torch.Tensor, cast: torch.Tensor) -> None:
-    """Keep the cast of a weight as its copy, if its optimizer writes copies of this dtype."""
-    copy = _copy_of(weight)
-    if copy is not None and copy.dtype is cast.dtype and copy.lost < _MAX_LOSSES and not cast.is_inference():
-        copy.locate(weight)
-        copy.value, copy.version = cast.detach(), weight._version
+def _forget_pass(number: int) -> None:
+    _passes.pop(number, None)
 
 
-def forget(weight: torch.Tensor) -> None:
-    """Drop the copy of a weight: something may write to the weight without a new version."""
-    copy = _copy_of(weight)
-    if copy is not None:
-        copy.drop()
+def drop_failed_pass() -> None:
+    """A backward pass has raised an error, so nobody else will forget what it brought."""
+    _passes.clear()
 
 
-def forget_storage(storage: torch.UntypedStorage) -> None:
-    """Drop the copy of the weight that has its memory in a storage, if there is one."""
-    copy = _copies_by_storage.get(storage_key(storage))
-    if copy is not None:
-        copy.drop()
-
-
-_memories: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-"""What ``memory_of`` has given out for parameters without a copy, by the identity of the parameter."""
-
-
-def memory_of(param: torch.Tensor) -> torch.Tensor:
-    """``param.detach()``, but the same tensor for all callers, which counts as one holder of the memory."""
-    copy = _copy_of(param)
-    if copy is not None:
-        return copy.locate(param)
-    if type(param) is not torch.nn.Parameter:
-        return param.detach()
-    known = _memories.get(id(param))
-    if known is None or _place(known) != _place(param):
-        known = _memories[id(param)] = param.detach()
-    return known
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def held_by_others(weight: torch.Tensor) -> bool:
-    """Whether a tensor or an array that halfstep does not know has the weight's memory.
-
-    Known are the weight, what ``memory_of`` gave out, and the storage that is asked here. Another holder
-    (``param.data`` kept for later, a flat buffer, a numpy array) may write to it without a new version.
-    """
-    owners = storage_owners(storage_key(weight.untyped_storage()))
-    if owners <= 2:  # the weight and this question
-        return False
-    copy = _copy_of(weight)
-    known = _memories.get(id(weight)) if copy is None else copy.memory
-    return owners > (2 if known is None or known.data_ptr() != weight.data_ptr() else 3)
-
-
-def widen_gradients(params: Iterable[torch.Tensor] | None = None) -> None:
-    """Widen the 16-bit gradients of fp32 weights, before something adds to them or needs the dtype of the weight.
-
-    Args:
-        params: of these; None for all that have copies.
-    """
-    if params is None:
-        params = [weight for copy in _copies.values() if (weight := copy.weight()) is not None]
-    for param in params:
-        if param.dtype is _FP32 and param.grad is not None and is_half(param.grad):
-            set_grads([param], [param.grad.float()])
-
-
-def adding_in_fp32(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass that adds up the gradients of fp32 weights in fp32, also those that are 16-bit."""
-
-    @functools.wraps(backward)
-    def careful(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # in a graph nothing uses the copies
-            return backward(*args, **kwargs)
-        widen_gradients()
-        outer = dict(_half_grads)  # a checkpoint runs a backward pass inside of another
-        _half_grads.clear()
-        try:
-            return backward(*args, **kwargs)
-        finally:
-            _half_grads.clear()
-            _half_grads.update(outer)
-
-    return careful
-
-
-def _copy_of(weight: torch.Tensor) -> _Copy | None:
+def copy_of(weight: torch.Tensor) -> _Copy | None:
+    """The copy of a weight; None if it belongs to no optimizer that reads 16-bit gradients."""
     copy = _copies.get(id(weight))
     return copy if copy is not None and copy.weight() is weight else None
 
 
-def _copied_by_others(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of an optimizer whose copies another optimizer writes."""
-    return [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if (copy := _copy_of(param)) is not None and copy.owner() is not optimizer
-    ]
+def attach_gradient(weight: torch.Tensor, value: torch.Tensor, *, narrow: bool) -> torch.Tensor:
+    """The cast ``value`` of a weight, through which autograd reaches the weight; ``narrow`` allows 16-bit gradients."""
+    if weight.requires_grad and torch.is_grad_enabled():
+        return _CastWeight.apply(weight, value, narrow)  # type: ignore[no-any-return, no-untyped-call]
+    return value
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    widen_gradients(_copied_by_others(optimizer))
+def clear_kept() -> None:
+    """Drop the values that are kept."""
+    for copy in list(_copies.values()):
+        copy.value = None
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for param in _copied_by_others(optimizer):
-        forget(param)
+def widen_gradients(weights: Iterable[torch.Tensor] | None = None) -> None:
+    """Widen the 16-bit gradients of fp32 weights, before something adds to them or needs the dtype of the weight.
 
-
-_watchers = 0
-_hooks: list[Any] = []
-
-
-def _watch_steps() -> None:
-    """Count one more ``WeightCopies``. While there are any, hooks watch the steps of every optimizer.
-
-    torch's own ``fused=True`` optimizers write without a new version (as of torch 2.13).
+    Args:
+        weights: of these; None for all that there are.
     """
-    global _watchers
-    _watchers += 1
-    if _watchers == 1:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
+    for weight in list(_narrow.values()) if weights is None else weights:
+        if weight.grad is not None and is_half(weight.grad):
+            set_grads([weight], [weight.grad.float()])
+    if weights is None:
+        _narrow.clear()
 
 
-def _unwatch_steps() -> None:
-    global _watchers
-    _watchers -= 1
-    if _watchers == 0:
-        while _hooks:
-            _hooks.pop().remove()
+def _of_others(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The weights that an optimizer steps and another one owns."""
+    params = [p for group in optimizer.param_groups for p in group["params"]] if _copies else []
+    return [p for p in params if (copy := copy_of(p)) is not None and copy.owner() is not optimizer]
+
+
+def before_step(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer is about to step: only the owner of a weight reads its 16-bit gradient."""
+    widen_gradients(_of_others(optimizer))
+
+
+def after_step(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer has stepped. A ``fused=True`` of torch's gives weights no new version (torch 2.13)."""
+    for weight in _of_others(optimizer):
+        _copies[id(weight)].value = None

@@ -45,6 +45,9 @@ def parse_level(level: object, dtype: torch.dtype | None = None) -> tuple[str, t
     return level, dtype
 
 
+_SWITCHES = ("keep_batchnorm_fp32", "master_weights", "keep_casts")
+
+
 @dataclass(frozen=True)
 class Policy:
     """A precision policy: the dtypes of weights, computation and outputs, the op lists, and the loss scale.
@@ -60,6 +63,8 @@ class Policy:
         keep_batchnorm_fp32: leave BatchNorm parameters and statistics in fp32 when the rest is cast.
         master_weights: update fp32 copies of 16-bit weights.
         loss_scale: a number, ``"dynamic"``, or a ``StaticLossScale`` or ``DynamicLossScale``.
+        keep_casts: with ``op_lists``, let the steps of fused optimizers write the 16-bit casts of weights, which are
+            then kept from step to step.
     """
 
     param_dtype: torch.dtype | None = None
@@ -69,6 +74,7 @@ class Policy:
     keep_batchnorm_fp32: bool = False
     master_weights: bool = False
     loss_scale: LossScaleSpec = 1.0
+    keep_casts: bool = False
 
     @classmethod
     def from_level(cls, level: str, dtype: torch.dtype | str = torch.float16) -> Policy:
@@ -131,7 +137,7 @@ class Policy:
     def _parse_field(name: str, value: str) -> object:
         if name == "loss_scale":
             return parse_loss_scale(value)
-        if name in ("keep_batchnorm_fp32", "master_weights"):
+        if name in _SWITCHES:
             if value not in ("True", "False"):
                 raise ArgumentValueError(f"{name}={value!r} must be True or False.")
             return value == "True"
@@ -158,7 +164,7 @@ def check_policy(policy: Policy) -> None:
         if not isinstance(value, torch.dtype):
             raise ArgumentTypeError(f"{name} of the policy must be a torch.dtype or None, not {value!r}.")
         parse_dtype(value, f"{name} of the policy")
-    for name in ("keep_batchnorm_fp32", "master_weights"):
+    for name in _SWITCHES:
         if not isinstance(getattr(policy, name), bool):
             raise ArgumentTypeError(f"{name} of the policy must be True or False, not {getattr(policy, name)!r}.")
     if policy.op_lists is not None and not isinstance(policy.op_lists, OpLists):
@@ -178,6 +184,8 @@ def _contradiction(policy: Policy) -> str | None:
             return f"op_lists cast around operations and leave the weights fp32, and {param_dtype} casts them"
         if compute not in HALF_DTYPES:
             return f"op_lists need a 16-bit compute_dtype to cast ops to, and it has {compute_dtype}"
+    elif policy.keep_casts:
+        return "keep_casts=True keeps the 16-bit casts of fp32 weights, and without op_lists no weight is cast"
     elif compute is not None and compute is not params and (params is not None or compute in HALF_DTYPES):
         return (
             f"without op_lists the inputs of the model are cast to {compute_dtype}, and its weights, with "

@@ -22,13 +22,11 @@ from torch._C import _dispatch_get_all_op_names as all_op_names
 from torch._C import _get_dispatch_stack_at as dispatch_mode_at
 from torch._C import _get_function_stack_at as function_mode_at
 from torch._C import _get_tracing_state as jit_tracing_state
-from torch._C import _has_storage as has_storage
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _jit_get_schemas_for_operator as schemas_of_op
 from torch._C import _len_torch_dispatch_stack as dispatch_mode_count
 from torch._C import _len_torch_function_stack as function_mode_count
 from torch._C import _pop_torch_dispatch_stack as pop_dispatch_mode
-from torch._C import _storage_Use_Count as storage_owners
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
@@ -100,7 +98,6 @@ __all__ = [
     "fused_adamw_",
     "fused_sgd_",
     "has_comm_hook",
-    "has_storage",
     "hook_tables",
     "initial_scale",
     "is_any_autocast_enabled",
@@ -136,8 +133,6 @@ __all__ = [
     "size_expression",
     "size_value",
     "step_hooks",
-    "storage_key",
-    "storage_owners",
     "subclass_over",
     "subclass_without_memory",
     "tensor_hooks",
@@ -185,9 +180,6 @@ buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrge
 forward_pre_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
 forward_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
 """The tables of a module's hooks before and after ``forward``, in the order in which they run."""
-
-storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""The identity of a storage, which all of its Python objects share."""
 
 schema_of: Callable[[Any], FunctionSchema] = attrgetter("_schema")
 """The schema of an op: its name, its arguments, and which of these it writes to."""

@@ -38,7 +38,8 @@ class MasterKeeper:
         masters: whether there are masters. A fused optimizer of halfstep keeps them in its state, if torch has
             ``Tensor.grad_dtype``; those of any other are kept here. "elsewhere" if an attached optimizer inside of it
             has them.
-        copies: the dtype of the 16-bit copies that a fused optimizer is to write beside fp32 weights; None for none.
+        copies: the 16-bit dtype that forward passes cast fp32 weights to, so that a fused optimizer reads gradients of
+            16 bits, and whether its steps write these casts (``keep_casts``); None if weights are not cast.
         originals: where masters start; see ``PlainMasters``.
         own: whether the optimizer may keep masters in its state.
 
@@ -53,7 +54,7 @@ class MasterKeeper:
         self,
         optimizer: Any,
         masters: bool | Literal["elsewhere"],
-        copies: torch.dtype | None = None,
+        copies: tuple[torch.dtype, bool] | None = None,
         originals: dict[int, torch.Tensor] | None = None,
         *,
         own: bool = True,
@@ -73,7 +74,7 @@ class MasterKeeper:
         elif masters is True:
             self.plain = PlainMasters(originals)
         elif copies is not None and hasattr(optimizer, "keep_copies"):
-            kept = optimizer.keep_copies(copies)
+            kept = optimizer.keep_copies(*copies)
             if HAS_GRAD_DTYPE:
                 narrow = True
 

@@ -201,8 +201,6 @@ class FusedOptimizer(FusedState):
         groups = []
         first = 0
         same_state = self._state_is_known()
-        if self.copies is not None:
-            self.copies.begin_step()
         for index, group in enumerate(self.param_groups):
             params = group["params"]
             positions = range(first, first + len(params))
@@ -296,8 +294,8 @@ class FusedOptimizer(FusedState):
                 self._step_rows(group, rows, factor, skip)
                 increment_version(rows.weights)  # kernels write to them behind autograd's back
                 rows.table.release()
-        if self.copies is not None:
-            self.copies.end_write()
+                if self.copies is not None:
+                    self.copies.end_write(rows.params)
 
     def _step_rows(self, group: Hyper, rows: ParamRows, factor: Number, skip: torch.Tensor | None) -> None:
         if isinstance(factor, torch.Tensor):

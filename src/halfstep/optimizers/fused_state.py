@@ -34,7 +34,7 @@ class FusedState(torch.optim.Optimizer):
 
     Attributes:
         options: see ``FusedOptions``.
-        copies: the 16-bit copies of fp32 weights that its steps write as well, if it was told to; see ``keep_copies``.
+        copies: the 16-bit casts of its fp32 weights, if it was told that there are any; see ``keep_copies``.
         grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
     """
 
@@ -108,15 +108,15 @@ class FusedState(torch.optim.Optimizer):
         params = (p for group in self.param_groups for p in group["params"])
         return [(p, self._started[id(p)]) for p in params if id(p) in self._started]
 
-    def keep_copies(self, dtype: torch.dtype) -> WeightCopies:
-        """Write fp32 weights in this 16-bit dtype too from now on, for the forward passes of ``amp`` at O1."""
-        self.copies = WeightCopies(self, dtype)
+    def keep_copies(self, dtype: torch.dtype, keep: bool) -> WeightCopies:
+        """Read 16-bit gradients of fp32 weights that forward passes cast to a dtype; with ``keep`` write the casts."""
+        self.copies = WeightCopies(self, dtype, keep)
         for group in self.param_groups:
             self.copies.watch(group["params"])
         return self.copies
 
     def drop_copies(self) -> None:
-        """Write no copies from now on, and let forward passes cast the weights: a recorded one uses no copy."""
+        """Read fp32 gradients of fp32 weights, and write no casts from now on: a recorded pass casts by itself."""
         if self.copies is not None:
             self.copies.stop()
             self.copies = None

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..casting.weight_copies import memory_of, widen_gradients
 from ..core.checks import check_kind, check_number
 from ..core.errors import UsageError
+from ..gradients.ledger import widen
 from ..kernels.expr import elementwise_kernel
 from ..kernels.grouping import group_rows
 from ..kernels.launch import launch
@@ -125,7 +125,7 @@ class LARC:
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
-        widen_gradients(params)  # 16 bits would lose the weight decay
+        widen([p for p in params if p.dtype is torch.float32])  # 16 bits would lose the weight decay
         for table, domain in self._renewed(index, params, [p.grad for p in params]):
             grad_norm, param_norm = complete_sum(launch(table, larc_norms, {}), domain).sqrt()
             rate = self.trust_coefficient * param_norm / (grad_norm + param_norm * decay + self.eps)
@@ -147,7 +147,7 @@ class LARC:
                 return tables
         groups, tables = group_rows(grads, params), []
         for rows in groups:
-            grad, param = [grads[i] for i in rows], [memory_of(params[i]) for i in rows]
+            grad, param = [grads[i] for i in rows], [params[i].detach() for i in rows]
             table = TensorTable.of(grad=locals_of(grad), param=locals_of(param))
             tables.append((table, domain_of(params[rows[0]])))
         self._tables[index] = (params, groups, tables)

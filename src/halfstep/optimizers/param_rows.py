@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..casting.weight_copies import memory_of
 from ..core.errors import ArgumentTypeError, UsageError
 from ..kernels.expr import ElementwiseKernel, elementwise_kernel
 from ..kernels.grouping import group_rows
@@ -88,7 +87,7 @@ class ParamRows:
     ) -> None:
         self.params = params
         self.states = states
-        self.weights = [local(memory_of(p)) for p in params]
+        self.weights = [local(p.detach()) for p in params]
         self.domain: Domain = domain_of(params[0])
         self.device = params[0].device
         self._sharded = is_sharded(params[0])

@@ -275,8 +275,6 @@ class GradientRelease:
         if not params or optimizer is None:
             return
         scale = self._finish_gradients(params)
-        if optimizer.copies is not None:
-            optimizer.copies.begin_step()
         self._stepped.update(map(id, params))
         taken = []
         groups: dict[int, list[torch.Tensor]] = {}

@@ -99,7 +99,7 @@ class AttachedOptimizer:
         optimizer: torch.optim.Optimizer,
         *,
         masters: bool | Literal["elsewhere"] = False,
-        copies: torch.dtype | None = None,
+        copies: tuple[torch.dtype, bool] | None = None,
         originals: dict[int, torch.Tensor] | None = None,
         own: bool = True,
         models: Iterable[torch.nn.Module] = (),

@@ -169,10 +169,11 @@ def prepare_optimizer(
         inner.passes.ranks.inside = True
     elif masters and fused and _gains(optimizer):
         fuse(optimizer)
+    casts_weights = policy.op_lists is not None and policy.compute_dtype is not None
     attached = attach(
         optimizer,
         masters="elsewhere" if masters and sharded is not None else masters,
-        copies=policy.compute_dtype if policy.op_lists is not None else None,
+        copies=(policy.compute_dtype, policy.keep_casts) if casts_weights else None,
         originals=originals,
         own=own,
         models=models,
