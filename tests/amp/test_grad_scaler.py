@@ -712,6 +712,21 @@ def test_a_parameter_in_two_optimizers_is_unscaled_once() -> None:
     assert (param.grad.item(), param.item()) == (1.0, 0.75)
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("early", [False, True], ids=["step", "unscale_"])
+def test_an_overflow_in_a_shared_parameter_skips_both_optimizers(early: bool, bad: float) -> None:
+    scaler, shared = amp.GradScaler(init_loss_scaling=8.0), weight()
+    own = [weight(), weight()]
+    both = [torch.optim.SGD([shared, param], lr=0.25) for param in own]
+    scaler.scale(shared.sum() * bad + own[0].sum() + own[1].sum()).backward()
+    if early:
+        for optimizer in both:
+            scaler.unscale_(optimizer)
+    before = [param.detach().clone() for param in (shared, *own)]
+    assert [bool(scaler.step(optimizer)) for optimizer in both] == [False, False]
+    assert all(map(torch.equal, (shared, *own), before))
+
+
 # ---- from the rule of a policy
 
 

@@ -27,25 +27,25 @@ def everybody(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(params)
 
 
-def param(grad: float | None = None, dtype: torch.dtype = FP32) -> nn.Parameter:
-    made = nn.Parameter(torch.zeros(2, dtype=dtype))
+def param(grad: float | None = None, dtype: torch.dtype = FP32, size: int = 2) -> nn.Parameter:
+    made = nn.Parameter(torch.zeros(size, dtype=dtype))
     if grad is not None:
-        made.grad = torch.full((2,), grad, dtype=dtype)
+        made.grad = torch.full((size,), grad, dtype=dtype)
     return made
 
 
 def arrive(p: nn.Parameter, value: float) -> None:
     """What a pass brings: in the dtype of the parameter, added to what is there."""
-    grad = torch.full((2,), value, dtype=p.dtype)
+    grad = torch.full_like(p, value)
     set_grads([p], [grad if p.grad is None else p.grad + grad])
 
 
-def wide(*, stays_narrow: bool = False) -> Gradients:
-    return Gradients(halves, stays_narrow=stays_narrow, wrapped=nobody)
+def wide() -> Gradients:
+    return Gradients(halves, wrapped=nobody)
 
 
 def plain() -> Gradients:
-    return Gradients(None, stays_narrow=False, wrapped=nobody)
+    return Gradients(None, wrapped=nobody)
 
 
 def values(*params: nn.Parameter) -> list[list[float]]:
@@ -56,12 +56,9 @@ def values(*params: nn.Parameter) -> list[list[float]]:
 
 
 @in_both_halves
-@pytest.mark.parametrize("stays_narrow", [True, False])
 @pytest.mark.parametrize("scale", [None, SCALE], ids=["unscaled", "scaled"])
-def test_a_sum_of_16_bit_gradients_keeps_all_bits(
-    scale: torch.Tensor | None, stays_narrow: bool, half: torch.dtype
-) -> None:
-    p, gradients, found_inf = param(dtype=half), wide(stays_narrow=stays_narrow), torch.zeros(())
+def test_a_sum_of_16_bit_gradients_keeps_all_bits(scale: torch.Tensor | None, half: torch.dtype) -> None:
+    p, gradients, found_inf = param(dtype=half), wide(), torch.zeros(())
     for value in (1.0, TINY, TINY):
         gradients.begin([p], scale)
         assert p.grad is None
@@ -73,23 +70,22 @@ def test_a_sum_of_16_bit_gradients_keeps_all_bits(
 
 
 @in_both_halves
-@pytest.mark.parametrize("stays_narrow", [True, False])
-def test_what_was_never_scaled_or_added_to_may_stay_narrow(stays_narrow: bool, half: torch.dtype) -> None:
-    p, gradients = param(dtype=half), wide(stays_narrow=stays_narrow)
+def test_what_was_never_scaled_or_added_to_becomes_fp32_too(half: torch.dtype) -> None:
+    p, gradients = param(dtype=half), wide()
     gradients.begin([p], None)
     arrive(p, 3.0)
     gradients.finish([p], None, torch.zeros(()))
-    assert p.grad.dtype is (half if stays_narrow else FP32)
+    assert p.grad.dtype is FP32
     assert values(p) == [[3.0] * 2]
 
 
-def test_only_the_gradient_that_is_added_to_becomes_fp32() -> None:
-    first, second, gradients = param(1.0, BF16), param(dtype=BF16), wide(stays_narrow=True)
+def test_both_a_gradient_that_is_added_to_and_one_that_is_not_become_fp32() -> None:
+    first, second, gradients = param(1.0, BF16), param(dtype=BF16), wide()
     gradients.begin([first, second], None)
     arrive(first, TINY)
     arrive(second, 3.0)
     gradients.finish([first, second], None, torch.zeros(()))
-    assert (first.grad.dtype, second.grad.dtype) == (FP32, BF16)
+    assert (first.grad.dtype, second.grad.dtype) == (FP32, FP32)
     assert values(first, second) == [[1 + TINY] * 2, [3.0] * 2]
 
 
@@ -130,14 +126,37 @@ def test_a_failed_pass_leaves_what_there_was() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_an_overflow_is_found_in_what_comes_and_not_in_what_was_there(bad: float) -> None:
+@pytest.mark.parametrize("size", [2, 2**17], ids=["small", "large"])  # large ones are added by a kernel of ours
+def test_an_overflow_is_found_in_what_comes_and_not_in_what_was_there(size: int, bad: float) -> None:
     for before, new, expected in ((1.0, bad, 1), (bad, 1.0, 0)):
-        for gradients, dtype in ((plain(), FP32), (wide(), BF16), (wide(stays_narrow=True), BF16)):
-            p, found_inf = param(before, dtype), torch.zeros(())
+        for gradients, dtype in ((plain(), FP32), (wide(), BF16)):
+            p, found_inf = param(before, dtype, size), torch.zeros(())
             gradients.begin([p], SCALE)
             arrive(p, new)
             gradients.finish([p], SCALE, found_inf)
             assert found_inf == expected
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan"), None])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, torch.complex64])
+def test_all_gradients_are_cleared_if_one_is_not_finite(dtype: torch.dtype, bad: float | None) -> None:
+    p, q, none, table = (nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in range(4))
+    p.grad, q.grad = torch.ones_like(p), torch.arange(3).to(dtype)
+    table.grad = torch.ones_like(table).to_sparse()
+    if bad is not None:
+        p.grad[1] = bad
+    kept = [p.grad, q.grad, table.grad]
+    expected = [g.to_dense() * 0 if bad is not None else g.to_dense().clone() for g in kept]
+    if bad is not None:
+        expected[0] = torch.zeros_like(p)
+    found_inf = wide().clear_overflow([p, q, none, table])
+    assert float(found_inf) == (bad is not None)
+    assert [p.grad, q.grad, none.grad] == [kept[0], kept[1], None], "in place"
+    assert all(map(torch.equal, [p.grad, q.grad, table.grad.to_dense()], expected))
+
+
+def test_without_gradients_there_is_nothing_to_clear() -> None:
+    assert plain().clear_overflow([param()]) is None
 
 
 def test_a_gradient_in_a_bucket_is_copied_before_the_pass_overwrites_it() -> None:
@@ -229,7 +248,7 @@ def test_sparse_and_dense_gradients_add_up(first: str, second: str, half: torch.
         "dense": torch.tensor([[TINY, 0.0], [0.0, 0.0]], dtype=half),
         "sparse": torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=half).to_sparse(1),
     }
-    for gradients, dtype in ((wide(), FP32), (wide(stays_narrow=True), FP32), (plain(), half)):
+    for gradients, dtype in ((wide(), FP32), (plain(), half)):
         p = nn.Parameter(torch.zeros(2, 2, dtype=half))
         p.grad = kinds[first].clone()
         gradients.begin([p], SCALE)
@@ -249,13 +268,13 @@ def test_gradients_come_in_the_dtype_that_was_chosen() -> None:
     half, single, full = param(dtype=BF16), param(), param(1.0, BF16)
     wide().expect([half, single, full])
     assert (half.grad_dtype, single.grad_dtype, full.grad_dtype) == (FP32, FP32, BF16)
-    wide().expect([half, single, full], in_block=True)
+    wide().expect([half, single, full], as_computed=True)
     assert (half.grad_dtype, single.grad_dtype, full.grad_dtype) == (None, FP32, BF16)
     plain().expect([half])
     assert half.grad_dtype is None, "who has no masters leaves it alone"
-    Gradients(halves, stays_narrow=False, wrapped=everybody).expect([half])
+    Gradients(halves, wrapped=everybody).expect([half])
     assert half.grad_dtype is BF16, "wrappers take nothing else"
-    Gradients(nobody, stays_narrow=False, wrapped=nobody).expect([half, single])
+    Gradients(nobody, wrapped=nobody).expect([half, single])
     assert (half.grad_dtype, single.grad_dtype) == (BF16, FP32)
     single.grad_dtype = None
     wide().expect([half, single])
@@ -273,7 +292,7 @@ def test_what_another_pass_will_be_added_to_comes_in_fp32(delay: bool) -> None:
 def test_gradients_cleared_to_zeros_under_a_wrapper_are_of_the_parameter_s_dtype() -> None:
     p, q, single = param(dtype=BF16), param(dtype=BF16), param(1.0)
     set_grads([p], [torch.zeros(2)])
-    gradients = Gradients(halves, stays_narrow=False, wrapped=everybody)
+    gradients = Gradients(halves, wrapped=everybody)
     gradients.held[id(q)] = torch.ones(2)
     gradients.clear([p, q, single])
     assert p.grad.dtype is BF16
@@ -305,7 +324,7 @@ def test_without_grad_dtype_a_gradient_of_another_dtype_is_kept_beside_its_image
 
 def test_without_grad_dtype_cleared_gradients_under_a_wrapper_are_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "HAS_GRAD_DTYPE", False)
-    single, gradients = param(1.0), Gradients(everybody, stays_narrow=False, wrapped=everybody)
+    single, gradients = param(1.0), Gradients(everybody, wrapped=everybody)
     single.data = single.data.bfloat16()  # its gradient has another dtype now
     gradients.clear([single])
     assert (single.grad.dtype, single.grad.tolist()) == (BF16, [0.0, 0.0])

@@ -258,7 +258,7 @@ def test_a_parameter_that_left_keeps_its_gradient() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("loss_scale", "ordinary"), [(1.0, 12.0), (64.0, 16.0)])
+@pytest.mark.parametrize(("loss_scale", "ordinary"), [(1.0, 14.25), (64.0, 16.0)])
 def test_ten_bytes_a_parameter(loss_scale: float, ordinary: float, tiny_buckets: None) -> None:
     """Weight 2, remainder 2, first moment 2, second moment 4, and the gradient of one layer of 8."""
     arguments: Any = {"layers": 8, "loss_scale": loss_scale, "device": torch.device("cpu")}
@@ -347,6 +347,42 @@ def test_two_blocks_of_a_step_have_an_overflow_each() -> None:
     assert optim.step_was_skipped
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": scale / 2, "unskipped": 1}
     assert [optim.state[layer.weight]["step"] for layer in (first, last)] == [0, 1]
+
+
+@pytest.mark.parametrize("cleared", [False, True], ids=["not cleared", "cleared"])
+@pytest.mark.parametrize("clip", [None, 0.1], ids=["", "clipped"])
+@pytest.mark.parametrize("then", ["block", "plain pass", "step, plain pass", "step, block"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_an_overflow_that_was_accumulated_is_used_by_no_later_pass(
+    dtype: torch.dtype, then: str, clip: float | None, cleared: bool, tiny_buckets: None
+) -> None:
+    model: Any = network()
+    optim: Any = optimizers.FusedAdam(model.parameters(), lr=0.02, max_grad_norm=clip)
+    model, optim = amp.initialize(model, optim, opt_level="O2", dtype=dtype, loss_scale="dynamic", verbosity=0)
+    handle = optim.attach(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    x = batches(1)[0]
+    with handle.accumulate(), amp.scale_loss(loss_of(model, x) * math.inf, optim) as loss:
+        loss.backward()
+    stepped = then.startswith("step")
+    if stepped:
+        optim.step()
+        assert optim.step_was_skipped
+    if cleared:
+        optim.zero_grad()
+    if then.endswith("block"):
+        with amp.scale_loss(loss_of(model, x), optim) as loss:
+            loss.backward()
+    else:
+        loss_of(model, x).backward()
+    optim.step()
+    taken = cleared or then == "step, block"  # a block drops what a skipped step has left
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert all(map(torch.equal, before, model.parameters())) is not taken
+    assert amp._amp_state.loss_scalers[0].overflows() == 1, "it is one overflow, however often it is met"
+    optim.zero_grad()
+    train(model, optim, batches(1))
+    assert not optim.step_was_skipped
 
 
 def test_a_block_without_gradients_does_not_count() -> None:
@@ -514,6 +550,27 @@ def test_clips_unscaled_gradients_and_keeps_the_norm_after_an_overflow() -> None
     hook.remove()
     train(model, optim, batches(2))
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("kind", ["FusedAdam", "FusedLAMB"])
+def test_an_overflow_in_the_first_step_leaves_no_norm_to_clip_by(kind: str, bad: float, tiny_buckets: None) -> None:
+    found = []
+    for first in ([], [bad]):
+        model: Any = network()
+        optim: Any = getattr(optimizers, kind)(model.parameters(), lr=0.02, max_grad_norm=0.1)
+        model, optim = amp.initialize(model, optim, opt_level="O2", dtype=FP16, loss_scale=64.0, verbosity=0)
+        optim.attach(model)
+        skips = []
+        for factor in [*first, 1.0, 1.0]:
+            with amp.scale_loss(loss_of(model, batches(1)[0]) * factor, optim) as loss:
+                loss.backward()
+            optim.step()
+            optim.zero_grad()
+            skips.append(bool(optim.step_was_skipped))
+        assert skips == [*[True] * len(first), False, False]
+        found.append((model, optim))
+    assert_same(*found)
 
 
 def test_clipping_by_other_means_is_refused() -> None:

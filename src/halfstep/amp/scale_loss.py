@@ -31,10 +31,10 @@ def scale_loss(
             scaled_loss.backward()
 
     After the block ``p.grad`` is unscaled, and what the pass brought is added to what was there before. Of a 16-bit
-    parameter with a master it is fp32; a fused optimizer may leave it in 16 bits while it is of one pass at a scale of
-    1.0. If one of the new gradients was inf or NaN, the next ``step`` of each optimizer given here is skipped and a
-    dynamic scale is lowered. If the block is left by an exception, the gradients are those from before it and the scale
-    stays (with a static scale of 1.0 and without masters the block does nothing, this neither).
+    parameter with a master it is fp32. If one of the new gradients was inf or NaN, the next ``step`` of each optimizer
+    given here is skipped and a dynamic scale is lowered. Gradients of a skipped step that are still there when the next
+    block opens are set to zero. If the block is left by an exception, the gradients are those from before it and the
+    scale stays (with a static scale of 1.0 and without masters the block does nothing, this neither).
 
     Args:
         loss: a tensor of any floating dtype on any device; 16-bit losses are scaled in fp32.

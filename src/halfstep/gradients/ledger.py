@@ -12,14 +12,13 @@
 - **none**: ``p.grad`` is None.
 - **scaled**: brought by backward passes and multiplied by the loss scale. So it is inside of a ``scale_loss`` block,
   after one with ``delay_unscale``, and until a ``GradScaler`` unscales.
-- **ready**: what the step will use. The gradient of a 16-bit parameter with a master is fp32 then. There is one
-  exception, which saves half of the memory: a fused step reads 16-bit gradients too, so a gradient that was neither
-  scaled nor added to another stays in 16 bits.
+- **ready**: what the step will use. The gradient of a 16-bit parameter with a master is fp32 then, so that a user may
+  take its norm and clip it: in 16 bits torch's ``clip_grad_norm_`` rounds the norm, and overflows in float16.
 - **held**: set aside while a block is open, so that the pass in the block brings only its own gradient.
 
-The dtype in which autograd delivers a gradient is ``p.grad_dtype``. Outside of blocks it is fp32 for a parameter with a
-master, so that plain backward passes add up in fp32. In a block it is whatever the pass computes, because the gradient
-is unscaled afterwards. Under DistributedDataParallel and FSDP2 it is the parameter's own dtype, because their buckets
+The dtype in which autograd delivers a gradient is ``p.grad_dtype``. It is fp32 for a parameter with a master, so that
+plain backward passes add up in fp32. In a block that scales it is whatever the pass computes, because the gradient is
+unscaled afterwards. Under DistributedDataParallel and FSDP2 it is the parameter's own dtype, because their buckets
 take nothing else.
 
 Before torch 2.13 there is no ``Tensor.grad_dtype``, and the gradient of a 16-bit parameter cannot be fp32. There the
@@ -39,6 +38,7 @@ from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.torch_compat import HAS_GRAD_DTYPE, is_view
 from ..kernels import multi_tensor
 from ..kernels.grouping import TensorGroupsCache
+from ..kernels.shards import local
 from .unscale import Unscaler, reciprocal, widened
 
 __all__ = ["Chooser", "Gradients", "UnscaledOnce", "add_grads", "get_grads", "set_grads", "widen"]
@@ -112,7 +112,6 @@ class Gradients:
     Args:
         wide: picks the parameters whose gradients are to be fp32 although backward passes compute them in 16 bits; None
             if there are none.
-        stays_narrow: whether such a gradient may stay in 16 bits until the step if it is neither scaled nor added to.
         wrapped: picks the parameters that are in a DistributedDataParallel wrapper or sharded.
 
     Attributes:
@@ -121,15 +120,15 @@ class Gradients:
         held: the gradients that are set aside, by the identity of the parameter.
     """
 
-    def __init__(self, wide: Chooser | None, *, stays_narrow: bool, wrapped: Chooser) -> None:
+    def __init__(self, wide: Chooser | None, *, wrapped: Chooser) -> None:
         self.any_wide = wide is not None
         self.wide: Chooser = _none if wide is None else wide
         self.held: dict[int, torch.Tensor] = {}
-        self._stays_narrow = stays_narrow
         self._wrapped = wrapped
         self._begun: list[torch.Tensor] = []  # had no gradient in their place when the block was opened
         self._unscaler = Unscaler()
         self._clipper = Unscaler()
+        self._checker = Unscaler()
         self._groups = TensorGroupsCache()
 
     # ---- around a backward pass
@@ -172,17 +171,23 @@ class Gradients:
             self.held[id(param)] = grad.clone() if is_view(grad) and grad.dtype is param.dtype else grad
             param.grad = None
         self._begun = [p for p in params if p.grad is None] if stays is not None else list(params)
-        self.expect(self._begun, in_block=not delay)
+        self.expect(self._begun, as_computed=scale is not None and not delay)
 
-    def expect(self, params: Sequence[torch.Tensor], *, in_block: bool = False) -> None:
-        """Choose the dtype in which the next pass delivers gradients to the parameters that have none."""
+    def expect(self, params: Sequence[torch.Tensor], *, as_computed: bool = False) -> None:
+        """Choose the dtype in which the next pass delivers gradients to the parameters that have none.
+
+        Args:
+            params: those of the optimizer.
+            as_computed: leave it to the pass, because somebody makes them fp32, or uses them up, before a user can see
+                them.
+        """
         if not HAS_GRAD_DTYPE or not self.any_wide:
             return
         empty = [p for p in params if p.grad is None]
         wide = self.wide(empty)
         if own := set(map(id, self._wrapped(wide))):
             wide = [p for p in wide if id(p) not in own]
-        dtype = None if in_block else torch.float32
+        dtype = None if as_computed else torch.float32
         for param in [p for p in wide if p.grad_dtype is not dtype]:
             param.grad_dtype = dtype
         if len(wide) < len(empty):
@@ -234,7 +239,7 @@ class Gradients:
         """``finish`` for some parameters while the pass goes on."""
         inv_scale = None if scale is None else reciprocal(scale)
         narrow: list[torch.Tensor] = []
-        if self.any_wide and (inv_scale is not None or self.held or not self._stays_narrow):
+        if self.any_wide:
             wide = self.wide([p for p in params if p.grad is not None])
             narrow = [p for p in wide if p.grad.dtype in HALF_DTYPES]  # type: ignore[union-attr]
         done = self._finish_narrow(narrow, inv_scale, found_inf) if narrow else set()
@@ -256,7 +261,7 @@ class Gradients:
                 set_grads([param], [param.grad.float().coalesce()])  # type: ignore[union-attr]
             elif id(param) in self.held and not self.held[id(param)].is_sparse:
                 again.append(param)
-            elif inv_scale is not None or not self._stays_narrow:
+            else:
                 first.append(param)
         for slot, rows in (("first", first), ("again", again)):
             if not rows:
@@ -287,6 +292,22 @@ class Gradients:
                 grad.add_(before)
 
     # ---- between passes and step
+
+    @torch.no_grad()
+    def clear_overflow(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Set the gradients that are there to zero if one of them holds inf or NaN. Reads no device.
+
+        Returns:
+            0-dim float32 tensor, 1.0 if one does; None if there are no gradients.
+        """
+        grads = self._checker.gather(params)
+        if not grads:
+            return None
+        found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
+        self._checker.unscale(grads, torch.ones_like(found_inf), found_inf)
+        for grad in map(local, grads):
+            grad.masked_fill_((found_inf != 0).to(grad.device, non_blocking=True), 0.0)
+        return found_inf
 
     def unscale_or_check(
         self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor, *, step_checks: bool

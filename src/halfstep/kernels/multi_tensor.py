@@ -57,6 +57,12 @@ def axpby_kernel(x: Any, y: Any, target: Any, *, a: Any, b: Any) -> dict[str, An
     return {"target": x * a + y * b, "x_seen": x, "y_seen": y}
 
 
+@elementwise_kernel(checks=("seen",))
+def accumulate_kernel(source: Any, target: Any, *, factor: Any) -> dict[str, Any]:
+    """``target += source * factor``, with a check of the source."""
+    return {"target": target + source * factor, "seen": source}
+
+
 @elementwise_kernel(squares=("seen",), checks=("seen",))
 def l2norm_kernel(source: Any) -> dict[str, Any]:
     """The sum of squares, with a check."""
@@ -122,7 +128,8 @@ def unscale_into(
     for src, dst in groups.split(sources, targets):
         if accumulate and _worth_a_kernel(src, dst):
             factor = 1.0 if inv_scale is None else inv_scale
-            axpby(factor, src, 1.0, dst, dst, None if inv_scale is None else found_inf)
+            found = None if inv_scale is None else found_inf
+            run(accumulate_kernel, {"factor": factor}, found, source=src, target=dst)
             continue
         if accumulate and inv_scale is None:
             torch._foreach_add_(dst, src)

@@ -67,23 +67,20 @@ class MasterKeeper:
         self._held: list[weakref.ref[torch.Tensor]] = []
         weakref.finalize(self, _give_back, self._held).atexit = False
         wide: Chooser | None = halves if masters else None
-        narrow = False
         if masters is True and own and hasattr(optimizer, "keep_masters") and HAS_GRAD_DTYPE:
             optimizer.keep_masters(originals)
-            narrow = True
         elif masters is True:
             self.plain = PlainMasters(originals)
         elif copies is not None and hasattr(optimizer, "keep_copies"):
             kept = optimizer.keep_copies(*copies)
             if HAS_GRAD_DTYPE:
-                narrow = True
 
                 def wide(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                     found = kept.having(params)
                     taken = set(map(id, wrapped(found)))
                     return [p for p in found if id(p) not in taken]
 
-        self.gradients = Gradients(wide, stays_narrow=narrow, wrapped=wrapped)
+        self.gradients = Gradients(wide, wrapped=wrapped)
         self.adopt()
 
     @property

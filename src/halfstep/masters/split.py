@@ -1,6 +1,6 @@
 """Split masters: a bfloat16 weight and an int16 remainder that together are the 32 bits of its fp32 master.
 
-They need 14 bytes a parameter with Adam, instead of 16 to 20. What is written to the weight from outside
+They need 2 bytes a parameter, where an fp32 copy needs 4. What is written to the weight from outside
 (``load_state_dict``, an average, a new initialization) stays, because the weight is the upper half of the master. The
 remainder is ``optimizer.state[p]["remainder"]``, so checkpoints hold it. ``kernels.storage`` has the bit arithmetic.
 """

@@ -84,7 +84,8 @@ class GradientRelease:
         self._queued = -1  # the backward pass after which those that wait are to step
         self._keeps = False
         self._block: _Block | None = None
-        self._last: torch.Tensor | None = None  # square of the norm of the last step's gradients
+        self._kept = False  # whether a scaled pass has left its gradients to a later one
+        self._last: torch.Tensor | None = None  # square of the norm of the last gradients that were finite; 0 for none
         self.forget()
 
     # ---- what a user calls
@@ -143,20 +144,25 @@ class GradientRelease:
         optimizer: Any = self._optimizer()
         if self._total is not None:
             optimizer.grad_norm = self._total.sqrt().float()
-            self._last = self._total if self._last is None else self._total.where(self._total.isfinite(), self._last)
+            before = torch.zeros_like(self._total) if self._last is None else self._last
+            self._last = self._total.where(self._total.isfinite(), before)
         if self.scaler is not None and (found := self._found) is not None:
             flags = found_inf_of(self.scaler, optimizer)
             flags[found.device] = torch.maximum(found, flags.get(found.device, found))
             if hasattr(optimizer, "found_inf"):
                 optimizer.found_inf = flags[found.device]
+        kept = self._kept
         self.forget()
+        self._kept = kept  # those of a step that was skipped are there until zero_grad
 
     def forget(self) -> None:
         """Begin a step anew."""
         self._waiting: dict[int, torch.Tensor] = {}  # have a gradient, and step soon
         self._elements = 0
         self._stepped: set[int] = set()
-        self._found: torch.Tensor | None = None  # 1.0 once a gradient was inf or NaN
+        self._found: torch.Tensor | None = None  # 1.0 once a gradient of this pass was inf or NaN
+        self._skip: torch.Tensor | None = None  # 1.0 once one was to be used, from this pass or set aside before
+        self._kept = False
         self._total: torch.Tensor | None = None  # sum of squares of this step's gradients so far
 
     # ---- what a face calls
@@ -169,18 +175,20 @@ class GradientRelease:
     def begin(self, gradients: Gradients, scale: torch.Tensor | None, *, delay: bool) -> None:
         """A ``scale_loss`` block was opened; see ``_Block``."""
         self._block = _Block(scale, gradients, bool(gradients.held), delay, len(self._stepped))
-        self._found = None
+        self._found = self._skip = None
 
     def finish(self, found_inf: torch.Tensor) -> bool:
         """The block was left. Adds its overflow to ``found_inf``; returns whether any parameter stepped in it."""
-        before = 0 if self._block is None else self._block.before
-        self._block = self.guard = None
+        block, self._block, self.guard = self._block, None, None
         self.add_overflow(found_inf)
-        return len(self._stepped) > before
+        used = len(self._stepped) > (0 if block is None else block.before)
+        if block is not None and block.scale is not None and not used:
+            self._kept = True
+        return used
 
     def abandon(self) -> None:
         """The pass in the block failed. What has stepped has stepped."""
-        self._block = self.guard = self._found = None
+        self._block = self.guard = self._found = self._skip = None
         self._waiting, self._elements = {}, 0
 
     def add_overflow(self, found_inf: torch.Tensor) -> None:
@@ -287,7 +295,7 @@ class GradientRelease:
             self._rows[key] = rows
             taken.append((hyper, rows))
         all_rows = [rows for _, group_rows in taken for rows in group_rows.rows]
-        optimizer._take(taken, self._factor(optimizer.options.max_grad_norm, all_rows, scale), self._found)
+        optimizer._take(taken, self._factor(optimizer.options.max_grad_norm, all_rows, scale), self._skip)
         for param in params:
             param.grad = None
 
@@ -299,12 +307,15 @@ class GradientRelease:
             scale = scale_of(self.scaler)
             if scale is None:
                 raise UsageError("No loss has been scaled; call scaler.scale(loss).backward().")
+        zero = torch.zeros((), dtype=torch.float32, device=params[0].device)
         if scale is not None and self._found is None:
-            self._found = torch.zeros((), dtype=torch.float32, device=params[0].device)
-        if block is None or not block.adds:
+            self._found = zero
+        adds = block is not None and block.adds
+        if self._skip is None and (scale is not None or self._kept):
+            self._skip = torch.zeros_like(zero) if adds or self._found is None else self._found
+        if block is None or not adds:
             return scale
-        found = torch.zeros((), dtype=torch.float32, device=params[0].device) if self._found is None else self._found
-        block.gradients.finish_some(params, scale, found)
+        block.gradients.finish_some(params, scale, zero if self._found is None else self._found)
         return None
 
     def _factor(self, limit: float | None, rows: list[ParamRows], scale: torch.Tensor | None) -> Number:
@@ -312,9 +323,9 @@ class GradientRelease:
         inverse: Number = 1.0
         if scale is not None:
             inverse = scale.to(rows[0].device, non_blocking=True).double().reshape(()).reciprocal()
-        if limit is None and self._found is None:
+        if limit is None and self._skip is None:
             return inverse
-        squares = torch.stack([one.squared_norms(self._found).sum() for one in rows]).sum() * inverse * inverse
+        squares = torch.stack([one.squared_norms(self._skip).sum() for one in rows]).sum() * inverse * inverse
         if limit is None:
             return inverse
         self._total = squares if self._total is None else self._total + squares

@@ -182,8 +182,10 @@ class AttachedOptimizer:
     def call(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """Call the optimizer's ``step`` as a scaler does: not at all if the host can know that it will be skipped."""
         known = closure is None and bool(self.passes.records) and not self.stepping.takes_flags
-        if known and any_overflow(self.passes.take_records()).item():
-            return self._observed(self._skip)
+        if known:
+            if any_overflow(self.passes.take_records()).item():
+                return self._observed(self._skip)
+            self.passes.unsettled = False
         if attached_to(self.optimizer) is not self:
             return self.step(closure, *args, **kwargs)
         step: Any = self.optimizer.step
@@ -215,10 +217,12 @@ class AttachedOptimizer:
         casting = active_casting()
         with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None
+            if found_inf is None and closure is None:
+                found_inf = passes.settle(self.params() if passes.unsettled else [])
             if found_inf is not None and (closure is not None or not self.stepping.takes_flags):
                 if found_inf.item():
                     return self._skip()
-                found_inf = None
+                found_inf, passes.unsettled = None, False
             if closure is not None:
                 closure = guarded(
                     closure,

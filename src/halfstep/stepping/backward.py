@@ -39,6 +39,8 @@ class BackwardPasses:
         scales: what the losses since the last step were multiplied by, 0-dim tensors, by the loss scale they came from.
         scalers: the loss scales of the latest window, before the first one those that whoever attached it expects.
         models: weak references to the models that it trains, where they are known.
+        sharing: weak references to the passes of other optimizers that share a parameter with this one.
+        unsettled: whether a step was skipped, or may have been, and nobody has cleared its gradients since.
         got_gradients: whether any parameter had a gradient after the latest pass.
         is_open: whether a block is open.
         delayed: whether gradients of delayed passes are there, still scaled.
@@ -53,6 +55,8 @@ class BackwardPasses:
         self.scales: dict[DeviceLossScaler, torch.Tensor] = {}
         self.scalers: list[DeviceLossScaler | None] = []
         self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
+        self.sharing: tuple[weakref.ref[BackwardPasses], ...] = ()
+        self.unsettled = False
         self.got_gradients = False
         self.is_open = False
         self.delayed = False
@@ -104,6 +108,7 @@ class BackwardPasses:
         if release is not None:
             release.refuse_block()
         params = self.keeper.params()
+        self.settle(params)
         if self._known is not None:
             self.drop_brought(params)
         elif scale is not None:
@@ -121,9 +126,27 @@ class BackwardPasses:
             self.gradients.begin(params, scale, seen, stays_in_place, delay=delay)
         if release is not None:
             release.begin(self.gradients, scale, delay=delay)
+            self.gradients.expect(params, as_computed=not delay)
         if not self.ranks.alone:
             self.ranks.begin_backward(scale, params, self.gradients.held)
         self.is_open = True
+
+    def settle(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Clear the gradients of a skipped step if they are still there, so that no later step takes them.
+
+        Their values tell whether they are. The gradients may have been cleared in a way that nobody hears of, and after
+        a step that skips itself on the device the host does not know whether it did.
+
+        Args:
+            params: those of the optimizer.
+
+        Returns:
+            0-dim float32 tensor, 1.0 if gradients were cleared; None if there was nothing to look at.
+        """
+        if not self.unsettled:
+            return None
+        self.unsettled = False
+        return self.gradients.clear_overflow(params)
 
     def drop_brought(self, params: list[torch.Tensor] | None = None) -> None:
         """Drop the gradients that parameters brought with them when they came to the optimizer after a scaled pass.
@@ -168,7 +191,7 @@ class BackwardPasses:
         if self.release is not None:
             self.release.abandon()
         if lost:
-            self.records.append(BackwardRecord(torch.ones((), dtype=torch.float32, device=self.device), None))
+            self.note(BackwardRecord(torch.ones((), dtype=torch.float32, device=self.device), None))
 
     def finish(
         self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int] | None, *, delay: bool = False
@@ -202,7 +225,16 @@ class BackwardPasses:
         found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
         self.gradients.finish(self.keeper.params(), self.delayed_scale, found_inf)
         if self.delayed_scale is not None:
-            self.records.append(BackwardRecord(found_inf, None))
+            self.note(BackwardRecord(found_inf, None))
+
+    def note(self, record: BackwardRecord) -> None:
+        """Note a pass for the next step of this optimizer, and of each that shares a parameter with it."""
+        others = [passes for ref in self.sharing if (passes := ref()) is not None]
+        for passes in (self, *others):
+            if record not in passes.records:
+                passes.records.append(record)
+            if len(passes.records) >= _MANY:
+                passes.records = _merged(passes.records)
 
     def sync(self, *, steps: bool = True) -> None:
         """Average gradients and overflows since the last step with the ranks that have not got them yet.
@@ -232,6 +264,7 @@ class BackwardPasses:
         """The records since the last call; there are none afterwards, and passes to come belong to another step."""
         records, self.records = self.records, []
         if records:
+            self.unsettled = True
             self.scalers = list(dict.fromkeys(record.scaler for record in records))
         self.ranks.end_window()
         return records
@@ -239,7 +272,7 @@ class BackwardPasses:
     def clear(self) -> None:
         """The gradients were cleared: forget what is known about them."""
         self.gradients.clear(self.keeper.params())
-        self.delayed = False
+        self.delayed = self.unsettled = False
         self.records.clear()
         self.ranks.clear()
 
@@ -290,13 +323,10 @@ def record_pass(
         return
     record = BackwardRecord(found_inf, scaler, dynamic=scaler.dynamic)
     for passes in optimizers:
-        passes.records.append(record)
+        passes.note(record)
         passes.scales[scaler] = scale
     if not any(passes.ranks.has_unsynced for passes in optimizers):
         sync_overflow(optimizers)
-    for passes in optimizers:
-        if len(passes.records) >= _MANY:
-            passes.records = _merged(passes.records)
 
 
 def _merged(records: list[BackwardRecord]) -> list[BackwardRecord]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -74,10 +75,15 @@ def prepare(
     # A fused step keeps masters in its own state, but optimizers that share a parameter must share its master.
     owners = Counter(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
     alone = max(owners.values(), default=1) == 1
-    return [
+    attached = [
         prepare_optimizer(one, policy, models, originals=originals, fused=fused and alone, own=alone, verbose=verbose)
         for one in optimizers
     ]
+    for one in [] if alone else attached:
+        mine = set(map(id, one.params()))
+        others = [other for other in attached if other is not one and not mine.isdisjoint(map(id, other.params()))]
+        one.passes.sharing = tuple(weakref.ref(other.passes) for other in others)
+    return attached
 
 
 def prepare_model(

@@ -1,0 +1,310 @@
+"""Gradients that outlive a skipped step: an overflow belongs to them, so no later step takes them, whoever asks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import amp, optimizers
+from halfstep.core.errors import LossScaleCollapsed
+from halfstep.fp16_utils import FP16_Optimizer
+from tests.stepping.test_overflow import reads
+
+BAD = [math.inf, -math.inf, math.nan]
+STEPS = 8
+OVERFLOWS = 3
+"""The step whose gradients are not finite."""
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "AdamW(fused=True)": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=1e-2),
+}
+FACES = ["O1", "O2", "O2, fused=False", "handle", "wrap_optimizer", "FP16_Optimizer"]
+
+Block = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
+
+_handles: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _deactivate() -> Iterator[None]:
+    yield
+    while _handles:
+        _handles.pop()._deactivate()
+
+
+class Run:
+    """A model, its optimizer, and how a loss gets its backward pass."""
+
+    def __init__(self, face: str, make: Callable[[Any], torch.optim.Optimizer], half: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.model: Any = nn.Linear(8, 4)
+        if face == "FP16_Optimizer":
+            self.model = self.model.to(half)
+        self.optimizer: Any = make(self.model.parameters())
+        self.dtype = torch.float32
+        self.backward = self._in_block
+        rule = halfstep.DynamicLossScale(init_scale=256.0)
+        if face == "FP16_Optimizer":
+            self.dtype = half
+            args = {"init_scale": 256.0}
+            self.optimizer = FP16_Optimizer(
+                self.optimizer, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False
+            )
+            self.backward = self.optimizer.backward
+        elif face in ("handle", "wrap_optimizer"):
+            handle = amp.init(dtype=half, loss_scale=256.0)
+            _handles.append(handle)
+            if face == "wrap_optimizer":
+                self.optimizer = handle.wrap_optimizer(self.optimizer, num_loss=2)
+            self.block: Block = lambda loss: handle.scale_loss(loss, self.optimizer)
+        else:
+            level, _, fused = face.partition(", ")
+            self.model, self.optimizer = amp.initialize(
+                self.model, self.optimizer, opt_level=level, dtype=half, fused=not fused, loss_scale=rule, verbosity=0
+            )
+            self.block = lambda loss: amp.scale_loss(loss, self.optimizer)
+
+    def _in_block(self, loss: torch.Tensor) -> None:
+        with self.block(loss) as scaled_loss:
+            scaled_loss.backward()
+
+    def loss(self, i: int, factor: float = 1.0) -> torch.Tensor:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).to(self.dtype)
+        return self.model(x).float().square().mean() * factor
+
+    def skipped(self) -> bool:
+        return bool(getattr(self.optimizer, "optimizer", self.optimizer).step_was_skipped)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert all(t.isfinite().all() for t in ours)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("face", FACES)
+def test_clearing_only_after_a_step_that_was_taken_is_clearing_always(
+    face: str, optimizer: str, half: torch.dtype
+) -> None:
+    found = []
+    for always in (True, False):
+        run = Run(face, OPTIMIZERS[optimizer], half)
+        skips = []
+        for i in range(STEPS):
+            for turn in range(2):
+                run.backward(run.loss(2 * i + turn, math.inf if (i, turn) == (OVERFLOWS, 0) else 1.0))
+            run.optimizer.step()
+            skips.append(run.skipped())
+            if always or not skips[-1]:
+                run.optimizer.zero_grad()
+        assert skips == [i == OVERFLOWS for i in range(STEPS)]
+        found.append(run.weights())
+        amp.deactivate()
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("plain", [False, True], ids=["no pass", "a plain pass"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("face", FACES)
+def test_a_step_without_a_block_does_not_take_them(face: str, optimizer: str, plain: bool, bad: float) -> None:
+    run = Run(face, OPTIMIZERS[optimizer], torch.float16)
+    run.backward(run.loss(0))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    before = run.weights()
+    run.backward(run.loss(1, bad))
+    for _ in range(2):
+        run.optimizer.step()
+        assert run.skipped()
+        assert_equal(run.weights(), before)
+        if plain:
+            run.loss(2).backward()  # added to what is not finite
+    if plain:
+        run.optimizer.step()
+        assert not run.skipped()
+        assert all(p.isfinite().all() for p in run.weights())
+        assert not torch.equal(run.weights()[0], before[0])
+
+
+CLEARINGS: dict[str, Callable[[Run], None]] = {
+    "model.zero_grad()": lambda run: run.model.zero_grad(),
+    "model.zero_grad(set_to_none=False)": lambda run: run.model.zero_grad(set_to_none=False),
+    "optimizer.zero_grad(set_to_none=False)": lambda run: run.optimizer.zero_grad(set_to_none=False),
+    "p.grad = None": lambda run: [setattr(p, "grad", None) for p in run.model.parameters()],  # type: ignore[func-returns-value]
+    "p.grad.zero_()": lambda run: [p.grad.zero_() for p in run.model.parameters()],  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["block", "plain pass"])
+@pytest.mark.parametrize("clear", CLEARINGS)
+@pytest.mark.parametrize("optimizer", ["AdamW", "FusedAdam"])
+@pytest.mark.parametrize("face", ["O1", "O2"])
+def test_it_is_over_when_they_are_cleared_by_anybody(face: str, optimizer: str, clear: str, plain: bool) -> None:
+    found = []
+    for overflows in (False, True):
+        run = Run(face, OPTIMIZERS[optimizer], torch.float16)
+        if overflows:
+            run.backward(run.loss(1, math.inf))
+            run.optimizer.step()
+            assert run.skipped()
+            CLEARINGS[clear](run)
+        run.loss(2).backward() if plain else run.backward(run.loss(2))
+        run.optimizer.step()
+        assert not run.skipped()
+        found.append(run.weights())
+        amp.deactivate()
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW(fused=True)", "FusedAdam"])
+def test_a_step_that_skips_itself_on_the_device_is_not_asked_whether_it_did(optimizer: str) -> None:
+    run = Run("O1", OPTIMIZERS[optimizer], torch.float16)
+    counts = []
+    for i in range(6):
+        with reads() as counted:
+            run.backward(run.loss(i, math.inf if i == OVERFLOWS else 1.0))
+            run.optimizer.step()
+        counts.append(counted.count)  # nobody clears
+    backend_reads = counts[1]  # the eager backend reads flags of the host
+    assert counts[1:] == [backend_reads] * 5
+    assert all(p.isfinite().all() for p in run.model.parameters())
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["fp32", "O2"])
+def test_a_grad_scaler_goes_on_skipping_until_they_are_cleared(masters: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = nn.Linear(8, 4)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
+    if masters:
+        model, optimizer = amp.decorate(model, optimizer, level="O2", dtype="float16")
+    scaler = amp.GradScaler(init_loss_scaling=256.0, decr_every_n_nan_or_inf=1)
+
+    def step(factor: float = 1.0) -> bool:
+        x = torch.randn(4, 8, dtype=model.weight.dtype)
+        scaler.scale(model(x).float().square().mean() * factor).backward()
+        stepped = bool(scaler.step(optimizer))
+        scaler.update()
+        return stepped
+
+    with caplog.at_level(logging.CRITICAL):
+        assert [step(), step(math.inf), step(), step()] == [True, False, False, False]
+        optimizer.zero_grad()
+        assert step()
+        step(math.inf)
+        with pytest.raises(LossScaleCollapsed, match="zero_grad"):
+            all(not step() for _ in range(200))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_block_does_not_take_what_a_grad_scaler_left(fused: bool) -> None:
+    model: Any = nn.Linear(8, 4)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O2", dtype=torch.float16, fused=fused, loss_scale=64.0, verbosity=0
+    )
+    scaler = amp.GradScaler(init_loss_scaling=256.0)
+    scaler.scale(model(torch.ones(4, 8)).float().sum() * math.nan).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    for _ in range(2):
+        with amp.scale_loss(model(torch.ones(4, 8)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+# ---- several optimizers
+
+
+class TwoHeads(nn.Module):
+    """A layer that both optimizers have, and a layer for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        out: torch.Tensor = self.heads[i](self.body(x))
+        return out
+
+
+ORDERS = {  # what happens, to which optimizer; "!" is a pass that overflows
+    "the first skips, then the second has a pass": "0! s0 1 s1",
+    "both have passes, the first steps first": "0! 1 s0 s1",
+    "both have passes, the second steps first": "0! 1 s1 s0",
+    "the second has a pass, then the first overflows": "1 0! s1 s0",
+    "its own pass overflows after the other's": "0 1! s0 s1",
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_in_a_shared_parameter_counts_for_both(level: str, order: str, fused: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = TwoHeads()
+    made: Any = [
+        torch.optim.SGD([*model.body.parameters(), *head.parameters()], lr=0.1, fused=fused) for head in model.heads
+    ]
+    model, made = amp.initialize(
+        model, made, opt_level=level, dtype=torch.float16, num_losses=2, loss_scale="dynamic", verbosity=0
+    )
+
+    def backward(i: int, factor: float) -> None:
+        loss = model(torch.ones(2, 4), i).float().square().mean() * factor
+        with amp.scale_loss(loss, made[i], loss_id=i) as scaled_loss:
+            scaled_loss.backward()
+
+    for _ in range(2):  # nothing is cleared in between
+        for what in ORDERS[order].split():
+            i = int(what.strip("s!"))
+            if what.startswith("s"):
+                made[i].step()
+            else:
+                backward(i, math.inf if what.endswith("!") else 1.0)
+            assert all(p.isfinite().all() for p in model.parameters())
+    for optimizer in made:
+        optimizer.zero_grad()
+    for i in (0, 1):
+        backward(i, 1.0)
+        made[i].step()
+    assert [bool(optimizer.step_was_skipped) for optimizer in made] == [False, False]
+
+
+def test_an_overflow_of_one_loss_skips_the_step_of_all_and_is_cleared() -> None:
+    found = []
+    for always in (True, False):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(8, 4)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level="O2", dtype=torch.float16, num_losses=2, loss_scale="dynamic", verbosity=0
+        )
+        for i in range(4):
+            for loss_id in (0, 1):
+                factor = math.inf if (i, loss_id) == (1, 0) else 1.0
+                with amp.scale_loss(model(torch.ones(2, 8)).float().mean() * factor, optimizer, loss_id) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+            if always or not optimizer.step_was_skipped:
+                optimizer.zero_grad()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert_equal(*found)
