@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep import amp, optimizers
@@ -186,6 +187,37 @@ def test_a_step_that_skips_itself_on_the_device_is_not_asked_whether_it_did(opti
     assert all(p.isfinite().all() for p in run.model.parameters())
 
 
+class Checks(TorchDispatchMode):
+    """Counts the reads of gradients that look for inf and NaN."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
+        return func(*args, **(kwargs or {}))
+
+
+CLEARED = {  # the optimizer, how gradients are set to zero -> checks of a step with two passes
+    "a step that was taken, as the host knows": ("AdamW", "model.zero_grad(set_to_none=False)", 2),
+    "zeros that the optimizer has set": ("AdamW(fused=True)", "optimizer.zero_grad(set_to_none=False)", 2),
+    "no gradients": ("AdamW(fused=True)", "model.zero_grad()", 2),
+    "zeros of which nobody has heard": ("AdamW(fused=True)", "model.zero_grad(set_to_none=False)", 3),
+}
+
+
+@pytest.mark.parametrize("case", CLEARED)
+def test_gradients_from_before_a_step_are_looked_at_once_and_only_where_they_may_be_bad(case: str) -> None:
+    optimizer, clear, expected = CLEARED[case]
+    run = Run("O1", OPTIMIZERS[optimizer], torch.float16)
+    for i in range(3):
+        with Checks() as counted:
+            run.backward(run.loss(i))
+            run.backward(run.loss(i))
+            run.optimizer.step()
+            CLEARINGS[clear](run)
+    assert counted.count == expected
+
+
 @pytest.mark.parametrize("masters", [False, True], ids=["fp32", "O2"])
 def test_a_grad_scaler_goes_on_skipping_until_they_are_cleared(masters: bool, caplog: pytest.LogCaptureFixture) -> None:
     model: Any = nn.Linear(8, 4)
@@ -228,6 +260,25 @@ def test_a_block_does_not_take_what_a_grad_scaler_left(fused: bool) -> None:
         optimizer.step()
     assert not optimizer.step_was_skipped
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_closure_that_does_not_clear_is_run_again_without_them(fused: bool) -> None:
+    """Under a dynamic scale; what the overflow has left is not in the gradient of the second evaluation."""
+    found = []
+    for overflows in (False, True):
+        run = Run("O2" if fused else "O2, fused=False", OPTIMIZERS["SGD"], torch.float16)
+        factors = [math.inf, 1.0] if overflows else [1.0]
+
+        def closure(run: Run = run, factors: list[float] = factors) -> torch.Tensor:
+            loss = run.loss(1, factors.pop(0))
+            run.backward(loss)
+            return loss
+
+        run.optimizer.step(closure)
+        assert not factors
+        found.append(run.weights())
+    assert_equal(*found)
 
 
 # ---- several optimizers

@@ -15,7 +15,7 @@ __all__ = ["LEVELS", "LossScaleSpec", "Policy", "check_policy", "parse_level"]
 
 LEVELS = {
     "O0": "fp32 training",
-    "O1": "casts inserted around torch operations; the weights stay fp32",
+    "O1": "casts inserted around torch operations; the weights stay as they are",
     "O2": "16-bit weights, fp32 BatchNorm and fp32 master weights",
     "O3": "everything in 16 bits, the yardstick for speed",
 }

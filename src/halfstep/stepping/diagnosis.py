@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from ..core.dtypes import dtype_name
+from ..core.dtypes import dtype_name, is_half
 from ..core.errors import UsageError
+from ..core.text import counted
 from ..core.torch_compat import values_of
+from ..gradients.master_registry import master_of
 
 __all__ = ["first_bad_gradient", "refuse_strays"]
 
@@ -23,7 +25,8 @@ def first_bad_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> str:
             attached, in the order of ``named_parameters``.
 
     Returns:
-        For example ``layers.0.weight (4x3, float16: 2 inf, 0 NaN among 12 values)``.
+        For example ``layers.0.weight (4x3, float16: 2 inf, 0 NaN among 12 values)``. If an optimizer updates 16-bit
+        weights without masters, a sentence on that follows, because their steps may have made the weights inf or NaN.
     """
     seen: set[int] = set()
     for name, param in _named(optimizers):
@@ -35,7 +38,8 @@ def first_bad_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> str:
         infs, nans = int(values.isinf().sum()), int(values.isnan().sum())
         if infs or nans:
             shape = "x".join(map(str, param.shape)) or "scalar"
-            return f"{name} ({shape}, {dtype_name(grad.dtype)}: {infs} inf, {nans} NaN among {values.numel()} values)"
+            counts = f"{infs} inf, {nans} NaN among {values.numel()} values"
+            return f"{name} ({shape}, {dtype_name(grad.dtype)}: {counts}){_on_masters(optimizers)}"
     return "none is left to look at; they were cleared or replaced before the loss scale was updated"
 
 
@@ -58,6 +62,23 @@ def refuse_strays(params: Sequence[torch.Tensor], models: Iterable[weakref.ref[n
             "first, make the optimizer from its new parameters, and initialize then (O1, or MixedPrecisionPolicy of "
             "fully_shard)."
         )
+
+
+def _on_masters(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """A sentence on the first optimizer that updates 16-bit weights without masters; nothing if there is none."""
+    for optimizer in optimizers:
+        if getattr(getattr(optimizer, "options", None), "master_weights", None):
+            continue
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        half = [p for p in params if is_half(p) and p.requires_grad and master_of(p) is None]
+        if half:
+            return (
+                f". {len(half)} of {counted(len(params), 'parameter')} of {type(optimizer).__name__} are "
+                f"{dtype_name(half[0].dtype)} and have no fp32 masters: small updates are lost (HS101), large ones "
+                "overflow, and an eps that is 0 in this dtype divides by 0 (HS106). Give the model fp32 weights "
+                'before (model.float()), or use opt_level="O2", which keeps masters'
+            )
+    return ""
 
 
 def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
