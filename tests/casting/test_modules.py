@@ -250,3 +250,18 @@ def test_only_the_session_of_the_moved_model_follows_it() -> None:
         assert sessions.process_casting() is new
     finally:
         sessions.deactivate()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wrap", [lambda w: w, nn.Parameter], ids=["tensors", "parameters"])
+def test_functional_call_with_fp32_weights_is_named_and_the_advice_works(dtype: torch.dtype, wrap: Any) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model = amp.initialize(model, opt_level="O2", dtype=dtype, verbosity=0)
+    weights = {name: wrap(p.detach().float()).requires_grad_() for name, p in model.named_parameters()}
+    with pytest.raises(UsageError, match=r"functional_call was given 0\.weight in float32") as raised:
+        torch.func.functional_call(model, weights, (torch.ones(1, 4),))
+    assert "model.float()" not in str(raised.value)
+    weights_of = {name: w.to(model.get_parameter(name).dtype) for name, w in weights.items()}
+    torch.func.functional_call(model, weights_of, (torch.ones(1, 4),)).sum().backward()
+    assert all(w.grad is not None and w.grad.dtype is torch.float32 for w in weights.values())
+    assert model(torch.ones(1, 4)).dtype is torch.float32  # the model is as it was

@@ -271,6 +271,29 @@ def test_hysteresis(pattern: str, scales: list[float]) -> None:
     assert found == scales
 
 
+@pytest.mark.parametrize(
+    ("pattern", "scales", "counts"),
+    [("FFF", [8, 8, 8], [1, 0, 1]), ("FII", [8, 8, 4], [1, 0, 0]), ("IIFF", [8, 4, 4, 4], [0, 0, 1, 0])],
+)
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_hysteresis_without_growth(pattern: str, scales: list[float], counts: list[int], shape: tuple[int]) -> None:
+    """A growth factor of 1.0, as upstream's tests have it: the scale only backs off, and good steps are counted."""
+    scale, growth, left = torch.full(shape, 8.0), torch.zeros(shape, dtype=torch.int32), torch.full(shape, 2)
+    found = []
+    for letter in pattern:
+        overflow = torch.full(shape, float(letter == "I"))
+        multi_tensor.update_scale_hysteresis(scale, growth, left, overflow, 1.0, 0.5, 2, 2)
+        found.append((scale.item(), growth.item()))
+    assert found == list(zip(scales, counts, strict=True))
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.0, -1.0, float("nan"), float("inf")])
+def test_hysteresis_refuses_a_growth_that_shrinks(factor: float) -> None:
+    state = [torch.tensor(8.0), torch.tensor(0), torch.tensor(2), torch.tensor(0.0)]
+    with pytest.raises(ArgumentValueError, match="growth_factor"):
+        multi_tensor.update_scale_hysteresis(*state, factor, 0.5, 2, 2)
+
+
 def test_wrong_lists() -> None:
     with pytest.raises(ArgumentTypeError, match="takes 2 lists of tensors, not 1"):
         multi_tensor_applier(multi_tensor.multi_tensor_scale, flag(), [some()], 1.0)

@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from halfstep.cli.app import app
 from halfstep.core.errors import HalfstepError
 
-from . import rows_amp, rows_faces, rows_initialize, rows_optimizers, rows_scalers, rows_static
+from . import rows_amp, rows_faces, rows_initialize, rows_optimizers, rows_scalers, rows_static, rows_switches
 from .worlds import Wrong, same, snapshot
 
-TABLES = (rows_initialize, rows_amp, rows_scalers, rows_optimizers, rows_static, rows_faces)
+TABLES = (rows_initialize, rows_amp, rows_scalers, rows_optimizers, rows_static, rows_faces, rows_switches)
 ROWS = [row for table in TABLES for row in table.ROWS]
 
 

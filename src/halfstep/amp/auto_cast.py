@@ -11,6 +11,7 @@ import torch
 
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.op_casting import OpCasting
+from ..core.checks import check_flag, is_device
 from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator, warn_if_slow
@@ -79,7 +80,8 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
     never touched.
 
     Args:
-        enable: False is a scope without casts.
+        enable: False is a scope without casts. A type of device in its place, as torch has it here, is taken for
+            ``device_type``.
         custom_white_list: ops to run in 16 bits; names or torch functions, in a list, tuple or set. Wins over the
             lists of the level.
         custom_black_list: ops to run in fp32.
@@ -99,14 +101,14 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
 
     Raises:
         ArgumentValueError: an unknown level, dtype or op, or an op on both lists.
-        ArgumentTypeError: a list that is a bare string, or no collection.
+        ArgumentTypeError: a list that is a bare string, or no collection, or a switch that is neither True nor False.
 
     Source: Paddle's AMP guide, section 2.1.2.
     """
 
     def __init__(
         self,
-        enable: bool = True,
+        enable: bool | str = True,
         custom_white_list: Iterable[object] | None = None,
         custom_black_list: Iterable[object] | None = None,
         level: str = "O1",
@@ -120,12 +122,17 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             raise ArgumentTypeError(
                 f"@amp.auto_cast without parentheses took {enable!r} for its first argument; write @amp.auto_cast()."
             )
+        if isinstance(enable, str) and is_device(enable):
+            device_type = enable if device_type is None else device_type
+            enable = True
+        enabled = check_flag("enable", enable)
+        check_flag("use_promote", use_promote)
         level = level.upper() if isinstance(level, str) else level
         if level not in _LEVELS:
             raise ArgumentValueError(f"level={level!r}, but level should be O0, OD, O1 or O2.")
         devices = _devices(device_type)
         half = _default_half(devices) if dtype is None else parse_dtype(dtype)
-        enabled = bool(enable) and level != "O0"
+        enabled = enabled and level != "O0"
         if half not in HALF_DTYPES:
             if enabled:
                 raise ArgumentValueError(

@@ -11,7 +11,7 @@ from torch import nn
 from ..casting import modules
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.op_casting import OpCasting
-from ..core.checks import check_kind
+from ..core.checks import check_flag
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.policy import Policy
@@ -145,7 +145,8 @@ def decorate(
         module_filter=module_filter,
     )
     check_emulate(emulate)
-    check_kind("keep_casts", keep_casts, bool, "True or False")
+    check_flag("fused", fused)
+    check_flag("keep_casts", keep_casts)
     if keep_casts and level != "O1":
         raise UsageError(
             "keep_casts=True keeps the 16-bit casts of fp32 weights from step to step, and at O2 the weights "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ..core.checks import check_flag
 from ..core.policy import Policy
 from ..gradients.master_registry import keeper_of
 from ..stepping.attached import attached_to
@@ -46,6 +47,7 @@ def give_masters(
     """
     as_optimizers("amp.give_masters", [optimizer])
     check("amp.give_masters", [], [optimizer], None)
+    check_flag("fused", fused)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     originals = {id(param): weights[param] for param in params if weights is not None and param in weights}
     alone = all(keeper_of(param) is None for param in params)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..casting.dynamo import eager
-from ..core.checks import as_number, check_number
+from ..core.checks import as_number, check_flag, check_number, is_device
 from ..core.dtypes import is_half
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.loss_scale import DynamicLossScale, LossScaleSpec, make_loss_scale
@@ -77,6 +77,7 @@ class GradScaler(ScalerSettings):
 
     Raises:
         ArgumentValueError: for a value outside of these ranges.
+        ArgumentTypeError: for a switch that is neither True nor False.
 
     Source: Paddle's AMP guide, sections 2.1.2 and 3.1; ``torch.amp.GradScaler``.
     """
@@ -114,7 +115,12 @@ class GradScaler(ScalerSettings):
             max_scale=max_loss_scaling,
             collapse_after=collapse_after,
         )
-        super().__init__(bool(enable if enabled is None else enabled), rule, bool(use_dynamic_loss_scaling))
+        if enabled is not None:
+            enable = check_flag("enabled", enabled)
+        elif isinstance(enable, torch.device) or is_device(enable):
+            enable = True
+        dynamic = check_flag("use_dynamic_loss_scaling", use_dynamic_loss_scaling)
+        super().__init__(check_flag("enable", enable), rule, dynamic)
         self._prepare()
 
     @classmethod

@@ -14,7 +14,7 @@ from ..casting import sessions
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.modules import join_process_casting
 from ..casting.op_casting import OpCasting, active_casting, clear_cache, disable_casts, join_process
-from ..core.checks import check_count
+from ..core.checks import check_count, check_flag
 from ..core.dtypes import default_half, parse_half
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.hardware import accelerator, warn_if_slow
@@ -71,6 +71,7 @@ def init(
         The handle. Several may be open at once; the latest decides on casts.
 
     Raises:
+        ArgumentTypeError: for a switch that is neither True nor False.
         ArgumentValueError: for a loss scale, dtype or ``emulate`` that cannot be used. Nothing has been changed then.
 
     Warns:
@@ -78,7 +79,10 @@ def init(
 
     Source: "Mixed precision training with APEX, part 1" (in Chinese), 2018, https://kuaibao.qq.com/s/20180624G0UZD400.
     """
-    if not (enabled if enable is None else enable):
+    switches = {"enable_caching": enable_caching, "verbose": verbose, "allow_banned": allow_banned}
+    for name, value in switches.items():
+        check_flag(name, value)
+    if not (check_flag("enabled", enabled) if enable is None else check_flag("enable", enable)):
         return NoOpHandle()
     check_emulate(emulate)
     half = parse_half(dtype) if dtype is not None else default_half("cuda" if torch.cuda.is_available() else "cpu")

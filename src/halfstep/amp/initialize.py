@@ -12,7 +12,7 @@ from torch import nn
 from ..casting import modules, sessions
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.op_casting import OpCasting
-from ..core.checks import check_count, check_kind
+from ..core.checks import check_count, check_flag, check_kind
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, is_half
 from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
@@ -179,7 +179,7 @@ def initialize(
     Warns:
         PrecisionWarning: once, where the device of a model has no units for the 16-bit dtype and ``emulate=False``.
     """
-    if not enabled:
+    if not check_flag("enabled", enabled):
         _amp_state.session = Session(Properties(False, "O1", None, False, None, None, 1.0), 0)
         return returned(models, optimizers)
 
@@ -203,6 +203,7 @@ def initialize(
     )
     policy, half = recipe.policy, recipe.half
     check_count("num_losses", num_losses)
+    check_flag("fused", fused)
     check_kind("verbosity", verbosity, int, "0, 1 or 2")
     check_emulate(emulate)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)

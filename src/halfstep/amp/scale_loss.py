@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ..casting.dynamo import eager
+from ..core.checks import check_flag
 from ..core.errors import ArgumentIndexError, ArgumentTypeError
 from ..stepping.scaled_backward import ScaledBackward
 from .session import as_list, session_of
@@ -53,7 +54,8 @@ def scale_loss(
         UsageError: before ``amp.initialize``, without an optimizer or for one that it did not return; from the block,
             if another block of the optimizer is open, or if ``backward`` was called on the loss that is not scaled.
         ArgumentIndexError: for a ``loss_id`` there is no scaler for.
-        ArgumentTypeError: if the loss is no floating tensor, or ``loss_id`` no whole number.
+        ArgumentTypeError: if the loss is no floating tensor, ``loss_id`` no whole number, or a switch neither True nor
+            False.
     """
     session, attached = session_of(as_list(optimizers, "amp.scale_loss"), "amp.scale_loss")
     if not session.options.enabled:
@@ -71,6 +73,6 @@ def scale_loss(
         [one.passes for one in attached],
         scalers[loss_id],
         name="amp.scale_loss",
-        delay=delay_unscale,
-        check=not delay_overflow_check,
+        delay=check_flag("delay_unscale", delay_unscale),
+        check=not check_flag("delay_overflow_check", delay_overflow_check),
     )

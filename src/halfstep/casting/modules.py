@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..core.callers import caller_in
 from ..core.dtypes import dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, NotScriptableError, UsageError
 from ..core.torch_compat import (
@@ -85,7 +86,7 @@ class CastInputs(_Hook):
 
 @dataclasses.dataclass(frozen=True)
 class ExpectWeights(_Hook):
-    """A forward pre-hook: refuses a model whose weights were cast again, by somebody else.
+    """A forward pre-hook: refuses a model whose weights have another dtype, by a cast or in a ``functional_call``.
 
     Args:
         name: of a parameter.
@@ -106,10 +107,19 @@ class ExpectWeights(_Hook):
         for part in self.name.split("."):
             weight = getattr(weight, part, None)
         if isinstance(weight, torch.Tensor) and weight.dtype is not self.dtype:
+            if caller_in("torch.nn.utils.stateless") is not None:
+                raise UsageError(
+                    f"torch.func.functional_call was given {self.name} in {dtype_name(weight.dtype)}, and this model "
+                    f"computes with weights of {dtype_name(self.dtype)}. Give it weights in the dtype of those that "
+                    "they stand for: {name: w.to(model.get_parameter(name).dtype) for name, w in weights.items()}. "
+                    "Gradients go through this cast, so the weights that you update may stay fp32. Or call it on a "
+                    "model in fp32: amp.master_model(model), or O1, whose weights are fp32."
+                )
             raise UsageError(
                 f"The weight {self.name} was cast to {dtype_name(self.dtype)} and is {dtype_name(weight.dtype)} now: "
-                "model.float(), half() or to(dtype) was called after amp.initialize or amp.decorate. Leave the dtypes "
-                "to the level: model.state_dict() is fp32 as it is, and amp.master_model(model) is an fp32 copy."
+                "model.float(), half() or to(dtype) was called after amp.initialize or amp.decorate, or another weight "
+                "was put in its place, as load_state_dict(assign=True) does. Leave the dtypes to the level, and leave "
+                "out assign=True: model.state_dict() is fp32 as it is, and amp.master_model(model) is an fp32 copy."
             )
 
 
@@ -255,7 +265,9 @@ def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
         )
     for name, param in parameters_of(module).items():
         value = state_dict.get(prefix + name)
-        if param is not None and isinstance(value, torch.Tensor) and value.shape == param.shape:
+        if param is None or param.is_meta:  # a master on the meta device has no value either
+            continue
+        if isinstance(value, torch.Tensor) and value.shape == param.shape:
             rounded = write_master(param, value)
             if rounded is not None:
                 state_dict[prefix + name] = rounded

@@ -1,13 +1,14 @@
-"""Who called: the line of a script that a warning is about."""
+"""Who called: the line of a script that a warning is about, and what of torch is running."""
 
 from __future__ import annotations
 
 import os
 import sys
+from types import FrameType
 
 import torch
 
-__all__ = ["callers_level"]
+__all__ = ["caller_in", "callers_level"]
 
 _INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 """Where torch and halfstep lie."""
@@ -19,3 +20,11 @@ def callers_level() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def caller_in(module: str) -> FrameType | None:
+    """The nearest call on the stack of a function in a module, such as "torch.nn.utils.stateless"; None without one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame

@@ -8,9 +8,19 @@ from typing import Any
 
 import torch
 
+from .dtypes import DTYPES_BY_NAME
 from .errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["as_number", "check_between", "check_count", "check_kind", "check_number", "check_optimizer_state"]
+__all__ = [
+    "as_number",
+    "check_between",
+    "check_count",
+    "check_flag",
+    "check_kind",
+    "check_number",
+    "check_optimizer_state",
+    "is_device",
+]
 
 
 def check_kind(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
@@ -27,6 +37,35 @@ def check_kind(name: str, value: object, kind: type | tuple[type, ...], what: st
     """
     if not isinstance(value, kind):
         raise ArgumentTypeError(f"{name} must be {what}, not {value!r} of type {type(value).__name__}.")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """A switch as a bool. It may be a bool, also one of numpy, or 0 or 1, as command lines have it.
+
+    Any other value is truthy or not by chance: a text like "no" would switch something on.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+    """
+    if isinstance(value, bool):
+        return value
+    flag = value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
+    if isinstance(flag, int) and flag in (0, 1):
+        return bool(flag)
+    hint = ""
+    if isinstance(value, (torch.dtype, str)) and str(value).removeprefix("torch.").lower() in DTYPES_BY_NAME:
+        hint = f" If {value!r} is the dtype to compute in, write dtype={value!r}."
+    elif isinstance(value, str):
+        hint = " A text is no switch: compare it before, as in value.lower() in ('yes', 'true', '1')."
+    raise ArgumentTypeError(f"{name}={value!r} must be True or False.{hint}")
+
+
+def is_device(value: object) -> bool:
+    """Whether a value is the name of a device, such as "cuda" or "cpu:0"."""
+    try:
+        return isinstance(value, str) and bool(torch.device(value).type)
+    except RuntimeError:
+        return False
 
 
 def check_between(name: str, value: float, *, above: float = 0.0, below: float = math.inf) -> None:

@@ -8,12 +8,21 @@ import torch
 
 from .errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["HALF_DTYPES", "default_half", "dtype_name", "halves", "is_half", "parse_dtype", "parse_half"]
+__all__ = [
+    "DTYPES_BY_NAME",
+    "HALF_DTYPES",
+    "default_half",
+    "dtype_name",
+    "halves",
+    "is_half",
+    "parse_dtype",
+    "parse_half",
+]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 """The 16-bit floating formats: float16 (5-bit exponent, 10-bit fraction) and bfloat16 (8 and 7)."""
 
-_BY_NAME = {
+DTYPES_BY_NAME = {
     "float16": torch.float16,
     "fp16": torch.float16,
     "half": torch.float16,
@@ -25,6 +34,7 @@ _BY_NAME = {
     "float64": torch.float64,
     "double": torch.float64,
 }
+"""The floating formats by all their names, in small letters."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -42,12 +52,12 @@ def parse_dtype(dtype: torch.dtype | str, name: str = "dtype") -> torch.dtype:
         ArgumentTypeError: for anything that is neither a dtype nor a string.
     """
     if isinstance(dtype, torch.dtype):
-        if dtype not in _BY_NAME.values():
+        if dtype not in DTYPES_BY_NAME.values():
             raise ArgumentValueError(f"{name}={dtype} is not a format to train in; use one of {_allowed()}.")
         return dtype
     if not isinstance(dtype, str):
         raise ArgumentTypeError(f"{name} must be a torch.dtype or its name, not {dtype!r}; use one of {_allowed()}.")
-    found = _BY_NAME.get(dtype.strip().lower().removeprefix("torch."))
+    found = DTYPES_BY_NAME.get(dtype.strip().lower().removeprefix("torch."))
     if found is None:
         raise ArgumentValueError(f"{name}={dtype!r} is not a floating format; use one of {_allowed()}.")
     return found
@@ -67,7 +77,7 @@ def parse_half(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def _allowed() -> str:
-    return ", ".join(sorted({dtype_name(d) for d in _BY_NAME.values()}))
+    return ", ".join(sorted({dtype_name(d) for d in DTYPES_BY_NAME.values()}))
 
 
 def is_half(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.fx.traceback import annotate
 
 from ..amp.grad_scaler import GradScaler
 from ..casting.emulation import Emulate, check_emulate
-from ..core.checks import check_kind
+from ..core.checks import check_flag, check_kind
 from ..core.dtypes import parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.oplists import OpLists
@@ -58,6 +58,10 @@ class CustomOpLists:
         self.black_varnames = frozenset(custom_black_varnames or ())
 
 
+_MAY_BE_NONE = {"master_weight", "use_fp16_guard", "use_dynamic_loss_scaling"}
+_SWITCHES = _MAY_BE_NONE | {"master_grad", "use_amp_guard", "use_pure_fp16", "use_bf16", "use_promote"}
+
+
 def decorate(
     optimizer: torch.optim.Optimizer, amp_lists: CustomOpLists | None = None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -84,7 +88,7 @@ def decorate(
         A ``MixedPrecisionOptimizer``.
 
     Raises:
-        ArgumentTypeError: names of both signatures, or of none.
+        ArgumentTypeError: names of both signatures, or of none; a switch that is neither True nor False.
         ArgumentValueError: a level, dtype or number that is not allowed.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -101,6 +105,10 @@ def decorate(
     allowed = list(inspect.signature(make).parameters)[2:]
     if unknown := [name for name in kwargs if name not in allowed]:
         raise ArgumentTypeError(f"decorate takes no {', '.join(map(repr, unknown))}, only {', '.join(allowed)}.")
+    given = inspect.signature(make).bind(optimizer, amp_lists, *args, **kwargs).arguments
+    for name in _SWITCHES & given.keys():
+        if given[name] is not None or name not in _MAY_BE_NONE:
+            check_flag(name, given[name])
     decorated = make(optimizer, amp_lists, *args, **kwargs)
     decorated.emulate = emulate
     return decorated

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..casting.op_casting import NO_CASTING
+from ..core.checks import check_flag
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..graph.capture import Program, Value
 from ..graph.tape import Variable
@@ -26,7 +27,7 @@ class Executor:
 
     def __init__(self, device: torch.device | str | None = None, *, compiled: bool = False) -> None:
         self.device = None if device is None else _device(device)
-        self.compiled = compiled
+        self.compiled = check_flag("compiled", compiled)
 
     def run(
         self,

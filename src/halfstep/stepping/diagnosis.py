@@ -13,6 +13,7 @@ from ..core.errors import UsageError
 from ..core.text import counted
 from ..core.torch_compat import values_of
 from ..gradients.master_registry import master_of
+from ..kernels.shards import is_sharded
 
 __all__ = ["first_bad_gradient", "refuse_strays"]
 
@@ -56,12 +57,32 @@ def refuse_strays(params: Sequence[torch.Tensor], models: Iterable[weakref.ref[n
     """
     known = {id(param) for ref in models if (model := ref()) is not None for param in model.parameters()}
     if known and params and known.isdisjoint(map(id, params)):
+        present = [param for ref in models if (model := ref()) is not None for param in model.parameters()]
         raise UsageError(
-            f"No gradient came to the parameters of this {name}, and none of them is in its model any more: something "
-            "has put others in their place after amp.initialize or amp.decorate, as fully_shard does. Shard the model "
-            "first, make the optimizer from its new parameters, and initialize then (O1, or MixedPrecisionPolicy of "
+            f"No gradient came to the parameters of this {name}, and none of them is in its model any more: "
+            f"{_replaced(params, present)}"
+        )
+
+
+def _replaced(params: Sequence[torch.Tensor], present: Sequence[torch.Tensor]) -> str:
+    """What has put other parameters in the place of an optimizer's, as far as they show it, and what to do."""
+    if any(map(is_sharded, present)):
+        return (
+            "they were sharded after amp.initialize or amp.decorate, as fully_shard does it. Shard the model first, "
+            "make the optimizer from its new parameters, and initialize then (O1, or MixedPrecisionPolicy of "
             "fully_shard)."
         )
+    if any(param.is_meta for param in params):
+        return (
+            "the optimizer has those on the meta device, and model.to_empty() or load_state_dict(assign=True) made "
+            "others after amp.initialize or amp.decorate. First to_empty() and load the weights, then make the "
+            "optimizer from the new parameters, and initialize then."
+        )
+    return (
+        "others were put in their place after amp.initialize or amp.decorate. load_state_dict(assign=True) does so: "
+        "leave out assign=True, and the weights are loaded into the parameters and masters that are there. So does "
+        "an assignment like module.weight = nn.Parameter(...): do it before, and make the optimizer after it."
+    )
 
 
 def _on_masters(optimizers: Sequence[torch.optim.Optimizer]) -> str:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..amp.grad_scaler import GradScaler
 from ..amp.scale_loss import scale_loss
-from ..core.checks import check_count
+from ..core.checks import check_count, check_flag
 from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..gradients.loss_scaler import DeviceLossScaler
@@ -94,6 +94,8 @@ class TrainStep:
         cuda_graph: bool = False,
     ) -> None:
         _check(model, loss_fn, optimizer, scaler, max_grad_norm, accumulate)
+        check_flag("compiled", compiled)
+        check_flag("cuda_graph", cuda_graph)
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...core.checks import as_number, check_kind, check_number
+from ...core.checks import as_number, check_flag, check_kind, check_number
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.logs import show_log
@@ -79,7 +79,8 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             raise UsageError("This optimizer is an FP16_Optimizer already; wrap a plain one once.")
         if not isinstance(init_optimizer, torch.optim.Optimizer):
             raise ArgumentTypeError(f"init_optimizer must be a torch.optim.Optimizer, not {init_optimizer!r}.")
-        self.dynamic_loss_scale = bool(dynamic_loss_scale)
+        self.dynamic_loss_scale = check_flag("dynamic_loss_scale", dynamic_loss_scale)
+        check_flag("verbose", verbose)
         self.loss_scaler = (
             _dynamic({} if dynamic_loss_args is None else dynamic_loss_args)
             if dynamic_loss_scale

@@ -130,11 +130,13 @@ def update_scale_hysteresis(
         ``current_scale``.
 
     Raises:
-        ArgumentValueError: for a growth factor that is not above 1, or a backoff factor that is not between 0 and 1.
+        ArgumentValueError: for a growth factor below 1, or a backoff factor that is not between 0 and 1. With a growth
+            factor of 1.0 the scale never grows, and finite steps are counted all the same.
     """
     allowed = max(hysteresis, 1)
+    grows = growth_factor != 1.0
     rule = DynamicLossScale(
-        growth_factor=growth_factor,
+        growth_factor=growth_factor if grows else 2.0,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval or None,
         backoff_interval=allowed,
@@ -144,7 +146,7 @@ def update_scale_hysteresis(
     overflows = (allowed - hysteresis_tracker).clamp(0, allowed - 1)
     before = (current_scale.float(), growth_tracker.int(), overflows.int())
     after = rule.update(LossScaleState(*(tensor.reshape(()) for tensor in before)), found_inf.reshape(()))
-    current_scale.copy_(after.scale)
+    current_scale.copy_(after.scale if grows else after.scale.minimum(before[0]))
     growth_tracker.copy_(after.good)
     hysteresis_tracker.copy_(torch.where(found_inf.reshape(()) != 0, hysteresis_tracker - 1, hysteresis))
     return current_scale
