@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_kind
+from ..core.checks import check_flag
 from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.loss_scale import LossScaleSpec, check_loss_scale
@@ -165,7 +165,7 @@ def resolve(
     given = {name: value for name, value in {**overrides, "loss_scale": loss_scale}.items() if value is not None}
     options = replace(defaults, **{name: CHECKS[name](value, level) for name, value in given.items()})
     lists = _check_lists(level, options, op_lists, custom_white_list, custom_black_list)
-    check_kind("keep_casts", keep_casts, bool, "True or False")
+    check_flag("keep_casts", keep_casts)
     if keep_casts and not options.patch_torch_functions:
         raise UsageError(
             f"keep_casts=True keeps the 16-bit casts of fp32 weights from step to step, and at {level} no weight is "

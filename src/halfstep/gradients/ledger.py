@@ -169,8 +169,10 @@ class Gradients:
             assert grad is not None
             # A view may lie in a bucket of DistributedDataParallel, which the pass overwrites.
             self.held[id(param)] = grad.clone() if is_view(grad) and grad.dtype is param.dtype else grad
+        # All are held before the first is taken away, so that an interrupt anywhere leaves what `restore` needs.
+        self._begun = [p for p in params if p.grad is None or id(p) in self.held] if stays is not None else list(params)
+        for param in there:
             param.grad = None
-        self._begun = [p for p in params if p.grad is None] if stays is not None else list(params)
         self.expect(self._begun, as_computed=scale is not None and not delay)
 
     def expect(self, params: Sequence[torch.Tensor], *, as_computed: bool = False) -> None:

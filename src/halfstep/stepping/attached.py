@@ -204,6 +204,7 @@ class AttachedOptimizer:
 
     def _step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         passes = self.passes
+        passes.recover()
         if passes.is_open:
             raise UsageError(
                 f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from .diagnosis import first_bad_gradient, refuse_strays
 
 __all__ = ["BackwardPasses", "record_pass", "sync_overflow"]
 
+logger = logging.getLogger("halfstep")
+
 
 class BackwardPasses:
     """The scaled backward passes that one optimizer has had since its last step.
@@ -42,7 +45,6 @@ class BackwardPasses:
         sharing: weak references to the passes of other optimizers that share a parameter with this one.
         unsettled: whether a step was skipped, or may have been, and nobody has cleared its gradients since.
         got_gradients: whether any parameter had a gradient after the latest pass.
-        is_open: whether a block is open.
         delayed: whether gradients of delayed passes are there, still scaled.
         delayed_scale: the scale that those have; None for none.
         scale: what the loss of the present pass, or of the latest, was multiplied by, a 0-dim tensor; None for none.
@@ -58,10 +60,13 @@ class BackwardPasses:
         self.sharing: tuple[weakref.ref[BackwardPasses], ...] = ()
         self.unsettled = False
         self.got_gradients = False
-        self.is_open = False
         self.delayed = False
         self.delayed_scale: torch.Tensor | None = None
         self.scale: torch.Tensor | None = None
+        # The open block. Nobody but its `with` statement holds it: it is gone if an interrupt came before its exit.
+        self._block: weakref.ref[object] | None = None
+        # While gradients are unscaled until their overflow is noted: whether there were gradients before the pass.
+        self._finishing: bool | None = None
         self._known: list[torch.Tensor] | None = None  # the parameters at the latest pass; None before a scaled one
 
     @property
@@ -84,7 +89,31 @@ class BackwardPasses:
         """The class of the optimizer, for messages."""
         return type(self.keeper.optimizer).__name__
 
-    def begin(self, scale: torch.Tensor | None, seen: set[int] | None, *, delay: bool = False) -> None:
+    @property
+    def is_open(self) -> bool:
+        """Whether a block is open."""
+        return self._block is not None and self._block() is not None
+
+    def is_opened_by(self, block: object) -> bool:
+        """Whether it is this block that is open."""
+        return self._block is not None and self._block() is block
+
+    def close(self) -> None:
+        """The gradients are unscaled, and their overflow is noted."""
+        self._finishing = self._block = None
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether a block was neither left nor abandoned, but is gone."""
+        return (self._block is not None or self._finishing is not None) and not self.is_open
+
+    def recover(self) -> None:
+        """Abandon what an interrupt, such as Ctrl-C in a line of ours, has left half done."""
+        if self._interrupted:
+            logger.info("A scale_loss block was interrupted; its backward pass does not count")
+            self.abandon()
+
+    def begin(self, scale: torch.Tensor | None, seen: set[int] | None, *, block: object, delay: bool = False) -> None:
         """Set aside the present gradients, so that a backward pass scaled by ``scale`` brings only its own.
 
         Gradients of delayed passes at the same scale stay in place, and the pass adds to them.
@@ -93,11 +122,13 @@ class BackwardPasses:
             scale: the 0-dim tensor that the loss is multiplied by; None if it is not scaled.
             seen: identities of parameters that another optimizer has set aside for this pass; extended. None if there
                 is no other optimizer.
+            block: which is opened; not kept alive.
             delay: whether the gradients of this pass stay scaled until a later one.
 
         Raises:
             UsageError: if a block is open already.
         """
+        self.recover()
         if self.is_open:
             raise UsageError(
                 f"A scale_loss block of this {self.optimizer_name} is open already, and two backward passes "
@@ -122,6 +153,7 @@ class BackwardPasses:
             self.records = [record for record in self.records if record.scaler is None]  # of gradients that are gone
         if self.delayed and (scale is not self.delayed_scale or self.ranks.will_sync):
             self.unscale_delayed()
+        self._block = weakref.ref(block)
         if not self.delayed:
             self.gradients.begin(params, scale, seen, stays_in_place, delay=delay)
         if release is not None:
@@ -129,7 +161,6 @@ class BackwardPasses:
             self.gradients.expect(params, as_computed=not delay)
         if not self.ranks.alone:
             self.ranks.begin_backward(scale, params, self.gradients.held)
-        self.is_open = True
 
     def settle(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Clear the gradients of a skipped step if they are still there, so that no later step takes them.
@@ -181,22 +212,30 @@ class BackwardPasses:
     def abandon(self) -> None:
         """After ``begin``, when the backward pass failed: drop what it brought and put back what was set aside.
 
-        If gradients went to other ranks, or were added to those of delayed passes, there is no way back: the next step
-        is skipped.
+        If gradients went to other ranks, were added to those of delayed passes, or are unscaled in part, there is no
+        way back: the next step is skipped.
         """
-        self.is_open = False
-        lost = self.ranks.abandon_backward(self.keeper.params()) or self.delayed
+        params = self.keeper.params()
+        lost = self.ranks.abandon_backward(params) or self.delayed or bool(self._finishing)
         self.delayed = False
-        self.gradients.restore()
+        if self._finishing is None:
+            self.gradients.restore()
+        else:
+            self.gradients.forget()
+            for param in params:
+                param.grad = None
         if self.release is not None:
             self.release.abandon()
         if lost:
             self.note(BackwardRecord(torch.ones((), dtype=torch.float32, device=self.device), None))
+        self.close()
 
     def finish(
         self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int] | None, *, delay: bool = False
     ) -> None:
         """After ``begin`` and the backward pass: unscale what it brought and add what was set aside.
+
+        Until ``close`` an interrupt drops the gradients: they may be unscaled in part, or inf without a record.
 
         Args:
             scale: as given to ``begin``.
@@ -204,7 +243,6 @@ class BackwardPasses:
             seen: identities of parameters that another optimizer has finished in this pass; extended.
             delay: leave the gradients scaled for now. The next pass without ``delay``, or ``step``, unscales them all.
         """
-        self.is_open = False
         params = self.keeper.params()
         released = self.release is not None and self.release.finish(found_inf)
         self.got_gradients = released or any(param.grad is not None for param in params)
@@ -215,17 +253,20 @@ class BackwardPasses:
         scale = self.ranks.gradient_scale(scale)
         self.delayed, self.delayed_scale = delay, scale
         if not delay:
+            self._finishing = bool(self.gradients.held)
             self.gradients.finish(params, scale, found_inf, seen)
 
     def unscale_delayed(self) -> None:
         """Unscale the gradients of delayed passes, if there are any. An overflow in them counts for the next step."""
         if not self.delayed:
             return
+        self._finishing = True
         self.delayed = False
         found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
         self.gradients.finish(self.keeper.params(), self.delayed_scale, found_inf)
         if self.delayed_scale is not None:
             self.note(BackwardRecord(found_inf, None))
+        self._finishing = None
 
     def note(self, record: BackwardRecord) -> None:
         """Note a pass for the next step of this optimizer, and of each that shares a parameter with it."""
@@ -271,6 +312,10 @@ class BackwardPasses:
 
     def clear(self) -> None:
         """The gradients were cleared: forget what is known about them."""
+        if self._interrupted:
+            if self.release is not None:
+                self.release.abandon()
+            self.close()
         self.gradients.clear(self.keeper.params())
         self.delayed = self.unsettled = False
         self.records.clear()
@@ -320,11 +365,14 @@ def record_pass(
         scale: what the loss was multiplied by, a 0-dim tensor.
     """
     if not any(passes.got_gradients for passes in optimizers):
+        for passes in optimizers:
+            passes.close()
         return
     record = BackwardRecord(found_inf, scaler, dynamic=scaler.dynamic)
     for passes in optimizers:
         passes.note(record)
         passes.scales[scaler] = scale
+        passes.close()
     if not any(passes.ranks.has_unsynced for passes in optimizers):
         sync_overflow(optimizers)
 

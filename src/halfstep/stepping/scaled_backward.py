@@ -91,76 +91,86 @@ class ScaledBackward:
 
     @eager
     def __enter__(self) -> torch.Tensor:
+        try:
+            return self._open()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _open(self) -> torch.Tensor:
         loss = self._loss
         scales = self._found_inf is not None or not self._scaler.neutral
         self._scale = scale = self._scaler.scale(loss.device) if scales else None
         seen: set[int] | None = set() if len(self._passes) > 1 else None
-        begun: list[BackwardPasses] = []
-        try:
-            for passes in self._passes:
-                passes.begin(scale, seen, delay=self._delay)
-                begun.append(passes)
-                if passes.release is not None:
-                    passes.release.guard = self._refuse_unscaled
-        except BaseException:
-            for passes in begun:
-                passes.abandon()
-            raise
+        for passes in self._passes:
+            passes.begin(scale, seen, block=self, delay=self._delay)
+            if passes.release is not None:
+                passes.release.guard = functools.partial(_refuse_unscaled, self._reached, self._name)
         wide = loss.float() if is_half(loss) else loss
         if scale is None:
             return wide
         scaled = wide * scale
         if scaled.requires_grad:
             for name, tensor in (("loss", loss), ("scaled_loss", scaled)):
-                self._hooks.append(tensor.register_hook(functools.partial(self._reach, name)))
+                self._hooks.append(tensor.register_hook(functools.partial(_note, self._reached, name)))
         return scaled
-
-    def _reach(self, name: str, _: torch.Tensor) -> None:
-        self._reached.add(name)
-
-    def _refuse_unscaled(self) -> None:
-        """Refuse a backward pass that did not come through the scaled loss."""
-        if self._reached == {"loss"}:
-            raise UsageError(
-                f"backward() was called on the loss given to {self._name}, and not on the scaled loss, so that its "
-                "gradients would be divided by a scale that they do not have. Call it on what the block gives: "
-                f"`with {self._name}(loss, optimizer) as scaled_loss: scaled_loss.backward()`. The gradients are "
-                "what they were before the block."
-            )
 
     @eager
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            self._close(failed=kind is not None)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _close(self, *, failed: bool) -> None:
         clear_cache()
         unscaled_loss = self._reached == {"loss"} and any(passes.gradients.arrived() for passes in self._passes)
         while self._hooks:
             self._hooks.pop().remove()
-        if kind is not None or unscaled_loss:
+        if failed:
             self._abandon()
-            if unscaled_loss and kind is None:
-                self._refuse_unscaled()
             return
-        try:
-            for callback in before_unscaling:
-                callback()
-        except BaseException:
-            self._abandon()
-            raise
+        if unscaled_loss:
+            _refuse_unscaled(self._reached, self._name)
+        for callback in before_unscaling:
+            callback()
         found_inf = self._found_inf
         if found_inf is None:
             found_inf = torch.zeros((), dtype=torch.float32, device=self._loss.device)
         seen: set[int] | None = set() if len(self._passes) > 1 else None
-        try:
-            for passes in self._passes:
-                passes.finish(self._scale, found_inf, seen, delay=self._delay)
-        finally:
-            for passes in self._passes:
-                if passes.is_open:  # finish of an earlier one raised
-                    passes.abandon()
+        for passes in self._passes:
+            passes.finish(self._scale, found_inf, seen, delay=self._delay)
         if self._scale is not None and self._check and not self._delay:
             record_pass(self._passes, self._scaler, found_inf, self._scale)
+        else:
+            for passes in self._passes:
+                passes.close()
 
     def _abandon(self) -> None:
+        """Put back the gradients from before, for those optimizers that this block is open for."""
+        while self._hooks:
+            self._hooks.pop().remove()
         for passes in self._passes:
-            passes.abandon()
+            if passes.is_opened_by(self):
+                passes.abandon()
+
+
+# These hang on tensors and on the optimizer. They must not hold the block, which is to be gone when its `with` is.
+
+
+def _note(reached: set[str], name: str, _: torch.Tensor) -> None:
+    reached.add(name)
+
+
+def _refuse_unscaled(reached: set[str], face: str) -> None:
+    """Refuse a backward pass that did not come through the scaled loss."""
+    if reached == {"loss"}:
+        raise UsageError(
+            f"backward() was called on the loss given to {face}, and not on the scaled loss, so that its gradients "
+            "would be divided by a scale that they do not have. Call it on what the block gives: "
+            f"`with {face}(loss, optimizer) as scaled_loss: scaled_loss.backward()`. The gradients are what they were "
+            "before the block."
+        )
