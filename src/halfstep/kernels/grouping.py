@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from .shards import Domain, domain_of, is_sharded, locals_of
+from .shards import Domain, domain_of, locals_of
 
 __all__ = ["TensorGroups", "TensorGroupsCache", "group_rows"]
 
@@ -40,11 +40,10 @@ class TensorGroups:
         domains: for each group, the processes over which its tensors are sharded.
     """
 
-    __slots__ = ("_rows", "_sharded", "domains")
+    __slots__ = ("_rows", "domains")
 
     def __init__(self, *columns: Sequence[torch.Tensor]) -> None:
         self._rows = group_rows(*columns)
-        self._sharded = any(is_sharded(tensor) for column in columns for tensor in column)
         self.domains: list[Domain] = [domain_of(columns[0][rows[0]]) for rows in self._rows]
 
     def split(self, *columns: Sequence[torch.Tensor]) -> list[tuple[list[torch.Tensor], ...]]:
@@ -58,7 +57,7 @@ class TensorGroups:
             groups = [tuple([[column[i] for i in rows] for column in columns]) for rows in self._rows]
         else:
             groups = [tuple([column if isinstance(column, list) else list(column) for column in columns])]
-        return [tuple(map(locals_of, group)) for group in groups] if self._sharded else groups
+        return [tuple(map(locals_of, group)) for group in groups]
 
 
 class TensorGroupsCache:

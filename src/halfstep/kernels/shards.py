@@ -1,6 +1,7 @@
 """Sharded tensors (``DTensor``, as FSDP2 makes them): the part that lies here, and sums over the parts elsewhere.
 
 Kernels work on local parts; whatever is a sum, a maximum or a flag of a whole tensor is completed over its processes.
+A list may mix sharded and plain tensors: nobody asks one of them for the others.
 """
 
 from __future__ import annotations
@@ -14,15 +15,27 @@ import torch.distributed as dist
 
 from ..core.errors import UsageError
 
-__all__ = ["Domain", "complete_max", "complete_sum", "domain_of", "is_sharded", "local", "locals_of", "rewrapped"]
+__all__ = [
+    "Domain",
+    "complete_max",
+    "complete_sum",
+    "domain_of",
+    "is_sharded",
+    "local",
+    "locals_of",
+    "placements_of",
+    "rewrapped",
+]
 
 Domain = tuple[Any, ...]
 """The process groups over which a tensor is cut into parts, one for each dimension of its mesh that cuts it."""
 
+_ORDINARY = {torch.Tensor, torch.nn.Parameter}
+
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a ``DTensor``. Before somebody has imported that class nothing is one."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) in _ORDINARY:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -35,8 +48,21 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The part of each that lies here."""
+    """The part of each that lies here. A list of plain tensors is returned as it is, which every step asks for."""
+    if isinstance(tensors, list) and _ORDINARY.issuperset(map(type, tensors)):
+        return tensors
     return [local(tensor) for tensor in tensors]
+
+
+def placements_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """How each tensor is laid out over a mesh, None for a plain one; [] if all of them are plain.
+
+    Tensors of the same shapes and the same placements have local parts of the same shapes.
+    """
+    if _ORDINARY.issuperset(map(type, tensors)):
+        return []
+    placed = [(t.device_mesh, t.placements) if is_sharded(t) else None for t in tensors]  # type: ignore[attr-defined]
+    return placed if any(placed) else []
 
 
 def rewrapped(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from .expr import ElementwiseKernel
+from .shards import locals_of, placements_of
 from .storage import Storage, dense
 
 __all__ = [
@@ -69,10 +70,10 @@ class Launcher(Protocol):
 
 
 class TensorTable:
-    """Columns of equal length, all on one device.
+    """Columns of equal length, all on one device. Of sharded tensors it holds the parts that lie here.
 
     Args:
-        columns: by name. The tensors of the first column may be renewed.
+        columns: by name, of plain and sharded tensors in any mixture. The tensors of the first column may be renewed.
         compute_dtype: float32, or float64 if a column holds that; worked out when not given.
 
     Attributes:
@@ -80,7 +81,8 @@ class TensorTable:
     """
 
     def __init__(self, columns: Mapping[str, Column], compute_dtype: torch.dtype | None = None) -> None:
-        self.columns = dict(columns)
+        self._placements = placements_of(next(iter(columns.values()))[1][0])
+        self.columns = {name: (storage, tuple(map(locals_of, parts))) for name, (storage, parts) in columns.items()}
         first = next(iter(self.columns.values()))[1][0]
         self._strides = [t.stride() for t in first]
         self._length = len(first)
@@ -109,9 +111,12 @@ class TensorTable:
         """Put new tensors of the same kind into the first column: usually this step's gradients.
 
         Returns:
-            False if they are of another kind (dtype, layout), or if the memory of another column was replaced. Then a
-            new table is needed.
+            False if they are of another kind (dtype, layout, placement), or if the memory of another column was
+            replaced. Then a new table is needed.
         """
+        if placements_of(tensors) != self._placements:
+            return False
+        tensors = locals_of(tensors)
         name = next(iter(self.columns))
         storage = self.columns[name][0]
         # A step asks this of every gradient: so the loops are those of ``map``.

@@ -12,7 +12,7 @@ from ..core.errors import ArgumentTypeError, UsageError
 from ..kernels.expr import ElementwiseKernel, elementwise_kernel
 from ..kernels.grouping import group_rows
 from ..kernels.launch import launch
-from ..kernels.shards import Domain, complete_sum, domain_of, is_sharded, local, locals_of
+from ..kernels.shards import Domain, complete_sum, domain_of, local, locals_of
 from ..kernels.storage import Storage, copied, dense
 from ..kernels.tensor_table import Column, Scalars, TensorTable
 from ..masters import split
@@ -90,25 +90,24 @@ class ParamRows:
         self.weights = [local(p.detach()) for p in params]
         self.domain: Domain = domain_of(params[0])
         self.device = params[0].device
-        self._sharded = is_sharded(params[0])
         storage = options.storage(params[0].dtype, self.device)
         for param, state in zip(params, states, strict=True):
             _prepare(param, state, layout, storage)
         self.numbers = {name: _vector(states, name, self.device) for name, kept in layout.items() if kept.dtype is None}
-        columns: dict[str, Column] = {"grad": (dense(grads[0].dtype), (locals_of(grads),))}
+        columns: dict[str, Column] = {"grad": (dense(grads[0].dtype), (grads,))}
         if copies is not None:  # an fp32 weight is the master of its copy
             columns["param"] = (copied(copies[0].dtype), (self.weights, copies))
         else:
             columns["param"] = (storage, _parts(self.weights, states, storage))
         for name, kept in layout.items():
             if kept.dtype is not None:
-                columns[name] = (dense(states[0][name].dtype), (locals_of([state[name] for state in states]),))
-        _check_shapes(columns)
+                columns[name] = (dense(states[0][name].dtype), ([state[name] for state in states],))
         # The second part of a weight's storage lies in the state, too, and can be replaced there.
         extra = {"split": "remainder", "plain": "master"}.get(storage.kind)
         names = [*layout, *([extra] if extra else [])]
         self._expected = {name: [state[name] for state in states] for name in names}
         self.table = TensorTable(columns)
+        _check_shapes(self.table.columns)
         self._seeds = torch.tensor(positions, dtype=torch.int64, device=self.device) * _ODD[0] + options.seed
         self._random = storage.kind == "stochastic"
         self._squares: torch.Tensor | None = None
@@ -123,7 +122,7 @@ class ParamRows:
                     return False
         except KeyError:
             return False
-        return self.table.renew(locals_of(grads) if self._sharded else grads)
+        return self.table.renew(grads)
 
     def launch(
         self,
@@ -201,7 +200,6 @@ class GroupRows:
         copies: list[torch.Tensor | None],
     ) -> None:
         self._params = list(params)
-        self._sharded = any(map(is_sharded, params))
         self._addresses = self._read(params)
         self._copies = copies
         self._layout = dict(layout)
@@ -259,7 +257,7 @@ class GroupRows:
         return True
 
     def _read(self, params: Sequence[torch.Tensor]) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, locals_of(params) if self._sharded else params))
+        return list(map(torch.Tensor.data_ptr, locals_of(params)))
 
 
 def _refuse(param: torch.Tensor, grad: torch.Tensor) -> None:
@@ -314,7 +312,7 @@ def _parts(
     weights: list[torch.Tensor], states: list[dict[str, Any]], storage: Storage
 ) -> tuple[list[torch.Tensor], ...]:
     if storage.kind == "split":
-        return weights, [local(state["remainder"]) for state in states]
+        return weights, [state["remainder"] for state in states]
     if storage.kind == "plain":
-        return [local(state["master"]) for state in states], weights
+        return [state["master"] for state in states], weights
     return (weights,)
