@@ -459,6 +459,21 @@ def test_a_part_that_was_replaced_after_the_optimizer_was_made() -> None:
     assert only(halfstep.check(model, optimizer), "HS115").severity == "warning"
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_part_that_was_replaced_after_initialize_is_an_error(level: str) -> None:
+    model = net()
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters()), opt_level=level, dtype=torch.bfloat16, verbosity=0
+    )
+    for new in (nn.Linear(64, 8), nn.Linear(64, 8, dtype=model[2].weight.dtype)):  # the masters have as many weights
+        model[2] = new
+        found = [each for each in halfstep.check(model, optimizer) if each.code == "HS115"]
+        assert [each.severity for each in found] == ["error"]
+        assert found[0].evidence == {"foreign": 2, "untrained": 2}
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    assert "HS115" not in {each.code for each in halfstep.check(model, optimizer)}
+
+
 def test_a_part_of_a_model_and_more_than_one_model_are_no_finding() -> None:
     model = net()
     assert halfstep.check(model, torch.optim.SGD(model[0].parameters())) == []

@@ -450,7 +450,7 @@ def test_a_block_that_cannot_open_for_one_optimizer_leaves_the_others_as_they_we
     assert torch.equal(models[0].weight.grad, 2 * before[0])
 
 
-def test_a_refused_block_is_closed_for_all_its_optimizers() -> None:
+def test_a_block_without_gradients_is_closed_for_all_its_optimizers() -> None:
     models: Any = [nn.Linear(8, 4), nn.Linear(8, 4)]
     both: Any = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
     models, both = amp.initialize(models, both, opt_level="O2", dtype=BF16, loss_scale=128.0, verbosity=0)
@@ -460,30 +460,27 @@ def test_a_refused_block_is_closed_for_all_its_optimizers() -> None:
             nn.Parameter(model.bias.detach().clone()),
         )
     loss = sum(model(X).float().sum() for model in models)
-    with pytest.raises(UsageError, match="others were put in their place"), amp.scale_loss(loss, both) as scaled_loss:
+    with amp.scale_loss(loss, both) as scaled_loss:
         scaled_loss.backward()
-    for optimizer in both:
-        optimizer.step()  # no block is open any more
+    for optimizer in both:  # no block is open any more, and what is wrong is another thing
+        with pytest.raises(UsageError, match="fully_shard"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize(
-    ("meta", "replace", "words"),
+    ("meta", "replace"),
     [
-        (False, lambda m, weights: m.load_state_dict(weights, assign=True), r"leave out assign=True"),
-        (
-            True,
-            lambda m, weights: m.to_empty(device="cpu").load_state_dict(weights),
-            r"on the meta device.*First to_empty\(\)",
-        ),
-        (True, lambda m, weights: m.load_state_dict(weights, assign=True), r"load_state_dict\(assign=True\)"),
-        (False, lambda m, weights: setattr(m, "weight", nn.Parameter(m.weight.detach().clone())), None),
+        (False, lambda m, weights: m.load_state_dict(weights, assign=True)),
+        (True, lambda m, weights: m.to_empty(device="cpu").load_state_dict(weights)),
+        (True, lambda m, weights: m.load_state_dict(weights, assign=True)),
+        (False, lambda m, weights: setattr(m, "weight", nn.Parameter(m.weight.detach().clone()))),
     ],
     ids=["assign", "to_empty", "assign over meta", "one of two"],
 )
 def test_what_has_replaced_the_parameters_of_an_optimizer_is_named(
-    level: str, optimizer_class: Any, meta: bool, replace: Any, words: str | None
+    level: str, optimizer_class: Any, meta: bool, replace: Any
 ) -> None:
     weights = {name: value.clone() for name, value in nn.Linear(8, 4).state_dict().items()}
     with torch.device("meta" if meta else "cpu"):
@@ -491,13 +488,7 @@ def test_what_has_replaced_the_parameters_of_an_optimizer_is_named(
     optimizer = optimizer_class(model.parameters())
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
     replace(model, weights)
-    if words is None:  # gradients come to the bias
+    with pytest.raises(UsageError, match=r"load_state_dict\(assign=True\)"):
         with amp.scale_loss(model(X).float().sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
-        return
-    with (
-        pytest.raises(UsageError, match=words) as raised,
-        amp.scale_loss(model(X).float().sum(), optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
-    assert "fully_shard" not in str(raised.value)
+        optimizer.step()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from halfstep import amp
 from halfstep.gradients.ledger import set_grads
 from halfstep.gradients.master_registry import keeper_of
 from halfstep.masters import keeper as module
@@ -174,3 +175,20 @@ def look_inside(keeper: MasterKeeper, optimizer: torch.optim.Optimizer) -> float
         inside, single = optimizer.param_groups[0]["params"]
         assert (inside.dtype, inside.grad.dtype, type(single)) == (FP32, FP32, nn.Parameter)
         return 1 / 0
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_masters_are_loaded_from_values_of_any_dtype(saved: torch.dtype, fused: bool, stepped: bool) -> None:
+    model: Any = nn.Linear(2, 2)  # two 16-bit numbers have the size of one fp32 number
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, fused=fused, verbosity=0)
+    if stepped:
+        with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    values = {name: (torch.arange(v.numel()).view_as(v) / 3).to(saved) for name, v in model.state_dict().items()}
+    model.load_state_dict(values)
+    for value, master in zip(values.values(), amp.master_params(optimizer), strict=True):
+        assert torch.equal(master.detach() + 0, value.float())

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ..core.dtypes import HALF_DTYPES, dtype_name
+from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
+from ..stepping.attached import attached_to
 from .facts import Facts
 from .finding import Finding, share
 from .lost import LostUpdates
@@ -232,7 +233,8 @@ def foreign_parameters(facts: Facts) -> Iterator[Finding]:
     """HS115: an optimizer whose parameters are not the model's, so that it trains something else.
 
     So it is if the model, or a part of it, was made or replaced after the optimizer. fp32 masters made by hand, which
-    have as many weights as a 16-bit model, are no finding.
+    have as many weights as a 16-bit model, are no finding. A part that was replaced after ``amp`` has prepared the
+    optimizer is an error, as it is for the next step.
     """
     own = set(map(id, facts.own_params))
     held = [p for group in facts.groups for p in group.params]
@@ -241,13 +243,14 @@ def foreign_parameters(facts: Facts) -> Iterator[Finding]:
         return
     foreign = [p for p in held if id(p) not in own]
     left = list({id(p): p for p in facts.own_params if p.requires_grad and id(p) not in trained}.values())
-    by_hand = facts.has_halves and sum(map(torch.Tensor.numel, foreign)) == sum(map(torch.Tensor.numel, left))
-    if not left or by_hand:
+    masters = any(map(is_half, left)) and not any(map(is_half, foreign))
+    if not left or (masters and sum(map(torch.Tensor.numel, foreign)) == sum(map(torch.Tensor.numel, left))):
         return
-    none = len(foreign) == len(held)
+    attached = [(found, one) for one in facts.optimizers if (found := attached_to(one)) is not None]
+    replaced = any(each.param is p for found, one in attached for each in found.replaced.find(one) for p in left)
     yield Finding(
         "HS115",
-        "error" if none else "warning",
+        "error" if replaced or len(foreign) == len(held) else "warning",
         facts.where(left),
         f"{len(foreign)} of {len(held)} parameters of {type(facts.optimizers[0]).__name__} are not in the model, and "
         f"{len(left)} parameters of the model are in no optimizer given.",

@@ -89,12 +89,12 @@ class FusedState(torch.optim.Optimizer):
 
     @torch.no_grad()
     def write_master(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Set the master of a parameter to a float32 value; what to write to the parameter."""
+        """Set the master of a parameter to a value of any floating dtype; what to write to the parameter."""
         state = self.state.get(param, {})
         if "master" in state:
             state["master"].copy_(value)
         elif "remainder" in state:
-            high, low = split(value)
+            high, low = split(value.to(param.device, torch.float32))
             state["remainder"].copy_(low)
             return high
         elif self.options.master_weights:

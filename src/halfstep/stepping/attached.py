@@ -27,6 +27,7 @@ from ..optimizers.param_rows import SparseGradient
 from .backward import BackwardPasses
 from .closure import ClosureOverflowed, guarded
 from .dynamic_class import dress, undress
+from .replaced import ReplacedParameters
 from .step import Stepping
 
 __all__ = ["AttachedOptimizer", "Observer", "attach", "attached_to", "creation_callbacks", "observers"]
@@ -90,6 +91,7 @@ class AttachedOptimizer:
     Attributes:
         keeper: its masters, whoever keeps them.
         passes: its backward passes since the last step.
+        replaced: the parameters of its models that are not its own any more.
         stepping: how it steps.
         session: whoever attached it may leave its own state here.
     """
@@ -109,6 +111,7 @@ class AttachedOptimizer:
         self.keeper = MasterKeeper(optimizer, masters, copies, originals, own=own)
         self.passes = BackwardPasses(self.keeper)
         self.passes.models = tuple(map(weakref.ref, models))
+        self.replaced = ReplacedParameters(self.passes.models)
         self.stepping = Stepping(optimizer)
         self.session: Any = None
         self.verbose = verbose
@@ -210,6 +213,7 @@ class AttachedOptimizer:
                 f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
                 "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left."
             )
+        self.replaced.refuse(self.optimizer)
         passes.drop_brought()
         passes.unscale_delayed()
         if closure is None:

@@ -22,7 +22,7 @@ from ..gradients.ledger import Gradients
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
 from ..optimizers.release import GradientRelease, release_of
-from .diagnosis import first_bad_gradient, refuse_strays
+from .diagnosis import first_bad_gradient
 
 __all__ = ["BackwardPasses", "record_pass", "sync_overflow"]
 
@@ -248,8 +248,6 @@ class BackwardPasses:
         self.got_gradients = released or any(param.grad is not None for param in params)
         if self.ranks.reductions:
             self.ranks.end_backward(params)
-        if not self.got_gradients:
-            refuse_strays(params, self.models, self.optimizer_name)
         scale = self.ranks.gradient_scale(scale)
         self.delayed, self.delayed_scale = delay, scale
         if not delay:

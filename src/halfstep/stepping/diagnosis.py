@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
 
 from ..core.dtypes import dtype_name, is_half
-from ..core.errors import UsageError
 from ..core.text import counted
 from ..core.torch_compat import values_of
 from ..gradients.master_registry import master_of
-from ..kernels.shards import is_sharded
 
-__all__ = ["first_bad_gradient", "refuse_strays"]
+__all__ = ["first_bad_gradient"]
 
 
 def first_bad_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> str:
@@ -42,47 +38,6 @@ def first_bad_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> str:
             counts = f"{infs} inf, {nans} NaN among {values.numel()} values"
             return f"{name} ({shape}, {dtype_name(grad.dtype)}: {counts}){_on_masters(optimizers)}"
     return "none is left to look at; they were cleared or replaced before the loss scale was updated"
-
-
-def refuse_strays(params: Sequence[torch.Tensor], models: Iterable[weakref.ref[nn.Module]], name: str) -> None:
-    """Refuse an optimizer without gradients whose parameters are not those of its models (any more).
-
-    Args:
-        params: those of the optimizer.
-        models: which it trains.
-        name: of its class.
-
-    Raises:
-        UsageError: if none of the parameters is in the models.
-    """
-    known = {id(param) for ref in models if (model := ref()) is not None for param in model.parameters()}
-    if known and params and known.isdisjoint(map(id, params)):
-        present = [param for ref in models if (model := ref()) is not None for param in model.parameters()]
-        raise UsageError(
-            f"No gradient came to the parameters of this {name}, and none of them is in its model any more: "
-            f"{_replaced(params, present)}"
-        )
-
-
-def _replaced(params: Sequence[torch.Tensor], present: Sequence[torch.Tensor]) -> str:
-    """What has put other parameters in the place of an optimizer's, as far as they show it, and what to do."""
-    if any(map(is_sharded, present)):
-        return (
-            "they were sharded after amp.initialize or amp.decorate, as fully_shard does it. Shard the model first, "
-            "make the optimizer from its new parameters, and initialize then (O1, or MixedPrecisionPolicy of "
-            "fully_shard)."
-        )
-    if any(param.is_meta for param in params):
-        return (
-            "the optimizer has those on the meta device, and model.to_empty() or load_state_dict(assign=True) made "
-            "others after amp.initialize or amp.decorate. First to_empty() and load the weights, then make the "
-            "optimizer from the new parameters, and initialize then."
-        )
-    return (
-        "others were put in their place after amp.initialize or amp.decorate. load_state_dict(assign=True) does so: "
-        "leave out assign=True, and the weights are loaded into the parameters and masters that are there. So does "
-        "an assignment like module.weight = nn.Parameter(...): do it before, and make the optimizer after it."
-    )
 
 
 def _on_masters(optimizers: Sequence[torch.optim.Optimizer]) -> str:

@@ -1,0 +1,159 @@
+"""Parameters that were replaced in a model after its optimizer was attached, so that the optimizer steps the old ones.
+
+``parallelize_module``, ``fully_shard``, ``load_state_dict(assign=True)``, ``to_empty``, ``weight_norm`` and
+``model.head = nn.Linear(...)`` put new parameters into a model. Every parameter that trains must be one that an
+optimizer has.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from operator import is_
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..core.errors import UsageError
+from ..core.torch_compat import children_of, parameters_of
+
+__all__ = ["ReplacedParameters", "Replacement"]
+
+Ref = weakref.ref[torch.Tensor]
+
+
+class Replacement(NamedTuple):
+    """A parameter of an optimizer that is no longer in its model, and a new one in its place.
+
+    Attributes:
+        old: the name that the parameter had in the model.
+        new: the name of the new one, which no optimizer has.
+        param: the new one.
+    """
+
+    old: str
+    new: str
+    param: torch.Tensor
+
+
+class ReplacedParameters:
+    """The replaced parameters of one optimizer's models.
+
+    A parameter counts as replaced if the optimizer has it, it was in a model when the optimizer was attached, it is in
+    no model now, and in its place is a trainable parameter that was in no model then and that no optimizer has. So a
+    part that was deleted, frozen, tied, shared or given to an optimizer is none.
+
+    Args:
+        models: weak references to those that the optimizer trains.
+    """
+
+    def __init__(self, models: Sequence[weakref.ref[nn.Module]]) -> None:
+        self._models = models
+        self._origin = {(i, name): weakref.ref(p) for i, name, p in self._named()}
+        self._latest = list(map(weakref.ref, self._present()))
+        self._new: list[Ref] = []  # came after the origin; no optimizer is known to have them
+
+    def refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to step if a replaced parameter has got a gradient, which nobody would use.
+
+        Where no module has another parameter than at the last call this is a walk over the modules.
+
+        Args:
+            optimizer: that of the models.
+
+        Raises:
+            UsageError: if so.
+        """
+        present = self._present()
+        if len(present) != len(self._latest) or not all(map(is_, present, [ref() for ref in self._latest])):
+            self._latest = list(map(weakref.ref, present))
+            before = {id(ref()) for ref in self._origin.values()}
+            self._new = [ref for ref, p in zip(self._latest, present, strict=True) if id(p) not in before]
+        if not self._new:
+            return
+        trained = {id(p) for ref in self._new if (p := ref()) is not None and p.grad is not None}
+        if not trained:
+            return
+        if found := [one for one in self.find(optimizer) if id(one.param) in trained]:
+            raise UsageError(_message(optimizer, found))
+        self._new = [ref for ref in self._new if id(ref()) not in trained]
+
+    def find(self, optimizer: torch.optim.Optimizer) -> list[Replacement]:
+        """All replaced parameters, with or without gradients. Slow."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        named = list(self._named())
+        present, before = {id(p) for _, _, p in named}, {id(ref()) for ref in self._origin.values()}
+        gone = [
+            (i, name)
+            for (i, name), ref in self._origin.items()
+            if (p := ref()) is not None and id(p) in held and id(p) not in present
+        ]
+        new = [(i, name, p) for i, name, p in named if p.requires_grad and id(p) not in before and id(p) not in held]
+        if not gone or not new:
+            return []
+        elsewhere = _in_any_optimizer()
+        return [
+            Replacement(old, name, p)
+            for i, name, p in new
+            if id(p) not in elsewhere
+            for j, old in gone
+            if i == j and _same_place(old, name)
+        ]
+
+    def _present(self) -> list[torch.Tensor]:
+        """As ``parameters()`` of all models, in less than half of its time; one that is shared comes more than once."""
+        left: list[nn.Module] = [model for ref in self._models if (model := ref()) is not None]
+        seen = set(map(id, left))
+        found: list[torch.Tensor] = []
+        for module in left:  # which grows
+            for child in children_of(module).values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    left.append(child)
+            found.extend(p for p in parameters_of(module).values() if p is not None)
+        return found
+
+    def _named(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        for i, ref in enumerate(self._models):
+            if (model := ref()) is not None:
+                for name, param in model.named_parameters():
+                    yield i, name, param
+
+
+def _same_place(old: str, new: str) -> bool:
+    """Whether of two modules with these parameters one is inside of the other, or they are one.
+
+    A layer has its new parameters where it had the old ones, or in a submodule (parametrizations, LoRA, wrappers), or
+    outside of it, in a flat parameter of FSDP.
+    """
+    first, second = (f"{name.rpartition('.')[0]}." for name in (old, new))
+    return first == "." or second == "." or first.startswith(second) or second.startswith(first)
+
+
+def _in_any_optimizer() -> set[int]:
+    """Identities of the parameters of all optimizers in this process, also of those that ``amp`` has never met."""
+    return {
+        id(param)
+        for thing in gc.get_objects()
+        if issubclass(type(thing), torch.optim.Optimizer)
+        for group in getattr(thing, "param_groups", ())
+        for param in group["params"]
+    }
+
+
+def _message(optimizer: torch.optim.Optimizer, found: Iterable[Replacement]) -> str:
+    old, new = (list(dict.fromkeys(names)) for names in zip(*((one.old, one.new) for one in found), strict=True))
+    return (
+        f"This {type(optimizer).__name__} has parameters that are no longer in its model ({_few(old)}). Others are in "
+        f"their places, which no optimizer has, so they would never train ({_few(new)}). Something has replaced them "
+        "after amp.initialize or amp.decorate, as parallelize_module, fully_shard, load_state_dict(assign=True), "
+        "to_empty, weight_norm or a new layer do. Change or shard the model first, make the optimizer from its new "
+        "parameters, and initialize then, which gives them their dtype, too; or give the new ones to the optimizer "
+        "(add_param_group), or freeze them. fully_shard goes with O1, or with its own MixedPrecisionPolicy."
+    )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

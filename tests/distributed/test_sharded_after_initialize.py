@@ -1,0 +1,101 @@
+"""A wrapper that replaces parameters comes before ``amp.initialize``; afterwards it is refused at the first step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import halfstep
+from halfstep import amp
+from halfstep.core.errors import UsageError
+from tests.distributed.test_fsdp import data, net, sharded
+from tests.support.processes import Ranks
+
+
+def mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def one_row(model: Any) -> Any:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    return parallelize_module(model, mesh(), {"0": RowwiseParallel(input_layouts=Replicate())})
+
+
+def one_shard(model: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model[2], mesh=mesh())
+    return model
+
+
+def flat(model: Any) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def wrapped_late(rank: int, level: str, wrap: Callable[[Any], Any]) -> tuple[str, list[str]]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = wrap(model)
+        found = [each.severity for each in halfstep.check(model, optimizer) if each.code == "HS115"]
+        try:
+            with amp.scale_loss(whole(data(rank, 0)).float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        except UsageError as error:
+            return str(error), found
+        finally:
+            amp.deactivate()
+    return "nobody minded", found
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    ("wrap", "gone"),
+    [(one_row, "0.weight, 0.bias"), (one_shard, "2.weight, 2.bias"), (flat, "0.weight, 0.bias, 2.weight and 1 more")],
+)
+def test_parameters_that_were_replaced_are_refused(
+    ranks: Ranks, level: str, wrap: Callable[[Any], Any], gone: str
+) -> None:
+    for message, found in ranks.run(wrapped_late, level, wrap):
+        assert message.startswith(f"This SGD has parameters that are no longer in its model ({gone}).")
+        assert found == ["error"]
+
+
+def kept_whole(rank: int) -> int:
+    """Between a pass and the step the whole parameters of FSDP2 are in the places of the shards."""
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shards = set(map(id, model.parameters()))
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    model.set_reshard_after_backward(False)
+    for step in range(3):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            with amp.scale_loss(model(data(rank, step, micro)).square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        others = sum(id(p) not in shards for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.reshard()
+    amp.deactivate()
+    return others
+
+
+def test_parameters_that_fsdp2_has_gathered_are_no_replacement(ranks: Ranks) -> None:
+    assert ranks.run(kept_whole) == [4, 4]
