@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import amp
@@ -91,32 +94,68 @@ def test_every_wrapper(ranks: Ranks, level: str, wrapper: str) -> None:
     assert second["steps"] == 6
 
 
-def masters_after(rank: int, optimizer: str) -> list[list[torch.Tensor]]:
+def masters_after(rank: int, optimizer: str, grouped: bool) -> list[Any]:
+    """What this rank has at the end of ``join``, and after one more step."""
     model = net()
     model, optim = amp.initialize(
         model, OPTIMIZERS[optimizer](model.parameters()), opt_level="O2", dtype=torch.bfloat16, verbosity=0
     )
     ddp: Any = DistributedDataParallel(model)
-    with warnings.catch_warnings(), ddp.join():
+    with warnings.catch_warnings(), Join([ddp]) if grouped else ddp.join():
         for i in range(2 + 2 * rank):
             micro_step(ddp, optim, "s", data(rank, i, 0))
             optim.step()
             optim.zero_grad()
     joined = [p.detach().clone() for p in amp.master_params(optim)]
-    with amp.scale_loss(ddp(data(rank, 9, 0)).float().square().mean(), optim):
-        pass  # no backward pass: only what ranks tell each other before one
-    found = [p.detach().clone() for p in amp.master_params(optim)]
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    optim.zero_grad()
+    optim.step()
+    weights = [p.detach().clone() for p in model.parameters()]
     amp.deactivate()
-    return [joined, found]
+    return [joined, saved, weights]
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("optimizer", ["sgd", "ours"])
-def test_all_ranks_have_the_masters_of_one_that_was_active_to_the_end(ranks: Ranks, optimizer: str) -> None:
-    (_, first), (last, second) = ranks.run(masters_after, optimizer)
-    for a, b, c in zip(first, second, last, strict=True):
-        assert torch.equal(b, c)
-        assert torch.equal(a, c)
-        assert not torch.equal(c, c.bfloat16().float())
+def test_all_ranks_have_the_masters_of_one_that_was_active_to_the_end(
+    ranks: Ranks, optimizer: str, grouped: bool
+) -> None:
+    """At once: what a rank reads or saves alone afterwards must be right."""
+    (first, saved, weights), (last, expected, others) = ranks.run(masters_after, optimizer, grouped)
+    for a, b in zip(first, last, strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(b, b.bfloat16().float())
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+def over(rank: int) -> list[Any]:
+    """After ``join`` ranks may differ in what they leave to the step again."""
+    model = net()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optim = amp.initialize(model, optim, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    ddp: Any = DistributedDataParallel(model)
+    copied = copy.deepcopy(ddp)
+    again = copied.join_hook.__reduce__()[1][0] is copied
+    with warnings.catch_warnings(), ddp.join():
+        for i in range(1 + rank):
+            micro_step(ddp, optim, "s", data(rank, i, 0))
+            optim.step()
+            optim.zero_grad()
+    micro_step(ddp, optim, "u", data(rank, 7, 0))
+    optim.step()
+    masters = [p.detach().clone() for p in amp.master_params(optim)]
+    amp.deactivate()
+    gone = weakref.ref(ddp)
+    del ddp
+    return [masters, again, gone() is None]
+
+
+def test_a_wrapper_is_as_before_when_join_is_over(ranks: Ranks) -> None:
+    (first, *same), (second, *_) = ranks.run(over)
+    assert same == [True, True]  # a copy has its own hook, and nothing keeps a wrapper alive
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
 
 
 def unsynced(rank: int) -> str:

@@ -106,7 +106,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "is_view",
     "jit_tracing_state",
-    "latest_join",
+    "join_facts",
     "module_hooks",
     "needs_values",
     "never_traced",
@@ -402,6 +402,14 @@ def has_comm_hook(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
     return bool(wrapper._comm_hooks or wrapper._get_ddp_logging_data().get("comm_hook"))
 
 
+def join_facts(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[bool, int | None]:
+    """Whether the latest ``wrapper.join()`` was enabled, and the rank whose weights all ranks have got at its end.
+
+    Both outlast the context: torch goes on counting the active ranks, for its division of gradients (torch 2.13).
+    """
+    return bool(wrapper._join_config.enable), getattr(wrapper, "_authoritative_rank", None)
+
+
 def rebuild_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
     """After a synced backward pass: let the ranks agree on buckets in the order in which gradients came. Does so once.
 
@@ -415,11 +423,6 @@ def rebuild_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
 def forget_used_parameters(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
     """Let a wrapper forget which parameters its unsynced backward passes used. No synced one may be on its way."""
     wrapper.reducer._reset_state()
-
-
-def latest_join(wrapper: Any) -> tuple[Any, int | None]:
-    """The config of the latest ``join`` context, also after it, and once after it the rank whose weights all have."""
-    return wrapper._join_config, vars(wrapper).pop("_authoritative_rank", None)  # as of torch 2.13
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

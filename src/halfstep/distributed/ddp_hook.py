@@ -23,12 +23,12 @@ from ..core.torch_compat import (
     divides_by_initial_world,
     forget_used_parameters,
     has_comm_hook,
-    latest_join,
     queue_after_backward,
     rebuild_buckets,
 )
 from ..gradients.ledger import set_grads
 from ..kernels.shards import is_sharded
+from .joining import is_joining, share_masters_after_join
 
 __all__ = [
     "AllReduceOptions",
@@ -72,6 +72,7 @@ def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Mo
     if isinstance(module, DistributedDataParallel) and module not in _WRAPPERS:
         _WRAPPERS[module] = AllReduceOptions()
         _seen += 1
+        share_masters_after_join(module)
         for param in () if submodule is None else submodule.parameters():
             if id(param) not in _WRAPPED:
                 _WRAPPED.add(id(param))
@@ -137,8 +138,6 @@ class Reduction:
         scale: by what the gradients of the present backward pass are to be divided; None if by nothing.
         held: for each optimizer in that block, the gradients that are set aside, by the identity of the parameter.
         allreduces: how many backward passes our hook has seen the ranks average.
-        joins: how many ``join`` contexts have ended, as far as ``has_joined`` was asked.
-        source: the rank of ``group`` whose weights all ranks got at the end of the latest one.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, options: AllReduceOptions) -> None:
@@ -160,9 +159,6 @@ class Reduction:
         self._unused = bool(wrapper.find_unused_parameters and not wrapper.static_graph)
         self._unsynced_params: dict[int, torch.Tensor] = {}
         self.allreduces = 0
-        self.joins = 0
-        self.source = 0
-        self._ended_join: Any = None
         self._arriving = False
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters and their fp32 gradients in this pass
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -225,12 +221,7 @@ class Reduction:
         Those repeat the collective operations of torch's reducer for the others, and no other operation.
         """
         wrapper = self._wrapper()
-        if wrapper is None:
-            return False
-        config, ended = latest_join(wrapper)
-        if ended is not None:
-            self.joins, self.source, self._ended_join = self.joins + 1, ended, config
-        return bool(config.enable) and config is not self._ended_join
+        return wrapper is not None and is_joining(wrapper)
 
     # ---- around a backward pass that the ranks do not average
 

@@ -55,7 +55,6 @@ class RankSync:
         self._key: tuple[int, ...] = (0,)
         self._watched: dict[Reduction, tuple[int, dict[torch.Tensor, int]]] = {}
         self._averaged_next = False
-        self._joins: dict[Reduction, int] = {}
         self._has_passed = False
         self._ever_passed = False
         self._alone_in_window = False
@@ -140,11 +139,6 @@ class RankSync:
             wide: those among them whose gradients are to be fp32.
             mastered: those whose masters are to be the same on every rank.
         """
-        for reduction in self.reductions:
-            if not reduction.is_joining and reduction.joins != self._joins.get(reduction, 0):
-                # All ranks got the weights of one that was active to the end; its masters belong to them.
-                self._joins[reduction] = reduction.joins
-                share_masters([p for p in mastered if reduction.holds(p)], reduction.group, reduction.source)
         key = (wrappers_seen(), len(params), len(wide))
         if key == self._key or self.alone:
             return
@@ -156,7 +150,6 @@ class RankSync:
             if reduction not in self.reductions and any(reduction.holds(p) for p in params):
                 self.reductions.append(reduction)
                 # The wrapper gave every rank the weights of rank 0, but each rank still has its own masters.
-                self._joins[reduction] = reduction.joins
                 share_masters([p for p in mastered if reduction.holds(p)], reduction.group)
             reduction.widen(wide)
 
@@ -318,7 +311,7 @@ class RankSync:
         for reduction in [reduction for reduction in self.reductions if reduction in self._unsynced]:
             owners = [p for p in params if reduction.holds(p) and id(p) not in done and p.requires_grad]
             done.update(map(id, owners))
-            average_gradients(owners, reduction, fp32, sparse)
+            average_gradients(owners, reduction.group, reduction.world, fp32, sparse)
         self._unsynced.clear()
 
 

@@ -11,7 +11,6 @@ from ..core.dtypes import is_half
 from ..gradients.ledger import get_grads, set_grads
 from ..gradients.master_registry import master_of, write_master
 from ..kernels.grouping import group_rows
-from .ddp_hook import Reduction
 
 __all__ = ["average_gradients", "share_masters"]
 
@@ -37,19 +36,20 @@ def share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup, rank
 
 @torch.no_grad()
 def average_gradients(
-    params: Sequence[torch.Tensor], reduction: Reduction, fp32: set[int], sparse: Mapping[int, int]
+    params: Sequence[torch.Tensor], group: dist.ProcessGroup, world: int, fp32: set[int], sparse: Mapping[int, int]
 ) -> None:
     """Replace the gradients of parameters by their means over the ranks. A rank without a gradient counts as zero.
 
     Args:
         params: those of one wrapper, the same on every rank.
-        reduction: that of the wrapper.
+        group: the processes of the wrapper.
+        world: their number.
         fp32: identities of parameters whose gradients are fp32 afterwards.
         sparse: the number of sparse dimensions of sparse gradients, by the identity of the parameter.
     """
     alone = [[p] for p in params if id(p) in sparse]
     for bucket in [*alone, *_chunks([p for p in params if id(p) not in sparse])]:
-        _average(bucket, reduction, fp32, sparse)
+        _average(bucket, group, world, fp32, sparse)
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -66,7 +66,9 @@ def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return chunks
 
 
-def _average(owners: list[torch.Tensor], reduction: Reduction, fp32: set[int], sparse: Mapping[int, int]) -> None:
+def _average(
+    owners: list[torch.Tensor], group: dist.ProcessGroup, world: int, fp32: set[int], sparse: Mapping[int, int]
+) -> None:
     """``average_gradients`` for one bucket."""
     grads = get_grads(owners)
     first = grads[0]
@@ -77,8 +79,8 @@ def _average(owners: list[torch.Tensor], reduction: Reduction, fp32: set[int], s
         elif not first.is_sparse:
             first = first.to_sparse(dims)
         total = (first.float() if is_half(first) else first).coalesce()
-        dist.all_reduce(total, group=reduction.group)
-        set_grads([param], [(total / reduction.world).to(first.dtype)])
+        dist.all_reduce(total, group=group)
+        set_grads([param], [(total / world).to(first.dtype)])
         return
     dtype = torch.float32 if is_half(owners[0]) else owners[0].dtype
     parts = [
@@ -87,11 +89,11 @@ def _average(owners: list[torch.Tensor], reduction: Reduction, fp32: set[int], s
     ]
     present = torch.tensor([float(g is not None) for g in grads], dtype=dtype, device=owners[0].device)
     flat = torch.cat([*parts, present])
-    dist.all_reduce(flat, group=reduction.group)
+    dist.all_reduce(flat, group=group)
     *sums, present = flat.split([*(p.numel() for p in owners), len(owners)])
     for param, values, anyone in zip(owners, sums, present.real.tolist(), strict=True):
         if anyone:
-            mean = (values / reduction.world).view_as(param)
+            mean = (values / world).view_as(param)
             if id(param) not in fp32:
                 mean = mean.to(param.dtype)
             if param.grad is None or param.grad.dtype is not mean.dtype:
