@@ -516,3 +516,19 @@ def test_sparse_gradients_become_means_too(ranks: Ranks, level: str, pattern: st
     assert (results[0]["skipped"], results[0]["sparse"]) == (0, [True] * 3)
     for found, exact in zip(results[0]["masters"], model.parameters(), strict=True):
         torch.testing.assert_close(found, exact.detach(), rtol=0, atol=1e-5 if level == "O0" else 0.02)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "ours"])
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("pattern", ["s", "uuus", "sus", "xs", "uu"], ids=in_words)
+def test_gradients_that_are_views_of_buckets_are_not_rounded(
+    ranks: Ranks, pattern: str, half: str, optimizer: str
+) -> None:
+    """Neither in the first window, after which torch makes new buckets, nor in the next."""
+    everybody = ranks.run(train, "O2", half, pattern, "plain", optimizer, 2)
+    for plain, views in zip(everybody, ranks.run(train, "O2", half, pattern, "views", optimizer, 2), strict=True):
+        for name in ("grads", "masters"):
+            for expected, found in zip(plain[name], views[name], strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    rounded = [torch.equal(g, g.to(HALVES[half]).float()) for g in everybody[0]["grads"][0]]
+    assert not all(rounded)  # there is something to lose

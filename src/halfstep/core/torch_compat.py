@@ -98,6 +98,7 @@ __all__ = [
     "fused_adamw_",
     "fused_sgd_",
     "has_comm_hook",
+    "has_rebuilt_buckets",
     "hook_tables",
     "initial_scale",
     "is_any_autocast_enabled",
@@ -408,6 +409,11 @@ def join_facts(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[bool
     Both outlast the context: torch goes on counting the active ranks, for its division of gradients (torch 2.13).
     """
     return bool(wrapper._join_config.enable), getattr(wrapper, "_authoritative_rank", None)
+
+
+def has_rebuilt_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether buckets have been rebuilt, which happens once."""
+    return bool(wrapper._has_rebuilt_buckets)
 
 
 def rebuild_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:

@@ -23,6 +23,7 @@ from ..core.torch_compat import (
     divides_by_initial_world,
     forget_used_parameters,
     has_comm_hook,
+    has_rebuilt_buckets,
     queue_after_backward,
     rebuild_buckets,
 )
@@ -196,8 +197,15 @@ class Reduction:
     def rebuild_buckets(self) -> None:
         """After a backward pass that the ranks averaged: have the buckets rebuilt now that all ranks are here."""
         wrapper = self._wrapper()
-        if wrapper is not None and not self.is_joining:
-            rebuild_buckets(wrapper)
+        if wrapper is None or self.is_joining:
+            return
+        views = bool(wrapper.gradient_as_bucket_view and self._wide and not has_rebuilt_buckets(wrapper))
+        before = [(p, p.grad) for p in wrapper.module.parameters() if p.grad is not None] if views else []
+        rebuild_buckets(wrapper)
+        # Gradients become views of the new buckets, which would round those that are fp32 now.
+        for param, grad in before:
+            if param.grad is not None and param.grad.dtype is not grad.dtype:
+                set_grads([param], [grad])
 
     @property
     def will_sync(self) -> bool:
