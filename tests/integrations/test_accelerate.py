@@ -220,3 +220,27 @@ def test_a_policy_is_what_initialize_makes_of_it(level: str) -> None:
     policy = Policy.from_level(level, "bfloat16").replace(loss_scale=DynamicLossScale(init_scale=64.0))
     run = Run(policy=policy).train(direct.batches())
     direct.same(run.trained(), direct.train_by_policy(policy))
+
+
+@pytest.mark.parametrize("door", ["scale_loss", "GradScaler"])
+def test_initialize_takes_what_prepare_has_wrapped(door: str) -> None:
+    masters = []
+    for wrap in (False, True):
+        model = direct.classifier()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        if wrap:
+            optimizer = Accelerator(cpu=True).prepare(optimizer)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
+        scaler = amp.GradScaler(enable=door == "GradScaler")
+        for x, y in direct.batches(5):
+            loss = F.cross_entropy(model(x), y)
+            if door == "scale_loss":
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            else:
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        masters.append(torch.cat([p.detach().flatten() for p in amp.master_params(optimizer)]))
+    assert torch.equal(*masters)

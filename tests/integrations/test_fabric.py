@@ -13,7 +13,7 @@ pytest.importorskip("lightning", reason="Lightning is not installed; `make integ
 from lightning.fabric import Fabric
 from torch.nn import functional as F
 
-from halfstep import amp
+from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.integrations.lightning import HalfstepFabricPrecision
 from tests.integrations import direct_loop as direct
@@ -95,3 +95,22 @@ def test_16_bit_weights_without_masters_are_refused() -> None:
 def test_outputs_are_fp32() -> None:
     run = Run("O1", "bfloat16", "AdamW")
     assert run.model(torch.randn(2, 12)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "FusedAdam"])
+def test_initialize_takes_what_setup_has_wrapped(optimizer: str) -> None:
+    masters = []
+    for wrap in (False, True):
+        model = direct.classifier()
+        make = {"AdamW": torch.optim.AdamW, "FusedAdam": optimizers.FusedAdam}[optimizer]
+        both: Any = (model, make(model.parameters(), lr=1e-5))
+        if wrap:
+            both = Fabric(accelerator="cpu", devices=1).setup(*both)
+        model, stepper = amp.initialize(*both, opt_level="O2", dtype="bfloat16", verbosity=0)
+        for x, y in direct.batches(5):
+            with amp.scale_loss(F.cross_entropy(model(x), y), stepper) as scaled_loss:
+                scaled_loss.backward()
+            stepper.step()
+            stepper.zero_grad()
+        masters.append(torch.cat([p.detach().flatten() for p in amp.master_params(stepper)]))
+    assert torch.equal(*masters)

@@ -258,7 +258,7 @@ class GradScaler(ScalerSettings):
             closure = self._evaluating(optimizer, closure)
         elif state["stage"] is OptState.READY:
             self._unscale(optimizer, may_defer=True)
-        returned = attached.call(closure, *args, **kwargs)
+        returned = attached.call(optimizer, closure, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return StepResult(self._found_inf(optimizer), returned)
 

@@ -132,7 +132,8 @@ def initialize(
     Args:
         models: a module, or a list of modules, on any device; changed in place. Masters start from their weights as
             they are, so load a checkpoint in fp32 before or after.
-        optimizers: a ``torch.optim.Optimizer``, a ``LARC`` around one, a list of them, or None; changed in place.
+        optimizers: a ``torch.optim.Optimizer``, a ``LARC`` around one, a list of them, or None; changed in place. Any
+            of them may be a wrapper that is an optimizer, too, as those of Fabric and Accelerate.
         enabled: False makes this and every other amp call do nothing, so that one script serves both.
         opt_level: "O0", "O1", "O2" or "O3"; the ROCm fork's "O4" and "O5" are O1 and O2 in bfloat16.
         cast_model_type: dtype of the weights; False leaves the model alone. Not at O1.

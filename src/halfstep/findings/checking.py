@@ -10,9 +10,9 @@ from torch import nn
 
 from ..core.checks import check_count, check_kind
 from ..core.errors import ArgumentTypeError
+from ..core.inner_optimizers import bare
 from ..core.policy import Policy
 from ..gradients.loss_scaler import DeviceLossScaler
-from ..stepping.prepare import bare
 from .facts import Facts
 from .finding import Finding, log
 from .forward import Forward, run

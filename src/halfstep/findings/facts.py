@@ -14,11 +14,11 @@ from torch import nn
 
 from ..casting.modules import casting_of
 from ..core.dtypes import HALF_DTYPES, is_half
+from ..core.inner_optimizers import bare
 from ..core.policy import Policy
 from ..core.torch_compat import buffers_of, children_of, parameters_of
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..stepping.attached import attached_to
-from ..stepping.prepare import bare
 from .finding import grouped
 from .forward import Forward
 from .groups import Group, dtypes_of

@@ -10,10 +10,10 @@ import torch
 
 from ..core.checks import check_count
 from ..core.errors import ArgumentTypeError
+from ..core.inner_optimizers import bare
 from ..gradients.async_reader import AsyncReader, capturing
 from ..gradients.ledger import get_grads
 from ..stepping.attached import attached_to
-from ..stepping.prepare import bare
 from .finding import Finding, grouped, log
 from .rules_of_optimizer import lost
 from .samples import Drawn, can_sample, column, draw, samples_in

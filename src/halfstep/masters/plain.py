@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..core import data_writes as writes
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.errors import UsageError
+from ..core.inner_optimizers import state_holders
 from ..gradients.ledger import get_grads, set_grads
 from ..gradients.master_registry import keeper_of
 from ..kernels import multi_tensor
@@ -50,7 +51,8 @@ class PlainMasters:
         # While masters are in place: the lists of the groups and what was in them, and the gradients of the masters.
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._grads: list[torch.Tensor | None] = []
-        self._states = _States()
+        self._states: dict[int, _States] = defaultdict(_States)  # by the identity of the optimizer
+        self._holders: list[tuple[Any, _States]] = []  # while masters are in place: optimizers whose state is swapped
         self._groups = TensorGroupsCache()
         self._bypassed = False  # whether a step has written to parameters and not to masters
         writes.watch(self)
@@ -141,7 +143,9 @@ class PlainMasters:
             master.grad = grad
         for params, before in self._lists:
             params[:] = [of.get(id(p), p) for p in before]  # in place: LBFGS keeps the list
-        self._states.swap_in(optimizer, of)
+        self._holders = [(holder, self._states[id(holder)]) for holder in state_holders(optimizer)]
+        for holder, states in self._holders:
+            states.swap_in(holder, of)
 
     def leave(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo ``enter``, and round every master into its parameter. Does nothing if that is done."""
@@ -150,7 +154,9 @@ class PlainMasters:
         for params, before in self._lists:
             params[:] = before
         self._lists = []
-        self._states.swap_out(optimizer, zip(self._params, self._masters, strict=True))
+        for holder, states in self._holders:
+            states.swap_out(holder, zip(self._params, self._masters, strict=True))
+        self._holders = []
         for param, master, grad in zip(self._params, self._masters, self._grads, strict=True):
             if master.grad is not grad:  # the step has cleared or replaced it
                 param.grad = None

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..casting.op_casting import NO_CASTING
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.inner_optimizers import bare
 from ..core.torch_compat import backward_pass_id, scale_of
 from ..findings.finding import Finding
 from ..gradients.async_reader import capturing
@@ -22,8 +23,6 @@ from ..kernels.tensor_table import Number
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.param_rows import ParamRows
 from ..stepping.attached import AttachedOptimizer, attached_to, observers
-from ..stepping.optimizer_wrapper import ForwardingOptimizer
-from ..stepping.prepare import bare
 from .alarms import Alarms
 from .gradients import GradientTotals, Totals
 from .owners import ROOT, qualified_names
@@ -98,8 +97,6 @@ class Monitor:
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"Monitor takes a torch.nn.Module, not {type(model).__name__}.")
         self._optimizer = None if optimizer is None else bare(optimizer)
-        while isinstance(self._optimizer, ForwardingOptimizer):  # FP16_Optimizer
-            self._optimizer = self._optimizer.optimizer
         if self._optimizer is not None and not isinstance(self._optimizer, torch.optim.Optimizer):
             raise ArgumentTypeError(f"Monitor takes a torch.optim.Optimizer, not {type(optimizer).__name__}.")
         for name, number in (("every", every), ("sample", sample)):

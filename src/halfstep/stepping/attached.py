@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..casting.op_casting import NO_CASTING, active_casting
 from ..core.errors import UsageError
+from ..core.inner_optimizers import bare
 from ..distributed.ddp_sync import BackwardRecord, any_overflow, share_overflow
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
@@ -40,7 +41,7 @@ def attached_to(optimizer: object) -> AttachedOptimizer | None:
 
     It is the attribute ``_amp_stash``, as Apex's was: scripts ask for that name to learn whether amp is on.
     """
-    found = getattr(optimizer, "_amp_stash", None)
+    found = getattr(optimizer, "_amp_stash", None) or getattr(bare(optimizer), "_amp_stash", None)
     return found if isinstance(found, AttachedOptimizer) else None
 
 
@@ -182,8 +183,15 @@ class AttachedOptimizer:
         """The optimizer's step on unscaled gradients. It is skipped, and changes nothing, if a pass overflowed."""
         return self._observed(self._step, closure, args, kwargs)
 
-    def call(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """Call the optimizer's ``step`` as a scaler does: not at all if the host can know that it will be skipped."""
+    def call(self, optimizer: Any, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+        """Call a ``step`` as a scaler does: not at all if the host can know that it will be skipped.
+
+        Args:
+            optimizer: the one this belongs to, or a wrapper of it, which does more in its ``step``.
+            closure: for the step, or None.
+            *args: further arguments of the step.
+            **kwargs: further keyword arguments of the step.
+        """
         known = closure is None and bool(self.passes.records) and not self.stepping.takes_flags
         if known:
             if any_overflow(self.passes.take_records()).item():
@@ -191,7 +199,7 @@ class AttachedOptimizer:
             self.passes.unsettled = False
         if attached_to(self.optimizer) is not self:
             return self.step(closure, *args, **kwargs)
-        step: Any = self.optimizer.step
+        step = optimizer.step
         return step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
 
     def _observed(self, step: Callable[..., Any], *args: Any) -> Any:

@@ -19,6 +19,7 @@ from ..casting import modules
 from ..casting.op_casting import OpCasting
 from ..core.dtypes import is_half, parse_dtype
 from ..core.errors import ArgumentTypeError, UsageError
+from ..core.inner_optimizers import bare, inner_optimizer
 from ..core.policy import Policy
 from ..core.torch_compat import HAS_GRAD_DTYPE
 from ..gradients.ledger import set_grads
@@ -28,7 +29,7 @@ from ..optimizers.fuse import can_fuse, fuse
 from ..optimizers.release import release_of
 from .attached import AttachedOptimizer, attach, attached_to
 
-__all__ = ["bare", "check", "prepare", "prepare_model", "prepare_optimizer"]
+__all__ = ["check", "prepare", "prepare_model", "prepare_optimizer"]
 
 
 def prepare(
@@ -158,7 +159,7 @@ def prepare_optimizer(
     """Attach to an optimizer, with masters or copies if the policy has them.
 
     Args:
-        optimizer: a ``torch.optim.Optimizer``, or a ``LARC`` around one.
+        optimizer: a ``torch.optim.Optimizer``, or a wrapper of one, which goes on calling its ``step``.
         policy: that of its models.
         models: those.
         originals: what ``prepare_model`` returned: where masters start.
@@ -167,12 +168,14 @@ def prepare_optimizer(
         own: whether an optimizer that can may keep its masters itself: not if it shares a parameter.
         verbose: whether to log skipped steps.
     """
-    given, optimizer = optimizer, bare(optimizer)
+    optimizer = bare(optimizer)
     masters = policy.master_weights
     sharded = _sharded_state(optimizer)
     if sharded is not None:  # an optimizer over the parameters of this rank, which does the step
         inner = prepare_optimizer(sharded, policy, (), originals=originals, fused=fused, verbose=verbose)
         inner.passes.ranks.inside = True
+    elif inner_optimizer(optimizer) is not None:
+        own = False  # a wrapper whose step may write to weights has to find the masters in their places
     elif masters and fused and _gains(optimizer):
         fuse(optimizer)
     casts_weights = policy.op_lists is not None and policy.compute_dtype is not None
@@ -186,14 +189,8 @@ def prepare_optimizer(
         verbose=verbose,
     )
     if not masters and optimizer.state:
-        given.load_state_dict(given.state_dict())  # torch casts the state to the parameters' new dtype
+        optimizer.load_state_dict(optimizer.state_dict())  # torch casts the state to the parameters' new dtype
     return attached
-
-
-def bare(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside a ``LARC``."""
-    inner = getattr(optimizer, "optim", None)
-    return inner if type(optimizer).__name__ == "LARC" and inner is not None else optimizer  # type: ignore[no-any-return]
 
 
 def check(
@@ -224,7 +221,7 @@ def check(
             f"module_filter={module_filter!r} must be a function that is called with (module, name) and returns a "
             "dtype, or None to leave the module to the level."
         )
-    if len(set(map(id, models))) < len(models) or len(set(map(id, optimizers))) < len(optimizers):
+    if len(set(map(id, models))) < len(models) or len({id(bare(one)) for one in optimizers}) < len(optimizers):
         raise UsageError(f"A model or optimizer is in the list twice; {caller} takes each once.")
     for model in models:
         if isinstance(model, torch.jit.ScriptModule):
@@ -239,7 +236,7 @@ def check(
             raise UsageError("This model has been through amp.initialize or amp.decorate once, and once is all it can.")
     modules.refuse_sharded(models, dtype)
     known = {id(param) for model in models for param in model.parameters()}
-    for optimizer in optimizers:
+    for optimizer in map(bare, optimizers):
         kind = type(optimizer).__name__
         if attached_to(optimizer) is not None:
             raise UsageError(

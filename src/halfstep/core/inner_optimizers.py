@@ -1,0 +1,52 @@
+"""The optimizers behind a wrapper: an optimizer that holds another one and shares its ``param_groups``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["bare", "inner_optimizer", "state_holders"]
+
+_DELEGATES = {"accelerate", "halfstep", "lightning", "lightning_fabric", "pytorch_lightning"}
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer that a wrapper holds; None if this is no wrapper."""
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        return None
+    here = getattr(optimizer, "__dict__", {})
+    for value in here.values():
+        if (
+            value is not optimizer
+            and getattr(value, "param_groups", None) is groups
+            and ("param_groups" not in here or "param_groups" in vars(value))  # else it holds its wrapper
+        ):
+            return value
+    return None
+
+
+def bare(optimizer: Any) -> Any:
+    """The optimizer behind ``LARC`` and the wrappers of Lightning, Fabric and Accelerate, which write no weights.
+
+    The ``step`` of any other wrapper may do so, as that of Lookahead does. So it is an optimizer itself.
+    """
+    for each in _chain(optimizer):
+        optimizer = each
+        stepping = next((cls for cls in type(each).__mro__ if "step" in vars(cls)), object)
+        if stepping.__module__.partition(".")[0] not in _DELEGATES:
+            break
+    return optimizer
+
+
+def state_holders(optimizer: Any) -> list[Any]:
+    """Those of an optimizer and the ones behind it that have a ``state``, and do not pass on another one's."""
+    return [each for each in _chain(optimizer) if "state" in vars(each)]
+
+
+def _chain(optimizer: Any) -> list[Any]:
+    """An optimizer, the one behind it, and so on."""
+    chain: list[Any] = []
+    while optimizer is not None and not any(each is optimizer for each in chain):
+        chain.append(optimizer)
+        optimizer = inner_optimizer(optimizer)
+    return chain

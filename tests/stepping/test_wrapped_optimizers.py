@@ -1,0 +1,198 @@
+"""An optimizer that comes in a wrapper has masters, whatever the wrapper does, and whoever calls its step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import amp, optimizers
+from halfstep.core.errors import UsageError
+
+RATE, STEPS = 1e-4, 20  # 16-bit weights of 1.0 would lose each of these updates
+
+
+class Imitating:
+    """Of a class made of its own and the optimizer's, with everything it does not have from the optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("Imitating", (type(self), type(optimizer)), {})
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step()
+
+    def state_dict(self) -> Any:
+        return self._optimizer.state_dict()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+class Copying(Imitating):
+    """With the same ``__dict__`` as well."""
+
+    def __init__(self, optimizer: Any) -> None:
+        vars(self).update(vars(optimizer))
+        super().__init__(optimizer)
+
+
+class Forwarding(torch.optim.Optimizer):
+    """With properties for what the optimizer has."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.inner = optimizer
+
+    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.inner.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self.inner.defaults)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad()
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+
+class Blending(Forwarding):
+    """Its step writes to weights, too, from what it keeps in the optimizer's state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"]]
+        super().step()
+        before = [self.state[p].setdefault("first", p.clone()) for p in params]
+        torch._foreach_lerp_(params, before, 0.25)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Shares the groups and has a state of its own, which its step writes into weights."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.base = optimizer
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.state = defaultdict(dict)
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        self.count += 1
+        for p in [p for group in self.param_groups for p in group["params"] if self.count % 3 == 0]:
+            slow = self.state[p].setdefault("slow", p.clone())
+            p.copy_(slow.lerp_(p, 0.5))
+
+    def state_dict(self) -> Any:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda optimizer: optimizer,
+    "imitating": Imitating,
+    "copying": Copying,
+    "forwarding": Forwarding,
+    "twice": lambda optimizer: Forwarding(Imitating(optimizer)),
+    "LARC": lambda optimizer: optimizers.LARC(optimizer, trust_coefficient=0.001),
+    "blending": Blending,
+    "lookahead": Lookahead,
+}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=RATE, momentum=0.5),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=RATE),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=RATE),
+    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=RATE),
+    "FusedSGD": lambda params: optimizers.FusedSGD(params, lr=RATE),
+}
+
+
+def start(wrapper: str, name: str, level: str, **options: Any) -> tuple[nn.Module, Any]:
+    model = nn.Linear(8, 8, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = WRAPPERS[wrapper](OPTIMIZERS[name](model.parameters()))
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)  # type: ignore[no-any-return]
+
+
+def train(model: Any, optimizer: Any, door: str, steps: int = STEPS) -> None:
+    scaler = amp.GradScaler(init_loss_scaling=8.0)
+    for _ in range(steps):
+        loss = model(torch.ones(2, 8)).float().sum()
+        if door == "GradScaler":
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def truth(model: Any) -> torch.Tensor:
+    return model.state_dict()["weight"].float().clone()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("door", ["scale_loss", "GradScaler"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_optimizer_trains_at_o2_as_in_fp32(wrapper: str, name: str, door: str) -> None:
+    model, optimizer = start(wrapper, name, "O2", dtype=torch.bfloat16, loss_scale=1.0)
+    plain, plain_optimizer = start(wrapper, name, "O0")
+    train(model, optimizer, door)
+    train(plain, plain_optimizer, door)
+    assert truth(plain).max() < 1.0 - RATE / 2
+    torch.testing.assert_close(truth(model), truth(plain), rtol=0.0, atol=RATE / 100)
+    assert [p for group in optimizer.param_groups for p in group["params"]] == list(model.parameters())
+    assert len(optimizer.state_dict()["state"]) == len(plain_optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("wrapper", ["none", "imitating", "forwarding", "blending", "lookahead"])
+def test_a_skipped_step_changes_nothing_in_a_wrapper_either(wrapper: str) -> None:
+    model, optimizer = start(wrapper, "AdamW", "O2", dtype=torch.float16, loss_scale="dynamic")
+    train(model, optimizer, "scale_loss", 3)
+    before = truth(model)
+    with amp.scale_loss(model(torch.ones(2, 8)).float().sum() * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert torch.equal(truth(model), before)
+
+
+def test_a_wrapper_s_state_is_loaded_again() -> None:
+    runs = [start("lookahead", "AdamW", "O2", dtype=torch.bfloat16, loss_scale=1.0) for _ in range(2)]
+    for model, optimizer in runs:
+        train(model, optimizer, "scale_loss", 3)
+    model, optimizer = runs[0]
+    optimizer.load_state_dict(optimizer.state_dict())
+    for model, optimizer in runs:
+        train(model, optimizer, "scale_loss", 2)
+    assert torch.equal(truth(runs[0][0]), truth(runs[1][0]))
+
+
+def test_an_optimizer_and_its_wrapper_are_one() -> None:
+    model = nn.Linear(8, 8)
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    with pytest.raises(UsageError, match="twice"):
+        amp.initialize(model, [inner, optimizers.LARC(inner)], opt_level="O2", verbosity=0)
+    amp.initialize(model, optimizers.LARC(inner), opt_level="O2", verbosity=0)
+    with pytest.raises(UsageError, match="once is all it can"):
+        amp.initialize(nn.Linear(8, 8), inner, opt_level="O2", verbosity=0)
+
+
+def test_an_optimizer_that_holds_itself_is_no_wrapper() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer.me = optimizer
+    optimizer.wrapper = Forwarding(optimizer)
+    amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, loss_scale=1.0, verbosity=0)
+    train(model, optimizer, "scale_loss")
+    assert amp.has_masters(optimizer)
