@@ -560,33 +560,6 @@ def test_an_optimizer_may_clear_gradients_in_its_step(half: torch.dtype, level: 
     assert torch.equal(truth(after[0]), truth(plain[0]))
 
 
-class OwnList(torch.optim.Optimizer):
-    """Steps over a list of its own and not over its groups."""
-
-    def __init__(self, params: Any) -> None:
-        self.own = list(params)
-        super().__init__(self.own, {"lr": 0.5})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.own:
-            p.sub_(p.grad, alpha=0.5)  # type: ignore[arg-type]
-
-
-@in_both_halves
-def test_a_step_over_a_list_of_the_optimizer_s_own_trains_without_masters_and_says_so(
-    half: torch.dtype, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, optimizer = start(half, make=OwnList)
-    plain = start(half, make=OwnList, level="O3")
-    for t in range(3):
-        train(model, optimizer, [t])
-        train(*plain, [t])
-    torch.testing.assert_close(truth(model), truth(plain[0]), rtol=torch.finfo(half).eps, atol=1e-3)
-    assert [record.message for record in caplog.records if "OwnList.step wrote to 16-bit weights" in record.message]
-    assert sum("a list of the weights of its own" in record.message for record in caplog.records) == 1
-
-
 class OwnDict(torch.optim.SGD):
     """Keeps something for each parameter in a dict of its own."""
 

@@ -10,6 +10,7 @@ from torch import nn
 from ..casting.modules import PARALLEL
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.hardware import warn_if_slow
+from ..core.inner_optimizers import inner_optimizer
 from ..optimizers.larc import LARC
 
 __all__ = ["Models", "Optimizers", "as_models", "as_optimizers", "device_of", "returned", "warn_of_slow_devices"]
@@ -39,8 +40,8 @@ def as_models(caller: str, models: Any) -> list[nn.Module]:
     return found
 
 
-def as_optimizers(caller: str, optimizers: Any, *kinds: type) -> list[Any]:
-    """None, one optimizer of some classes or a list of them, as a list.
+def as_optimizers(caller: str, optimizers: Any, *, wrapped: bool = False) -> list[Any]:
+    """None, one optimizer or a list of them, as a list; with ``wrapped`` also wrappers that are no optimizers.
 
     Raises:
         ArgumentTypeError: for anything else.
@@ -49,7 +50,11 @@ def as_optimizers(caller: str, optimizers: Any, *kinds: type) -> list[Any]:
     given = optimizers if isinstance(optimizers, list) else [optimizers]
     if any(type(optimizer).__name__ == "FP16_Optimizer" for optimizer in given):
         raise UsageError(f"An FP16_Optimizer has its own masters and loss scale; give {caller} the bare optimizer.")
-    return [] if optimizers is None else _listed("optimizer", optimizers, torch.optim.Optimizer, *kinds)
+    if optimizers is None:
+        return []
+    inner = [(wrapped and inner_optimizer(each)) or each for each in given]
+    _listed("optimizer", inner if given is optimizers else inner[0], torch.optim.Optimizer)
+    return given
 
 
 def _listed(name: str, given: Any, *kinds: type) -> list[Any]:

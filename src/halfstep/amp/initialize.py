@@ -17,7 +17,6 @@ from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, is_half
 from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
-from ..optimizers.larc import LARC
 from ..stepping.prepare import check, prepare
 from .arguments import Models, Optimizers, as_models, as_optimizers, device_of, returned, warn_of_slow_devices
 from .loss_scaler import LossScaler
@@ -132,8 +131,8 @@ def initialize(
     Args:
         models: a module, or a list of modules, on any device; changed in place. Masters start from their weights as
             they are, so load a checkpoint in fp32 before or after.
-        optimizers: a ``torch.optim.Optimizer``, a ``LARC`` around one, a list of them, or None; changed in place. Any
-            of them may be a wrapper that is an optimizer, too, as those of Fabric and Accelerate.
+        optimizers: a ``torch.optim.Optimizer``, a ``LARC`` around one, a list of them, or None; changed in place. In
+            its place may be any other wrapper, as those of Fabric, Accelerate and ScheduleFree.
         enabled: False makes this and every other amp call do nothing, so that one script serves both.
         opt_level: "O0", "O1", "O2" or "O3"; the ROCm fork's "O4" and "O5" are O1 and O2 in bfloat16.
         cast_model_type: dtype of the weights; False leaves the model alone. Not at O1.
@@ -185,7 +184,7 @@ def initialize(
         return returned(models, optimizers)
 
     model_list = as_models("amp.initialize", models)
-    optimizer_list = as_optimizers("amp.initialize", optimizers, LARC)
+    optimizer_list = as_optimizers("amp.initialize", optimizers, wrapped=True)
     recipe = resolve(
         policy,
         default_half(device_of(model_list)),

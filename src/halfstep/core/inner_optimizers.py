@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["bare", "inner_optimizer", "state_holders"]
+__all__ = ["bare", "inner_optimizer", "package_of_step", "state_holders"]
 
 _DELEGATES = {"accelerate", "halfstep", "lightning", "lightning_fabric", "pytorch_lightning"}
 
@@ -32,10 +32,15 @@ def bare(optimizer: Any) -> Any:
     """
     for each in _chain(optimizer):
         optimizer = each
-        stepping = next((cls for cls in type(each).__mro__ if "step" in vars(cls)), object)
-        if stepping.__module__.partition(".")[0] not in _DELEGATES:
+        if package_of_step(each) not in _DELEGATES:
             break
     return optimizer
+
+
+def package_of_step(optimizer: Any) -> str:
+    """The package of the class from which an optimizer has its ``step``, such as "torch"."""
+    cls = next((cls for cls in type(optimizer).__mro__ if "step" in vars(cls)), object)
+    return cls.__module__.partition(".")[0]
 
 
 def state_holders(optimizer: Any) -> list[Any]:

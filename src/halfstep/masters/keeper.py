@@ -170,7 +170,7 @@ class MasterKeeper:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within the block plain masters take the places of their parameters in the optimizer."""
-        if self.plain is None:
+        if self.plain is None or self.plain.in_place:
             yield
             return
         widen(halves(self.params()))

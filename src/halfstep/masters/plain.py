@@ -6,7 +6,6 @@ model's parameters.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterable, MutableMapping
 from operator import is_
@@ -26,8 +25,6 @@ from ..kernels.grouping import TensorGroupsCache
 from ..kernels.storage import honoured
 
 __all__ = ["PlainMasters"]
-
-logger = logging.getLogger("halfstep")
 
 
 class PlainMasters:
@@ -54,7 +51,6 @@ class PlainMasters:
         self._states: dict[int, _States] = defaultdict(_States)  # by the identity of the optimizer
         self._holders: list[tuple[Any, _States]] = []  # while masters are in place: optimizers whose state is swapped
         self._groups = TensorGroupsCache()
-        self._bypassed = False  # whether a step has written to parameters and not to masters
         writes.watch(self)
 
     def touch(self, param: torch.Tensor) -> None:
@@ -164,7 +160,7 @@ class PlainMasters:
                     set_grads([param], [master.grad])
             master.grad = None
         self._grads = []
-        self._honour_writes_of_step(optimizer)
+        self._honour_writes_of_step()
         self.round()
 
     def round(self) -> None:
@@ -176,6 +172,11 @@ class PlainMasters:
             pairs = zip(self._params, self._masters, strict=True)
             self._versions = {id(p): (p._version, m._version) for p, m in pairs}
         self._touched.clear()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether masters have the places of their parameters now."""
+        return bool(self._lists)
 
     def has_in_place(self, key: object) -> bool:
         """Whether something is a master that has the place of its parameter now."""
@@ -200,23 +201,14 @@ class PlainMasters:
                 self.of(param)
 
     @torch.no_grad()
-    def _honour_writes_of_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _honour_writes_of_step(self) -> None:
         """Copy what a step wrote to parameters into their masters, which it left as they were."""
         if not self._touched and [p._version for p in self._params] == [v for v, _ in self._versions.values()]:
             return
         for param, master in zip(self._params, self._masters, strict=True):
             before = self._versions[id(param)]
             if master._version == before[1] and (param._version != before[0] or id(param) in self._touched):
-                value = honoured(master, param)
-                if not self._bypassed and not torch.equal(value, master):
-                    self._bypassed = True
-                    logger.warning(
-                        "%s.step wrote to 16-bit weights and not to the fp32 masters, which are in its param_groups "
-                        "while it steps: it keeps a list of the weights of its own. Small updates are lost. Have it "
-                        "go through self.param_groups.",
-                        type(optimizer).__name__,
-                    )
-                master.copy_(value)
+                master.copy_(honoured(master, param))
 
     def _refuse_cast(self) -> None:
         i, param = next((i, p) for i, p in enumerate(self._params) if p.dtype is not self._dtypes[i])
@@ -231,6 +223,22 @@ class PlainMasters:
 def _is_float64_like(value: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether a state is the float64 one of a parameter that was float64 itself."""
     return value.dtype is torch.float64 and value.shape == param.shape
+
+
+class _StateByMaster(defaultdict[Any, Any]):
+    """An optimizer's state during a step, which refuses to make an entry for a parameter whose master has its place."""
+
+    masters: dict[int, torch.nn.Parameter] = {}  # noqa: RUF012 - replaced, never changed; a copy of the state has none
+
+    def __missing__(self, key: Any) -> Any:
+        if id(key) in self.masters:
+            raise UsageError(
+                f"The state of a 16-bit weight of shape {tuple(key.shape)} was looked up by the weight while its fp32 "
+                "master has its place in the optimizer, which keeps a list of the weights of its own. Have it go "
+                "through self.param_groups, whose parameters are the keys of its state, or train at O1, where the "
+                "weights are fp32."
+            )
+        return super().__missing__(key)
 
 
 class _States:
@@ -251,7 +259,8 @@ class _States:
         outer = optimizer.state
         if outer is not self._outer or not (_same(outer.values(), self._entries) and _same(outer, self._keys)):
             self._outer, self._keys, self._entries = outer, list(outer), list(outer.values())
-            self._inner = defaultdict(dict, {of.get(id(key), key): entry for key, entry in outer.items()})
+            self._inner = _StateByMaster(dict, {of.get(id(key), key): entry for key, entry in outer.items()})
+        self._inner.masters = of
         optimizer.state = self._inner
 
     def swap_out(
@@ -262,12 +271,12 @@ class _States:
         if inner is not self._inner or not _same(inner.values(), self._entries):
             params = {id(master): param for param, master in pairs}
             found = {params.get(id(key), key): entry for key, entry in inner.items()}
-            if inner is self._inner:
-                self._outer.clear()
-                self._outer.update(found)
-            else:  # load_state_dict
-                self._outer = defaultdict(dict, found)
-            self._inner, self._keys, self._entries = inner, list(self._outer), list(inner.values())
+            if inner is not self._inner:  # load_state_dict
+                optimizer.state, self._outer = defaultdict(dict, found), None
+                return
+            self._outer.clear()
+            self._outer.update(found)
+            self._keys, self._entries = list(self._outer), list(inner.values())
         optimizer.state = self._outer
 
 

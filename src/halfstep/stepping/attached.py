@@ -247,7 +247,7 @@ class AttachedOptimizer:
                 )
             try:
                 with self.keeper.in_place():
-                    return self.stepping.take(closure, args, kwargs, found_inf)
+                    return self.stepping.take(closure, args, kwargs, found_inf, self.keeper.plain)
             except ClosureOverflowed:
                 return self.stepping.skip()
             except SparseGradient:

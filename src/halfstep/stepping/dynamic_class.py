@@ -5,14 +5,18 @@ So ``isinstance``, ``type(optimizer).zero_grad(optimizer)``, copies and pickles 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..casting.containers import map_tensors, tensors_in
 from ..casting.dynamo import eager
 from ..core.checks import check_optimizer_state
+from ..optimizers.base import FusedOptimizer
 from ..optimizers.schedulers import count_steps, counts_steps
 
 __all__ = ["base_of", "dress", "undress"]
@@ -94,8 +98,37 @@ def _class_below(base: type, hooked: bool) -> type:
         step._wrapped_by_lr_sched = True  # and schedulers a counter on the instance
         names: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
         bases: tuple[type, ...] = (_Attached, base)
-        made[hooked] = type(base.__name__, bases, {**names, "step": step})
+        made[hooked] = type(base.__name__, bases, {**_with_masters(base), **names, "step": step})
     return made[hooked]
+
+
+def _with_masters(base: type) -> dict[str, Any]:
+    """The public methods that an optimizer class has beside torch's: they may write to weights, as ``step`` does.
+
+    ScheduleFree has ``train`` and ``eval``, SAM ``first_step``. Those of halfstep know their masters.
+    """
+    names = (name for name in dir(base) if not name.startswith("_") and not hasattr(FusedOptimizer, name))
+    methods = ((name, inspect.getattr_static(base, name)) for name in names)
+    return {name: _in_place(method) for name, method in methods if inspect.isfunction(method)}
+
+
+def _in_place(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def on_masters(self: Any, *args: Any, **kwargs: Any) -> Any:
+        keeper = self._amp_stash.keeper
+        with keeper.in_place():
+            result = method(self, *args, **kwargs)
+        return result if keeper.plain is None or keeper.plain.in_place else _params_for(keeper.plain.pairs(), result)
+
+    return on_masters
+
+
+def _params_for(pairs: list[tuple[torch.Tensor, torch.Tensor]], result: Any) -> Any:
+    """What a method returned, with the parameters in the places of the masters that it found in the groups."""
+    params = {id(master): param for param, master in pairs}
+    if params.keys().isdisjoint(map(id, tensors_in(result))):
+        return result
+    return map_tensors(lambda tensor: params.get(id(tensor), tensor), result)
 
 
 def _wrapped(step: Callable[..., Any]) -> Callable[..., Any]:

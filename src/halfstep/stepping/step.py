@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from ..masters.plain import PlainMasters
 from ..optimizers.base import FusedOptimizer
+from .first_steps import FirstSteps
 
 __all__ = ["Stepping"]
 
@@ -38,6 +40,7 @@ class Stepping:
         self.grad_scale: torch.Tensor | None = None
         # In torch's older contract ``step`` gets the scaler itself; such an optimizer reads no flags.
         self._wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        self._first_steps = FirstSteps(optimizer)
         self._skipped = 0
         self._skipped_on_device: torch.Tensor | None = None
         self._latest: torch.Tensor | bool = False
@@ -60,7 +63,12 @@ class Stepping:
         return latest != 0 if isinstance(latest, torch.Tensor) else torch.tensor(latest, dtype=torch.bool)
 
     def take(
-        self, closure: Callable[[], Any] | None, args: Any, kwargs: Any, found_inf: torch.Tensor | None = None
+        self,
+        closure: Callable[[], Any] | None,
+        args: Any,
+        kwargs: Any,
+        found_inf: torch.Tensor | None = None,
+        plain: PlainMasters | None = None,
     ) -> Any:
         """Take the step.
 
@@ -69,6 +77,7 @@ class Stepping:
             args: further arguments of the step.
             kwargs: further keyword arguments of the step.
             found_inf: 0-dim float32 tensor, for a step that takes flags: if it is not 0, nothing changes.
+            plain: the masters that are in place; None for none.
 
         Returns:
             What the step returns.
@@ -80,7 +89,10 @@ class Stepping:
         if flag is not None and not _start_momentum(optimizer) and flag.item():
             return self.skip()
         with self._flags(optimizer, found_inf):
-            return step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
+            if closure is not None:
+                return step(closure, *args, **kwargs)
+            with self._first_steps.check(optimizer, plain):
+                return step(*args, **kwargs)
 
     def skip(self) -> None:
         """Do not step."""
