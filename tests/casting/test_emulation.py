@@ -427,3 +427,62 @@ def test_widened_weights_follow_the_weight() -> None:
             assert layer(x).tolist() == [[6.0, 6.0]]
         layer(x).sum().backward()
     assert layer.weight.grad.tolist() == [[1.0, 1.0]] * 2
+
+
+class Signs(torch.Tensor):
+    """Somebody's tensor: it keeps signs and a size, and knows what a product with them is, and no other dtype."""
+
+    @staticmethod
+    def __new__(cls, dense: torch.Tensor) -> Signs:
+        made = torch.Tensor._make_wrapper_subclass(cls, dense.shape, dtype=dense.dtype)  # type: ignore[attr-defined]
+        made.signs, made.size_of_all = dense.sign(), dense.abs().mean()
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func is torch.ops.aten.t.default:
+            return Signs(args[0].signs.t() * args[0].size_of_all)
+        if func is torch.ops.aten.mm.default:
+            a, b = args
+            return a @ b.signs * b.size_of_all
+        raise NotImplementedError(f"{func} of Signs")
+
+
+class Named(torch.Tensor):
+    """Somebody's tensor that carries a label through every op."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        labels = [arg.label for arg in args if isinstance(arg, Named)]
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, Named):
+            result.label = "+".join(labels)
+        return result
+
+
+class Tagged(nn.Parameter):
+    """A parameter with a class of its own, and nothing else."""
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=["fp16", "bf16"])
+def test_an_op_on_somebody_s_tensor_subclass_is_left_to_it(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(4, 8, dtype=dtype), Signs(torch.randn(6, 8, dtype=dtype))
+    named = torch.randn(8, 6, dtype=dtype).as_subclass(Named)
+    named.label = "w"
+    expected, product = torch.mm(x, weight.t()), torch.mm(x, named)
+    with OpCasting(dtype, enabled=False, emulate=True), Products() as products:
+        assert torch.equal(torch.mm(x, weight.t()), expected)
+        found = torch.mm(x, named)
+    assert products.dtypes == {dtype}
+    assert (found.label, found.dtype) == ("w", dtype)
+    assert torch.equal(found.as_subclass(torch.Tensor), product.as_subclass(torch.Tensor))
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Tagged, nn.Buffer])
+def test_a_weight_of_a_class_without_ops_of_its_own_is_emulated(kind: Any) -> None:
+    weight = kind(torch.randn(6, 8).bfloat16())
+    with OpCasting(BF16, enabled=False, emulate=True), Products() as products:
+        F.linear(torch.randn(4, 8).bfloat16(), weight)
+    assert products.dtypes == {FP32}

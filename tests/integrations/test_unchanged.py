@@ -252,6 +252,32 @@ def test_8_bit_optimizers_of_torchao_step_on_masters() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("emulate", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_float8_linears_of_torchao_train(level: str, dtype: str, emulate: bool) -> None:
+    float8 = pytest.importorskip("torchao.float8", reason=missing("torchao"))
+    losses = []
+    for options in ({"opt_level": "O0"}, {"opt_level": level, "dtype": dtype, "emulate": emulate, "loss_scale": 64.0}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 16))
+        if options["opt_level"] != "O0":
+            model = float8.convert_to_float8_training(model, config=float8.Float8LinearConfig(emulate=True))
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = amp.initialize(model, optimizer, verbosity=0, **options)
+        data, seen = torch.randn(10, 64, 64, generator=torch.Generator().manual_seed(1)), []
+        for x in data:
+            loss = (model(x).float() - x[:, :16]).square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        losses.append(seen)
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_trained_model_takes_int8_weights_of_torchao() -> None:
     quantization = pytest.importorskip("torchao.quantization", reason=missing("torchao"))
     model = copy.deepcopy(amp.master_model(trained(large()))).eval()

@@ -22,7 +22,7 @@ from ..core.errors import ArgumentValueError
 from ..core.hardware import has_units
 from ..core.oplists.tables import OP_CLASSES
 
-__all__ = ["Emulate", "EmulatedKinds", "check_emulate", "emulated_kinds", "narrow", "widen"]
+__all__ = ["Emulate", "EmulatedKinds", "check_emulate", "emulated_kinds", "has_own_ops", "narrow", "widen"]
 
 Emulate = bool | Literal["auto"]
 """True emulates on every device, False on none, "auto" where the device has no units."""
@@ -67,6 +67,22 @@ def emulated_kinds(device_types: Iterable[str], dtype: torch.dtype | None, emula
         return frozenset()
     kinds: EmulatedKinds = frozenset().union(*map(_all if emulate is True else _lacking, device_types))
     return kinds if dtype is None else frozenset(kind for kind in kinds if kind[1] is dtype)
+
+
+def has_own_ops(tensor: Tensor) -> bool:
+    """Whether a tensor is of somebody's subclass that has its own way with ops, such as one of float8 numbers.
+
+    What an op does with it is not the product of its numbers in fp32, and it may not be widened at all.
+    """
+    kind = type(tensor)
+    if kind is Tensor or kind is torch.nn.Parameter or kind.__module__.partition(".")[0] in ("torch", "halfstep"):
+        return False
+    plain = (Tensor, torch.nn.Parameter)
+    return any(
+        "__torch_dispatch__" in vars(cls) or "__torch_function__" in vars(cls)
+        for cls in kind.__mro__
+        if cls not in plain and issubclass(cls, Tensor)
+    )
 
 
 # Inductor drops casts to 16 bits and back between ops that it fuses. In compiled graphs the casts are therefore ops of

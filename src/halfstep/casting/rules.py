@@ -20,7 +20,7 @@ from ..core.errors import UnsafeOpError
 from ..core.oplists.tables import NATIVE
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule
-from .emulation import narrow, widen
+from .emulation import has_own_ops, narrow, widen
 from .weight_cache import WeightCache
 
 __all__ = [
@@ -297,7 +297,7 @@ def emulated(
 
 def _emulated_dtype(mode: CastMode, tensors: list[torch.Tensor], kind: str, lowers: bool) -> torch.dtype | None:
     """The 16-bit dtype in which an op on some floating tensors is emulated; None if it is not."""
-    if len(tensors) < 2:  # an einsum of one tensor is a view
+    if len(tensors) < 2 or any(map(has_own_ops, tensors)):  # an einsum of one tensor is a view
         return None
     device, dtypes = tensors[0].device.type, {tensor.dtype for tensor in tensors}
     half = mode.half_of(tensors[0]) if lowers else None
