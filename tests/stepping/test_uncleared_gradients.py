@@ -308,20 +308,25 @@ ORDERS = {  # what happens, to which optimizer; "!" is a pass that overflows
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", "O2", "handle"])
 def test_an_overflow_in_a_shared_parameter_counts_for_both(level: str, order: str, fused: bool) -> None:
     torch.manual_seed(0)
     model: Any = TwoHeads()
     made: Any = [
         torch.optim.SGD([*model.body.parameters(), *head.parameters()], lr=0.1, fused=fused) for head in model.heads
     ]
-    model, made = amp.initialize(
-        model, made, opt_level=level, dtype=torch.float16, num_losses=2, loss_scale="dynamic", verbosity=0
-    )
+    if level == "handle":
+        handle = amp.init(dtype=torch.float16, loss_scale="dynamic")
+        _handles.append(handle)  # it takes over an optimizer at its first block
+    else:
+        model, made = amp.initialize(
+            model, made, opt_level=level, dtype=torch.float16, num_losses=2, loss_scale="dynamic", verbosity=0
+        )
 
     def backward(i: int, factor: float) -> None:
         loss = model(torch.ones(2, 4), i).float().square().mean() * factor
-        with amp.scale_loss(loss, made[i], loss_id=i) as scaled_loss:
+        block = handle.scale_loss(loss, made[i]) if level == "handle" else amp.scale_loss(loss, made[i], loss_id=i)
+        with block as scaled_loss:
             scaled_loss.backward()
 
     for _ in range(2):  # nothing is cleared in between

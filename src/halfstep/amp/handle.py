@@ -22,7 +22,7 @@ from ..core.logs import show_log
 from ..core.loss_scale import LossScale, LossScaleSpec, StaticLossScale, make_loss_scale
 from ..core.oplists import OpLists
 from ..gradients.loss_scaler import DeviceLossScaler
-from ..stepping.attached import AttachedOptimizer, attach, attached_to
+from ..stepping.attached import AttachedOptimizer, attach, attached_to, share_overflows
 from ..stepping.dynamic_class import undress
 from ..stepping.optimizer_wrapper import ForwardingOptimizer
 from ..stepping.scaled_backward import ScaledBackward, check_loss
@@ -228,6 +228,7 @@ class AmpHandle(NoOpHandle):
         if found is None:
             found = attach(optimizer)
             self._attached.add(optimizer)
+            share_overflows([one for each in self._attached if (one := attached_to(each)) is not None])
         return found
 
     def _disable_casts(self) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, Protocol
 
@@ -31,7 +31,15 @@ from .dynamic_class import dress, undress
 from .replaced import ReplacedParameters
 from .step import Stepping
 
-__all__ = ["AttachedOptimizer", "Observer", "attach", "attached_to", "creation_callbacks", "observers"]
+__all__ = [
+    "AttachedOptimizer",
+    "Observer",
+    "attach",
+    "attached_to",
+    "creation_callbacks",
+    "observers",
+    "share_overflows",
+]
 
 logger = logging.getLogger("halfstep")
 
@@ -59,6 +67,15 @@ def attach(optimizer: torch.optim.Optimizer, **options: Any) -> AttachedOptimize
     attached = AttachedOptimizer(optimizer, **options)
     dress(optimizer, attached)
     return attached
+
+
+def share_overflows(attached: Sequence[AttachedOptimizer]) -> None:
+    """Let those of some optimizers that share a parameter hear of each other's backward passes."""
+    params = [set(map(id, one.params())) for one in attached]
+    for one, mine in zip(attached, params, strict=True):
+        others = [other for other, its in zip(attached, params, strict=True) if other is not one and mine & its]
+        one.passes.sharing = tuple(weakref.ref(other.passes) for other in others)
+        one.passes.unsettled = one.passes.unsettled or bool(others)  # it has not heard of passes before
 
 
 class Observer(Protocol):

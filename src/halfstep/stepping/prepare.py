@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from ..gradients.master_registry import keeper_of
 from ..kernels.launch import backend_for
 from ..optimizers.fuse import can_fuse, fuse
 from ..optimizers.release import release_of
-from .attached import AttachedOptimizer, attach, attached_to
+from .attached import AttachedOptimizer, attach, attached_to, share_overflows
 
 __all__ = ["check", "prepare", "prepare_model", "prepare_optimizer"]
 
@@ -80,10 +79,8 @@ def prepare(
         prepare_optimizer(one, policy, models, originals=originals, fused=fused and alone, own=alone, verbose=verbose)
         for one in optimizers
     ]
-    for one in [] if alone else attached:
-        mine = set(map(id, one.params()))
-        others = [other for other in attached if other is not one and not mine.isdisjoint(map(id, other.params()))]
-        one.passes.sharing = tuple(weakref.ref(other.passes) for other in others)
+    if not alone:
+        share_overflows(attached)
     return attached
 
 
