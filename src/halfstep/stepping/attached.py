@@ -41,6 +41,10 @@ __all__ = [
     "share_overflows",
 ]
 
+_UNSCALE_BEFORE = (
+    "Call scaler.unscale_(optimizer) before you clip, or scaler.clip_grad_norm_(optimizer, max_norm), which does both."
+)
+
 logger = logging.getLogger("halfstep")
 
 
@@ -172,6 +176,11 @@ class AttachedOptimizer:
         """
         params, gradients = self.params(), self.passes.gradients
         self.passes.scale = scaler.state(scale.device).scale  # which will be that of the next losses, too
+        scaling = self.passes.scaling
+        if any(other is not scaler for other in self.passes.scales):
+            scaling.say_twice("this GradScaler")
+        scaling.scaled = True
+        scaling.look_for_clipping(params, scale, _UNSCALE_BEFORE)
         if self.passes.release is not None:
             self.passes.release.add_overflow(found_inf)
         if may_defer and seen is None and not gradients.any_wide and self.stepping.takes_flags:
@@ -198,7 +207,12 @@ class AttachedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step on unscaled gradients. It is skipped, and changes nothing, if a pass overflowed."""
-        return self._observed(self._step, closure, args, kwargs)
+        if closure is None:
+            self.passes.check_scaling()
+            return self._observed(self._step, None, args, kwargs)
+        result = self._observed(self._step, closure, args, kwargs)
+        self.passes.check_scaling()
+        return result
 
     def call(self, optimizer: Any, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """Call a ``step`` as a scaler does: not at all if the host can know that it will be skipped.

@@ -23,8 +23,13 @@ from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
 from ..optimizers.release import GradientRelease, release_of
 from .diagnosis import first_bad_gradient
+from .scaling_checks import ScalingChecks
 
 __all__ = ["BackwardPasses", "record_pass", "sync_overflow"]
+
+_CLIP_AFTER = (
+    "Clip after the block, where they are unscaled: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)."
+)
 
 logger = logging.getLogger("halfstep")
 
@@ -44,6 +49,7 @@ class BackwardPasses:
         models: weak references to the models that it trains, where they are known.
         sharing: weak references to the passes of other optimizers that share a parameter with this one.
         unsettled: whether a step was skipped, or may have been, and nobody has cleared its gradients since.
+        scaling: the warnings about gradients that went past the loss scale.
         got_gradients: whether any parameter had a gradient after the latest pass.
         delayed: whether gradients of delayed passes are there, still scaled.
         delayed_scale: the scale that those have; None for none.
@@ -59,6 +65,7 @@ class BackwardPasses:
         self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
         self.sharing: tuple[weakref.ref[BackwardPasses], ...] = ()
         self.unsettled = False
+        self.scaling = ScalingChecks()
         self.got_gradients = False
         self.delayed = False
         self.delayed_scale: torch.Tensor | None = None
@@ -244,6 +251,9 @@ class BackwardPasses:
             delay: leave the gradients scaled for now. The next pass without ``delay``, or ``step``, unscales them all.
         """
         params = self.keeper.params()
+        if scale is not None:
+            self.scaling.scaled = True
+            self.scaling.look_for_clipping(params, scale, _CLIP_AFTER)
         released = self.release is not None and self.release.finish(found_inf)
         self.got_gradients = released or any(param.grad is not None for param in params)
         if self.ranks.reductions:
@@ -254,6 +264,12 @@ class BackwardPasses:
             self._finishing = bool(self.gradients.held)
             self.gradients.finish(params, scale, found_inf, seen)
 
+    def check_scaling(self) -> None:
+        """Warn if the gradients for a step have not come through the loss scale."""
+        if not self.scaling.settled and not self.is_open:
+            released = self.release is not None and self.release.has_stepped
+            self.scaling.at_step(self.keeper.params(), self.optimizer_name, released=released)
+
     def unscale_delayed(self) -> None:
         """Unscale the gradients of delayed passes, if there are any. An overflow in them counts for the next step."""
         if not self.delayed:
@@ -261,7 +277,10 @@ class BackwardPasses:
         self._finishing = True
         self.delayed = False
         found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
-        self.gradients.finish(self.keeper.params(), self.delayed_scale, found_inf)
+        params = self.keeper.params()
+        if self.delayed_scale is not None:
+            self.scaling.look_for_clipping(params, self.delayed_scale, _CLIP_AFTER)
+        self.gradients.finish(params, self.delayed_scale, found_inf)
         if self.delayed_scale is not None:
             self.note(BackwardRecord(found_inf, None))
         self._finishing = None
@@ -314,8 +333,10 @@ class BackwardPasses:
             if self.release is not None:
                 self.release.abandon()
             self.close()
-        self.gradients.clear(self.keeper.params())
+        params = self.keeper.params()
+        self.gradients.clear(params)
         self.delayed = self.unsettled = False
+        self.scaling.clear(params)
         self.records.clear()
         self.ranks.clear()
 

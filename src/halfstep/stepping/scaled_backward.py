@@ -128,6 +128,7 @@ class ScaledBackward:
     def _close(self, *, failed: bool) -> None:
         clear_cache()
         unscaled_loss = self._reached == {"loss"} and any(passes.gradients.arrived() for passes in self._passes)
+        missed = bool(self._hooks) and not self._reached
         while self._hooks:
             self._hooks.pop().remove()
         if failed:
@@ -135,6 +136,8 @@ class ScaledBackward:
             return
         if unscaled_loss:
             _refuse_unscaled(self._reached, self._name)
+        if missed:
+            self._passes[0].scaling.say_without_backward(self._name)
         for callback in before_unscaling:
             callback()
         found_inf = self._found_inf

@@ -119,12 +119,15 @@ class Stepping:
             if found_inf is None:
                 return
         else:
+            # Another scaler, around a block, deletes its own after the step.
+            others = {name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
             optimizer.grad_scale = given if scale is None else scale if given is None else scale * given
             optimizer.found_inf = found_inf
             try:
                 yield
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
+                vars(optimizer).update(others)
         self._latest = found_inf
         if self._skipped_on_device is None:
             self._skipped_on_device = torch.zeros_like(found_inf)

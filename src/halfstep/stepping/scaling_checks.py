@@ -1,0 +1,176 @@
+"""Warnings about gradients that did not go through the loss scale as they should: one of each kind for an optimizer.
+
+What is known at a step is whether a scaled pass has come since the gradients were cleared, through a block or a
+``GradScaler``. The rest is looked at only where that is not so, or for the first few steps.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from ..core.callers import caller_in, callers_level
+from ..core.dtypes import is_half
+from ..gradients.async_reader import AsyncReader, capturing
+from ..gradients.loss_scaler import DeviceLossScaler
+from ..kernels import multi_tensor
+
+__all__ = ["ScalingChecks"]
+
+_LARGEST_CLIP = 100.0
+"""Nobody clips to more. Gradients that are multiplied by a loss scale are smaller only if they vanish."""
+_SMALLEST_SCALE = 256.0
+_LOOKS = 3
+
+
+class ScalingChecks:
+    """The state of these warnings for one optimizer.
+
+    Attributes:
+        expected: the loss scales that a face has set up for the optimizer; empty if it scales no losses.
+        in_float16: whether gradients are computed in float16, where small ones become zero without a loss scale.
+        scaled: whether a scaled backward pass has come since the gradients were cleared.
+    """
+
+    def __init__(self) -> None:
+        self.expected: Sequence[DeviceLossScaler] = ()
+        self.in_float16 = False
+        self.scaled = False
+        self._looked_for_scaler = False  # of torch, around a block
+        self._said: set[str] = set()
+        self._looks = _LOOKS
+        self._reader: AsyncReader | None = None
+        self._advice = ""
+
+    def clear(self, params: Sequence[torch.Tensor]) -> None:
+        """The gradients were cleared. Those that are zeros now count as scaled, for a step may use them as they are."""
+        if self.scaled and not any(param.grad is not None for param in (*params[:1], *params[-1:])):
+            self.scaled = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether ``at_step`` has nothing to look at."""
+        if self._reader is not None:
+            self._judge()
+        return not self.expected or (self._looked_for_scaler if self.scaled else "forgotten" in self._said)
+
+    def at_step(self, params: Sequence[torch.Tensor], name: str, *, released: bool) -> None:
+        """Look at the gradients that a step is about to use, or that the closure of a step has left.
+
+        Args:
+            params: those of the optimizer.
+            name: of its class.
+            released: whether parameters have stepped already, inside of backward passes.
+        """
+        if not self.scaled and not released and all(param.grad is None for param in params):
+            return
+        if all(scaler.neutral for scaler in self.expected):
+            return
+        scaler = _torch_scaler()
+        if self.scaled:
+            self._looked_for_scaler = True
+            if scaler is not None:
+                self.say_twice(f"torch's {scaler}")
+        elif scaler is not None:
+            self._said.add("forgotten")  # this scaler does it instead, and on purpose
+        elif self.in_float16:
+            self._say(
+                "forgotten",
+                f"{name}.step() uses gradients that came through no block of amp.scale_loss, and this model computes "
+                "in float16, where gradients below 6e-8 become zero without a loss scale. Run the backward pass as "
+                "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`. If you scale losses "
+                "yourself, or need no scale, say so: amp.initialize(..., loss_scale=1.0).",
+            )
+
+    def say_twice(self, scaler: str) -> None:
+        """Warn of a loss that a scaler has scaled, too."""
+        self._say(
+            "twice",
+            f"The gradients of this step came through a block of amp.scale_loss, and {scaler} scales them, too: the "
+            "loss is multiplied by two loss scales, and overflows early. Use one of them: drop the GradScaler and call "
+            "loss.backward() in the block and optimizer.step() after it, or give loss_scale=1.0 to amp.initialize.",
+        )
+
+    def say_without_backward(self, face: str) -> None:
+        """Warn of a block that is left without a backward pass."""
+        self._say(
+            "without backward",
+            f"The block of {face} was left, and no backward pass had gone through its scaled loss. Gradients of a "
+            "backward pass after the block are never divided by the loss scale, and those of another loss inside it "
+            f"are divided by a scale that they do not have. Write `with {face}(loss, optimizer) as scaled_loss: "
+            "scaled_loss.backward()`.",
+        )
+
+    def look_for_clipping(self, params: Sequence[torch.Tensor], scale: torch.Tensor, advice: str) -> None:
+        """Look whether gradients that are about to be unscaled were clipped; the first few times that it may be so.
+
+        Clipping writes into gradients that a backward pass has brought. What is written into is looked at: after a clip
+        its norm, or its largest value, is the number that somebody chose, such as 1.0.
+
+        Args:
+            params: those of the optimizer.
+            scale: 0-dim tensor that their gradients are multiplied by.
+            advice: where to clip instead.
+        """
+        if not self._looks:
+            return
+        first = next((grad for param in params if (grad := param.grad) is not None), None)
+        if first is None or first._version == 0 or type(first) is not torch.Tensor or capturing(first.device):
+            return
+        grads = [g for param in params if (g := param.grad) is not None]
+        if any(g.is_sparse or g.is_complex() or g.device != first.device or type(g) is not torch.Tensor for g in grads):
+            return
+        self._looks -= 1
+        norm = multi_tensor.norm(grads).to(torch.float32)
+        largest = multi_tensor.norm(grads, float("inf")).to(torch.float32)
+        at_limit = torch.stack([(g.abs() == largest).sum() for g in grads]).sum().to(torch.float32)
+        half = torch.full_like(norm, float(any(map(is_half, grads))))
+        self._reader = self._reader or AsyncReader(5)
+        self._reader.post(norm, largest, at_limit, half, scale.to(norm.device, torch.float32, non_blocking=True))
+        self._advice = advice
+        self._judge()
+
+    def _judge(self) -> None:
+        assert self._reader is not None
+        for norm, largest, at_limit, half, scale in self._reader.poll():
+            if scale < _SMALLEST_SCALE:
+                continue
+            if _is_chosen(norm, rounded=bool(half)):
+                what, number = "norm", norm
+            elif at_limit > 1 and _is_chosen(largest, rounded=bool(half)):
+                what, number = "largest value", largest
+            else:
+                continue
+            self._say(
+                "clipped",
+                f"It looks as if gradients were clipped while they were still multiplied by the loss scale of "
+                f"{scale:g}: their {what} was {number:.3g}, so {number / scale:.3g} is left to step with. "
+                f"{self._advice}",
+            )
+
+    def _say(self, kind: str, message: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            warnings.warn(message, UserWarning, stacklevel=callers_level())
+
+
+def _is_chosen(number: float, *, rounded: bool) -> bool:
+    """Whether a number is one that people write: of two digits.
+
+    Of 16-bit gradients torch's ``clip_grad_norm_`` rounds the norm to 16 bits. There it must have one digit, or be a
+    quarter of such a number, so that hardly another number is near one.
+    """
+    if not 0.0 < number <= _LARGEST_CLIP:
+        return False
+    if not rounded:
+        return abs(number - float(f"{number:.2g}")) <= 1e-5 * number
+    return any(abs(each - float(f"{each:.1g}")) <= 2e-3 * each for each in (number, 4 * number))
+
+
+def _torch_scaler() -> str | None:
+    """The class of the enabled GradScaler of torch that calls this step; None if none does."""
+    frame = caller_in("torch.amp.grad_scaler")
+    scaler = None if frame is None else frame.f_locals.get("self")
+    return type(scaler).__name__ if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None

@@ -1,0 +1,219 @@
+"""Ctrl-C at any line of ours: the next batch trains as if the interrupted one had not been, or had been completed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import amp, optimizers
+from halfstep.amp.session import master_params
+
+_ROOT = str(Path(halfstep.__file__).parent)
+_ROOMS = tuple(f"{_ROOT}/{room}/" for room in ("amp", "stepping", "gradients", "masters", "optimizers", "distributed"))
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at one of the lines of halfstep that run within ``with``, as Ctrl-C does.
+
+    Args:
+        at: which line that is, counted from 0 in the order in which they run; -1 for none.
+
+    Attributes:
+        lines: how many have run.
+        where: the line at which it was raised; None if it was not.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.lines = 0
+        self.where: str | None = None
+
+    def __enter__(self) -> Interrupter:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_ROOMS):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at + 1:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {event} {frame.f_code.co_name}"
+                raise KeyboardInterrupt
+        return self._trace
+
+
+class World:
+    """A model in training that has had a step.
+
+    Args:
+        level: "O1" or "O2".
+        dtype: the 16-bit dtype.
+        make: makes the optimizer from parameters.
+    """
+
+    def __init__(self, level: str, dtype: torch.dtype, make: Callable[..., Any]) -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        optimizer = make(model.parameters())
+        self.model, self.optimizer = amp.initialize(
+            model, optimizer, opt_level=level, dtype=dtype, loss_scale="dynamic", verbosity=0
+        )
+        self.block(1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def loss(self, seed: int) -> torch.Tensor:
+        """That of a batch; an odd seed above 10 makes it overflow."""
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        loss: torch.Tensor = self.model(x).float().square().mean()
+        return loss * float("inf") if seed > 10 and seed % 2 else loss
+
+    def block(self, seed: int, interrupter: Interrupter | None = None) -> None:
+        """A backward pass, with an interrupt anywhere in it."""
+        loss = self.loss(seed)
+        if interrupter is None:
+            with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            with interrupter, amp.scale_loss(loss, self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+
+    def step(self, interrupter: Interrupter | None = None) -> None:
+        """A step, with an interrupt anywhere in it."""
+        if interrupter is None:
+            self.optimizer.step()
+        else:
+            with interrupter:
+                self.optimizer.step()
+
+    def weights(self) -> list[torch.Tensor]:
+        """Those that the optimizer moves, and the model's."""
+        return [p.detach().clone().float() for p in (*master_params(self.optimizer), *self.model.parameters())]
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
+    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=0.1),
+}
+
+_WORLDS = [
+    ("O2", torch.float16, "FusedAdam"),
+    ("O2", torch.bfloat16, "SGD"),
+    ("O2", torch.float16, "RMSprop"),
+    ("O1", torch.float16, "AdamW"),
+    ("O1", torch.float16, "RMSprop"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _casts_end() -> Iterator[None]:
+    yield
+    amp.deactivate()
+
+
+def interrupted(world: tuple[str, torch.dtype, str], act: Callable[[World, Interrupter | None], None], at: int) -> Any:
+    """A world in which an action was interrupted at a line, and the interrupter."""
+    amp.deactivate()
+    level, dtype, name = world
+    made = World(level, dtype, _MAKERS[name])
+    interrupter = Interrupter(at)
+    try:
+        act(made, interrupter)
+    except KeyboardInterrupt:
+        assert interrupter.where is not None
+    return made, interrupter
+
+
+def outcome(world: World, after: Callable[[World], None]) -> list[torch.Tensor]:
+    """The weights after what comes next."""
+    after(world)
+    return world.weights()
+
+
+def alike(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def next_batch(world: World) -> None:
+    """Gradients are cleared first."""
+    world.optimizer.zero_grad()
+    world.block(4)
+    world.step()
+
+
+def next_batch_added(world: World) -> None:
+    """Gradients are cleared after the step, as at the end of a loop."""
+    world.block(4)
+    world.step()
+    world.optimizer.zero_grad()
+    world.block(6)
+    world.step()
+
+
+def step_at_once(world: World) -> None:
+    """Whoever interrupts goes on with a step."""
+    world.step()
+    world.optimizer.zero_grad()
+    next_batch(world)
+
+
+_AFTER = {"zero_grad": next_batch, "no zero_grad": next_batch_added, "step": step_at_once}
+
+
+def one_block(world: World, interrupter: Interrupter | None) -> None:
+    world.block(3, interrupter)
+
+
+def overflow(world: World, interrupter: Interrupter | None) -> None:
+    world.block(13, interrupter)
+
+
+def check(world: tuple[str, torch.dtype, str], act: Callable[..., None], after: str, every: int) -> None:
+    """Interrupt an action at each of its lines, and compare what follows with that after none and all of it."""
+    go_on = _AFTER[after]
+    whole, counter = interrupted(world, act, -1)
+    completed = outcome(whole, go_on)
+    not_been = outcome(interrupted(world, lambda *_: None, -1)[0], go_on)
+    assert counter.lines > 50
+    wrong = []
+    for at in range(0, counter.lines, every):
+        found, interrupter = interrupted(world, act, at)
+        assert interrupter.where is not None
+        weights = outcome(found, go_on)
+        if not alike(weights, not_been) and not alike(weights, completed):
+            wrong.append(interrupter.where)
+    assert wrong == []
+
+
+def one_step(world: World, interrupter: Interrupter | None) -> None:
+    world.block(3)
+    world.step(interrupter)
+
+
+@pytest.mark.parametrize("world", _WORLDS, ids=str)
+@pytest.mark.parametrize("after", _AFTER)
+def test_a_block_that_is_interrupted_counts_or_does_not(world: Any, after: str) -> None:
+    check(world, one_block, after, every=19)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", _WORLDS, ids=str)
+@pytest.mark.parametrize("after", _AFTER)
+@pytest.mark.parametrize("act", [one_block, overflow])
+def test_a_block_that_is_interrupted_anywhere_counts_or_does_not(world: Any, after: str, act: Any) -> None:
+    check(world, act, after, every=2)

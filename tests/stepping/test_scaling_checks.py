@@ -1,0 +1,438 @@
+"""A loss that is not scaled as its gradients need it is warned of once, at a line of the user's; what is meant is not.
+
+Warnings are errors in this suite, so each case without a warning here would fail if there were one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import amp, fp16_utils, optimizers
+
+FP16, BF16 = torch.float16, torch.bfloat16
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _casts_end() -> Iterator[None]:
+    yield
+    amp.deactivate()
+
+
+class Loop:
+    """A model with its optimizer, and the lines of a training loop."""
+
+    def __init__(self, level: str = "O2", dtype: torch.dtype = FP16, make: Any = torch.optim.SGD, **options: Any):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.model, self.optimizer = amp.initialize(
+            model, make(model.parameters(), lr=0.01), opt_level=level, dtype=dtype, verbosity=0, **options
+        )
+
+    def loss(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model(X).float().square().mean()
+        return loss
+
+    def block(self, **options: Any) -> None:
+        with amp.scale_loss(self.loss(), self.optimizer, **options) as scaled_loss:
+            scaled_loss.backward()
+
+
+def plain(loop: Loop) -> None:
+    loop.loss().backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def plain_cleared_by_the_model(loop: Loop) -> None:
+    loop.loss().backward()
+    loop.optimizer.step()
+    loop.model.zero_grad()
+
+
+def plain_with_a_closure(loop: Loop) -> None:
+    def closure() -> torch.Tensor:
+        loop.optimizer.zero_grad()
+        loss = loop.loss()
+        loss.backward()
+        return loss
+
+    loop.optimizer.step(closure)
+
+
+def plain_with_release(loop: Loop) -> None:
+    if loop.optimizer.release is None:
+        loop.optimizer.attach(loop.model, release=True)
+    loop.loss().backward()
+    loop.optimizer.step()
+
+
+def block_inside_torchs_scaler(loop: Loop) -> None:
+    scaler = vars(loop).setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=8.0))
+    with amp.scale_loss(scaler.scale(loop.loss()), loop.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+    loop.optimizer.zero_grad()
+
+
+def block_inside_our_scaler(loop: Loop) -> None:
+    scaler = vars(loop).setdefault("scaler", amp.GradScaler(init_scale=8.0))
+    with amp.scale_loss(scaler.scale(loop.loss()), loop.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+    loop.optimizer.zero_grad()
+
+
+def backward_after_the_block(loop: Loop) -> None:
+    with amp.scale_loss(loop.loss(), loop.optimizer) as scaled_loss:
+        pass
+    scaled_loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def backward_of_another_loss(loop: Loop) -> None:
+    with amp.scale_loss(loop.loss(), loop.optimizer):
+        loop.loss().backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def clip_in_the_block(loop: Loop, clip: Callable[..., Any] = nn.utils.clip_grad_norm_, limit: float = 1.0) -> None:
+    with amp.scale_loss(loop.loss(), loop.optimizer) as scaled_loss:
+        scaled_loss.backward()
+        clip(loop.model.parameters(), limit)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def clip_values_in_the_block(loop: Loop) -> None:
+    clip_in_the_block(loop, nn.utils.clip_grad_value_, 0.1)
+
+
+def clip_to_a_quarter_in_the_block(loop: Loop) -> None:
+    clip_in_the_block(loop, limit=0.25)
+
+
+def clip_delayed(loop: Loop) -> None:
+    loop.block(delay_unscale=True)
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 5.0)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+FORGOTTEN = r"step\(\) uses gradients that came through no block of amp\.scale_loss"
+TWICE = r"the loss is multiplied by two loss scales"
+MISSED = r"no backward pass had gone through its scaled loss"
+CLIPPED = r"clipped while they were still multiplied by the loss scale"
+
+O1, O2 = {"level": "O1"}, {"level": "O2"}
+RELEASED = {"make": optimizers.FusedAdam}
+
+WRONG: dict[str, tuple[dict[str, Any], Callable[[Loop], None], str, str]] = {
+    "O1, no block": (O1, plain, FORGOTTEN, "loop.optimizer.step()"),
+    "O2, no block": (O2, plain, FORGOTTEN, "loop.optimizer.step()"),
+    "O2, no block, cleared by the model": (O2, plain_cleared_by_the_model, FORGOTTEN, "loop.optimizer.step()"),
+    "O2, no block, Adagrad": ({"make": torch.optim.Adagrad}, plain, FORGOTTEN, ""),
+    "O1, no block, RMSprop": ({**O1, "make": torch.optim.RMSprop}, plain, FORGOTTEN, ""),
+    "O2, no block, a static scale": ({"loss_scale": 128.0}, plain, FORGOTTEN, ""),
+    "O2, no block, a closure": (O2, plain_with_a_closure, FORGOTTEN, "loop.optimizer.step(closure)"),
+    "O2, no block, gradient release": (RELEASED, plain_with_release, FORGOTTEN, ""),
+    "O3 with a scale, no block": ({"level": "O3", "loss_scale": 128.0}, plain, FORGOTTEN, ""),
+    "torch's scaler around the block": (O2, block_inside_torchs_scaler, TWICE, "scaler.step(loop.optimizer)"),
+    "torch's scaler, RMSprop": ({"make": torch.optim.RMSprop, "loss_scale": 64.0}, block_inside_torchs_scaler, TWICE, ""),
+    "torch's scaler, bfloat16": ({"dtype": BF16, "loss_scale": 64.0}, block_inside_torchs_scaler, TWICE, ""),
+    "our scaler around the block": (O1, block_inside_our_scaler, TWICE, "scaler.step(loop.optimizer)"),
+    "backward after the block": (O2, backward_after_the_block, MISSED, "with amp.scale_loss"),
+    "backward of another loss": (O2, backward_of_another_loss, MISSED, "with amp.scale_loss"),
+    "backward after it, bfloat16": ({"dtype": BF16, "loss_scale": 64.0}, backward_after_the_block, MISSED, ""),
+    "clipped in the block, O1": (O1, clip_in_the_block, CLIPPED, "with amp.scale_loss"),
+    "clipped in the block, O2": (O2, clip_in_the_block, CLIPPED, "with amp.scale_loss"),
+    "clipped to 0.25": (O2, clip_to_a_quarter_in_the_block, CLIPPED, ""),
+    "values clipped in the block": (O1, clip_values_in_the_block, CLIPPED, ""),
+    "values clipped in the block, O2": (O2, clip_values_in_the_block, CLIPPED, ""),
+    "clipped while unscaling is delayed": (O1, clip_delayed, CLIPPED, "loop.optimizer.step()"),
+}
+
+
+def line_of(warning: warnings.WarningMessage) -> str:
+    with open(warning.filename) as file:
+        return file.read().splitlines()[warning.lineno - 1]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_loss_that_goes_past_its_scale_is_warned_of_once(name: str) -> None:
+    options, batch, words, line = WRONG[name]
+    loop = Loop(**options)
+    with pytest.warns(UserWarning, match=words) as caught:
+        batch(loop)
+    assert [w.filename for w in caught] == [__file__]
+    assert line in line_of(caught[0])
+    for _ in range(3):
+        batch(loop)  # says nothing more
+
+
+# ---- what is meant
+
+
+def in_blocks(loop: Loop) -> None:
+    loop.block()
+    loop.block()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def a_step_again(loop: Loop) -> None:
+    loop.block()
+    loop.optimizer.step()
+    loop.optimizer.step()  # on the same gradients
+    loop.optimizer.zero_grad()
+    loop.optimizer.step()  # on none
+
+
+def a_step_on_zeros(loop: Loop) -> None:
+    loop.block()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.optimizer.step()
+
+
+def cleared_by_the_model(loop: Loop) -> None:
+    for set_to_none in (True, False):
+        loop.block()
+        loop.optimizer.step()
+        loop.model.zero_grad(set_to_none=set_to_none)
+        loop.optimizer.step()
+
+
+def delayed(loop: Loop) -> None:
+    loop.block(delay_unscale=True)
+    loop.block()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    loop.block(delay_unscale=True)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def unchecked(loop: Loop) -> None:
+    loop.block(delay_overflow_check=True)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def a_closure(loop: Loop) -> None:
+    def closure() -> torch.Tensor:
+        loop.optimizer.zero_grad()
+        loss = loop.loss()
+        with amp.scale_loss(loss, loop.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    loop.optimizer.step(closure)
+
+
+def release(loop: Loop) -> None:
+    if loop.optimizer.release is None:
+        loop.optimizer.attach(loop.model, release=True)
+    loop.block()
+    loop.optimizer.step()
+
+
+def torchs_scaler_alone(loop: Loop) -> None:
+    scaler = vars(loop).setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=8.0))
+    scaler.scale(loop.loss()).backward()
+    scaler.unscale_(loop.optimizer)
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+    scaler.step(loop.optimizer)
+    scaler.update()
+    loop.optimizer.zero_grad()
+
+
+def torchs_scaler_off(loop: Loop) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with amp.scale_loss(scaler.scale(loop.loss()), loop.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+    loop.optimizer.zero_grad()
+
+
+def our_scaler_alone(loop: Loop) -> None:
+    scaler = vars(loop).setdefault("scaler", amp.GradScaler(init_scale=1024.0))
+    scaler.scale(loop.loss()).backward()
+    scaler.clip_grad_norm_(loop.optimizer, 1.0)
+    scaler.step(loop.optimizer)
+    scaler.update()
+    loop.optimizer.zero_grad()
+
+
+def accumulated_by_our_scaler(loop: Loop) -> None:
+    scaler = vars(loop).setdefault("scaler", amp.GradScaler(init_scale=1024.0))
+    for _ in range(3):
+        scaler.scale(loop.loss()).backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+    loop.optimizer.zero_grad(set_to_none=False)
+
+
+def clipped_after_the_block(loop: Loop) -> None:
+    loop.block()
+    nn.utils.clip_grad_norm_(amp.master_params(loop.optimizer), 1e-3)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def two_passes_in_a_block(loop: Loop) -> None:
+    with amp.scale_loss(loop.loss(), loop.optimizer) as scaled_loss:
+        scaled_loss.backward(retain_graph=True)
+        scaled_loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+
+
+def averaged_by_hand_in_the_block(loop: Loop) -> None:
+    with amp.scale_loss(loop.loss(), loop.optimizer) as scaled_loss:
+        scaled_loss.backward()
+        for param in loop.model.parameters():
+            param.grad.mul_(4).div_(4)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def frozen(loop: Loop) -> None:
+    loop.model[0].requires_grad_(False)
+    loop.block()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def a_failed_pass(loop: Loop) -> None:
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(loop.loss(), loop.optimizer):
+        raise ZeroDivisionError
+    loop.optimizer.step()
+
+
+def no_gradients_at_all(loop: Loop) -> None:
+    with torch.no_grad(), amp.scale_loss(loop.loss(), loop.optimizer):
+        pass
+    loop.optimizer.step()
+
+
+MEANT: dict[str, tuple[dict[str, Any], Callable[[Loop], None]]] = {
+    "bfloat16 without a block": ({"dtype": BF16}, plain),
+    "bfloat16 at O1 without a block": ({"level": "O1", "dtype": BF16}, plain),
+    "bfloat16 with a scale without a block": ({"dtype": BF16, "loss_scale": "dynamic"}, plain),
+    "a static scale of 1.0": ({"loss_scale": 1.0}, plain),
+    "a static scale of 1.0 and a scaler around the block": ({"loss_scale": 1.0}, block_inside_torchs_scaler),
+    "a static scale of 1.0 and backward after the block": ({"loss_scale": 1.0}, backward_after_the_block),
+    "a static scale of 1.0, clipped in the block": ({"loss_scale": 1.0}, clip_in_the_block),
+    "O3": ({"level": "O3"}, plain),
+    "O0": ({"level": "O0"}, plain),
+    "several blocks": (O2, in_blocks),
+    "steps on old gradients and none": (O2, a_step_again),
+    "steps on zeros": (O2, a_step_on_zeros),
+    "steps on zeros at O1": (O1, a_step_on_zeros),
+    "cleared by the model": (O2, cleared_by_the_model),
+    "delayed unscaling": (O2, delayed),
+    "no overflow check": (O1, unchecked),
+    "a closure": ({"make": torch.optim.LBFGS}, a_closure),
+    "a closure of SGD": (O1, a_closure),
+    "gradient release": (RELEASED, release),
+    "torch's scaler alone": (O1, torchs_scaler_alone),
+    "torch's scaler alone, O2": (O2, torchs_scaler_alone),
+    "torch's scaler alone, RMSprop": ({"make": torch.optim.RMSprop}, torchs_scaler_alone),
+    "torch's scaler that is off": (O2, torchs_scaler_off),
+    "our scaler alone": (O2, our_scaler_alone),
+    "our scaler alone, O1": (O1, our_scaler_alone),
+    "accumulated by our scaler": (O1, accumulated_by_our_scaler),
+    "clipped after the block": (O2, clipped_after_the_block),
+    "two passes in a block": (O1, two_passes_in_a_block),
+    "averaged by hand in the block": (O1, averaged_by_hand_in_the_block),
+    "frozen parameters": (O2, frozen),
+    "a pass that failed": (O2, a_failed_pass),
+    "a loss without a graph": (O2, no_gradients_at_all),
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_what_is_meant_is_not_warned_of(name: str) -> None:
+    options, batch = MEANT[name]
+    loop = Loop(**options)
+    for _ in range(4):
+        batch(loop)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_gan_whose_losses_reach_one_network_each(level: str) -> None:
+    nets: Any = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    both: Any = [torch.optim.Adam(net.parameters()) for net in nets]
+    (g, d), (opt_g, opt_d) = amp.initialize(nets, both, opt_level=level, dtype=FP16, num_losses=2, verbosity=0)
+    for set_to_none in (True, False) * 2:
+        opt_d.zero_grad(set_to_none=set_to_none)
+        with amp.scale_loss(d(g(X).detach()).float().mean(), opt_d, loss_id=0) as scaled_loss:
+            scaled_loss.backward()
+        opt_d.step()
+        opt_g.zero_grad(set_to_none=set_to_none)
+        with amp.scale_loss(d(g(X)).float().mean(), opt_g, loss_id=1) as scaled_loss:
+            scaled_loss.backward()
+        opt_g.step()
+
+
+def test_fp16_optimizer_and_the_handle_scale_by_themselves() -> None:
+    model = nn.Linear(4, 2).half()
+    optimizer = fp16_utils.FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), 0.01), dynamic_loss_scale=True, verbose=False
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(model(X.half()).float().mean())
+        optimizer.step()
+    handle: Any = amp.init(dtype=FP16)
+    other = nn.Linear(4, 2)
+    sgd = torch.optim.SGD(other.parameters(), 0.01)
+    for _ in range(2):
+        with handle.scale_loss(other(X).float().mean(), sgd) as scaled_loss:
+            scaled_loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+    handle._deactivate()
+
+
+def test_gradients_clipped_before_our_scaler_unscales_them() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = amp.GradScaler(init_scale=4096.0)
+
+    def batch() -> None:
+        scaler.scale((model(X) - 3).square().mean()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match=rf"{CLIPPED} of 4096.*scaler\.unscale_\(optimizer\) before") as caught:
+        batch()
+    assert "scaler.step(optimizer)" in line_of(caught[0])
+    batch()
+
+
+def test_each_optimizer_is_warned_of() -> None:
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=FORGOTTEN):
+            plain(Loop())
+
+
+def test_ordinary_gradients_are_not_looked_at() -> None:
+    """Where nobody writes into gradients before they are unscaled, their norm is never computed."""
+    loop = Loop()
+    in_blocks(loop)
+    assert loop.optimizer._amp_stash.passes.scaling._looks == 3
