@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import nn
 import halfstep
 from halfstep import amp, optimizers
 from halfstep.amp.session import master_params
+from halfstep.core.errors import UsageError
 
 _ROOT = str(Path(halfstep.__file__).parent)
 _ROOMS = tuple(f"{_ROOT}/{room}/" for room in ("amp", "stepping", "gradients", "masters", "optimizers", "distributed"))
@@ -205,10 +208,9 @@ def one_step(world: World, interrupter: Interrupter | None) -> None:
     world.step(interrupter)
 
 
-@pytest.mark.parametrize("world", _WORLDS, ids=str)
-@pytest.mark.parametrize("after", _AFTER)
-def test_a_block_that_is_interrupted_counts_or_does_not(world: Any, after: str) -> None:
-    check(world, one_block, after, every=19)
+@pytest.mark.parametrize("world", _WORLDS[:2], ids=str)
+def test_a_block_that_is_interrupted_counts_or_does_not(world: Any) -> None:
+    check(world, one_block, "no zero_grad", every=23)
 
 
 @pytest.mark.exhaustive
@@ -216,4 +218,61 @@ def test_a_block_that_is_interrupted_counts_or_does_not(world: Any, after: str) 
 @pytest.mark.parametrize("after", _AFTER)
 @pytest.mark.parametrize("act", [one_block, overflow])
 def test_a_block_that_is_interrupted_anywhere_counts_or_does_not(world: Any, after: str, act: Any) -> None:
-    check(world, act, after, every=2)
+    check(world, act, after, every=3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", _WORLDS, ids=str)
+def test_after_an_interrupted_step_the_next_batch_trains(world: Any) -> None:
+    """Torch's own steps move some weights before others, so the weights are not compared with a reference."""
+    _, counter = interrupted(world, one_step, -1)
+    for at in range(counter.lines // 2, counter.lines, 3):
+        found, _ = interrupted(world, one_step, at)
+        params = list(found.model.parameters())
+        assert [p for group in found.optimizer.param_groups for p in group["params"]] == params
+        before = found.weights()
+        next_batch(found)
+        weights = found.weights()
+        assert all(w.isfinite().all() for w in weights)
+        assert not alike(before, weights)
+
+
+@pytest.mark.parametrize("after", _AFTER)
+@pytest.mark.parametrize("held", [False, True])
+def test_an_interrupt_between_the_opening_of_a_block_and_its_first_line(after: str, held: bool) -> None:
+    """Nobody leaves this block. With gradients from before, they are there again."""
+    worlds = [World("O2", torch.float16, _MAKERS["AdamW"]) for _ in range(2)]
+    for world in worlds:
+        if held:
+            world.block(5)
+    block = amp.scale_loss(worlds[0].loss(3), worlds[0].optimizer)
+    block.__enter__().backward()
+    del block
+    assert alike(*(outcome(world, _AFTER[after]) for world in worlds))
+
+
+@pytest.mark.parametrize("way", ["with", "ExitStack", "generator"])
+def test_a_block_that_somebody_will_leave_is_open(way: str) -> None:
+    world = World("O1", torch.float16, _MAKERS["SGD"])
+
+    def block() -> Iterator[None]:
+        with amp.scale_loss(world.loss(3), world.optimizer) as scaled_loss:
+            yield scaled_loss.backward()
+
+    with contextlib.ExitStack() as stack:
+        if way == "with":
+            stack.enter_context(contextlib.contextmanager(block)())
+        elif way == "ExitStack":
+            stack.enter_context(amp.scale_loss(world.loss(3), world.optimizer)).backward()
+        else:
+            running = block()
+            next(running)
+            stack.callback(lambda: list(running))
+        gc.collect()
+        with pytest.raises(UsageError, match="inside of a scale_loss block"):
+            world.step()
+        with pytest.raises(UsageError, match="is open already"):
+            world.block(4)
+    before = world.weights()
+    world.step()
+    assert not alike(before, world.weights())

@@ -148,7 +148,12 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Loop], None], str, str]] = {
     "O2, no block, gradient release": (RELEASED, plain_with_release, FORGOTTEN, ""),
     "O3 with a scale, no block": ({"level": "O3", "loss_scale": 128.0}, plain, FORGOTTEN, ""),
     "torch's scaler around the block": (O2, block_inside_torchs_scaler, TWICE, "scaler.step(loop.optimizer)"),
-    "torch's scaler, RMSprop": ({"make": torch.optim.RMSprop, "loss_scale": 64.0}, block_inside_torchs_scaler, TWICE, ""),
+    "torch's scaler, RMSprop": (
+        {"make": torch.optim.RMSprop, "loss_scale": 64.0},
+        block_inside_torchs_scaler,
+        TWICE,
+        "",
+    ),
     "torch's scaler, bfloat16": ({"dtype": BF16, "loss_scale": 64.0}, block_inside_torchs_scaler, TWICE, ""),
     "our scaler around the block": (O1, block_inside_our_scaler, TWICE, "scaler.step(loop.optimizer)"),
     "backward after the block": (O2, backward_after_the_block, MISSED, "with amp.scale_loss"),

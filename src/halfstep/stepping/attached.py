@@ -207,6 +207,7 @@ class AttachedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step on unscaled gradients. It is skipped, and changes nothing, if a pass overflowed."""
+        self.passes.recover()
         if closure is None:
             self.passes.check_scaling()
             return self._observed(self._step, None, args, kwargs)
@@ -246,7 +247,6 @@ class AttachedOptimizer:
 
     def _step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         passes = self.passes
-        passes.recover()
         if passes.is_open:
             raise UsageError(
                 f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
