@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
 
+from halfstep.core.hardware import cpu_units
+
 SCRIPT = Path(__file__).parents[2] / "examples/fp16_fsdp2/train.py"
 
 
@@ -55,6 +57,9 @@ def test_it_learns_and_rounds_less_than_bfloat16(ranks: Any, tmp_path: Path) -> 
     history = {}
     for dtype in ("float16", "bfloat16"):
         options = ["--steps", "10", "--lr", "2e-3", "--batch-size", "32", "--dtype", dtype]
-        history[dtype], _ = ranks.run(run, str(tmp_path / dtype), options)
+        history[dtype], _ = ranks.run(run, str(tmp_path / dtype), options, limit=240.0)
         assert history[dtype]["reward"][-1] > 2 * history[dtype]["reward"][0]
-    assert sum(history["float16"]["mismatch"]) < sum(history["bfloat16"]["mismatch"]) / 3
+    mismatch = {dtype: sum(found["mismatch"]) for dtype, found in history.items()}
+    # Without 16-bit units both are summed in fp32 and rounded once, whatever the shapes: then there is hardly any.
+    assert mismatch["float16"] < max(mismatch["bfloat16"] / 3, 1e-4), mismatch
+    assert mismatch["bfloat16"] > 1e-3 or not cpu_units(torch.bfloat16), mismatch

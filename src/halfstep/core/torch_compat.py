@@ -103,6 +103,7 @@ __all__ = [
     "initial_scale",
     "is_any_autocast_enabled",
     "is_fake",
+    "is_flattened",
     "is_torchs_mode",
     "is_traceable_wrapper_subclass",
     "is_view",
@@ -409,6 +410,11 @@ def join_facts(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[bool
     Both outlast the context: torch goes on counting the active ranks, for its division of gradients (torch 2.13).
     """
     return bool(wrapper._join_config.enable), getattr(wrapper, "_authoritative_rank", None)
+
+
+def is_flattened(param: torch.Tensor) -> bool:
+    """Whether ``FullyShardedDataParallel`` (FSDP1) has put a parameter into a flat one, or it is a flat one."""
+    return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def has_rebuilt_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.dtypes import is_half
+from ..core.errors import UsageError
 from ..core.torch_compat import (
     HAS_GRAD_DTYPE,
     backward_pass_id,
@@ -28,6 +29,7 @@ from ..core.torch_compat import (
     rebuild_buckets,
 )
 from ..gradients.ledger import set_grads
+from ..gradients.master_registry import keeper_of
 from ..kernels.shards import is_sharded
 from .joining import is_joining, share_masters_after_join
 
@@ -70,6 +72,8 @@ _ORDINARY = {torch.Tensor, torch.nn.Parameter}
 def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
     """Called by torch whenever a module gets a submodule, so also when DistributedDataParallel takes its model."""
     global _seen
+    if type(module).__name__ == "FullyShardedDataParallel" and submodule is not None:
+        _refuse_masters(submodule)
     if isinstance(module, DistributedDataParallel) and module not in _WRAPPERS:
         _WRAPPERS[module] = AllReduceOptions()
         _seen += 1
@@ -80,6 +84,15 @@ def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Mo
                 weakref.finalize(param, _WRAPPED.discard, id(param)).atexit = False
             if HAS_GRAD_DTYPE and param.grad is None and param.grad_dtype is not param.dtype:
                 param.grad_dtype = param.dtype
+
+
+def _refuse_masters(module: torch.nn.Module) -> None:
+    if any(keeper_of(p) is not None for p in module.parameters()):
+        raise UsageError(
+            "FullyShardedDataParallel (FSDP1) was given a model whose optimizer has fp32 masters (O2). It cuts the "
+            "weights, and the masters would stay whole. Wrap the model first, make the optimizer, and call "
+            "amp.initialize at O0 or O1 then; fully_shard (FSDP2) goes with masters."
+        )
 
 
 torch.nn.modules.module.register_module_module_registration_hook(_register_wrapper)

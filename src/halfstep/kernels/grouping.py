@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from .shards import Domain, domain_of, locals_of
+from .shards import FLATTENED, Domain, domain_of, locals_of
 
 __all__ = ["TensorGroups", "TensorGroupsCache", "group_rows"]
 
@@ -35,6 +35,7 @@ class TensorGroups:
 
     Args:
         columns: lists of equal length.
+        owners: the parameters whose gradients or masters these are. FSDP1 cuts them into plain tensors.
 
     Attributes:
         domains: for each group, the processes over which its tensors are sharded.
@@ -42,9 +43,10 @@ class TensorGroups:
 
     __slots__ = ("_rows", "domains")
 
-    def __init__(self, *columns: Sequence[torch.Tensor]) -> None:
+    def __init__(self, *columns: Sequence[torch.Tensor], owners: Sequence[torch.Tensor] = ()) -> None:
         self._rows = group_rows(*columns)
-        self.domains: list[Domain] = [domain_of(columns[0][rows[0]]) for rows in self._rows]
+        cut = FLATTENED if FLATTENED in map(domain_of, owners) else ()
+        self.domains: list[Domain] = [domain_of(columns[0][rows[0]]) or cut for rows in self._rows]
 
     def split(self, *columns: Sequence[torch.Tensor]) -> list[tuple[list[torch.Tensor], ...]]:
         """The groups of these lists, which must be of the kind that the groups were made for.
@@ -76,5 +78,5 @@ class TensorGroupsCache:
         key = tuple(map(id, owners))
         entry = self._entries.get(slot)
         if entry is None or entry[0] != key:
-            entry = self._entries[slot] = (key, TensorGroups(*columns), owners)
+            entry = self._entries[slot] = (key, TensorGroups(*columns, owners=owners), owners)
         return entry[1]

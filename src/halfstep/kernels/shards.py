@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import UsageError
+from ..core.torch_compat import is_flattened
 
 __all__ = [
+    "FLATTENED",
     "Domain",
     "complete_max",
     "complete_sum",
@@ -29,6 +31,9 @@ __all__ = [
 
 Domain = tuple[Any, ...]
 """The process groups over which a tensor is cut into parts, one for each dimension of its mesh that cuts it."""
+
+FLATTENED: Domain = ("FullyShardedDataParallel",)
+"""That of a parameter of FSDP1: it is cut, and does not know over which processes."""
 
 _ORDINARY = {torch.Tensor, torch.nn.Parameter}
 
@@ -77,13 +82,13 @@ def rewrapped(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def domain_of(tensor: torch.Tensor) -> Domain:
-    """Over which processes it is cut; () if it is whole.
+    """Over which processes it is cut; () if it is whole, ``FLATTENED`` if nobody knows.
 
     Raises:
         UsageError: if the processes hold summands of it and not parts.
     """
     if not is_sharded(tensor):
-        return ()
+        return FLATTENED if is_flattened(tensor) and dist.is_initialized() and dist.get_world_size() > 1 else ()
     whole: Any = tensor
     if any(placement.is_partial() for placement in whole.placements):
         raise UsageError(
@@ -95,13 +100,25 @@ def domain_of(tensor: torch.Tensor) -> Domain:
 
 def complete_sum(values: torch.Tensor, domain: Domain) -> torch.Tensor:
     """Add up, in place, what each process of a domain has found of its part. A collective operation."""
-    for group in domain:
+    for group in _groups(domain):
         dist.all_reduce(values, group=group)
     return values
 
 
 def complete_max(values: torch.Tensor, domain: Domain) -> torch.Tensor:
     """The largest, in place, of what each process of a domain has found. A collective operation."""
-    for group in domain:
+    for group in _groups(domain):
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     return values
+
+
+def _groups(domain: Domain) -> Domain:
+    if domain == FLATTENED:
+        raise UsageError(
+            "FullyShardedDataParallel (FSDP1) has cut these parameters, and halfstep cannot know over which processes. "
+            "So each process would clip by the norm of its own part, or skip a step alone where only its part "
+            "overflows. Use fully_shard (FSDP2), where loss scales, clipping and norms work. With FSDP1 use bfloat16 "
+            "without a loss scale, clip with the clip_grad_norm_ method of the wrapper, and use an optimizer that "
+            "takes no norms."
+        )
+    return domain

@@ -20,7 +20,7 @@ from ..core.dtypes import is_half, parse_dtype
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.inner_optimizers import bare, inner_optimizer
 from ..core.policy import Policy
-from ..core.torch_compat import HAS_GRAD_DTYPE
+from ..core.torch_compat import HAS_GRAD_DTYPE, is_flattened
 from ..gradients.ledger import set_grads
 from ..gradients.master_registry import keeper_of
 from ..kernels.launch import backend_for
@@ -232,6 +232,14 @@ def check(
         if not again and modules.has_casting(model):
             raise UsageError("This model has been through amp.initialize or amp.decorate once, and once is all it can.")
     modules.refuse_sharded(models, dtype)
+    for name, param in [named for model in models for named in model.named_parameters()] if dtype is not None else []:
+        if is_flattened(param) and param.dtype is not dtype:
+            raise UsageError(
+                f"FullyShardedDataParallel (FSDP1) has flattened the parameter {name}, and {caller} would cast it at "
+                "this level. FSDP goes on in the dtype it knows. Use O0 or O1, whose weights stay fp32; or let FSDP "
+                "cast: MixedPrecision(param_dtype=torch.bfloat16) computes in 16 bits. fully_shard (FSDP2) takes "
+                "16-bit shards."
+            )
     known = {id(param) for model in models for param in model.parameters()}
     for optimizer in map(bare, optimizers):
         kind = type(optimizer).__name__
