@@ -106,6 +106,6 @@ def test_an_import_is_found_wherever_it_stands(text: str, found: str) -> None:
 
 def test_an_import_upward_and_one_across_are_wrong() -> None:
     assert wrong("halfstep.kernels.expr", "halfstep.amp.session")
-    assert wrong("halfstep.static.amp", "halfstep.model.model")
+    assert wrong("halfstep.train_step.step", "halfstep.model.model")
     assert not wrong("halfstep.amp.session", "halfstep.kernels.expr")
     assert not wrong("halfstep.kernels.expr", "halfstep.kernels.storage")

@@ -1,1 +1,1 @@
-"""Only old names: Apex's module tree, its multi-tensor functions, ``fp16_utils``, and ways to move scripts."""
+"""Names that other systems had: Apex's module tree and ``fp16_utils``, Paddle's programs, and the ways from there."""

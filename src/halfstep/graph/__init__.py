@@ -1,1 +1,1 @@
-"""Graph mode: a model and its loss captured as one graph, cast once."""
+"""A graph of a model and its loss, with the fewest casts."""

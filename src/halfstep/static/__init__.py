@@ -1,10 +1,6 @@
 """Graph mode: a model and its loss captured as one graph, cast once, and trained by an executor."""
 
-from ..graph.capture import Program, Value, capture, load
-from ..graph.inference import load_inference_model, save_inference_model
-from ..graph.tape import Variable
-from . import amp, backend
-from .building import (
+from ..compat.paddle.building import (
     Scope,
     data,
     default_main_program,
@@ -14,7 +10,11 @@ from .building import (
     global_scope,
     program_guard,
 )
-from .executor import Executor
+from ..compat.paddle.capture import Program, Value, capture, load
+from ..compat.paddle.executor import Executor
+from ..compat.paddle.inference import load_inference_model, save_inference_model
+from ..compat.paddle.tape import Variable
+from . import amp, backend
 
 __all__ = [
     "Executor",

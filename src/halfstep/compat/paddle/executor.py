@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ..casting.op_casting import NO_CASTING
-from ..core.checks import check_flag
-from ..core.errors import ArgumentTypeError, ArgumentValueError
-from ..graph.capture import Program, Value
-from ..graph.tape import Variable
+from ...casting.op_casting import NO_CASTING
+from ...core.checks import check_flag
+from ...core.errors import ArgumentTypeError, ArgumentValueError
 from .building import default_main_program
+from .capture import Program, Value
+from .tape import Variable
 
 __all__ = ["Executor"]
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.export.pt2_archive import PT2ArchiveReader
 
-from ..core.dtypes import HALF_DTYPES
-from ..core.errors import ArgumentValueError, UsageError
-from ..gradients.master_registry import master_of
+from ...core.dtypes import HALF_DTYPES
+from ...core.errors import ArgumentValueError, UsageError
+from ...gradients.master_registry import master_of
 
 __all__ = ["in_fp32", "read_archive", "write_archive"]
 

@@ -17,8 +17,8 @@ from torch import fx, nn
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
-from ..core.errors import ArgumentValueError, UsageError
-from ..core.torch_compat import (
+from ...core.errors import ArgumentValueError, UsageError
+from ...core.torch_compat import (
     FakeMode,
     as_subclass_without_numbers,
     needs_values,

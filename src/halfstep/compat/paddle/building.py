@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
-from ..core.checks import check_kind
-from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..graph.capture import Program, Value, loss_of
-from ..graph.tape import ModuleRecording, Variable
+from ...core.checks import check_kind
+from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from .capture import Program, Value, loss_of
+from .tape import ModuleRecording, Variable
 
 __all__ = [
     "Scope",

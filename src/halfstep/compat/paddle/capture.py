@@ -13,14 +13,14 @@ import torch
 from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
-from ..casting.emulation import narrow
-from ..casting.op_casting import NO_CASTING
-from ..core.checks import check_kind
-from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.files import replacing
-from ..core.torch_compat import export_errors, size_expression
+from ...casting.emulation import narrow
+from ...casting.op_casting import NO_CASTING
+from ...core.checks import check_kind
+from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ...core.files import replacing
+from ...core.torch_compat import export_errors, size_expression
+from ...graph.cast_pass import Casting
 from .archive import in_fp32, read_archive, write_archive
-from .cast_pass import Casting
 from .tape import VALUE, Tape, Variable
 
 __all__ = ["Program", "Trainer", "Value", "capture", "load", "loss_of", "with_outputs"]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..casting.op_casting import NO_CASTING
-from ..core.checks import check_kind
-from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.files import replacing
-from ..core.torch_compat import OpOverload, export_errors, schema_of
+from ...casting.op_casting import NO_CASTING
+from ...core.checks import check_kind
+from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ...core.files import replacing
+from ...core.torch_compat import OpOverload, export_errors, schema_of
 from .archive import in_fp32, read_archive, write_archive
 from .capture import Program, Value, with_outputs
 from .tape import Variable
