@@ -1,7 +1,7 @@
 """Apex's ``amp`` and what belongs to it: opt levels, loss scaling around the backward pass, op casting."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..casting.modules import exempt
 from ..casting.op_casting import clear_casts, disable_casts
@@ -21,11 +21,13 @@ from .auto_cast import auto_cast, autocast
 from .decorate import decorate
 from .give_masters import give_masters, has_masters
 from .grad_scaler import GradScaler
-from .handle import init
 from .initialize import initialize
 from .scale_loss import scale_loss
 from .session import _amp_state as _amp_state
 from .session import load_state_dict, master_params, state_dict, steps_skipped
+
+if TYPE_CHECKING:
+    from ..compat.handle_2018 import init as init
 
 __all__ = [
     "GradScaler",
@@ -62,4 +64,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "debugging":  # imported when asked for: few scripts do
         return importlib.import_module(".debugging", __name__)
+    if name == "init":  # of 2018, which few scripts call
+        return importlib.import_module("..compat.handle_2018", __name__).init
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "debugging"})

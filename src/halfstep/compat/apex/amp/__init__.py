@@ -7,9 +7,9 @@ them.
 from ....amp import *  # noqa: F403
 from ....amp import __all__ as __all__
 from ....amp import _amp_state as _amp_state
-from ....amp import handle as _handle
 from ....amp import loss_scaler as _loss_scaler
 from ....amp import session as _session
+from ... import handle_2018 as _handle
 from ...submodules import add_submodules
 from . import frontend as frontend
 from . import lists as lists
