@@ -113,12 +113,10 @@ def use(see: Any) -> None:
         amp.initialize(model, optimizer, opt_level=level, emulate=True, verbosity=0)
         model[0].register_forward_hook(see)
         optimizer.register_step_pre_hook(see)
-        for _ in range(2):
-            with amp.scale_loss(loss_fn(model(x), y), optimizer) as scaled_loss:
-                see()
-                scaled_loss.backward()
-            optimizer.step()
-        see()
+        with amp.scale_loss(loss_fn(model(x), y), optimizer) as scaled_loss:
+            see()
+            scaled_loss.backward()
+        optimizer.step()
     with amp.auto_cast(dtype="bfloat16"):
         see()
     handle = amp.init()
