@@ -445,6 +445,21 @@ def test_a_device_without_units(monkeypatch: pytest.MonkeyPatch, dtype: torch.dt
     assert severities(model, optimizer) == ([] if there else ["note"])
 
 
+@pytest.mark.parametrize(
+    ("has", "fix"),
+    [
+        ({torch.bfloat16}, "Train in bfloat16 (dtype=), for which cpu has units."),
+        (set(), 'For speed train in fp32 (opt_level="O0"): on this device 16 bits only save memory.'),
+    ],
+)
+def test_a_device_without_units_is_told_what_to_train_in(
+    monkeypatch: pytest.MonkeyPatch, has: set[torch.dtype], fix: str
+) -> None:
+    monkeypatch.setattr(rules_of_model, "has_units", lambda device, dtype, kind: dtype in has)
+    model = net(torch.float16)
+    assert only(halfstep.check(model, torch.optim.SGD(model.parameters())), "HS111").fix == fix
+
+
 def test_an_optimizer_of_another_model() -> None:
     model, other = net(), net()
     found = only(halfstep.check(model, torch.optim.SGD(other.parameters())), "HS115")

@@ -153,6 +153,9 @@ def test_what_is_lost_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     watch.findings()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "HS101 error at SGD (4 tensors, 2632 weights): 100 % of the updates round to nothing" in caplog.text
+    assert "halfstep.watch: " in caplog.text
+    assert watch.findings()[0].fix in caplog.text
+    assert "halfstep.check(" not in caplog.text
 
 
 def test_a_watched_optimizer_can_be_copied() -> None:

@@ -780,12 +780,16 @@ def test_a_ramp_of_activations_is_announced_before_the_first_skipped_step(caplog
     assert sum(ahead) >= 16, f"{sum(ahead)} of 20 overflows were announced 10 steps before"
 
 
-def test_an_overflow_that_is_there_already_is_an_error() -> None:
+def test_an_overflow_that_is_there_already_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(16, 4), Gain(), nn.Linear(4, 4)).half()
     model[1].factor = 1e8
     with Monitor(model, every=1) as monitor:
         model(batch(0).half())
     (finding,) = monitor.findings()
+    (record,) = caplog.records
+    assert record.message.startswith("halfstep.numerics.Monitor: HS116 error at ")
+    assert finding.fix in record.message
+    assert "halfstep.check(" not in record.message
     assert (finding.code, finding.severity, finding.where) == ("HS116", "error", "1, 2")
     assert "at step 0 the output of 1 holds inf or NaN" in finding.message
 
@@ -823,3 +827,5 @@ def test_flushed_gradients_are_found_and_logged_once(caplog: pytest.LogCaptureFi
     assert finding.code == "HS117"
     assert finding.evidence["flushed"] > 0.01
     assert [record.message.count("HS117") for record in caplog.records if "HS117" in record.message] == [1]
+    assert finding.fix in caplog.text
+    assert "halfstep.check(" not in caplog.text

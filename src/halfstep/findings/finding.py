@@ -73,10 +73,23 @@ def share(fraction: float) -> str:
     return "100 %" if percent == 100 else f"{min(percent, 99.99):.3g} %" if percent < 99.95 else "99.9 %"
 
 
-def log(findings: Iterable[Finding]) -> None:
-    """One line of the logger "halfstep": at WARNING if one of them is an error, else at INFO; none if all is well."""
+def log(findings: Iterable[Finding], by: str = "halfstep.check") -> None:
+    """One line of the logger "halfstep": at WARNING if one of them is an error, else at INFO; none if all is well.
+
+    Args:
+        findings: what to tell.
+        by: who found it. ``check`` can be called again, and says what to do. What others have measured it may not
+            know, so their line has the fixes.
+    """
     found = list(findings)
     if found:
         level = logging.WARNING if any(each.severity == "error" for each in found) else logging.INFO
-        texts = " ".join(f"{each.code} {each.severity} at {each.where}: {each.message}" for each in found)
-        logger.log(level, "halfstep.check: %s Call halfstep.check(model, optimizer) for what to do.", texts)
+        again = by == "halfstep.check"
+        hint = " Call halfstep.check(model, optimizer) for what to do." if again else ""
+        texts = " ".join(_line(each, with_fix=not again) for each in found)
+        logger.log(level, "%s: %s%s", by, texts, hint)
+
+
+def _line(finding: Finding, *, with_fix: bool) -> str:
+    text = f"{finding.code} {finding.severity} at {finding.where}: {finding.message}"
+    return f"{text} Fix: {finding.fix}" if with_fix and finding.fix else text

@@ -162,9 +162,11 @@ def no_units(facts: Facts) -> Iterator[Finding]:
     Under ``amp`` of halfstep products then run in fp32 kernels and cost what fp32 costs, which is a note. Without it a
     bfloat16 product on such a CPU takes ten times as long as in fp32.
     """
-    device = facts.own_params[0].device if facts.own_params else None
-    for dtype in sorted(facts.computed, key=dtype_name) if device is not None else ():
-        if not has_units(device, dtype, "product"):  # type: ignore[arg-type]
+    if not facts.own_params:
+        return
+    device = facts.own_params[0].device
+    for dtype in sorted(facts.computed, key=dtype_name):
+        if not has_units(device, dtype, "product"):
             emulated = has_casting(facts.model)
             cost = "take as long as in fp32" if emulated else "are many times slower than in fp32"
             yield Finding(
@@ -173,8 +175,16 @@ def no_units(facts: Facts) -> Iterator[Finding]:
                 str(device),
                 f"{device} has no units for {dtype_name(dtype)}: products {cost}.",
                 {"device": str(device), "dtype": dtype_name(dtype)},
-                "halfstep doctor says which dtype is fast here.",
+                _faster(device, dtype),
             )
+
+
+def _faster(device: torch.device, slow: torch.dtype) -> str:
+    """What to train in on a device that is slow in a dtype."""
+    other = torch.float16 if slow is torch.bfloat16 else torch.bfloat16
+    if has_units(device, other, "product"):
+        return f"Train in {dtype_name(other)} (dtype=), for which {device} has units."
+    return 'For speed train in fp32 (opt_level="O0"): on this device 16 bits only save memory.'
 
 
 def fp32_in_name_only(facts: Facts) -> Iterator[Finding]:

@@ -130,7 +130,7 @@ class Watch:
             return
         self._worst = found
         if worst is None or worst.severity != found.severity:
-            log([found])
+            log([found], by="halfstep.watch")
 
 
 class _Sampled:

@@ -49,7 +49,7 @@ class Alarms:
             self._add_output(about, Row(*about, dtype=str(dtype).removeprefix("torch."), amax=amax).headroom)
         after = len(self._overflowed), len(self._near)
         if (not before[0] and after[0]) or (before == (0, 0) and after[1]):
-            log(finding for finding in self.findings() if finding.code == "HS116")
+            self._log("HS116")
 
     def add_step(self, rows: Iterable[Row]) -> None:
         """Look at all rows of one step."""
@@ -61,7 +61,7 @@ class Alarms:
                 worst = max(row.flushed, self._flushed.get(name, (0, 0.0))[1])
                 self._flushed[name] = (row.numel, worst)
         if not known:
-            log(finding for finding in self.findings() if finding.code == "HS117")
+            self._log("HS117")
 
     def findings(self) -> list[Finding]:
         """What was found so far."""
@@ -106,6 +106,9 @@ class Alarms:
                 )
             )
         return found
+
+    def _log(self, code: str) -> None:
+        log((finding for finding in self.findings() if finding.code == code), by="halfstep.numerics.Monitor")
 
     def _add_output(self, about: About, headroom: float) -> None:
         history = self._headrooms[about.module, about.call]
