@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -448,3 +449,82 @@ def test_a_sharded_model_is_refused() -> None:
 
 def test_it_is_public() -> None:
     assert halfstep.numerics.compare_step is numerics.compare_step
+
+
+# ---- a reference that is not finite itself
+
+
+class Applies(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def masked(x: torch.Tensor, most: int) -> torch.Tensor:
+    """An attention of positions to the first few."""
+    scores = torch.where(torch.arange(32) < most, x, -torch.inf)
+    return scores.softmax(-1)
+
+
+NOT_FINITE: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
+    (lambda x: x.log(), "NaN, from 1: log"),
+    (lambda x: x + 0.0 / x.relu(), "NaN, from 1: reciprocal"),
+    (lambda x: (x * 0.0).abs().sqrt(), "NaN, from 1: div (backward)"),
+    (lambda x: (x * 1e30).exp() * 0.0, "NaN, from 1: exp"),  # inf * 0 is NaN, and exp has made the inf
+    (lambda x: x * 1e30 * 1e30, "NaN, from 1: mul"),
+    (lambda x: masked(x, 0), "NaN, from 1: where"),
+    (lambda x: masked(x, 8), ""),
+    (lambda x: x, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "began"), NOT_FINITE, ids=[began or str(i) for i, (_, began) in enumerate(NOT_FINITE)]
+)
+@pytest.mark.parametrize("reference", [torch.float32, torch.float64])
+def test_where_a_reference_becomes_nan_itself(
+    function: Callable[[torch.Tensor], torch.Tensor], began: str, reference: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), Applies(function), nn.Linear(32, 4))
+    found = numerics.compare_step(lambda: loss_of(model), model, candidate="O1", reference=reference)
+    if reference is torch.float32 or "mul" not in began:  # float64 holds 1e60
+        assert found.not_finite == began
+    assert ("as well" in str(found)) is bool(found.not_finite)
+
+
+def test_a_nan_in_both_runs_is_no_matter_of_precision() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), Applies(torch.log), nn.Linear(32, 4))
+    found = numerics.compare_step(lambda: loss_of(model), model, candidate="O1")
+    assert "float32 is NaN as well: not a matter of precision. It began at 1: log\n" in str(found)
+    assert "no divergence" not in str(found)
+
+
+@pytest.mark.parametrize(("where", "began"), [("weight", "NaN, from 0: weight"), ("batch", "NaN, from 0: input")])
+def test_nan_that_a_step_begins_with_is_not_blamed_on_an_op(where: str, began: str) -> None:
+    model, (x, y) = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4)), batch()
+    with torch.no_grad():
+        (model[0].weight if where == "weight" else x)[0, 0] = torch.nan
+    found = numerics.compare_step(lambda: F.cross_entropy(model(x), y), model, candidate="O1")
+    assert found.not_finite == began
+
+
+def test_an_overflow_of_16_bits_alone_leaves_the_reference_finite() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), Applies(lambda x: x * 1e6 / 1e6), nn.Linear(32, 4))
+    found = numerics.compare_step(lambda: loss_of(model), model, candidate="O1", dtype=torch.float16)
+    assert found.not_finite == ""
+    first = found.first()
+    assert first is not None
+    assert (first.module, first.why) == ("1", "overflow")
+
+
+def test_the_page_says_where_the_reference_became_nan(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 32), Applies(torch.log), nn.Linear(32, 4))
+    numerics.compare_step(lambda: loss_of(model), model, candidate="O1").report(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "float32 is NaN as well: not a matter of precision. It began at 1: log." in page

@@ -16,7 +16,7 @@ from .comparison import Entry, entry_of
 from .ops import USER
 from .recording import Record
 
-__all__ = ["entries_of"]
+__all__ = ["entries_of", "first_not_finite"]
 
 _WIDE = torch.float32
 _PROOF = 64
@@ -79,6 +79,26 @@ def entries_of(candidate: Sequence[Record], reference: Sequence[Record], scale: 
         )
         occurrences[key] += 1
     return entries, unmatched
+
+
+def first_not_finite(records: Sequence[Record]) -> str:
+    """Where a run became inf or NaN, as in "NaN, from 1.norm: rsqrt"; nothing if its loss and gradients are finite.
+
+    Followed back from the first NaN, or without one from the first such gradient or loss, to the first op that had
+    finite inputs. So an inf that a mask needs is no fault.
+    """
+    bad = [not math.isfinite(record.amax) for record in records]
+    ends = [i for i, record in enumerate(records) if record.leaf]
+    ends += [i for i, record in enumerate(records) if not (record.backward or record.passes_on)][-1:]
+    ends = [i for i in ends if bad[i]]
+    if not ends:
+        return ""
+    nan = [i for i, record in enumerate(records) if math.isnan(record.amax)]
+    at = nan[0] if nan else ends[0]
+    while before := [i for i in records[at].inputs if bad[i] and i < at]:
+        at = before[0]
+    record = records[at]
+    return f"{'NaN' if nan else 'inf'}, from {record.module}: {record.op}{' (backward)' if record.backward else ''}"
 
 
 # ---- alignment

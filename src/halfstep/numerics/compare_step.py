@@ -13,7 +13,7 @@ from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.loss_scale import make_loss_scale
 from ..core.policy import Policy, check_policy
-from .blame import entries_of
+from .blame import entries_of, first_not_finite
 from .comparison import Comparison
 from .ops import OpWatch, entered
 from .owners import Owners, qualified_names
@@ -59,6 +59,9 @@ def compare_step(
     are. Ops on the float list that return 16-bit numbers, fp32 results that lie on the grid of a 16-bit format, and
     values that the script rounds to 16 bits and widens again have that of their format in fp32, for such roundoff is
     no larger than what is inherited and yet is added.
+
+    Where the loss or a gradient of the reference is inf or NaN itself, precision is not the cause: ``not_finite`` of the
+    comparison says where it began.
 
     Args:
         step: a function without arguments that runs forward and backward pass. If it runs no backward pass and returns
@@ -107,7 +110,7 @@ def compare_step(
     name = "as it is" if candidate is None else candidate if isinstance(candidate, str) else str(candidate)
     if isinstance(candidate, str) and policy is not None:
         name += f" {dtype_name(policy.compute_dtype)}" if policy.compute_dtype is not None else ""
-    return Comparison(entries, (dtype_name(reference), name), about)
+    return Comparison(entries, (dtype_name(reference), name), about, first_not_finite(wide.records))
 
 
 def _policy(candidate: Any, dtype: torch.dtype | None) -> Policy | None:

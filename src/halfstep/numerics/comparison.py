@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.text import counted
-from .comparison_report import write_comparison
+from .comparison_report import said_of_reference, write_comparison
 from .text import aligned
 
 __all__ = ["Comparison", "Entry", "ModuleError", "entry_of"]
@@ -96,11 +96,13 @@ class Comparison:
         entries: what both runs have, in order of execution.
         names: what is compared, the reference first.
         about: other facts, by name: how many ops only one run has, the loss scale, and so on.
+        not_finite: where the reference became inf or NaN itself, as in "NaN, from 1.norm: rsqrt"; empty if it did not.
     """
 
     entries: list[Entry]
     names: tuple[str, str] = ("reference", "candidate")
     about: Mapping[str, Any] = field(default_factory=dict)
+    not_finite: str = ""
 
     def modules(self) -> list[ModuleError]:
         """The modules, that which adds most first; of equals, that which did so first."""
@@ -121,6 +123,7 @@ class Comparison:
         return {
             "names": list(self.names),
             "about": dict(self.about),
+            "not_finite": self.not_finite,
             "limit": _LIMIT,
             "entries": [{**asdict(entry), "diverges": entry.diverges} for entry in self.entries],
             "modules": [{**asdict(module), "worst": self.entries.index(module.worst)} for module in self.modules()],
@@ -140,7 +143,10 @@ class Comparison:
         sizes = f"{counted(len(self.entries), 'tensor')} in {counted(len(found), 'module')}"
         lines = [f"{candidate} against {reference}: {sizes}"]
         lines += [f"{name}: {value}" for name, value in self.about.items()]
-        lines.append("no divergence" if first is None else f"first divergence: {first}")
+        if self.not_finite:
+            lines.append(said_of_reference(reference, self.not_finite))
+        if first is not None or not self.not_finite:
+            lines.append("no divergence" if first is None else f"first divergence: {first}")
         rows = [["module", "excess", "added", "inherited", "error", "at", "dtype", "why"]]
         for module in found[:_SHOWN]:
             at = f"{module.worst.op}{' (backward)' if module.worst.backward else ''}"

@@ -11,7 +11,7 @@ from ..core.text import counted
 from .charts import Bar, Line, bars, details, figure, lines, power
 from .html import Markup, element, note, page, section, table, write_text
 
-__all__ = ["write_comparison"]
+__all__ = ["said_of_reference", "write_comparison"]
 
 _MOST_BARS = 32
 _MOST_ROWS = 500
@@ -40,12 +40,22 @@ def write_comparison(comparison: Mapping[str, Any], path: str | Path, *, command
         element("p", " ".join(facts)),
     )
     first = next((entry for entry in entries if entry["diverges"]), None)
-    said = "No module adds more error than roundoff explains." if first is None else f"First divergence: {_said(first)}"
-    parts = [header, note(said)]
+    said = []
+    if comparison.get("not_finite"):
+        said.append(f"{said_of_reference(reference, comparison['not_finite'])}.")
+    if first is not None:
+        said.append(f"First divergence: {_said(first)}")
+    parts = [header, note(" ".join(said) or "No module adds more error than roundoff explains.")]
     if entries:
         parts.append(section("What each module adds", _modules(modules, entries, comparison["limit"])))
         parts.append(section("Errors in the order of execution", _errors(entries)))
     write_text(path, page(f"{candidate} against {reference}", *parts))
+
+
+def said_of_reference(name: str, not_finite: str) -> str:
+    """What is said of a reference that is inf or NaN itself: ``Comparison.not_finite``."""
+    what, _, where = not_finite.partition(", from ")
+    return f"{name} is {what} as well: not a matter of precision. It began at {where}"
 
 
 def _modules(modules: Sequence[Any], entries: Sequence[Any], limit: float) -> Markup:

@@ -18,7 +18,7 @@ from ..findings.samples import can_sample, sample
 from .ops import Cast, Functions, OpCall, OpWatch
 from .owners import OUTSIDE, Owners
 
-__all__ = ["Record", "Recorder", "ReferenceWatch"]
+__all__ = ["INPUT", "Record", "Recorder", "ReferenceWatch"]
 
 _PASS_ON = frozenset(("_to_copy", "copy_", "lift_fresh", "detach"))
 """Ops that hand on values, perhaps in another dtype. A run in one dtype does not have all of them."""
@@ -29,6 +29,9 @@ _MAKE = words("""
     """)
 """Ops whose results no input explains."""
 
+INPUT = "input"
+"""The name of what no op of the step has made, in place of an op."""
+
 _SUMMED = 128
 """How many sums a sketch has: the norm of a difference is known to about a tenth."""
 
@@ -38,11 +41,11 @@ _SUMS = frozenset(("add", "add_"))
 
 @dataclass
 class Record:
-    """One floating tensor that an op has returned, or a parameter or buffer.
+    """One floating tensor that an op has returned, or a parameter, a buffer or an input of the step.
 
     Attributes:
         module: the qualified name of the module that ran the op.
-        op: the name of the op; for a parameter or buffer its own.
+        op: the name of the op; for a parameter or buffer its own; ``INPUT`` for an input.
         index: which of the tensors that the op returned.
         backward: whether a backward pass has called it.
         dtype: of the tensor.
@@ -121,7 +124,7 @@ class Recorder:
             return
         running = None if self.watch is None else self.watch.functions.running
         wide = not call.backward and _should_be_wide(name, running)
-        inputs = tuple(dict.fromkeys(self._came_from(call.args, call.kwargs)))
+        inputs = tuple(dict.fromkeys(self._came_from(call.module, call.args, call.kwargs)))
         results = call.result if call.result is not None else call.args[:1]
         for index, tensor in enumerate(_floating(results)):
             record = Record(
@@ -197,11 +200,14 @@ class Recorder:
         self._made[_place(tensor)] = len(self.records)
         self.records.append(record)
 
-    def _came_from(self, *values: Any) -> Iterator[int]:
+    def _came_from(self, module: str, *values: Any) -> Iterator[int]:
         for tensor in _floating(values):
-            at = self._made.get(_place(tensor))
-            if at is not None:
-                yield at
+            if _place(tensor) not in self._made:
+                if not tensor.dim():  # a constant
+                    continue
+                look = self._look(tensor)
+                self._write(Record(module, INPUT, 0, False, tensor.dtype, tensor.shape, *look, passes_on=True), tensor)
+            yield self._made[_place(tensor)]
 
 
 @functools.cache
