@@ -40,7 +40,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) 
 
 
 def test_the_registry_is_in_the_order_of_the_codes() -> None:
-    assert list(RULES) == [f"HS{number}" for number in range(101, 116)]
+    assert list(RULES) == [f"HS{number}" for number in (*range(101, 116), 121)]
     for code, rule in RULES.items():
         assert (rule.__doc__ or "").startswith(f"{code}: ")
 
@@ -500,3 +500,56 @@ def test_masters_made_by_hand_are_no_finding() -> None:
     model = net(torch.bfloat16)
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     assert halfstep.check(model, torch.optim.AdamW(masters)) == []
+
+
+# ---- 121: gradients that are zero from the start
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-3),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, eps=1e-3),
+    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:.*rounds away")
+def test_gradients_that_are_zero_from_the_start(kind: str, dtype: torch.dtype) -> None:
+    found = {}
+    for factor in (0.0, 1.0):
+        model = net(dtype)
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        assert "HS121" not in codes(halfstep.check(model, optimizer)), "there are no gradients"
+        for after in ("backward", "second backward"):
+            (model(torch.randn(16, 32).to(dtype)).float().square().mean() * factor).backward()
+            found[factor, after] = "HS121" in codes(halfstep.check(model, optimizer))
+            optimizer.step()
+            optimizer.zero_grad()
+        (model(torch.randn(16, 32).to(dtype)).float().square().mean() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        if factor:
+            assert "HS121" not in codes(halfstep.check(model, optimizer)), "zero_grad has set them to 0"
+    assert [found[factor, "backward"] for factor in (0.0, 1.0)] == [True, False]
+    assert [found[factor, "second backward"] for factor in (0.0, 1.0)] == [True, False]
+
+
+def test_one_gradient_that_a_sample_misses_is_seen() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(40)])
+    for i, param in enumerate(model):
+        param.grad = torch.zeros(1000)
+        param.grad[777] = float(i == 39)
+    assert halfstep.check(model, torch.optim.AdamW(model.parameters())) == []
+    model[39].grad = torch.zeros(1000)
+    found = only(halfstep.check(model, torch.optim.AdamW(model.parameters())), "HS121")
+    assert (found.severity, found.evidence["tensors"]) == ("error", 40)
+
+
+def test_a_frozen_part_and_a_zero_layer_are_no_finding() -> None:
+    model = net()
+    nn.init.zeros_(model[2].weight)  # so that nothing reaches the layer before
+    model(torch.randn(16, 32)).sum().backward()
+    assert model[0].weight.grad is not None
+    assert not model[0].weight.grad.any()
+    assert halfstep.check(model, torch.optim.AdamW(model.parameters())) == []

@@ -488,7 +488,11 @@ def test_what_has_replaced_the_parameters_of_an_optimizer_is_named(
     optimizer = optimizer_class(model.parameters())
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=BF16, verbosity=0)
     replace(model, weights)
-    with pytest.raises(UsageError, match=r"load_state_dict\(assign=True\)"):
+
+    def batch() -> None:
         with amp.scale_loss(model(X).float().sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
+
+    with pytest.raises(UsageError, match=r"load_state_dict\(assign=True\)"):
+        batch()

@@ -40,8 +40,8 @@ def check(
             print(finding)
 
     Nothing changes: neither the model nor the optimizer nor the random state. The device is read once at most, and not
-    at all without 16-bit weights. It says most after a few steps, before ``zero_grad``: then the optimizer has state,
-    and the gradients are there.
+    at all without 16-bit weights and without gradients; again only where a sample of all gradients is 0. It says most
+    after a few steps, before ``zero_grad``: then the optimizer has state, and the gradients are there.
 
     Args:
         model: any module, on any device, wrapped or not.

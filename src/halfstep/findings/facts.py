@@ -21,6 +21,7 @@ from ..gradients.loss_scaler import DeviceLossScaler
 from ..stepping.attached import attached_to
 from .finding import grouped
 from .forward import Forward
+from .gradients import ask_gradients
 from .groups import Group, dtypes_of
 from .lost import LostUpdates
 from .moments import SecondMoment, second_moments
@@ -74,6 +75,7 @@ class Facts:
         self.groups = [Group.of(one, group) for one in self.optimizers for group in one.param_groups]
         self.lost = LostUpdates.of(self.groups, self.reading)
         self._stepped = self._ask_stepped()
+        self._any_gradient = ask_gradients(self.trained_params, self.reading)
         self._forward_flags = [(name, self.reading.ask(flags)) for name, flags in (forward.flags if forward else ())]
         self.reading.fetch()
 
@@ -120,6 +122,11 @@ class Facts:
 
     # ---- measured
 
+    @property
+    def any_gradient(self) -> bool | None:
+        """Whether a sample of the gradients has a number other than 0; None without gradients."""
+        return None if self._any_gradient is None else bool(self.reading[self._any_gradient][0])
+
     @cached_property
     def stepped_on_grid(self) -> list[torch.Tensor]:
         """The fp32 weights that have stepped and still have nothing but values of a 16-bit format."""
@@ -143,6 +150,12 @@ class Facts:
     def second_moments(self) -> list[SecondMoment]:
         """The second moments in 16 bits."""
         return list(second_moments(self.groups))
+
+    @cached_property
+    def trained_params(self) -> list[torch.Tensor]:
+        """The parameters that the optimizers train; without optimizers those that need gradients."""
+        held = [p for group in self.groups for p in group.params]
+        return held if self.optimizers else [p for p in self.own_params if p.requires_grad]
 
     @cached_property
     def trained(self) -> set[torch.dtype]:

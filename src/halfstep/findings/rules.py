@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from . import rules_of_gradients as of_gradients
 from . import rules_of_model as of_model
 from . import rules_of_optimizer as of_optimizer
 from .facts import Facts
@@ -27,4 +28,5 @@ RULES: dict[str, Callable[[Facts], Iterable[Finding]]] = {
     "HS113": of_optimizer.fused_and_foreach_differ,
     "HS114": of_model.fsdp_reduces_in_16_bits,
     "HS115": of_optimizer.foreign_parameters,
+    "HS121": of_gradients.zero_gradients,
 }

@@ -60,8 +60,8 @@ def compare_step(
     values that the script rounds to 16 bits and widens again have that of their format in fp32, for such roundoff is
     no larger than what is inherited and yet is added.
 
-    Where the loss or a gradient of the reference is inf or NaN itself, precision is not the cause: ``not_finite`` of the
-    comparison says where it began.
+    Where the loss or a gradient of the reference is inf or NaN itself, precision is not the cause: ``not_finite`` of
+    the comparison says where it began.
 
     Args:
         step: a function without arguments that runs forward and backward pass. If it runs no backward pass and returns

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from operator import itemgetter
 from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any
@@ -17,19 +15,19 @@ from ..casting.op_casting import NO_CASTING
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.inner_optimizers import bare
 from ..core.torch_compat import backward_pass_id, scale_of
-from ..findings.finding import Finding
+from ..findings.finding import Finding, log
 from ..gradients.async_reader import capturing
 from ..kernels.tensor_table import Number
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.param_rows import ParamRows
 from ..stepping.attached import AttachedOptimizer, attached_to, observers
 from .alarms import Alarms
-from .gradients import GradientTotals, Totals
+from .gradients import GradientTotals
 from .owners import ROOT, qualified_names
 from .report import write_report
-from .row import Row, merge_rows, save_rows
+from .row import Row, save_rows
 from .sampled_step import Hook, Named, SampledStep
-from .survey import About, Surveyed
+from .step_rows import StepRows
 
 __all__ = ["TENSORS", "Monitor"]
 
@@ -123,7 +121,7 @@ class Monitor:
         self._stepping = False
         self._attached: AttachedOptimizer | None = None
         self._totals = GradientTotals()
-        self._steps: list[_Step] = []
+        self._steps: list[StepRows] = []
         self._arrived = 0  # how many of them
         self._alarms = Alarms()
 
@@ -140,7 +138,9 @@ class Monitor:
         self._look_at_model()
         optimizer = self._optimizer
         if optimizer is None:
-            self._hooks = [self._root.register_forward_pre_hook(Hook(self._before_forward), prepend=True)]
+            self._hooks = [
+                self._root.register_forward_pre_hook(Hook(self._before_forward), prepend=True, with_kwargs=True)
+            ]
             return self
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_plain_step),
@@ -154,7 +154,7 @@ class Monitor:
         """End. What was sampled stays, that of a step that has not come to its end, too."""
         self._next += self._finish(None)
         if self._totals:  # of steps after the last sampled one
-            self._steps.append(_Step(max(self._next - 1, 0), [], self._totals.take(self._names)))
+            self._steps.append(StepRows(max(self._next - 1, 0), [], None, self._totals.take(self._names)))
         self.findings()  # which logs them
         for hook in self._hooks:
             hook.remove()
@@ -193,10 +193,14 @@ class Monitor:
         return [row for step in self._steps for row in step.rows(bins=self._bins)]
 
     def findings(self) -> list[Finding]:
-        """What is wrong or about to go wrong by the rows so far: HS116, HS117. Waits for what has not arrived."""
+        """What is wrong or about to go wrong by the rows so far, what is likely to be the cause first.
+
+        HS116, HS117, HS120 and HS121. Waits for what has not arrived.
+        """
         self._poll(wait=True)
-        for step in self._steps[self._alarms.steps :]:
-            self._alarms.add_step(step.rows(bins=True))
+        for step in self._steps[self._alarms.counted :]:
+            self._alarms.add_counted(step.rows(bins=True))
+        self._log_news()
         return self._alarms.findings()
 
     def save(self, path: str | Path) -> None:
@@ -272,12 +276,14 @@ class Monitor:
             for rows in all_rows:
                 step.sample_gradients(self._named(rows.params), inverse)
 
-    def _before_forward(self, *_: Any) -> None:
+    def _before_forward(self, root: nn.Module, args: Any, kwargs: Any) -> None:
         """Without an optimizer, a forward pass of the whole model is a step."""
         if backward_pass_id() == -1:
             self._finish(None)
             self._poll(wait=False)
             self._begin()
+            if self._open is not None and self._wanted(ROOT):
+                self._open.enter_root(root, args, kwargs)
             self._next += 1
 
     def _begin(self) -> None:
@@ -306,9 +312,9 @@ class Monitor:
             return False
         step.close()
         with NO_CASTING:
-            surveyed = step.finish(skipped)
+            surveyed, inputs = step.finish(skipped)
         if surveyed:  # else it had only begun
-            self._steps.append(_Step(self._next, surveyed, self._totals.take(self._names)))
+            self._steps.append(StepRows(self._next, surveyed, inputs, self._totals.take(self._names)))
         return bool(surveyed)
 
     def _look_at_model(self) -> None:
@@ -327,8 +333,12 @@ class Monitor:
 
     def _poll(self, *, wait: bool) -> None:
         while self._arrived < len(self._steps) and (wait or self._steps[self._arrived].arrived):
-            self._alarms.add_outputs(self._steps[self._arrived].outputs())
+            self._alarms.add(self._steps[self._arrived].brief())
             self._arrived += 1
+            self._log_news()
+
+    def _log_news(self) -> None:
+        log(self._alarms.news(), by="halfstep.numerics.Monitor")
 
     def _live_scale(self) -> torch.Tensor | None:
         if self._scaler is not None:
@@ -343,25 +353,6 @@ class Monitor:
         if any(fnmatchcase(name, pattern) for pattern in self._exclude or ()):
             return False
         return self._include is None or any(fnmatchcase(name, pattern) for pattern in self._include)
-
-
-class _Step:
-    """The numbers of a sampled step, on their way to the host. Rows take more memory, and are made when asked for."""
-
-    def __init__(self, index: int, surveyed: Sequence[Surveyed], totals: Totals) -> None:
-        self._index, self._surveyed, self._totals = index, surveyed, totals
-
-    @property
-    def arrived(self) -> bool:
-        return self._totals.arrived and all(each.arrived for each in self._surveyed)
-
-    def outputs(self) -> Iterator[tuple[About, torch.dtype, float]]:
-        return itertools.chain.from_iterable(each.outputs() for each in self._surveyed)
-
-    def rows(self, *, bins: bool) -> list[Row]:
-        numbered = sorted((each for part in self._surveyed for each in part.rows(bins=bins)), key=itemgetter(0))
-        rows = merge_rows(row for _, row in numbered)
-        return self._totals.into(rows, self._index)
 
 
 def _shown(rows: Sequence[Row]) -> Iterator[tuple[str, float]]:

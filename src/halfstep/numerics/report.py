@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ import torch
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentValueError
 from ..core.text import counted
+from .alarms import Alarms, first_bad
 from .charts import Band, Line, Strip, details, figure, lines, power, strips
 from .html import Markup, element, page, section, table, write_text
 from .overview import Grid, Tensor, grids, tensors_of
@@ -73,7 +75,7 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
         *(() if command is None else (element("p", "Made by ", element("code", command)),)),
         element("p", f"{counted(len(tensors), 'tensor')} of {span}, in {dtypes}."),
     )
-    parts = [header, section("What stands out", _findings(tensors, lost))]
+    parts = [header, section("What stands out", _findings(rows, tensors, lost))]
     for kind in _NAMES:
         of_kind = [each for each in tensors if each.kind == kind and each.exponents]
         if of_kind:
@@ -87,15 +89,24 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
 # ---- the sections
 
 
-def _findings(tensors: Sequence[Tensor], lost: Sequence[Grid]) -> Markup:
-    """The worst of each kind, in a sentence."""
-    said = []
+def _findings(rows: Sequence[Row], tensors: Sequence[Tensor], lost: Sequence[Grid]) -> Markup:
+    """The worst of each kind, in a sentence; what is likely to be the cause of others first."""
+    alarms = Alarms()
+    for _, of_step in itertools.groupby(sorted(rows, key=lambda row: row.step), key=lambda row: row.step):
+        alarms.add(list(of_step))
+    told = {each.code: f"{each.where}: {each.message}. To do: {each.fix}." for each in alarms.findings()}
+    said = [text for code, text in told.items() if code == "HS120"]
     bad = [(row, each) for each in tensors if (row := each.bad) is not None]
     if bad:
         first = min(row.step for row, _ in bad)
         names = [f"{each.name} ({each.kind})" for row, each in bad if row.step == first]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        said.append(f"inf or NaN first at step {first:,}: in {', '.join(names[:3])}{more}.")
+        origin = first_bad(row for row in rows if row.step == first)
+        began = f" It began inside of {origin.began_in}." if origin is not None and origin.began_in else ""
+        said.append(f"inf or NaN first at step {first:,}: in {', '.join(names[:3])}{more}.{began}")
+        if list(told)[:1] == ["HS116"]:
+            said.reverse()
+    said += [text for code, text in told.items() if code == "HS121"]
     near = [each for each in tensors if each.kind == "output" and 0.0 <= each.headroom < 2.0]
     if near:
         worst = min(near, key=lambda each: each.headroom)

@@ -52,6 +52,8 @@ class Row:
         probe: some values at evenly spread places of its memory, the same ones for the same shape and layout, to
             compare two runs by. It is empty in a merged row.
         merged: of how many rows it is the sum; of gradients, of how many steps.
+        began_in: of an output with inf or NaN the module inside of which they began: the innermost one that runs and
+            got nothing but finite numbers. "(step)" if even the model got others; empty if it is not known.
     """
 
     step: int
@@ -70,6 +72,12 @@ class Row:
     scale: float = 1.0
     probe: tuple[float, ...] = ()
     merged: int = 1
+    began_in: str = ""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether there is neither inf nor NaN."""
+        return math.isfinite(self.amax) and not self.overflow and not self.nan
 
     @property
     def headroom(self) -> float:
@@ -169,6 +177,7 @@ def _sum(rows: list[Row]) -> Row:
         exponents=dict(sorted(exponents.items())),
         scale=max(row.scale for row in rows),
         merged=sum(row.merged for row in rows),
+        began_in=next((row.began_in for row in rows if row.began_in), ""),
     )
 
 

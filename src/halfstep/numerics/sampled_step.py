@@ -30,9 +30,12 @@ from ..kernels.shards import local
 from ..kernels.storage import join
 from ..kernels.tensor_table import Number
 from .compiled import compiled_code_eager
-from .survey import About, Survey, Surveyed, can_survey, spread
+from .owners import ROOT
+from .survey import About, Callers, Inputs, Survey, Surveyed, can_survey, spread
 
 __all__ = ["Hook", "Named", "SampledStep"]
+
+_NOT_LOOKED_AT = -1  # in place of a number
 
 Named = Sequence[tuple[str, torch.Tensor]]
 """Parameters with their names."""
@@ -73,7 +76,9 @@ class SampledStep:
         self._before: list[_Numbers] = []
         self._calls: tuple[Counter[str], Counter[str]] = (Counter(), Counter())  # forward passes, and recomputed ones
         self._done: set[About] = set()
-        self._returned: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._returned = _Known()
+        self._entered = _Known()
+        self._open: list[tuple[str, tuple[int, ...]]] = []  # the modules that run, and what went into them
         self._closed = False
         self._hooks: list[RemovableHandle] = []
         # What is compiled has no hooks. Whoever never imported the compiler has compiled nothing.
@@ -82,6 +87,10 @@ class SampledStep:
             compiled_code_eager.__enter__()
         if outputs or output_grads:
             self._hooks = [m.register_forward_hook(Hook(functools.partial(self._output, name))) for name, m in modules]
+            if outputs:  # before others, which may cast: what another module returned is known
+                for name, module in modules:
+                    enter = Hook(functools.partial(self._enter, name))
+                    self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             self._hooks.append(root.register_forward_pre_hook(Hook(self._begin_pass), prepend=True))
 
     def close(self) -> None:
@@ -92,9 +101,9 @@ class SampledStep:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def finish(self, skipped: torch.Tensor | None) -> list[Surveyed]:
+    def finish(self, skipped: torch.Tensor | None) -> tuple[list[Surveyed], Inputs]:
         """Count what was seen; ``skipped`` as for ``Survey.finish``."""
-        return self._survey.finish(self._scale, skipped)
+        return self._survey.finish(self._scale, skipped), self._survey.finish_inputs()
 
     def note_scale(self, scale: torch.Tensor | None) -> None:
         """Remember the loss scale as it is now, unless it is known."""
@@ -153,20 +162,58 @@ class SampledStep:
                 calls.clear()
             self._done.clear()
             self._returned.clear()
+            self._entered.clear()
+            self._open.clear()
+
+    def enter_root(self, root: nn.Module, args: Any, kwargs: Any) -> None:
+        """To be called where the step begins inside of a forward pass, for which the hooks come too late."""
+        if self._outputs:
+            self._enter(ROOT, root, args, kwargs)
+
+    def _is_looked_at(self) -> bool:
+        return not (self._closed or (self._graded and not torch.is_grad_enabled()) or _is_traced())
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._is_looked_at() and backward_pass_id() == -1:
+            self._open.append((name, tuple(map(self._input, _tensors((args, kwargs))))))
+
+    def _input(self, tensor: torch.Tensor) -> int:
+        """The number of what goes into a module. It is looked at if no module has returned it, nor got it before."""
+        number = self._returned.get(tensor)
+        number = self._entered.get(tensor) if number is None else number
+        if number is None:
+            with DisableTorchFunction():
+                number = self._survey.add_input(tensor)
+            self._entered.add(tensor, number)
+        return number
+
+    def _callers(self, name: str) -> Callers:
+        """The modules that run, and this one, which is about to return, first. Those that an error has ended do not."""
+        names = [each for each, _ in self._open]
+        if name not in names:
+            return ()
+        while names.pop() != name:
+            self._open.pop()
+        callers = tuple(reversed(self._open))
+        self._open.pop()
+        return callers
 
     def _output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         recomputed = backward_pass_id() != -1  # by a checkpoint
-        if self._closed or (self._graded and not torch.is_grad_enabled()) or _is_traced():
+        if not self._is_looked_at():
             return
+        callers = () if recomputed else self._callers(name)
         calls = self._calls[recomputed]
         call, calls[name] = calls[name], calls[name] + 1
         for i, tensor in enumerate(_tensors(output)):
-            if self._is_known(tensor):
+            if self._returned.get(tensor) is not None:
                 continue
             about = About(self._index, f"{name}[{i}]" if i else name, "output", call)
+            number = _NOT_LOOKED_AT
             if self._outputs and about not in self._done:
                 with DisableTorchFunction():
-                    self._survey.add(about, tensor)
+                    number = self._survey.add(about, tensor, callers=callers)
+            self._returned.add(tensor, number)
             self._done.add(about)
             if self._output_grads and tensor.requires_grad:
                 hook = functools.partial(self._gradient, about._replace(tensor="output_grad"))
@@ -178,12 +225,29 @@ class SampledStep:
             with DisableTorchFunction():
                 self._survey.add(about, grad, scale="in")
 
-    def _is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether another module has returned the very tensor, and nobody has written to it since."""
-        version = -1 if tensor.is_inference() else tensor._version
-        known, before = self._returned.get(id(tensor), (None, -1))
-        self._returned[id(tensor)] = weakref.ref(tensor), version
-        return known is not None and known() is tensor and version == before
+
+class _Known:
+    """Tensors of one pass, with their numbers, as long as nobody writes to them."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+
+    def add(self, tensor: torch.Tensor, number: int) -> None:
+        """Remember a tensor."""
+        self._found[id(tensor)] = weakref.ref(tensor), _version(tensor), number
+
+    def get(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor; None if it is unknown, or has been written to since."""
+        known, version, number = self._found.get(id(tensor), (None, -1, -1))
+        return number if known is not None and known() is tensor and version == _version(tensor) else None
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._found.clear()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class Hook:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from ..kernels.shards import local
 from .row import PROBE, Row
 
-__all__ = ["About", "Fetched", "LossScale", "Survey", "Surveyed", "can_survey", "spread"]
+__all__ = ["About", "Callers", "Fetched", "Inputs", "LossScale", "Survey", "Surveyed", "Taken", "can_survey", "spread"]
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _ZERO, _NAN, _INF, _KINDS = 256, 257, 255, 258
@@ -26,6 +26,9 @@ _BIAS = 127
 _MOST = 2**16  # numbers of a block, unless one line has more
 _LINES = 64  # of a block: with 1,024 numbers each it stays in the cache of a core
 
+
+Callers = tuple[tuple[str, tuple[int, ...]], ...]
+_Extremes = tuple[torch.Tensor, torch.Tensor]
 
 LossScale = Literal["none", "in", "out"]
 """Whether numbers never met the loss scale, are multiplied by it, or were and are no longer."""
@@ -40,8 +43,18 @@ class About(NamedTuple):
     call: int = 0
 
 
-class _Taken(NamedTuple):
-    """What the host knows of a tensor that was looked at: the how-manieth it was, and so on."""
+class Taken(NamedTuple):
+    """What the host knows of a tensor that was looked at.
+
+    Attributes:
+        number: its place among the tensors of the step, in the order in which they were looked at.
+        about: which one it is.
+        dtype: in which its numbers were computed.
+        numel: how many it has.
+        sampled: how many of them are counted.
+        scale: what the loss scale has to do with it.
+        callers: of an output, the modules that ran, the innermost first, and the numbers of what went into each.
+    """
 
     number: int
     about: About
@@ -49,10 +62,7 @@ class _Taken(NamedTuple):
     numel: int
     sampled: int
     scale: LossScale
-
-    @property
-    def is_output(self) -> bool:
-        return self.about.tensor == "output"
+    callers: Callers
 
 
 class _Block:
@@ -65,9 +75,9 @@ class _Block:
     """
 
     def __init__(self, device: torch.device, width: int) -> None:
-        self.taken: list[_Taken] = []
+        self.taken: list[Taken] = []
         self.values = torch.zeros(max(min(_LINES, _MOST // width), 1), width, dtype=torch.float32, device=device)
-        self.extremes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.extremes: dict[int, _Extremes] = {}
 
 
 class Survey:
@@ -80,13 +90,20 @@ class Survey:
     def __init__(self, count: int) -> None:
         self._count = max(count, PROBE)
         self._taken = 0
+        self._inputs: dict[torch.device, list[tuple[int, _Extremes]]] = {}
         self._blocks: list[_Block] = []
         self._open: dict[tuple[torch.device, int], _Block] = {}
 
     @torch.no_grad()
     def add(
-        self, about: About, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, scale: LossScale = "none"
-    ) -> None:
+        self,
+        about: About,
+        tensor: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        scale: LossScale = "none",
+        callers: Callers = (),
+    ) -> int:
         """Look at a tensor now, at the part of it that lies here: it may change or be freed afterwards.
 
         Args:
@@ -94,11 +111,28 @@ class Survey:
             tensor: ``can_survey`` it.
             dtype: in which the numbers were computed, if not in that of the tensor.
             scale: what the loss scale has to do with it.
+            callers: the modules that run, the innermost first, and the numbers of what went into each.
+
+        Returns:
+            Its number among the tensors of the step, in the order in which they were looked at.
         """
         here = _flat(local(tensor.detach()))
         values = spread(here, self._count)
         extremes = here.aminmax() if values.numel() < here.numel() else None
-        self.add_values(about, dtype or tensor.dtype, here.numel(), values, scale, extremes)
+        return self.add_values(about, dtype or tensor.dtype, here.numel(), values, scale, extremes, callers)
+
+    @torch.no_grad()
+    def add_input(self, tensor: torch.Tensor) -> int:
+        """See whether a tensor that goes into a module is finite.
+
+        Returns:
+            Its number, as that of ``add``.
+        """
+        here = local(tensor.detach())
+        number, self._taken = self._taken, self._taken + 1
+        if here.numel():
+            self._inputs.setdefault(here.device, []).append((number, here.aminmax()))
+        return number
 
     def add_values(
         self,
@@ -107,8 +141,9 @@ class Survey:
         numel: int,
         values: torch.Tensor,
         scale: LossScale = "none",
-        extremes: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
+        extremes: _Extremes | None = None,
+        callers: Callers = (),
+    ) -> int:
         """Take values that are a sample already.
 
         Args:
@@ -118,9 +153,11 @@ class Survey:
             values: some of them.
             scale: as for ``add``.
             extremes: the least and the largest of all of them, if known.
+            callers: as for ``add``.
         """
+        number, self._taken = self._taken, self._taken + 1
         if not numel:
-            return
+            return number
         width = min(self._count, max(PROBE, 1 << (values.numel() - 1).bit_length()))
         block = self._open.get((values.device, width))
         if block is None or len(block.taken) == len(block.values):
@@ -130,8 +167,12 @@ class Survey:
         block.values[line, : values.numel()].copy_(values)
         if extremes is not None:
             block.extremes[line] = extremes
-        block.taken.append(_Taken(self._taken, about, dtype, numel, values.numel(), scale))
-        self._taken += 1
+        block.taken.append(Taken(number, about, dtype, numel, values.numel(), scale, callers))
+        return number
+
+    def finish_inputs(self) -> Inputs:
+        """What ``add_input`` has seen, without waiting for any device."""
+        return Inputs(self._inputs)
 
     def finish(self, scale: torch.Tensor | None, skipped: torch.Tensor | None) -> list[Surveyed]:
         """Count, without waiting for any device.
@@ -163,8 +204,8 @@ class Surveyed:
         amax = magnitudes.amax(1)
         if block.extremes:
             lines = _on(tuple(block.extremes), device)
-            ends = torch.stack([end.float() for pair in block.extremes.values() for end in pair]).abs()
-            amax[lines] = torch.maximum(amax[lines], ends.view(-1, 2).amax(1))
+            ends = _stacked(block.extremes.values()).abs()
+            amax[lines] = torch.maximum(amax[lines], ends.amax(1))
         smallest = magnitudes.masked_fill(bits == 0, torch.inf).amin(1)
         finite = magnitudes.masked_fill_(bits >= 0x7F80_0000, 0.0)
         squares = torch.linalg.vector_norm(finite, dim=1, dtype=None if device.type == "mps" else torch.float64)
@@ -184,19 +225,22 @@ class Surveyed:
         """Whether nothing here need wait."""
         return all(each.arrived for each in (self._flags, self._numbers, self._probes, self._counts))
 
-    def outputs(self) -> Iterator[tuple[About, torch.dtype, float]]:
-        """What modules returned: which, its dtype, and its largest magnitude."""
-        amax = self._numbers.get()[0].tolist()
-        return ((each.about, each.dtype, n) for each, n in zip(self._taken, amax, strict=True) if each.is_output)
+    def brief(self) -> list[tuple[Taken, Row]]:
+        """The rows with no more than ``amax``, ``rms`` and ``zeros``, and what is known of each tensor."""
+        zeros = self._counts.get().view(len(self._taken), _KINDS)[:, _ZERO].tolist()
+        return self._rows([{_ZERO: count} for count in zeros], bins=False)
 
-    def rows(self, *, bins: bool) -> list[tuple[int, Row]]:
-        """The rows, with histograms or without, and which of all tensors of the step each was."""
-        scale, skipped = self._flags.get().tolist()
-        amax, norms, smallest = self._numbers.get().tolist()
+    def rows(self, *, bins: bool) -> list[tuple[Taken, Row]]:
+        """The rows, with histograms or without, and what is known of each tensor."""
         counts = self._counts.get().view(len(self._taken), _KINDS)
         found: list[dict[int, int]] = [{} for _ in self._taken]
         for (line, kind), count in zip(counts.nonzero().tolist(), counts[counts != 0].tolist(), strict=True):
             found[line][kind] = count
+        return self._rows(found, bins=bins)
+
+    def _rows(self, found: list[dict[int, int]], *, bins: bool) -> list[tuple[Taken, Row]]:
+        scale, skipped = self._flags.get().tolist()
+        amax, norms, smallest = self._numbers.get().tolist()
         made = []
         for i, (taken, probe) in enumerate(zip(self._taken, self._probes.get().tolist(), strict=True)):
             if skipped and taken.about.tensor == "update":
@@ -223,7 +267,7 @@ class Surveyed:
                 scale=1.0 if taken.scale == "none" else scale,
                 probe=tuple(value / divisor for value in probe[: _probed(size)]),
             )
-            made.append((taken.number, row))
+            made.append((taken, row))
         return made
 
 
@@ -255,6 +299,28 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
+class Inputs:
+    """Which of the tensors that went into modules were finite, on its way to the host."""
+
+    def __init__(self, seen: dict[torch.device, list[tuple[int, _Extremes]]]) -> None:
+        self._numbers = [[number for number, _ in each] for each in seen.values()]
+        self._extremes = [Fetched(_stacked(ends for _, ends in each)) for each in seen.values()]
+
+    @property
+    def arrived(self) -> bool:
+        """Whether ``bad`` need not wait."""
+        return all(each.arrived for each in self._extremes)
+
+    def bad(self) -> set[int]:
+        """The numbers of those with inf or NaN. A mask of 0 and -inf is none of them: it is meant to be so."""
+        return {
+            number
+            for numbers, fetched in zip(self._numbers, self._extremes, strict=True)
+            for number, (least, largest) in zip(numbers, fetched.get().tolist(), strict=True)
+            if not (math.isfinite(least) and math.isfinite(largest)) and (least, largest) != (-math.inf, 0.0)
+        }
+
+
 class Fetched:
     """A tensor on its way to the host."""
 
@@ -277,6 +343,10 @@ class Fetched:
         if self._passed is not None:
             self._passed.synchronize()
         return self._host
+
+
+def _stacked(extremes: Iterable[_Extremes]) -> torch.Tensor:
+    return torch.stack([end.float() for pair in extremes for end in pair]).view(-1, 2)
 
 
 def _probed(sampled: int) -> int:

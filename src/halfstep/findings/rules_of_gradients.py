@@ -1,0 +1,53 @@
+"""The rule about gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .facts import Facts
+from .finding import Finding
+from .gradients import ZERO_GRADIENTS_FIX, gradients_of
+
+__all__ = ["zero_gradients"]
+
+_MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")
+"""What an optimizer keeps, by the names of torch, that is 0 as long as gradients are."""
+
+
+def zero_gradients(facts: Facts) -> Iterator[Finding]:
+    """HS121: the gradients of all parameters are 0, although a backward pass has run.
+
+    Looked for if the gradients are there: after a backward pass, before ``zero_grad``. What ``zero_grad`` has set to 0
+    is no finding: then the optimizer has stepped, and its moments are not 0, or somebody has written to the gradients.
+    """
+    if facts.any_gradient or facts.any_gradient is None:
+        return
+    pairs = list(gradients_of(facts.trained_params))
+    if any(bool(grad.any()) for _, grad in pairs):  # a sample has missed it
+        return
+    kept = [each for p, _ in pairs for each in _moments(facts, p)]
+    untouched = not any(grad._version for _, grad in pairs)
+    if any(bool(each.any()) for each in kept) or not (kept or untouched or _would_keep(facts)):
+        return
+    yield Finding(
+        "HS121",
+        "error",
+        facts.where([p for p, _ in pairs]),
+        f"All gradients are 0: those of {len(pairs)} parameters.",
+        {"tensors": len(pairs)},
+        ZERO_GRADIENTS_FIX[0].upper() + ZERO_GRADIENTS_FIX[1:] + ".",
+    )
+
+
+def _moments(facts: Facts, param: torch.Tensor) -> Iterator[torch.Tensor]:
+    for optimizer in facts.optimizers:
+        state = optimizer.state.get(param) or {}
+        yield from (state[name] for name in _MOMENTS if isinstance(state.get(name), torch.Tensor))
+
+
+def _would_keep(facts: Facts) -> bool:
+    """Whether all optimizers keep something as soon as they have stepped, and so have not."""
+    defaults = [optimizer.defaults for optimizer in facts.optimizers]
+    return bool(defaults) and all("betas" in each or each.get("momentum") for each in defaults)

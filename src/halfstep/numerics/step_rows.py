@@ -1,0 +1,58 @@
+"""The rows of one sampled step, whose numbers are on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .gradients import Totals
+from .owners import OUTSIDE, ROOT
+from .row import Row, merge_rows
+from .survey import Inputs, Surveyed, Taken
+
+__all__ = ["StepRows"]
+
+
+class StepRows:
+    """The numbers of a sampled step. Rows take more memory, and are made when asked for.
+
+    Args:
+        index: which step it is.
+        surveyed: the tensors that were looked at.
+        inputs: which of those that went into modules were finite.
+        totals: the gradients of this step and of those since the last sampled one.
+    """
+
+    def __init__(self, index: int, surveyed: Sequence[Surveyed], inputs: Inputs | None, totals: Totals) -> None:
+        self._index, self._surveyed, self._inputs, self._totals = index, surveyed, inputs, totals
+
+    @property
+    def arrived(self) -> bool:
+        """Whether rows can be made without waiting."""
+        inputs = self._inputs is None or self._inputs.arrived
+        return inputs and self._totals.arrived and all(each.arrived for each in self._surveyed)
+
+    def brief(self) -> list[Row]:
+        """The rows without what takes time to make: see ``Surveyed.brief``."""
+        return self._made([each for part in self._surveyed for each in part.brief()])
+
+    def rows(self, *, bins: bool) -> list[Row]:
+        """The rows, with histograms or without, in the order of execution."""
+        return self._made([each for part in self._surveyed for each in part.rows(bins=bins)])
+
+    def _made(self, seen: list[tuple[Taken, Row]]) -> list[Row]:
+        seen.sort(key=lambda each: each[0].number)
+        bad = {taken.number for taken, row in seen if not row.is_finite}
+        if bad:
+            bad |= set() if self._inputs is None else self._inputs.bad()
+            seen = [
+                (taken, row if row.is_finite else replace(row, began_in=_origin(taken, bad))) for taken, row in seen
+            ]
+        return self._totals.into(merge_rows(row for _, row in seen), self._index)
+
+
+def _origin(taken: Taken, bad: set[int]) -> str:
+    """The innermost module that was running and got nothing but finite numbers."""
+    names = (name for name, inputs in taken.callers if bad.isdisjoint(inputs))
+    is_whole = bool(taken.callers) and taken.callers[-1][0] == ROOT
+    return next(names, OUTSIDE if is_whole else "")
