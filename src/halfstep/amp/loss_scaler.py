@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..core.loss_scale import DynamicLossScale, LossScaleSpec, StaticLossScale, check_loss_scale
+from ..core.scalars import in_scalar_dtype
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..kernels import multi_tensor
 
@@ -195,4 +196,4 @@ class LossScaler(DeviceLossScaler):
         return self._found
 
     def _inverse(self, device: torch.device, override: float | None) -> torch.Tensor | float:
-        return self.scale(device).double().reciprocal() if override is None else 1.0 / override
+        return in_scalar_dtype(self.scale(device)).reciprocal() if override is None else 1.0 / override

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from ..core.dtypes import is_half
+from ..core.scalars import in_scalar_dtype
 from ..core.torch_compat import values_of
 from ..kernels import multi_tensor
 from ..kernels.grouping import TensorGroups, TensorGroupsCache
@@ -20,8 +21,8 @@ __all__ = ["Unscaler", "dense_view", "reciprocal", "widened"]
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """``1 / scale`` rounded once to float32, as a tensor on the same device."""
-    # Division on a GPU may be approximate in fp32; and MPS has no double.
-    return scale.double().reciprocal().float() if scale.is_cuda else scale.reciprocal()
+    # Division on a GPU may be approximate in fp32.
+    return scale.reciprocal() if scale.is_cpu else in_scalar_dtype(scale).reciprocal().float()
 
 
 def widened(grad: torch.Tensor) -> torch.Tensor:

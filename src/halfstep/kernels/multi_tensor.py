@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..core.scalars import scalar_dtype
 from ..core.torch_compat import foreach_unscale_
 from .expr import ElementwiseKernel, elementwise_kernel, trace
 from .grouping import TensorGroups, group_rows
@@ -235,11 +236,13 @@ def run(
         **columns: a list of tensors for each column of the kernel, of one length: the rows.
 
     Returns:
-        What the kernel finds, as ``Launcher`` says: float64 of shape [kernel.results, rows], on the first one's device.
+        What the kernel finds, as ``Launcher`` says: of shape [kernel.results, rows], on the first one's device and in
+        the ``scalar_dtype`` of that.
     """
     first, *_ = columns.values()
-    device = first[0].device if first else None
-    results = torch.zeros(kernel.results, len(first), dtype=torch.float64, device=device)
+    device = first[0].device if first else torch.device("cpu")
+    dtype = scalar_dtype(device)
+    results = torch.zeros(kernel.results, len(first), dtype=dtype, device=device)
     for rows in group_rows(*columns.values()):
         table = TensorTable.of(**{name: [tensors[i] for i in rows] for name, tensors in columns.items()})
         found = None if found_inf is None else torch.zeros((), dtype=torch.float32, device=table.device)
@@ -287,8 +290,8 @@ def _complete_flag(groups: TensorGroups, found_inf: torch.Tensor) -> None:
 
 def _complete_norm(norms: list[torch.Tensor], p: float, domain: Domain, device: torch.device) -> torch.Tensor:
     """The norm of whole tensors, from the norms of their local parts."""
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    here = torch.linalg.vector_norm(torch.stack([zero, *(n.double() for n in norms)]), p)
+    zero = torch.zeros((), dtype=scalar_dtype(device), device=device)
+    here = torch.linalg.vector_norm(torch.stack([zero, *(n.to(zero.dtype) for n in norms)]), p)
     if p == float("inf"):
         return complete_max(here, domain)
     return complete_sum(here**p, domain) ** (1.0 / p)

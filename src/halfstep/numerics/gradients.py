@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from ..core.scalars import scalar_dtype
 from ..kernels.shards import local
 from ..kernels.tensor_table import Number
 from ..optimizers.param_rows import ParamRows
@@ -22,8 +23,8 @@ class _Total:
 
     def __init__(self, rows: ParamRows) -> None:
         self.params = rows.params
-        self.sums = torch.zeros(4, len(rows.params), dtype=torch.float64, device=rows.device)
-        self.largest = torch.zeros(len(rows.params), dtype=torch.float64, device=rows.device)
+        self.sums = torch.zeros(4, len(rows.params), dtype=scalar_dtype(rows.device), device=rows.device)
+        self.largest = torch.zeros(len(rows.params), dtype=scalar_dtype(rows.device), device=rows.device)
 
     def add(self, survey: torch.Tensor, inverse: Number) -> None:
         squares, zeros, largest = survey

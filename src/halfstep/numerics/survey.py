@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..core.scalars import scalar_dtype
 from ..kernels.shards import local
 from .row import PROBE, Row
 
@@ -208,7 +209,7 @@ class Surveyed:
             amax[lines] = torch.maximum(amax[lines], ends.amax(1))
         smallest = magnitudes.masked_fill(bits == 0, torch.inf).amin(1)
         finite = magnitudes.masked_fill_(bits >= 0x7F80_0000, 0.0)
-        squares = torch.linalg.vector_norm(finite, dim=1, dtype=None if device.type == "mps" else torch.float64)
+        squares = torch.linalg.vector_norm(finite, dim=1, dtype=scalar_dtype(device))
         probes = values.gather(1, _probes(tuple(each.sampled for each in block.taken), device))
         flags = [
             torch.ones((), dtype=torch.float32) if scale is None else scale,

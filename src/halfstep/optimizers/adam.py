@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..core.scalars import one_minus_power
 from ..core.torch_compat import fused_adam_, fused_adamw_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars, of_rows
@@ -87,8 +88,8 @@ def adam_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Num
         "new1": 1.0 - beta1,
         "beta2": beta2,
         "new2": 1.0 - beta2,
-        "step_size": lr / (1.0 - beta1**t) if corrected else lr,
-        "root": (1.0 - beta2**t).rsqrt() if corrected else 1.0,
+        "step_size": lr / one_minus_power(beta1, t) if corrected else lr,
+        "root": one_minus_power(beta2, t).rsqrt() if corrected else 1.0,
         "eps": group["eps"],
         "lr": lr,
         "beta1": beta1,

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError
+from ..core.scalars import in_scalar_dtype
 from ..core.torch_compat import scale_of, set_found_inf
 from ..kernels.tensor_table import Number
 from .fused_state import FusedState, Hyper
@@ -261,7 +262,7 @@ class FusedOptimizer(FusedState):
         device = all_rows[0].device
         inverse: Number = 1.0
         if grad_scale is not None:
-            inverse = grad_scale.to(device, non_blocking=True).double().reshape(()).reciprocal()
+            inverse = in_scalar_dtype(grad_scale.to(device, non_blocking=True)).reshape(()).reciprocal()
         limit, watched = self.options.max_grad_norm, self.on_gradients
         if limit is None and not check and not watched:
             return inverse, skip
@@ -305,7 +306,7 @@ class FusedOptimizer(FusedState):
         if group.get("maximize"):
             factor = -factor
         taken = rows.numbers.get("step")
-        t = None if taken is None else taken.double() + 1.0
+        t = None if taken is None else in_scalar_dtype(taken) + 1.0
         self._update(group, rows, Step(t, factor, skip))
         if taken is not None:
             taken.add_(1.0 if skip is None else 1.0 - skip)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentValueError
+from ..core.scalars import one_minus_power
 from ..kernels.expr import elementwise_kernel
 from ..kernels.tensor_table import Number
 from .base import FusedOptimizer, Hyper, Step
@@ -86,8 +87,8 @@ def lamb_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Num
         "new1": 1.0 - beta1 if group["grad_averaging"] else 1.0,
         "beta2": beta2,
         "new2": 1.0 - beta2,
-        "scale": (1.0 - beta1**t).reciprocal() if corrected else 1.0,
-        "root": (1.0 - beta2**t).rsqrt() if corrected else 1.0,
+        "scale": one_minus_power(beta1, t).reciprocal() if corrected else 1.0,
+        "root": one_minus_power(beta2, t).rsqrt() if corrected else 1.0,
         "eps": group["eps"],
     }
 

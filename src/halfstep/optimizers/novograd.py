@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentValueError
+from ..core.scalars import in_scalar_dtype, one_minus_power, scalar_dtype
 from ..kernels.expr import elementwise_kernel
 from ..kernels.shards import complete_max
 from ..kernels.tensor_table import Number
@@ -47,8 +48,8 @@ def novograd_scalars(group: Hyper, t: torch.Tensor, factor: Number, moving: torc
     beta1, beta2 = group["betas"]
     lr, weight_decay, inside = group["lr"], group["weight_decay"], group["reg_inside_moment"]
     corrected = group["bias_correction"]
-    denominator = (moving / (1.0 - beta2**t).sqrt() if corrected else moving) + group["eps"]
-    rate = lr / (1.0 - beta1**t) if corrected else lr
+    denominator = (moving / one_minus_power(beta2, t).sqrt() if corrected else moving) + group["eps"]
+    rate = lr / one_minus_power(beta1, t) if corrected else lr
     return {
         "factor": factor / denominator if inside else factor,
         "l2": weight_decay if inside else 0.0,
@@ -137,7 +138,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
         stored, skip = rows.numbers["exp_avg_sq"], step.skip
-        before = stored.double()
+        before = in_scalar_dtype(stored)
         scale: Any = abs(step.factor)
         norm = (rows.squared_norms().sqrt() if group["norm_type"] == 2 else _largest(rows)) * scale
         after = moving_norm(before, norm, group["betas"][1], group["norm_type"])
@@ -150,8 +151,8 @@ class FusedNovoGrad(FusedOptimizer):
 def _largest(rows: ParamRows) -> torch.Tensor:
     """The largest magnitude of each gradient: float64 of shape [rows]."""
     grads = rows.table.columns["grad"][1][0]
-    result = torch.zeros(len(grads), dtype=torch.float64, device=rows.device)
+    result = torch.zeros(len(grads), dtype=scalar_dtype(rows.device), device=rows.device)
     filled = [i for i, g in enumerate(grads) if g.numel()]
     if filled:
-        result[filled] = torch.stack(torch._foreach_norm([grads[i] for i in filled], torch.inf)).double()
+        result[filled] = torch.stack(torch._foreach_norm([grads[i] for i in filled], torch.inf)).to(result.dtype)
     return complete_max(result, rows.domain)

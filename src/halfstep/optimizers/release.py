@@ -16,6 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.errors import UsageError
+from ..core.scalars import in_scalar_dtype
 from ..core.torch_compat import backward_pass_id, found_inf_of, queue_after_backward, scale_of
 from ..distributed.ddp_hook import wrappers_seen
 from ..gradients.ledger import Gradients
@@ -322,7 +323,7 @@ class GradientRelease:
         """What gradients are multiplied by. Looks for inf and NaN with the same read that gives their norm."""
         inverse: Number = 1.0
         if scale is not None:
-            inverse = scale.to(rows[0].device, non_blocking=True).double().reshape(()).reciprocal()
+            inverse = in_scalar_dtype(scale.to(rows[0].device, non_blocking=True)).reshape(()).reciprocal()
         if limit is None and self._skip is None:
             return inverse
         squares = torch.stack([one.squared_norms(self._skip).sum() for one in rows]).sum() * inverse * inverse

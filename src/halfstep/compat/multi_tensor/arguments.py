@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...core.errors import ArgumentTypeError, ArgumentValueError
+from ...core.scalars import scalar_dtype
 from ...kernels import multi_tensor as ops
 from ...kernels.tensor_table import Number
 
@@ -46,7 +47,7 @@ def skip_of(flag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor
 
 def as_float64(number: Number) -> torch.Tensor:
     """A number, or a tensor of one element, as a 0-dim float64 tensor."""
-    return torch.as_tensor(number, dtype=torch.float64).reshape(())
+    return torch.as_tensor(number, dtype=scalar_dtype(torch.as_tensor(number).device)).reshape(())
 
 
 def unscale(flag: torch.Tensor, grads: list[torch.Tensor], inv_scale: Number) -> None:

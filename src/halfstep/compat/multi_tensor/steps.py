@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...core.scalars import in_scalar_dtype
 from ...kernels import multi_tensor as ops
 from ...optimizers.adagrad import adagrad, adagrad_scalars
 from ...optimizers.adam import adam, adam_scalars
@@ -160,13 +161,13 @@ def multi_tensor_novograd(
     """
     grads, params, exp_avg = take(lists, 3)
     skip = skip_of(noop_flag, params)
-    before = grad_norms.double()
+    before = in_scalar_dtype(grad_norms)
     if norm_type == 2:
         _, norms = ops.l2norm(grads, per_tensor=True)
         assert norms is not None
     else:
         norms = torch.stack([g.abs().amax() if g.numel() else g.new_zeros(()) for g in grads])
-    after = moving_norm(before, norms.double(), beta2, norm_type)
+    after = moving_norm(before, in_scalar_dtype(norms), beta2, norm_type)
     grad_norms.copy_(torch.where(skip != 0, before, after))
     group = {
         "lr": lr,
@@ -205,7 +206,7 @@ def multi_tensor_lamb(
     grads, params, exp_avg, exp_avg_sq = take(lists, 4)
     skip = skip_of(noop_flag, params)
     norm = as_float64(global_grad_norm)
-    limit = as_float64(max_grad_norm).to(norm.device)
+    limit = as_float64(max_grad_norm).to(norm)
     group = {
         "betas": (beta1, beta2),
         "eps": eps,
@@ -218,7 +219,7 @@ def multi_tensor_lamb(
     scalars = lamb_scalars(group, as_float64(step), factor)
     state: dict[str, Any] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     weight, direction = ops.run(lamb_moments, scalars, skip=skip, grad=grads, param=params, **state).sqrt()
-    rate = torch.as_tensor(lr, dtype=torch.float64, device=weight.device)
+    rate = torch.as_tensor(lr, dtype=weight.dtype, device=weight.device)
     if weight_decay or use_nvlamb:
         rate = rate * trust_ratio(weight, direction)
     ops.run(lamb_apply, {**scalars, "rate": rate}, skip=skip, param=params, **state)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...core.scalars import in_scalar_dtype, scalar_dtype
 from ..expr import ElementwiseKernel, trace
 from ..storage import honoured, join, round_stochastic, split
 from ..tensor_table import Launcher, Number, Scalars, TensorTable
@@ -33,7 +34,7 @@ class ForeachLauncher(Launcher):
     ) -> torch.Tensor:
         """Run it; see ``Launcher``."""
         table, traced, kernel = self._table, self._trace, self._kernel
-        results = torch.zeros(kernel.results, len(table), dtype=torch.float64, device=table.device)
+        results = torch.zeros(kernel.results, len(table), dtype=scalar_dtype(table.device), device=table.device)
         on_cpu = table.device.type == "cpu"
         if len(table) == 0 or (on_cpu and skip is not None and skip.item()):
             return results
@@ -158,11 +159,11 @@ def zeros_and_largest(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.
     zeros = [tensor.numel() - tensor.count_nonzero() for tensor in tensors]
     magnitudes = [tensor.abs().nan_to_num_(0.0, posinf=torch.inf).flatten() for tensor in tensors]
     largest = [each.amax() if each.numel() else each.new_zeros(()) for each in magnitudes]
-    return torch.stack(zeros).double(), torch.stack(largest).double()
+    return in_scalar_dtype(torch.stack(zeros)), in_scalar_dtype(torch.stack(largest))
 
 
 def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of each tensor, in float64: on a CPU float32 sums lose digits and overflow."""
-    dtype = torch.float64 if tensors[0].device.type == "cpu" else None
+    dtype = scalar_dtype(tensors[0].device) if tensors[0].device.type == "cpu" else None
     norms: list[Any] = list(torch._foreach_norm(tensors, 2, dtype=dtype))
-    return torch.stack(norms).double()
+    return in_scalar_dtype(torch.stack(norms))

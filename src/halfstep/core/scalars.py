@@ -1,0 +1,40 @@
+"""The numbers of a step, such as a loss scale, a norm or a bias correction: in which dtype a device computes them.
+
+They are few, and a device that has float64 computes them so, without reading them. Some have none (MPS, most Intel
+Arc). There it is float32, and what would lose digits is written so that it does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+__all__ = ["has_float64", "in_scalar_dtype", "one_minus_power", "scalar_dtype"]
+
+
+@functools.cache
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """The dtype for the numbers of a step on a device."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+def in_scalar_dtype(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers in the ``scalar_dtype`` of their device."""
+    return numbers.to(scalar_dtype(numbers.device))
+
+
+def one_minus_power(beta: float, t: torch.Tensor) -> Any:
+    """``1 - beta ** t``, where ``t`` is in a ``scalar_dtype``."""
+    if t.dtype is torch.float64 or not 0.0 < beta < 1.0:
+        return 1.0 - beta**t
+    return -torch.expm1(t * math.log(beta))  # 1 - 0.999 ** 1 has four digits in float32
