@@ -29,6 +29,8 @@ from halfstep.cli.demo.training import EPOCH_STEPS, LOSS_SCALE, Run, Settings
 from halfstep.core import hardware
 from tests.numerics.test_report import Reader
 
+pytestmark = pytest.mark.timeout(900)  # the demo trains; on a busy machine that takes ten times as long
+
 LEVELS = ("O0", "O1", "O2", "O3")
 CPU = torch.device("cpu")
 

@@ -79,7 +79,7 @@ def torchrun(arguments: list[str], **environment: str) -> str:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=40)
+        output, _ = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
@@ -110,6 +110,7 @@ def assert_same(a: Any, b: Any, where: str = "") -> None:
         assert a == b, where
 
 
+@pytest.mark.timeout(900)  # it starts five pairs of processes
 def test_killed_three_times_and_resumed(tmp_path: Path) -> None:
     killer, kills = tmp_path / "killer.py", tmp_path / "kills"
     killer.write_text(KILLER)
