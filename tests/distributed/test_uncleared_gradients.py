@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
 from halfstep import amp
+from tests.distributed.test_fsdp import OPTIMIZERS, data, loss_of, sharded, whole
 from tests.support.processes import Ranks
 
 STEPS, OVERFLOWS = 5, 2
@@ -53,3 +54,28 @@ def test_clearing_only_after_a_step_that_was_taken_is_clearing_always(
     assert always[0] == always[1] == if_taken[0] == if_taken[1]
     assert always[0][0] == [i == OVERFLOWS for i in range(STEPS)]
     assert torch.tensor(always[0][1]).isfinite().all()
+
+
+def train_shards(rank: int, optimizer: str, always: bool) -> list[Any]:
+    """The same of shards of FSDP2, one pass a window."""
+    model = sharded()
+    made: Any = OPTIMIZERS[optimizer](model.parameters())
+    model, made = amp.initialize(model, made, opt_level="O1", dtype=torch.float16, loss_scale=256.0, verbosity=0)
+    skips = []
+    for i in range(STEPS):
+        factor = torch.inf if (i, rank) == (OVERFLOWS, 1) else 1.0
+        with amp.scale_loss(loss_of(model, data(rank, i)) * factor, made) as scaled_loss:
+            scaled_loss.backward()
+        made.step()
+        skips.append(bool(made.step_was_skipped))
+        if always or not skips[-1]:
+            model.zero_grad()
+    amp.deactivate()
+    return [skips, *(p.tolist() for p in whole(model.parameters()))]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "FusedAdam"])
+def test_shards_too(ranks: Ranks, optimizer: str) -> None:
+    always, if_taken = (ranks.run(train_shards, optimizer, each) for each in (True, False))
+    assert always[0] == always[1] == if_taken[0] == if_taken[1]
+    assert always[0][0] == [i == OVERFLOWS for i in range(STEPS)]
