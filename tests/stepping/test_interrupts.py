@@ -276,3 +276,30 @@ def test_a_block_that_somebody_will_leave_is_open(way: str) -> None:
     before = world.weights()
     world.step()
     assert not alike(before, world.weights())
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("seed", [3, 13])
+def test_an_interrupt_before_the_overflow_is_noted(held: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are unscaled already, and may be inf. They go; with older ones the next step goes, too."""
+    worlds = [World("O2", torch.float16, _MAKERS["RMSprop"]) for _ in range(2)]
+    if held:
+        for world in worlds:
+            world.block(5)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("halfstep.stepping.scaled_backward.record_pass", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            worlds[0].block(seed)
+    assert all(param.grad is None for param in worlds[0].model.parameters())
+    before = worlds[0].weights()
+    worlds[0].step()
+    assert alike(before, worlds[0].weights())
+    assert amp.steps_skipped(worlds[0].optimizer) == held
+    for world in worlds:
+        world.optimizer.zero_grad()
+        next_batch(world)
+    assert alike(*(world.weights() for world in worlds))
