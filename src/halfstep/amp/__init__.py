@@ -23,10 +23,10 @@ from .give_masters import give_masters, has_masters
 from .grad_scaler import GradScaler
 from .initialize import initialize
 from .scale_loss import scale_loss
-from .session import _amp_state as _amp_state
 from .session import load_state_dict, master_params, state_dict, steps_skipped
 
 if TYPE_CHECKING:
+    from ..compat.amp_state import _amp_state as _amp_state
     from ..compat.handle_2018 import init as init
 
 __all__ = [
@@ -61,11 +61,15 @@ __all__ = [
 ]
 
 
+_OF_APEX = {"init": "handle_2018", "_amp_state": "amp_state"}
+"""Names that few scripts use, and where they are."""
+
+
 def __getattr__(name: str) -> Any:
     if name == "debugging":  # imported when asked for: few scripts do
         return importlib.import_module(".debugging", __name__)
-    if name == "init":  # of 2018, which few scripts call
-        return importlib.import_module("..compat.handle_2018", __name__).init
+    if name in _OF_APEX:
+        return getattr(importlib.import_module(f"..compat.{_OF_APEX[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -21,7 +21,7 @@ from ..stepping.prepare import check, prepare
 from .arguments import Models, Optimizers, as_models, as_optimizers, device_of, returned, warn_of_slow_devices
 from .loss_scaler import LossScaler
 from .options import Properties, resolve
-from .session import Session, _amp_state
+from .session import Session, latest
 
 __all__ = ["initialize"]
 
@@ -180,7 +180,7 @@ def initialize(
         PrecisionWarning: once, where the device of a model has no units for the 16-bit dtype and ``emulate=False``.
     """
     if not check_flag("enabled", enabled):
-        _amp_state.session = Session(Properties(False, "O1", None, False, None, None, 1.0), 0)
+        latest.session = Session(Properties(False, "O1", None, False, None, None, 1.0), 0)
         return returned(models, optimizers)
 
     model_list = as_models("amp.initialize", models)
@@ -239,7 +239,7 @@ def initialize(
         attached.passes.scalers = [scaler for scaler in scalers if not scaler.neutral and num_losses == 1]
     if policy.op_lists is not None:
         sessions.begin_session(casting, [*model_list, *optimizer_list])
-    _amp_state.session = session
+    latest.session = session
     if verbosity > 0:
         logger.info("%s", recipe.banner())
         from ..findings.checking import log_findings  # imported when asked for

@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 
-from ..casting import sessions
-from ..casting.op_casting import clear_cache, disable_casts
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..gradients.loss_scaler import saved_numbers
 from ..stepping.attached import AttachedOptimizer, attached_to
 from .loss_scaler import LossScaler
 from .options import Properties
 
-__all__ = ["AmpState", "Session", "load_state_dict", "master_params", "state_dict", "steps_skipped"]
+__all__ = ["Session", "latest", "load_state_dict", "master_params", "state_dict", "steps_skipped"]
 
 logger = logging.getLogger("halfstep")
 
@@ -36,85 +34,13 @@ class Session:
     loss_scalers: list[LossScaler] = field(default_factory=list)
 
 
-class StateHandle:
-    """``amp._amp_state.handle`` of Apex, which some scripts use: the process-wide op casting."""
+class _Latest:
+    """Where the latest session is, for the calls that name no optimizer; None before the first ``amp.initialize``."""
 
-    disable_casts = staticmethod(disable_casts)
-
-    def is_active(self) -> bool:
-        """Whether ops are cast."""
-        return sessions.process_casting() is not None
-
-    def _clear_cache(self) -> None:
-        clear_cache()
-
-    def _deactivate(self) -> None:
-        sessions.deactivate()
+    session: Session | None = None
 
 
-class AmpState:
-    """``amp._amp_state`` of Apex, which some scripts use: the latest session, and switches.
-
-    Attributes:
-        session: the latest session, or None before the first ``amp.initialize``.
-        allow_incoming_model_not_fp32: kept for Apex: ``initialize`` takes a model that has 16-bit parameters already.
-        hard_override: kept for Apex.
-        handle: ``is_active``, ``disable_casts`` and ``_deactivate``.
-    """
-
-    def __init__(self) -> None:
-        self.session: Session | None = None
-        self.allow_incoming_model_not_fp32 = False
-        self.hard_override = False
-        self.handle = StateHandle()
-
-    @property
-    def loss_scalers(self) -> list[LossScaler]:
-        """The loss scalers of the latest session."""
-        return require_session("amp._amp_state.loss_scalers").loss_scalers
-
-    @loss_scalers.setter
-    def loss_scalers(self, scalers: list[LossScaler]) -> None:
-        self.loss_scalers[:] = scalers
-
-    @property
-    def min_loss_scale(self) -> float | None:
-        """The floor of the loss scales; setting it sets those of all."""
-        return self.loss_scalers[0].settings.min_scale
-
-    @min_loss_scale.setter
-    def min_loss_scale(self, scale: float | None) -> None:
-        for scaler in self.loss_scalers:
-            scaler._min_loss_scale = scale
-
-    @property
-    def max_loss_scale(self) -> float | None:
-        """The ceiling of the loss scales; setting it sets those of all."""
-        return self.loss_scalers[0].settings.max_scale
-
-    @max_loss_scale.setter
-    def max_loss_scale(self, scale: float | None) -> None:
-        for scaler in self.loss_scalers:
-            scaler._max_loss_scale = scale
-
-    @property
-    def opt_properties(self) -> Properties:
-        """The options of the latest session."""
-        return require_session("amp._amp_state.opt_properties").options
-
-    @property
-    def verbosity(self) -> int:
-        """The verbosity of the latest session."""
-        return require_session("amp._amp_state.verbosity").verbosity
-
-    @verbosity.setter
-    def verbosity(self, level: int) -> None:
-        require_session("amp._amp_state.verbosity").verbosity = level
-        for scaler in self.loss_scalers:
-            scaler.verbose = level > 0
-
-
-_amp_state = AmpState()
+latest = _Latest()
 
 
 class _NoSessionError(UsageError, AttributeError):
@@ -127,9 +53,9 @@ def require_session(caller: str) -> Session:
     Raises:
         UsageError: if there is none.
     """
-    if _amp_state.session is None:
+    if latest.session is None:
         raise _NoSessionError(f"{caller} needs amp.initialize to be called before it.")
-    return _amp_state.session
+    return latest.session
 
 
 def session_of(optimizers: Sequence[object], caller: str) -> tuple[Session, list[AttachedOptimizer]]:
@@ -144,9 +70,9 @@ def session_of(optimizers: Sequence[object], caller: str) -> tuple[Session, list
     for optimizer in optimizers:
         attached = attached_to(optimizer)
         if attached is None or attached.session is None:
-            latest = require_session(caller)
-            if not latest.options.enabled:
-                return latest, []
+            current = require_session(caller)
+            if not current.options.enabled:
+                return current, []
             raise UsageError(
                 f"{caller} was given a {type(optimizer).__name__} that did not come back from amp.initialize (it has "
                 "no _amp_stash); pass every optimizer through amp.initialize and use what it returns."

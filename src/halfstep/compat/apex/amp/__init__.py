@@ -9,6 +9,7 @@ from ....amp import __all__ as __all__
 from ....amp import _amp_state as _amp_state
 from ....amp import loss_scaler as _loss_scaler
 from ....amp import session as _session
+from ... import amp_state as _state
 from ... import handle_2018 as _handle
 from ...submodules import add_submodules
 from . import frontend as frontend
@@ -33,5 +34,5 @@ add_submodules(
         "scaler": "LossScaler",
         "wrap": "",
     },
-    also={**vars(_handle), **vars(_loss_scaler), **vars(_session), **vars(utils)},
+    also={**vars(_handle), **vars(_loss_scaler), **vars(_session), **vars(_state), **vars(utils)},
 )

@@ -1,0 +1,99 @@
+"""``amp._amp_state`` of Apex, by which some scripts read and set what belongs to the latest session."""
+
+from __future__ import annotations
+
+from ..amp.loss_scaler import LossScaler
+from ..amp.options import Properties
+from ..amp.session import Session, latest, require_session
+from ..casting import sessions
+from ..casting.op_casting import clear_cache, disable_casts
+
+__all__ = ["AmpState"]
+
+
+class StateHandle:
+    """``amp._amp_state.handle`` of Apex, which some scripts use: the process-wide op casting."""
+
+    disable_casts = staticmethod(disable_casts)
+
+    def is_active(self) -> bool:
+        """Whether ops are cast."""
+        return sessions.process_casting() is not None
+
+    def _clear_cache(self) -> None:
+        clear_cache()
+
+    def _deactivate(self) -> None:
+        sessions.deactivate()
+
+
+class AmpState:
+    """``amp._amp_state`` of Apex, which some scripts use: the latest session, and switches.
+
+    Attributes:
+        allow_incoming_model_not_fp32: kept for Apex: ``initialize`` takes a model that has 16-bit parameters already.
+        hard_override: kept for Apex.
+        handle: ``is_active``, ``disable_casts`` and ``_deactivate``.
+    """
+
+    def __init__(self) -> None:
+        self.allow_incoming_model_not_fp32 = False
+        self.hard_override = False
+        self.handle = StateHandle()
+
+    @property
+    def session(self) -> Session | None:
+        """The latest session."""
+        return latest.session
+
+    @session.setter
+    def session(self, session: Session | None) -> None:
+        latest.session = session
+
+    @property
+    def loss_scalers(self) -> list[LossScaler]:
+        """The loss scalers of the latest session."""
+        return require_session("amp._amp_state.loss_scalers").loss_scalers
+
+    @loss_scalers.setter
+    def loss_scalers(self, scalers: list[LossScaler]) -> None:
+        self.loss_scalers[:] = scalers
+
+    @property
+    def min_loss_scale(self) -> float | None:
+        """The floor of the loss scales; setting it sets those of all."""
+        return self.loss_scalers[0].settings.min_scale
+
+    @min_loss_scale.setter
+    def min_loss_scale(self, scale: float | None) -> None:
+        for scaler in self.loss_scalers:
+            scaler._min_loss_scale = scale
+
+    @property
+    def max_loss_scale(self) -> float | None:
+        """The ceiling of the loss scales; setting it sets those of all."""
+        return self.loss_scalers[0].settings.max_scale
+
+    @max_loss_scale.setter
+    def max_loss_scale(self, scale: float | None) -> None:
+        for scaler in self.loss_scalers:
+            scaler._max_loss_scale = scale
+
+    @property
+    def opt_properties(self) -> Properties:
+        """The options of the latest session."""
+        return require_session("amp._amp_state.opt_properties").options
+
+    @property
+    def verbosity(self) -> int:
+        """The verbosity of the latest session."""
+        return require_session("amp._amp_state.verbosity").verbosity
+
+    @verbosity.setter
+    def verbosity(self, level: int) -> None:
+        require_session("amp._amp_state.verbosity").verbosity = level
+        for scaler in self.loss_scalers:
+            scaler.verbose = level > 0
+
+
+_amp_state = AmpState()
