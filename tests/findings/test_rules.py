@@ -259,6 +259,79 @@ def test_a_norm_that_computes_in_16_bits(wide: bool, found: list[str]) -> None:
     assert codes(halfstep.check(model, batch=batch)) == found
 
 
+class ByHand(nn.Module):
+    """Computes something, in a class without a telling name."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def variance(x: torch.Tensor) -> torch.Tensor:
+    mean = x.mean(-1, keepdim=True)
+    return (x * x).mean(-1, keepdim=True) - mean * mean
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    squares = x.clone()
+    squares.mul_(squares)
+    return x / squares.sum(-1, keepdim=True).add_(1e-5).sqrt_()
+
+
+NORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "pow(2), mean, rsqrt": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(),
+    "x * x": lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6),
+    "square, sum, sqrt": lambda x: x / x.square().sum(-1, keepdim=True).clamp(min=1e-6).sqrt(),
+    "** 2, ** -0.5": lambda x: x * (torch.mean(x**2, -1, True) + 1e-6) ** -0.5,
+    "difference of means": lambda x: x * (variance(x).clamp(min=0) + 1e-5).rsqrt(),
+    "var": lambda x: (x - x.mean(-1, keepdim=True)) * (x.var(-1, keepdim=True) + 1e-5).rsqrt(),
+    "std": lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-5),
+    "in place": in_place,
+}
+NO_NORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "fp32": lambda x: (x.float() * (x.float().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype),
+    "layer_norm": lambda x: nn.functional.layer_norm(x, (32,)),
+    "rms_norm": lambda x: nn.functional.rms_norm(x, (32,)),
+    "normalize": lambda x: nn.functional.normalize(x, dim=-1),
+    "attention": lambda x: x / 32**0.5,
+    "a scale": lambda x: x * torch.tensor(2.0, dtype=x.dtype).sqrt(),
+    "a loss": lambda x: x + (x - 1.0).pow(2).mean().sqrt(),
+    "squares": lambda x: x.relu().pow(2),
+    "a root": lambda x: x.abs().mean(-1, keepdim=True).sqrt() * x,
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", [*NORMS, *NO_NORMS])
+def test_a_norm_by_hand_is_found_by_what_it_computes(name: str, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), ByHand((NORMS | NO_NORMS)[name])).to(dtype)
+    found = [each for each in halfstep.check(model, batch=torch.randn(4, 32).to(dtype)) if each.code == "HS104"]
+    assert [each.severity for each in found] == (["warning"] if name in NORMS else [])
+    assert all(each.where.startswith("1: ") for each in found)
+
+
+@pytest.mark.parametrize("name", ["pow(2), mean, rsqrt", "x * x", "square, sum, sqrt", "** 2, ** -0.5", "in place"])
+@pytest.mark.parametrize("level", ["plain", "O1", "O2", "autocast"])
+def test_a_norm_that_returns_zeros_is_an_error(name: str, level: str) -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(32, 32), ByHand(NORMS[name]))
+    nn.init.constant_(model[0].bias, 300.0)
+    x = torch.randn(4, 32)
+    if level == "plain":
+        model, x = model.half(), x.half()
+    elif level != "autocast":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, _ = amp.initialize(model, optimizer, opt_level=level, dtype="float16", verbosity=0)
+    with torch.autocast("cpu", torch.float16, enabled=level == "autocast"):
+        output = model(x)
+        findings = [each for each in halfstep.check(model, batch=x) if each.code == "HS104"]
+    returns_zeros = bool((output == 0).all())
+    assert [each.severity for each in findings if each.severity == "error"] == ["error"] * returns_zeros
+    assert returns_zeros or level in ("O1", "autocast"), "which square in fp32 by pow"
+
+
 def test_a_router_that_computes_in_16_bits_is_a_note() -> None:
     batch = torch.randn(8, 32)
     assert halfstep.check(Experts(), batch=batch) == []

@@ -77,6 +77,7 @@ class Facts:
         self._stepped = self._ask_stepped()
         self._any_gradient = ask_gradients(self.trained_params, self.reading)
         self._forward_flags = [(name, self.reading.ask(flags)) for name, flags in (forward.flags if forward else ())]
+        self._norms = [(name, self.reading.ask(inf)) for name, inf in (forward.overflows if forward else ())]
         self.reading.fetch()
 
     def _walk(self) -> None:
@@ -138,6 +139,11 @@ class Facts:
     def outputs_on_grid(self) -> list[str]:
         """Where the forward pass made an fp32 output that has nothing but values of a 16-bit format."""
         return [name for name, where in self._forward_flags if _is_on_grid(self.reading[where])]
+
+    @cached_property
+    def zero_norms(self) -> list[str]:
+        """Where the forward pass divided by inf, because a sum of squares was too large."""
+        return list(dict.fromkeys(name for name, where in self._norms if self.reading[where][0]))
 
     # ---- dtypes
 

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.torch_compat import buffers_of, children_of, tree_flatten
 from .samples import grid_flags, sample
+from .statistics import Statistics
 
 __all__ = ["Forward", "is_norm", "is_router", "run", "watching_forward"]
 
@@ -42,9 +43,6 @@ LOSSES = frozenset(
 )
 """The functions whose results are losses, or lose what a loss needs."""
 
-_STATISTICS = frozenset(("norm", "pow", "rsqrt", "std", "var", "var_mean"))
-"""What a norm written by hand computes."""
-
 _ON_GRID = 64
 """Outputs with fewer elements prove nothing."""
 
@@ -66,7 +64,8 @@ class Forward(TorchFunctionMode):
     Attributes:
         dtypes: the 16-bit dtypes of results.
         losses: loss functions that computed in 16 bits, as "module: function".
-        statistics: functions in norms that computed in 16 bits, likewise.
+        statistics: roots of sums of squares that were computed in 16 bits, as norms by hand have them, likewise.
+        overflows: the same, with a number that is 1.0 if the sum is inf.
         routers: the names of routers whose results are in 16 bits.
         flags: names of modules, or "the loss", with the ``grid_flags`` of fp32 values that should not be on a grid.
         loss_dtype: of the loss, if there was one.
@@ -78,9 +77,11 @@ class Forward(TorchFunctionMode):
         if model is not None:
             self._names = {id(module): name for name, module in model.named_modules()}
         self._open: list[nn.Module] = []
+        self._squares = Statistics()
         self.dtypes: set[torch.dtype] = set()
         self.losses: dict[str, torch.dtype] = {}
         self.statistics: dict[str, torch.dtype] = {}
+        self.overflows: list[tuple[str, torch.Tensor]] = []
         self.routers: dict[str, torch.dtype] = {}
         self.flags: list[tuple[str, torch.Tensor]] = []
         self.loss_dtype: torch.dtype | None = None
@@ -92,8 +93,10 @@ class Forward(TorchFunctionMode):
             self.dtypes.add(result.dtype)
             if name in LOSSES:
                 self.losses.setdefault(f"{self._here()}{name}", result.dtype)
-            elif name in _STATISTICS and self._open and is_norm(self._open[-1]):
-                self.statistics.setdefault(f"{self._here()}{name}", result.dtype)
+        root = self._squares.see(func, args, kwargs or {}, result)
+        if root is not None:
+            self.statistics.setdefault(f"{self._here()}{root.op}", root.dtype)
+            self.overflows.append((f"{self._here()}{root.op}", root.is_inf))
         return result
 
     def _here(self) -> str:

@@ -38,7 +38,8 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Finding]:
     - Frequencies of rotary embeddings and positions as numbers: the error of the angle grows with the position.
     - Weights of norms, near 1, and of routers, where the optimizer keeps no masters. Source: axolotl#3670.
     - Running statistics of BatchNorm.
-    - With a batch: a norm written by hand that computes its statistics in 16 bits, and routers with 16-bit results.
+    - With a batch: a norm written by hand that adds up squares in 16 bits and takes a root, in whatever module, an
+      error if it divides by inf; and routers with 16-bit results.
       Source: Switch Transformers, arXiv 2101.03961, section 2.4.
     """
     bare = {id(p) for p in facts.halves}
@@ -87,11 +88,16 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Finding]:
 
 def _sensitive_ops(facts: Facts) -> Iterator[Finding]:
     seen = facts.forward
-    if seen is not None and seen.statistics:
-        where = ", ".join(list(seen.statistics)[:3])
+    fix = "Compute them in fp32 (x.float()) and cast the result, as torch's own norms do."
+    if facts.zero_norms:
+        where = ", ".join(facts.zero_norms[:3])
+        text = "A norm returns zeros: its sum of squares is inf in 16 bits, and it divides by that."
+        yield Finding("HS104", "error", where, text, {"ops": facts.zero_norms}, fix)
+    statistics = [name for name in (seen.statistics if seen is not None else ()) if name not in facts.zero_norms]
+    if statistics:
+        where = ", ".join(statistics[:3])
         text = "A norm computes its statistics in 16 bits."
-        fix = "Compute them in fp32 (x.float()) and cast the result, as torch's own norms do."
-        yield Finding("HS104", "warning", where, text, {"ops": list(seen.statistics)}, fix)
+        yield Finding("HS104", "warning", where, text, {"ops": statistics}, fix)
     if seen is not None and seen.routers:
         where = ", ".join(list(seen.routers)[:3])
         text = "A router computes the scores of its experts in 16 bits, so close scores become equal."
