@@ -106,13 +106,14 @@ def masters_after(rank: int, optimizer: str, grouped: bool) -> list[Any]:
             micro_step(ddp, optim, "s", data(rank, i, 0))
             optim.step()
             optim.zero_grad()
+        own = [p.detach().clone() for p in amp.master_params(optim)]
     joined = [p.detach().clone() for p in amp.master_params(optim)]
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     optim.zero_grad()
     optim.step()
     weights = [p.detach().clone() for p in model.parameters()]
     amp.deactivate()
-    return [joined, saved, weights]
+    return [own, joined, saved, weights]
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -121,9 +122,11 @@ def test_all_ranks_have_the_masters_of_one_that_was_active_to_the_end(
     ranks: Ranks, optimizer: str, grouped: bool
 ) -> None:
     """At once: what a rank reads or saves alone afterwards must be right."""
-    (first, saved, weights), (last, expected, others) = ranks.run(masters_after, optimizer, grouped)
-    for a, b in zip(first, last, strict=True):
+    (early, first, saved, weights), (own, last, expected, others) = ranks.run(masters_after, optimizer, grouped)
+    assert not all(torch.equal(a, b) for a, b in zip(early, own, strict=True))
+    for a, b, c in zip(first, last, own, strict=True):
         assert torch.equal(a, b)
+        assert torch.equal(b, c)
         assert not torch.equal(b, b.bfloat16().float())
     assert all(torch.equal(saved[name], value) for name, value in expected.items())
     assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))

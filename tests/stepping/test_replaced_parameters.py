@@ -276,6 +276,16 @@ def test_each_of_two_optimizers_minds_its_own(level: str) -> None:
     both[1].step()
 
 
+def test_what_one_model_lost_and_another_got_are_two_things() -> None:
+    models: Any = [Net(), Net()]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    models, optimizer = amp.initialize(models, optimizer, opt_level="O1", dtype=BF16, verbosity=0)
+    models[0].aux = None
+    models[1].aux.delta = nn.Parameter(torch.zeros(()))  # stepped by the script
+    models[1].aux.delta.grad = torch.ones(())
+    step(models[0], optimizer)
+
+
 def test_a_model_that_is_gone_is_no_error() -> None:
     model, optimizer = start("O1")
     params = list(model.parameters())
