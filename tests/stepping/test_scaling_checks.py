@@ -340,6 +340,7 @@ MEANT: dict[str, tuple[dict[str, Any], Callable[[Loop], None]]] = {
     "a static scale of 1.0 and a scaler around the block": ({"loss_scale": 1.0}, block_inside_torchs_scaler),
     "a static scale of 1.0 and backward after the block": ({"loss_scale": 1.0}, backward_after_the_block),
     "a static scale of 1.0, clipped in the block": ({"loss_scale": 1.0}, clip_in_the_block),
+    "a scale too small to matter, clipped in the block": ({"level": "O1", "loss_scale": 128.0}, clip_in_the_block),
     "O3": ({"level": "O3"}, plain),
     "O0": ({"level": "O0"}, plain),
     "several blocks": (O2, in_blocks),

@@ -333,10 +333,8 @@ class BackwardPasses:
             if self.release is not None:
                 self.release.abandon()
             self.close()
-        params = self.keeper.params()
-        self.gradients.clear(params)
+        self.gradients.clear(self.keeper.params())
         self.delayed = self.unsettled = False
-        self.scaling.clear(params)
         self.records.clear()
         self.ranks.clear()
 

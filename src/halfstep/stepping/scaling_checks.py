@@ -1,7 +1,7 @@
 """Warnings about gradients that did not go through the loss scale as they should: one of each kind for an optimizer.
 
-What is known at a step is whether a scaled pass has come since the gradients were cleared, through a block or a
-``GradScaler``. The rest is looked at only where that is not so, or for the first few steps.
+What is known at a step is whether any scaled pass has come, through a block or a ``GradScaler``. The rest is looked at
+only where that is not so, or for the first few steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ScalingChecks:
     Attributes:
         expected: the loss scales that a face has set up for the optimizer; empty if it scales no losses.
         in_float16: whether gradients are computed in float16, where small ones become zero without a loss scale.
-        scaled: whether a scaled backward pass has come since the gradients were cleared.
+        scaled: whether a scaled backward pass has ever come. Later ones may be replays of a CUDA graph, without a call.
     """
 
     def __init__(self) -> None:
@@ -43,11 +43,6 @@ class ScalingChecks:
         self._looks = _LOOKS
         self._reader: AsyncReader | None = None
         self._advice = ""
-
-    def clear(self, params: Sequence[torch.Tensor]) -> None:
-        """The gradients were cleared. Those that are zeros now count as scaled, for a step may use them as they are."""
-        if self.scaled and not any(param.grad is not None for param in (*params[:1], *params[-1:])):
-            self.scaled = False
 
     @property
     def settled(self) -> bool:
