@@ -19,6 +19,7 @@ CASES = {  # level, dtype of the first weight, masters in the optimizer -> wheth
     "fp16 weights at O1": ("O1", torch.float16, False, True),
     "fp32 weights at O1": ("O1", torch.float32, False, False),
     "masters at O2": ("O2", torch.float16, False, False),
+    "plain masters at O2": ("O2", torch.float16, False, False),
     "masters in the optimizer": ("O1", torch.float16, True, False),
 }
 
@@ -33,7 +34,7 @@ def test_16_bit_weights_without_masters_are_named_as_a_cause(case: str, scaler: 
     rule = halfstep.DynamicLossScale(init_scale=1.0, min_scale=1.0, collapse_after=1)
     model: Any = weights
     if not scaler or level == "O2":
-        options: Any = {"opt_level": level, "loss_scale": rule, "verbosity": 0}
+        options: Any = {"opt_level": level, "loss_scale": rule, "verbosity": 0, "fused": "plain" not in case}
         model, optimizer = amp.initialize(model, optimizer, dtype=None if level == "O0" else torch.float16, **options)
     loss = sum(p.float().sum() for p in model.parameters()) * torch.nan
 
