@@ -13,7 +13,7 @@ import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import LossScaleCollapsed
 
-SENTENCE = r"1 of 2 parameters of \w+ are float16 and have no fp32 masters.*HS101.*HS106.*model\.float\(\).*O2"
+SENTENCE = r"[12] of 2 parameters of \w+ are float16 and have no fp32 masters.*HS101.*HS106.*model\.float\(\).*O2"
 
 CASES = {  # level, dtype of the first weight, masters in the optimizer -> whether the error says so
     "fp16 weights at O1": ("O1", torch.float16, False, True),
