@@ -668,13 +668,13 @@ def test_memory_of_a_finished_fold_is_freed() -> None:
     model, optim = start("O2")
     backward(model, optim)
     optim.step()
-    master = weakref.ref(next(amp.master_params(optim)))
-    param = next(model.parameters())
-    assert master() is not None
+    master, param = next(amp.master_params(optim)), next(model.parameters())
+    value, stored = master.tolist(), weakref.ref(optim.state[param]["momentum_buffer"])
     start("O2")  # the next fold
     del optim
     gc.collect()
-    assert master() is None
+    assert stored() is None, "though a master is held"
+    assert master.tolist() == value
     assert torch.equal(model.state_dict()["0.weight"], param.detach().float())
 
 

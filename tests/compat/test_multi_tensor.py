@@ -303,7 +303,7 @@ def test_wrong_lists() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_masters_that_a_fused_optimizer_keeps(dtype: torch.dtype) -> None:
-    """Their views have no memory of their own: kernels read and write them all the same."""
+    """Kernels read and write what ``master_params`` yields, although it has no memory before it is used."""
     model: Any = nn.Linear(8, 4)
     optimizer: Any = optimizers.FusedAdam(model.parameters(), lr=1e-2)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
@@ -316,6 +316,7 @@ def test_masters_that_a_fused_optimizer_keeps(dtype: torch.dtype) -> None:
     norm, _ = multi_tensor.multi_tensor_l2norm(2048, flag, [masters])
     torch.testing.assert_close(norm[0], torch.cat([value.flatten() for value in before]).norm())
     multi_tensor.multi_tensor_scale(2048, flag, [masters, masters], 0.75)
+    assert list(map(id, amp.master_params(optimizer))) == list(map(id, masters))
     for master, weight, value in zip(masters, model.parameters(), before, strict=True):
         assert torch.equal(master.detach(), value * 0.75)
         assert torch.equal(weight, (value * 0.75).to(dtype))

@@ -52,6 +52,42 @@ def test_it_computes_in_fp32(fused: bool) -> None:
     assert model[0](X.bfloat16()).dtype is torch.bfloat16
 
 
+TRANSFORMS: dict[str, Any] = {
+    "jit.trace": lambda model: torch.jit.trace(model, X)(X),
+    "jit.script": lambda model: torch.jit.script(model)(X),
+    "vmap": lambda model: torch.func.vmap(model)(X),
+    "functional_call": lambda model: torch.func.functional_call(model, dict(model.named_parameters()), (X,)),
+    "jvp": lambda model: torch.func.jvp(
+        lambda params: torch.func.functional_call(model, params, (X,)),
+        (dict(model.named_parameters()),),
+        (dict(model.named_parameters()),),
+    )[0],
+    "double": lambda model: model.to(torch.float64)(X.double()).float(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_it_is_exported_and_transformed_as_any_model(transform: str, fused: bool) -> None:
+    model, _, fp32 = start(fused)
+    masters = amp.master_model(model)[0]
+    plain = nn.functional.linear(X, fp32, model.state_dict()["0.bias"])
+    torch.testing.assert_close(TRANSFORMS[transform](masters), plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_a_frozen_weight_of_the_optimizer_is_fp32_in_it(fused: bool) -> None:
+    model: Any = nn.Linear(4, 3)
+    model.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", fused=fused, verbosity=0)
+    masters = amp.master_model(model)
+    assert (masters.weight.dtype, masters.weight.requires_grad) == (torch.float32, False)
+    assert torch.equal(masters.weight, model.weight.float())
+    assert masters.bias is list(amp.master_params(optimizer))[1]
+
+
 def test_a_model_that_amp_does_not_know_is_copied_in_fp32() -> None:
     model = nn.Linear(4, 3, dtype=torch.float16)
     masters = amp.master_model(model)

@@ -230,28 +230,109 @@ def test_a_written_parameter_is_the_truth_and_the_rest_keeps_its_bits(half: torc
 
 
 @torch.no_grad()
-def test_a_written_master_is_the_truth_where_the_data_was_only_looked_at() -> None:
+def test_a_parameter_whose_data_was_only_looked_at_was_not_written() -> None:
     p = param()
-    masters = PlainMasters()
-    masters.adopt(sgd(p))
-    master = masters.of(p)
-    master.fill_(FINE)
+    masters, optimizer = PlainMasters({id(p): torch.full((2,), FINE)}), sgd(p, lr=0.0)
+    masters.adopt(optimizer)
     assert p.data[0] == 1.0
-    master.fill_(7.0)
-    assert master_of(masters, p) == 7.0
-    assert masters.write(p, torch.full((2,), FINE)).tolist() == [1.0, 1.0]
+    p.add_(0.0)  # a new version and the same value
     assert master_of(masters, p) == FINE
-    masters.round()
-    assert p.tolist() == [1.0, 1.0]
+    with torch.enable_grad():
+        step(masters, optimizer)
+    assert master_of(masters, p) == FINE
 
 
-def test_what_a_write_returns_has_the_parameter_s_dtype() -> None:
+@torch.no_grad()
+def test_a_write_sets_the_master_and_returns_what_is_to_be_written_to_the_parameter() -> None:
     for half in (BF16, FP16):
         p = param(dtype=half)
         masters = PlainMasters()
         masters.adopt(sgd(p))
-        assert masters.write(p, torch.tensor([2.0, 3.0])).dtype is half
-        assert masters.of(p).tolist() == [2.0, 3.0]
+        rounded = masters.write(p, torch.tensor([2.0, 3.0 + 2.0**-11]))
+        assert (rounded.dtype, rounded.tolist()) == (half, [2.0, 3.0])
+        p.copy_(rounded)
+        assert masters.of(p).tolist() == [2.0, 3.0 + 2.0**-11]
+
+
+WRITES: dict[str, Any] = {
+    "in place": lambda p: p.fill_(5.0),
+    "data": lambda p: p.data.fill_(5.0),
+    "other memory": lambda p: setattr(p, "data", torch.full((2,), 5.0, dtype=p.dtype)),
+    "data of a detached one": lambda p: p.detach().data.fill_(5.0),
+    "a view": lambda p: p.data.view(-1)[:].fill_(5.0),
+    "its bits": lambda p: p.data.view(torch.int16).copy_(torch.full((2,), 5.0, dtype=p.dtype).view(torch.int16)),
+}
+
+
+@in_both_halves
+@pytest.mark.parametrize("reader", ["of", "pairs", "a step"])
+@pytest.mark.parametrize("write", WRITES)
+@torch.no_grad()
+def test_a_written_parameter_is_found_by_its_value(write: str, reader: str, half: torch.dtype) -> None:
+    p, other = param(dtype=half), param(dtype=half)
+    masters = PlainMasters({id(q): torch.full((2,), FINE) for q in (p, other)})
+    optimizer = sgd(p, other, lr=0.0)
+    for value in (5.0, 5.0):
+        masters.adopt(optimizer)
+        WRITES[write](p)
+        if reader == "of":
+            assert [masters.of(q).tolist() for q in (p, other)] == [[value] * 2, [FINE] * 2]
+        elif reader == "a step":
+            with torch.enable_grad():
+                step(masters, optimizer)
+            assert p.tolist() == [value] * 2
+        assert [master.tolist() for _, master in masters.pairs()] == [[value] * 2, [FINE] * 2]
+        step(masters, optimizer)
+
+
+@torch.no_grad()
+def test_layouts_and_dtypes_that_mix_are_found_too() -> None:
+    wide = nn.Parameter(torch.ones(2, 3, dtype=BF16).t())  # not contiguous
+    ps = [wide, param(dtype=FP16), nn.Parameter(torch.ones((), dtype=BF16)), nn.Parameter(torch.ones(0, dtype=BF16))]
+    masters = PlainMasters({id(p): torch.full(p.shape, FINE) for p in ps})
+    masters.adopt(sgd(*ps))
+    wide[2, 1], ps[1][0] = 3.0, 4.0
+    expected = torch.full((3, 2), FINE)
+    expected[2, 1] = 3.0
+    found = [master for _, master in masters.pairs()]
+    assert torch.equal(found[0], expected)
+    assert [master.tolist() for master in found[1:]] == [[4.0, FINE], FINE, []]
+
+
+class StepsOnData(torch.optim.SGD):
+    """As old optimizers are written: it changes no version of what it steps on."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad, alpha=-(2.0**-12))
+
+
+class StepsOnItsOwnList(StepsOnData):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1.0)
+        self.own = list(params)
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.own:
+            p.data.sub_(0.5)
+
+
+def test_a_step_that_writes_through_data_moves_masters() -> None:
+    p = param()
+    masters, optimizer = PlainMasters(), StepsOnData([p], lr=1.0)
+    for i in range(1, 33):
+        step(masters, optimizer)
+        assert master_of(masters, p) == 1.0 - i * 2.0**-12
+    assert p.tolist() == [1.0 - 2.0**-7] * 2
+
+
+def test_a_step_that_writes_through_data_of_a_list_of_its_own_is_honoured() -> None:
+    p = param(8.0)
+    masters, optimizer = PlainMasters(), StepsOnItsOwnList([p])
+    for i in range(1, 4):
+        step(masters, optimizer)
+        assert p.tolist() == [8.0 - 0.5 * i] * 2
+        assert master_of(masters, p) == 8.0 - 0.5 * i
 
 
 def test_a_parameter_that_changed_its_dtype_is_refused() -> None:

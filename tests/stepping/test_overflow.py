@@ -375,7 +375,7 @@ def test_reads_of_a_step_of_grad_scaler(name: str, unscale: bool) -> None:
             scaler.update()
             optim.zero_grad()
         counts.append(counted.count)
-    assert counts[1:] == [OPTIMIZERS[name]] * 3  # the first step may plan
+    assert counts[2:] == [OPTIMIZERS[name]] * 2  # the first step that is taken may plan
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])

@@ -114,8 +114,9 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         optimizer: one that ``amp.initialize`` returned, or any other.
 
     Yields:
-        Each parameter of each group, of a 16-bit one with a master a float32 ``torch.nn.Parameter`` that reads and
-        writes the master.
+        Each parameter of each group, of a 16-bit one with a master a float32 ``torch.nn.Parameter``. What is written
+        into it goes to the master and to the weight with the next step, forward pass of the model, ``state_dict()`` or
+        call of this. Of a parameter that another rank steps (``ZeroRedundancyOptimizer``) the parameter itself.
     """
     attached = attached_to(optimizer)
     if attached is not None:

@@ -26,6 +26,7 @@ from ..core.torch_compat import (
     parameters_of,
     public_hook,
 )
+from ..gradients.held_masters import settle
 from ..gradients.master_registry import master_of, write_master
 from ..kernels.shards import is_sharded
 from . import dynamo, sessions
@@ -86,7 +87,7 @@ class CastInputs(_Hook):
 
 @dataclasses.dataclass(frozen=True)
 class ExpectWeights(_Hook):
-    """A forward pre-hook: refuses a model whose weights have another dtype, by a cast or in a ``functional_call``.
+    """A forward pre-hook: weights have what was written to their masters, and the dtype that they were cast to.
 
     Args:
         name: of a parameter.
@@ -98,11 +99,13 @@ class ExpectWeights(_Hook):
 
     @not_by_itself
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Look at the parameter, if it is still there.
+        """Settle masters that users hold, and look at the parameter, if it is still there.
 
         Raises:
             UsageError: if it has another dtype.
         """
+        if not torch.compiler.is_compiling():
+            settle(refresh=False)
         weight: Any = module
         for part in self.name.split("."):
             weight = getattr(weight, part, None)

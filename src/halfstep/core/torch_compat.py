@@ -38,6 +38,7 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.amp.grad_scaler import OptState
 from torch.amp.grad_scaler import _refresh_per_optimizer_state as new_optimizer_state
 from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
@@ -65,6 +66,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "OptState",
+    "StorageWeakRef",
     "SyncBatchNormFunction",
     "TorchDispatchMode",
     "all_op_names",
@@ -135,8 +137,8 @@ __all__ = [
     "size_expression",
     "size_value",
     "step_hooks",
+    "storage_of",
     "subclass_over",
-    "subclass_without_memory",
     "tensor_hooks",
     "traced_as_constant",
     "tracer_follows_autocast",
@@ -195,8 +197,10 @@ divides_by_initial_world: Callable[[Any], bool] = attrgetter("_divide_by_initial
 subclass_over: Callable[..., Any] = torch.Tensor._make_subclass
 """``subclass_over(cls, tensor, requires_grad)``: a tensor of another class with the same memory."""
 
-subclass_without_memory: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
-"""``subclass_without_memory(cls, shape, ...)``: a tensor whose operations go to ``__torch_dispatch__`` of its class."""
+
+def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The memory that a weak reference refers to; None if nobody holds it any more."""
+    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
 
 
 def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -31,6 +31,12 @@ class Keeper(Protocol):
     def write_master(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Set the master of a parameter that has one. Returns what to write to the parameter itself, in its dtype."""
 
+    def stored(self, param: torch.Tensor) -> torch.Tensor | None:
+        """``master``, without what users have written to a master that they hold (``held_masters``) since then."""
+
+    def store(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """``write_master``; users who hold the master do not see it yet."""
+
 
 _KEEPERS: MutableMapping[torch.Tensor, list[weakref.ref[Keeper]]] = WeakIdKeyDictionary()
 

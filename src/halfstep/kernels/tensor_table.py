@@ -147,8 +147,7 @@ class AddressTable:
     """Where the tensors of a table begin in memory.
 
     A row whose tensors do not all lie in memory in the same dense order is staged: kernels work on contiguous copies
-    of it, written back after they ran. So is a row with a tensor whose class says ``without_memory``, as that of the
-    views of masters does.
+    of it, written back after they ran.
 
     Attributes:
         device: where the tensors lie.
@@ -281,8 +280,6 @@ class ScalarTable:
 
 def _alike(row: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors fill their memory without holes and in the same order."""
-    if any(getattr(type(t), "without_memory", False) for t in row):
-        return False
     if all(t.is_contiguous() for t in row):
         return True
     strides = row[0].stride()

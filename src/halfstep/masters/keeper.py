@@ -14,11 +14,11 @@ from ..core.errors import UsageError
 from ..core.torch_compat import HAS_GRAD_DTYPE
 from ..distributed.ddp_hook import wrapped
 from ..distributed.state_dict import patch_state_init
+from ..gradients.held_masters import HeldMasters, settle
 from ..gradients.ledger import Chooser, Gradients, widen
 from ..gradients.master_registry import keeper_of, register
 from ..kernels.shards import is_sharded
 from .plain import PlainMasters
-from .view import MasterParameter, SplitMasterParameter
 
 __all__ = ["MasterKeeper"]
 
@@ -48,6 +48,7 @@ class MasterKeeper:
         any: whether there are masters.
         alike: whether this keeper has all masters, which are then to be the same on every rank.
         gradients: the gradients of the parameters.
+        held: the masters that users hold.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class MasterKeeper:
         self.any = bool(masters)
         self.alike = masters is True
         self.plain: PlainMasters | None = None
-        self._views: dict[int, MasterParameter] = {}
-        self._held: list[weakref.ref[torch.Tensor]] = []
-        weakref.finalize(self, _give_back, self._held).atexit = False
+        self.held = HeldMasters()
+        self._half: list[weakref.ref[torch.Tensor]] = []
+        weakref.finalize(self, _give_back, self._half).atexit = False
         wide: Chooser | None = halves if masters else None
         if masters is True and own and hasattr(optimizer, "keep_masters") and HAS_GRAD_DTYPE:
             optimizer.keep_masters(originals)
@@ -105,7 +106,7 @@ class MasterKeeper:
         params = self.params()
         half = halves(params)
         register(half, self)
-        self._held[:] = [weakref.ref(p) for p in half]
+        self._half[:] = [weakref.ref(p) for p in half]
         self.gradients.expect(params)
         patch_state_init()
 
@@ -119,49 +120,54 @@ class MasterKeeper:
         """What the step updates: the master of a parameter that has one, as a ``MasterParameter``, or the parameter."""
         if self.plain is not None:
             self.plain.adopt(self.optimizer)
-        params = self.params()
-        for gone in self._views.keys() - set(map(id, params)):
-            del self._views[gone]
-        for param in params:
-            yield self.view(param) if self.has(param) else param
+        settle()
+        for param in self.params():
+            yield self._held_master(param) if self.has(param) else param
 
     def view(self, param: torch.Tensor) -> torch.Tensor:
-        """The master of a parameter that has one, as a parameter; the same object at every call.
+        """The master of a parameter as a parameter, the same object as long as somebody holds it.
 
-        There is no view of a ``DTensor``. There it is the master itself, with the gradient that the parameter has now,
-        or the parameter, if the optimizer keeps the master.
+        It is the parameter itself where no master is here to be given out: if another rank steps the parameter
+        (``ZeroRedundancyOptimizer``), and of a ``DTensor`` if the optimizer keeps the master.
         """
-        plain = None if self.plain is None else self.plain.of(param)
-        if is_sharded(param):
-            if plain is not None:
-                widen([param])
-                plain.grad = param.grad
-            return param if plain is None else plain
-        found = self._views.get(id(param))
-        if found is None or found.weight is not param:
-            if plain is not None:
-                found = MasterParameter.over(param, plain)
-            else:
-                found = SplitMasterParameter.of(param, self.optimizer.master_value, self.optimizer.write_master)
-            self._views[id(param)] = found
-        return found
+        settle(param)
+        return self._held_master(param)
+
+    def _held_master(self, param: torch.Tensor) -> torch.Tensor:
+        keeper: Any = keeper_of(param)  # an optimizer inside of this one may have the master
+        keeper = self if keeper is None else keeper
+        plain = keeper.plain is not None and keeper.plain.keeps(param)
+        if not plain and (is_sharded(param) or not hasattr(keeper.optimizer, "master_value")):
+            return param
+        return keeper.held.of(param, keeper.optimizer)  # type: ignore[no-any-return]
 
     def master(self, param: torch.Tensor) -> torch.Tensor | None:
         """The fp32 value of a parameter's master; None if it has none."""
+        settle(param)
+        return self.stored(param)
+
+    def write_master(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Set the master of a parameter. Returns what to write to the parameter."""
+        settle(param, refresh=False)
+        return self.store(param, value)
+
+    def stored(self, param: torch.Tensor) -> torch.Tensor | None:
+        """``master``, without what users have written to masters that they hold and that are not settled."""
         if self.plain is None:
             value = getattr(self.optimizer, "master_value", None)
             return None if value is None else value(param)
         master = self.plain.of(param)
         return None if master is None else master.detach()
 
-    def write_master(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Set the master of a parameter. Returns what to write to the parameter."""
+    def store(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """``write_master``, without a look at masters that users hold."""
         if self.plain is not None:
             return self.plain.write(param, value)
         return self.optimizer.write_master(param, value)  # type: ignore[no-any-return]
 
     def started(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters and the values of their masters, of all masters that are not in the optimizer's state."""
+        settle(refresh=False)
         plain = [] if self.plain is None else self.plain.pairs()
         return plain + getattr(self.optimizer, "unused_masters", list)()
 
@@ -169,9 +175,16 @@ class MasterKeeper:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the block plain masters take the places of their parameters in the optimizer."""
+        """Within the block plain masters take the places of their parameters in the optimizer, if they are kept here.
+
+        What users have written to masters is stored before, and masters that they hold have what is new after it.
+        """
+        settle(refresh=False)
         if self.plain is None or self.plain.in_place:
-            yield
+            try:
+                yield
+            finally:
+                settle()
             return
         widen(halves(self.params()))
         self.plain.enter(self.optimizer)
@@ -187,6 +200,7 @@ class MasterKeeper:
             raise
         finally:
             self.plain.leave(self.optimizer)
+            settle()
 
     @contextmanager
     def out_of_place(self) -> Iterator[None]:

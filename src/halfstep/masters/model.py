@@ -25,9 +25,9 @@ def master_model(model: nn.Module) -> nn.Module:
         averaged.update_parameters(amp.master_model(model))
 
     It has no casts of its own. Those that O1 does to ops reach every model of the process, and this one too, unless it
-    is called in ``amp.disable_casts()``. It shares its values with the model: a parameter with a master reads and
-    writes the master, and parameters and buffers that are not of 16 bits are the model's own. A deep copy of it is an
-    ordinary fp32 model with values of its own.
+    is called in ``amp.disable_casts()``. It shares its values with the model: a parameter with a master is what
+    ``amp.master_params`` yields, and parameters and buffers that are not of 16 bits are the model's own. A deep copy of
+    it is an ordinary fp32 model with values of its own.
 
     Args:
         model: one that ``amp.initialize`` or ``amp.decorate`` returned, or any other; not changed.
@@ -50,8 +50,10 @@ def master_model(model: nn.Module) -> nn.Module:
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in (torch.float16, torch.bfloat16):
         return tensor
-    view = getattr(keeper_of(tensor), "view", None)
-    if view is not None:
-        return view(tensor)  # type: ignore[no-any-return]
+    keeper: Any = keeper_of(tensor)
+    master: torch.Tensor = tensor if keeper is None or not keeper.has(tensor) else keeper.view(tensor)
+    if master is not tensor:
+        master.detach()  # has memory from here on: exports and transforms of models read it past Python
+        return master
     wide = tensor.detach().float()
     return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide

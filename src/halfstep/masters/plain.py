@@ -1,7 +1,8 @@
 """Plain masters: an fp32 copy of each 16-bit parameter, which takes its place in the optimizer during a step only.
 
 So any optimizer updates fp32 numbers with fp32 state, and at all other times it is an ordinary optimizer over the
-model's parameters.
+model's parameters. What others write to a parameter is found by value: where the parameter is not its master rounded,
+the master becomes the parameter. This is looked at before a step, and when somebody reads masters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..core import data_writes as writes
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.errors import UsageError
 from ..core.inner_optimizers import state_holders
@@ -23,6 +23,7 @@ from ..gradients.master_registry import keeper_of
 from ..kernels import multi_tensor
 from ..kernels.grouping import TensorGroupsCache
 from ..kernels.storage import honoured
+from .outside_writes import OutsideWrites, StepWrites
 
 __all__ = ["PlainMasters"]
 
@@ -42,35 +43,28 @@ class PlainMasters:
         self._params: list[torch.Tensor] = []
         self._dtypes: list[torch.dtype] = []
         self._masters: list[torch.nn.Parameter] = []
-        # Versions of each parameter and its master when the parameter was last rounded from it, by identity.
-        self._versions: dict[int, tuple[int, int]] = {}
-        self._touched: set[int] = set()  # parameters whose ``.data`` was used: writes to it change no version
+        self._outside_writes = OutsideWrites()
         # While masters are in place: the lists of the groups and what was in them, and the gradients of the masters.
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._grads: list[torch.Tensor | None] = []
         self._states: dict[int, _States] = defaultdict(_States)  # by the identity of the optimizer
         self._holders: list[tuple[Any, _States]] = []  # while masters are in place: optimizers whose state is swapped
         self._groups = TensorGroupsCache()
-        writes.watch(self)
+        self._step_writes = StepWrites()
 
-    def touch(self, param: torch.Tensor) -> None:
-        """``param.data`` was read or set, so it may be written to."""
-        if id(param) in self._of:
-            self._touched.add(id(param))
+    def keeps(self, param: torch.Tensor) -> bool:
+        """Whether there is a master of a parameter."""
+        return id(param) in self._of or param in self._resting
 
     @torch.no_grad()
     def of(self, param: torch.Tensor) -> torch.nn.Parameter | None:
         """The master of a parameter, up to date with what was written to the parameter; None if it has none."""
+        in_place = bool(self._lists) and id(param) in self._of
         master = self._of.get(id(param))
-        if master is None:
-            master = self._resting.get(param) if self._resting else None
-            if master is not None:
-                master.copy_(honoured(master, param))
-        elif not self._lists:
-            before = self._versions[id(param)]
-            if param._version != before[0] or (id(param) in self._touched and master._version == before[1]):
-                master.copy_(honoured(master, param))
-                self._versions[id(param)] = param._version, master._version
+        if master is None and self._resting:
+            master = self._resting.get(param)
+        if master is not None and not in_place:
+            master.copy_(honoured(master, param))
         return master
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -97,7 +91,6 @@ class PlainMasters:
             self._params.append(param)
             self._masters.append(master)
             self._dtypes.append(param.dtype)
-            self._versions[id(param)] = param._version, master._version
             state = optimizer.state.get(param)
             for name, value in (state or {}).items():
                 if isinstance(value, torch.Tensor) and (is_half(value) or _is_float64_like(value, param)):
@@ -114,7 +107,6 @@ class PlainMasters:
         self._masters = [self._masters[i] for i in kept]
         self._dtypes = [self._dtypes[i] for i in kept]
         self._of = {id(p): m for p, m in zip(self._params, self._masters, strict=True)}
-        self._versions = {id(p): self._versions[id(p)] for p in self._params}
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter and its master."""
@@ -127,7 +119,6 @@ class PlainMasters:
         """Let the optimizer see masters in place of parameters, with their gradients and their state."""
         self.adopt(optimizer)
         self._honour_writes()
-        self._touched.clear()
         self._lists = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
         of = self._of
         present = {id(p) for _, params in self._lists for p in params}
@@ -137,6 +128,7 @@ class PlainMasters:
         self._grads = get_grads(self._params)
         for master, grad in zip(self._masters, self._grads, strict=True):
             master.grad = grad
+        self._step_writes.begin(self._params, self._masters, self._grads)
         for params, before in self._lists:
             params[:] = [of.get(id(p), p) for p in before]  # in place: LBFGS keeps the list
         self._holders = [(holder, self._states[id(holder)]) for holder in state_holders(optimizer)]
@@ -169,9 +161,6 @@ class PlainMasters:
             masters: list[torch.Tensor] = list(self._masters)
             groups = self._groups.get("round", masters, masters, self._params)
             multi_tensor.copy(masters, self._params, groups=groups)
-            pairs = zip(self._params, self._masters, strict=True)
-            self._versions = {id(p): (p._version, m._version) for p, m in pairs}
-        self._touched.clear()
 
     @property
     def in_place(self) -> bool:
@@ -190,25 +179,17 @@ class PlainMasters:
         return master.to(param.dtype)
 
     def _honour_writes(self) -> None:
-        """Copy what was written to parameters since the last rounding into their masters.
-
-        If ``.data`` was used and the master was written to as well, the master counts.
-        """
+        """Copy what others have written to parameters into their masters."""
         if [p.dtype for p in self._params] != self._dtypes:
             self._refuse_cast()
-        if self._touched or [p._version for p in self._params] != [v for v, _ in self._versions.values()]:
-            for param in self._params:
-                self.of(param)
+        if not self._lists:
+            self._outside_writes.honour(self._params, self._masters)
 
     @torch.no_grad()
     def _honour_writes_of_step(self) -> None:
         """Copy what a step wrote to parameters into their masters, which it left as they were."""
-        if not self._touched and [p._version for p in self._params] == [v for v, _ in self._versions.values()]:
-            return
-        for param, master in zip(self._params, self._masters, strict=True):
-            before = self._versions[id(param)]
-            if master._version == before[1] and (param._version != before[0] or id(param) in self._touched):
-                master.copy_(honoured(master, param))
+        for param, master in self._step_writes.end():
+            master.copy_(honoured(master, param))
 
     def _refuse_cast(self) -> None:
         i, param = next((i, p) for i, p in enumerate(self._params) if p.dtype is not self._dtypes[i])

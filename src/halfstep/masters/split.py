@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..kernels.shards import local, rewrapped
-from ..kernels.storage import Storage, honoured, join, split_of
+from ..kernels.storage import Storage, honoured, join, split, split_of
 
-__all__ = ["adapt", "master_value"]
+__all__ = ["adapt", "master_value", "take_back_rounding"]
 
 
 def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:
@@ -56,3 +56,21 @@ def master_value(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     if "remainder" in state and param.dtype is torch.bfloat16:
         return rewrapped(join(local(param.detach()), local(state["remainder"])), param)
     return param.detach().to(torch.float32, copy=True)
+
+
+@torch.no_grad()
+def take_back_rounding(param: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> None:
+    """Round a weight as its split master is rounded, where a loaded remainder shows that it is that master's.
+
+    A model whose fp32 weights were loaded and then cast has its ties rounded to even. The remainder belongs to a weight
+    whose ties were rounded away from zero.
+
+    Args:
+        param: the weight, written in place.
+        remainder: int16, as it was loaded.
+        master: the fp32 value of the weight before it was cast, or of the master that the optimizer had.
+    """
+    weight = local(param.detach())
+    high, low = split(local(master))
+    if weight.dtype is torch.bfloat16 and remainder.dtype is torch.int16 and remainder.shape == param.shape:
+        weight.copy_(torch.where(low == local(remainder), high, weight))

@@ -11,9 +11,10 @@ import torch
 from ..casting.weight_copies import WeightCopies
 from ..core.checks import check_optimizer_state
 from ..core.dtypes import HALF_DTYPES
+from ..gradients.held_masters import settle
 from ..kernels.shards import is_sharded
 from ..kernels.storage import honoured, join, split, split_of
-from ..masters.split import master_value
+from ..masters.split import master_value, take_back_rounding
 from .options import FusedOptions
 from .param_rows import GroupRows
 
@@ -123,6 +124,7 @@ class FusedState(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """What torch saves. The masters of sharded weights are in it in fp32: no backend of collectives sends int16."""
+        settle(refresh=False)
         saved = super().state_dict()
         for group, names in zip(self.param_groups, saved["param_groups"], strict=True):
             for param, name in zip(group["params"], names["params"], strict=True):
@@ -159,8 +161,12 @@ class FusedState(torch.optim.Optimizer):
                         for name, value in seen["state"][i].items()
                     }
             for param in params:
-                if id(param) in masters and not {"master", "remainder"} & self.state.get(param, {}).keys():
-                    self._started[id(param)] = masters[id(param)]  # the state comes from an optimizer without any
+                if id(param) in masters:
+                    state = self.state.get(param, {})
+                    if "remainder" in state:
+                        take_back_rounding(param, state["remainder"], masters[id(param)])
+                    elif "master" not in state:
+                        self._started[id(param)] = masters[id(param)]  # the state is of an optimizer without any
             self._groups.clear()
 
         before = self.register_load_state_dict_pre_hook(capture)

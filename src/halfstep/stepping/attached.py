@@ -297,7 +297,9 @@ class AttachedOptimizer:
         logger.info("%s goes on without its fused step, which takes no sparse gradients", type(optimizer).__name__)
         undress(optimizer, self)
         started = [*self.keeper.started(), *unfuse(optimizer).items()]
+        held = self.keeper.held
         self.keeper = MasterKeeper(optimizer, self.keeper.any, None, {id(param): value for param, value in started})
+        self.keeper.held = held
         self.passes.keeper = self.keeper
         dress(optimizer, self)
         # Unlike the fused step, torch's own does not read flags on the device.

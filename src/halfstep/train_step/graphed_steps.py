@@ -26,6 +26,7 @@ from ..casting.op_casting import clear_cache
 from ..core.errors import UsageError
 from ..core.torch_compat import step_hooks, tree_flatten, tree_unflatten
 from ..distributed.ddp_sync import BackwardRecord, any_overflow
+from ..gradients.held_masters import settle
 from ..gradients.ledger import get_grads, set_grads
 from ..optimizers.base import FusedOptimizer
 from ..stepping.attached import attached_to, observers
@@ -242,6 +243,7 @@ class GraphedSteps:
                 rate.fill_(lr)
         self._update.replay()
         increment_version(self._params())  # casts of the weights that somebody keeps are out of date
+        settle()
         self._hidden = None
 
     def _record(self, function: Callable[[], T]) -> tuple[CudaGraph, T]:

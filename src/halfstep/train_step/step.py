@@ -19,6 +19,7 @@ from ..amp.scale_loss import scale_loss
 from ..core.checks import check_count, check_flag
 from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..gradients.held_masters import settle
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.release import release_of
@@ -141,6 +142,7 @@ class TrainStep:
                 "TrainStep: max_grad_norm would clip gradients that the optimizer has released (attach(release=True)). "
                 "Give max_grad_norm to the optimizer instead, which clips by the norm of the step before."
             )
+        settle(refresh=False)  # a recorded step runs no hooks of the model
         signature = self._signature(batch)
         last = self._calls + 1 >= self.accumulate  # which may have become less
         if self._graphed is not None:
