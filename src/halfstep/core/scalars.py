@@ -30,7 +30,7 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
 
 def in_scalar_dtype(numbers: torch.Tensor) -> torch.Tensor:
     """Numbers in the ``scalar_dtype`` of their device."""
-    return numbers.to(scalar_dtype(numbers.device))
+    return numbers.double() if has_float64(numbers.device) else numbers.float()
 
 
 def one_minus_power(beta: float, t: torch.Tensor) -> Any:

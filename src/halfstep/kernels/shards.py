@@ -7,7 +7,7 @@ A list may mix sharded and plain tensors: nobody asks one of them for the others
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..core.torch_compat import is_flattened
 __all__ = [
     "FLATTENED",
     "Domain",
+    "are_plain",
     "complete_max",
     "complete_sum",
     "domain_of",
@@ -52,9 +53,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether none of some tensors is sharded or of another class of its own."""
+    return _ORDINARY.issuperset(map(type, tensors))
+
+
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The part of each that lies here. A list of plain tensors is returned as it is, which every step asks for."""
-    if isinstance(tensors, list) and _ORDINARY.issuperset(map(type, tensors)):
+    """The part of each that lies here. A list of plain tensors is returned as it is."""
+    if isinstance(tensors, list) and are_plain(tensors):
         return tensors
     return [local(tensor) for tensor in tensors]
 
@@ -64,7 +70,7 @@ def placements_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
     Tensors of the same shapes and the same placements have local parts of the same shapes.
     """
-    if _ORDINARY.issuperset(map(type, tensors)):
+    if are_plain(tensors):
         return []
     placed = [(t.device_mesh, t.placements) if is_sharded(t) else None for t in tensors]  # type: ignore[attr-defined]
     return placed if any(placed) else []

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from .expr import ElementwiseKernel
-from .shards import locals_of, placements_of
+from .shards import are_plain, locals_of, placements_of
 from .storage import Storage, dense
 
 __all__ = [
@@ -114,9 +114,10 @@ class TensorTable:
             False if they are of another kind (dtype, layout, placement), or if the memory of another column was
             replaced. Then a new table is needed.
         """
-        if placements_of(tensors) != self._placements:
-            return False
-        tensors = locals_of(tensors)
+        if self._placements or not are_plain(tensors):
+            if placements_of(tensors) != self._placements:
+                return False
+            tensors = locals_of(tensors)
         name = next(iter(self.columns))
         storage = self.columns[name][0]
         # A step asks this of every gradient: so the loops are those of ``map``.

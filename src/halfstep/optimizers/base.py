@@ -175,7 +175,8 @@ class FusedOptimizer(FusedState):
         all_rows = [rows for _, group_rows in groups for rows in group_rows.rows]
         if not all_rows:
             return
-        self._warn_once()
+        if not self._warned:
+            self._warn_once()
         grad_scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         device = all_rows[0].device
         skip = None if skip is None else skip.to(device, torch.float32, non_blocking=True).reshape(())
@@ -183,7 +184,7 @@ class FusedOptimizer(FusedState):
             grad_scale = scale_of(scaler)
             skip = torch.zeros((), dtype=torch.float32, device=device)
         factor, skip = self._factor(all_rows, grad_scale, skip, check=scaler is not None)
-        if self.checks_gradients and (given := getattr(self, "found_inf", None)) is not None:
+        if self.options.max_grad_norm is not None and (given := getattr(self, "found_inf", None)) is not None:
             given.copy_(skip)
         if scaler is not None and scaler.is_enabled():
             set_found_inf(scaler, self, {device: skip})
@@ -234,7 +235,9 @@ class FusedOptimizer(FusedState):
         layout = self._layout(hyper)
         if self.options.rounding == "stochastic":
             layout = {"step": NUMBER, **layout}
-        copies = self._copies_of(params)
+        copies: list[torch.Tensor | None] = [None] * len(params)
+        if self.copies is not None:
+            copies = [None if p.grad is None else self.copies.begin_write(p) for p in params]
         if known is None or not known.renew(params, self.state, layout, copies, known=same_state):
             if self.copies is not None:
                 self.copies.watch(params)  # some may have come since

@@ -209,9 +209,3 @@ class FusedState(torch.optim.Optimizer):
 
     def _will_split(self, param: torch.Tensor) -> bool:
         return self.options.storage(param.dtype, param.device).kind == "split"
-
-    def _copies_of(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The copy that this step writes with each parameter."""
-        if self.copies is None:
-            return [None] * len(params)
-        return [None if p.grad is None else self.copies.begin_write(p) for p in params]

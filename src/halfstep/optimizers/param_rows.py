@@ -12,7 +12,7 @@ from ..core.errors import ArgumentTypeError, UsageError
 from ..kernels.expr import ElementwiseKernel, elementwise_kernel
 from ..kernels.grouping import group_rows
 from ..kernels.launch import launch
-from ..kernels.shards import Domain, complete_sum, domain_of, local, locals_of
+from ..kernels.shards import Domain, are_plain, complete_sum, domain_of, local, locals_of
 from ..kernels.storage import Storage, copied, dense
 from ..kernels.tensor_table import Column, Scalars, TensorTable
 from ..masters import split
@@ -200,7 +200,8 @@ class GroupRows:
         copies: list[torch.Tensor | None],
     ) -> None:
         self._params = list(params)
-        self._addresses = self._read(params)
+        self._plain = are_plain(params)
+        self._addresses = list(map(torch.Tensor.data_ptr, locals_of(params)))
         self._copies = copies
         self._layout = dict(layout)
         self._state = state
@@ -245,7 +246,8 @@ class GroupRows:
         grads = list(map(_GRAD, params))
         if [g is None for g in grads] != self._missing or not all(map(is_, params, self._params)):
             return False
-        if self._read(params) != self._addresses:  # param.data = x
+        here = params if self._plain else locals_of(params)
+        if list(map(torch.Tensor.data_ptr, here)) != self._addresses:  # param.data = x
             return False
         for positions, rows in zip(self._positions, self.rows, strict=True):
             whole = len(positions) == len(params)  # the usual group, without lists of its rows
@@ -255,9 +257,6 @@ class GroupRows:
             if not rows.renew(grads if whole else [grads[i] for i in positions]):
                 return False
         return True
-
-    def _read(self, params: Sequence[torch.Tensor]) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, locals_of(params)))
 
 
 def _refuse(param: torch.Tensor, grad: torch.Tensor) -> None:
