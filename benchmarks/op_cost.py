@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import OpLists, amp
-from halfstep.casting.op_casting import OpCasting
+from halfstep.casting.scope import OpCasting
 from halfstep.core.dtypes import default_half
 
 from .harness import Contender, Timing, add_common_arguments, interleave, pick_device, table, write_json

@@ -328,7 +328,8 @@ def test_without_masters_the_rounded_values_are_saved() -> None:
 @pytest.mark.parametrize("master_grad", [False, True])
 def test_gradient_dtypes_as_recorded(half: torch.dtype, master_grad: bool) -> None:
     recorded = DTYPES[f"  .. second backward without clear_grad, {dtype_name(half)}, master_grad={master_grad}"]
-    model, _ = amp.decorate(*pair(), level="O2", dtype=half, master_grad=master_grad)
+    model, optimizer = amp.decorate(*pair(), level="O2", dtype=half, master_grad=master_grad)
+    assert optimizer is not None  # the masters are its own
     for _ in range(2):
         model(torch.ones(1, 2, dtype=half)).float().square().sum().backward()
         for name, param in model.named_parameters():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.casting.op_casting import OpCasting
+from halfstep.casting.scope import OpCasting
 from halfstep.core.dtypes import dtype_name
 from halfstep.core.oplists import OpLists
 from tests.support.apex_recording import golden, grid

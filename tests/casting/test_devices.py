@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import OpLists, amp
-from halfstep.casting import sessions
-from halfstep.casting.op_casting import OpCasting
+from halfstep.casting.scope import OpCasting, begin_session
 from tests.support.fake_cuda import fake_cuda
 
 HALF, FP32 = torch.bfloat16, torch.float32
@@ -51,7 +50,7 @@ def product(place: str) -> torch.dtype:
 @contextmanager
 def process_wide(devices: tuple[str, ...]) -> Iterator[None]:
     """What a session of O1 does."""
-    sessions.begin_session(OpCasting(HALF, devices=devices))
+    begin_session(OpCasting(HALF, devices=devices))
     try:
         yield
     finally:
@@ -139,12 +138,12 @@ def test_tensors_of_two_devices_in_one_call(devices: tuple[str, ...]) -> None:
 
 def test_a_block_with_a_default_device_that_ends_while_casting_is_on() -> None:
     with torch.device("meta"):
-        sessions.begin_session(OpCasting(HALF, devices=("cpu",)))
+        begin_session(OpCasting(HALF, devices=("cpu",)))
     assert torch.ones(1).device.type == "cpu"
     assert torch.exp(matrix("cpu", HALF)).dtype is FP32
     torch.set_default_device("meta")
     amp.deactivate()
-    sessions.begin_session(OpCasting(HALF, devices=("cpu",)))
+    begin_session(OpCasting(HALF, devices=("cpu",)))
     torch.set_default_device(None)
     assert torch.ones(1).device.type == "cpu"
     assert torch.exp(matrix("cpu", HALF)).dtype is FP32

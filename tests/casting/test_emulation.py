@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from halfstep import Model, OpLists, amp, static
 from halfstep.casting import config, emulation
-from halfstep.casting.op_casting import OpCasting
+from halfstep.casting.scope import OpCasting
 from halfstep.core import hardware
 from halfstep.core.errors import ArgumentValueError
 from halfstep.core.oplists.tables import OP_CLASSES

@@ -18,14 +18,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from halfstep import OpLists, amp, optimizers, static
-from halfstep.casting import dynamo, rules, thread_state, torch_patches
+from halfstep.casting import dynamo, rules
+from halfstep.casting.current import thread
 from halfstep.casting.dispatch import function_modes
-from halfstep.casting.op_casting import NO_CASTING, OpCasting, leave_model, thread_mode
-from halfstep.casting.sessions import process_casting
-from halfstep.casting.thread_state import thread
+from halfstep.casting.scope import NO_CASTING, OpCasting, leave_model, session_casting, thread_mode
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.core.torch_compat import tracer_follows_autocast
 
@@ -604,26 +604,16 @@ def test_an_exempted_model(compiled: bool) -> None:
 # ---- outside of models
 
 
-def test_outside_follows_the_latest_session_that_is_there() -> None:
-    held = torch_patches._held
-    one = bring_up("O1", BF16)
-    two = bring_up("O1", FP16)
-    assert outside() is FP16
-    del two
-    gc.collect()
-    assert outside() is BF16
-    assert seen(one) == [BF16, FP32]
-    (optimizer,) = one.optimizer
-    del one
-    gc.collect()
-    assert outside() is BF16, "its optimizer is still there"
-    del optimizer
-    gc.collect()
-    assert outside() is FP32
-    assert process_casting() is None
-    assert torch._C._len_torch_function_stack() == 0
-    assert not torch.is_autocast_enabled("cpu")
-    assert torch_patches._held == held
+TORCHS_OWN = (torch.autograd.backward, torch.autograd.grad, torch_checkpoint.CheckpointFunction)
+
+
+def torch_is_untouched() -> bool:
+    """Whether nothing of the casts is left in torch, once somebody has asked for them."""
+    session_casting()
+    with amp.disable_casts():
+        pass
+    own = (torch.autograd.backward, torch.autograd.grad, torch_checkpoint.CheckpointFunction)
+    return own == TORCHS_OWN and not function_modes() and not torch.is_autocast_enabled("cpu") and not thread.open
 
 
 @pytest.fixture
@@ -640,6 +630,90 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "FusedAdam": optimizers.FusedAdam,
     "LARC": lambda params: optimizers.LARC(torch.optim.SGD(params, lr=0.1)),
 }
+
+
+@pytest.mark.usefixtures("without_the_collector")
+def test_outside_follows_the_latest_session_that_is_there() -> None:
+    one = bring_up("O1", BF16)
+    two = bring_up("O1", FP16)
+    assert outside() is FP16
+    del two
+    assert outside() is BF16
+    assert seen(one) == [BF16, FP32]
+    (optimizer,) = one.optimizer
+    del one
+    assert outside() is BF16, "its optimizer is still there"
+    del optimizer
+    assert outside() is FP32
+    assert session_casting() is None
+    assert torch_is_untouched()
+
+
+@pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.parametrize("lists", [None, OpLists.native()], ids=["default", "native"])
+@pytest.mark.parametrize("ask", ["an op", "a scope", "a model", "a backward pass", "another thread"])
+def test_whoever_comes_next_finds_that_a_session_is_over(ask: str, lists: OpLists | None) -> None:
+    other, leaf = bring_up("O0"), torch.ones(2, requires_grad=True)
+    model = bring_up("O1", BF16, op_lists=lists)
+    assert outside() is BF16
+    loss = leaf.sum()
+    del model
+    if ask == "a scope":
+        with amp.auto_cast(dtype=FP16):
+            assert outside() is FP16
+    elif ask == "a model":
+        other(X)
+    elif ask == "a backward pass":
+        loss.backward()
+    elif ask == "another thread":
+        found: list[Any] = []
+        worker = threading.Thread(target=lambda: found.append((seen(other) == [FP32, FP32], outside())))
+        worker.start()
+        worker.join()
+        assert found == [(True, FP32)]
+    assert outside() is FP32
+    assert torch_is_untouched()
+
+
+@pytest.mark.usefixtures("without_the_collector")
+def test_a_thread_that_has_joined_a_session_finds_that_it_is_over() -> None:
+    models, go, gone, found = [bring_up("O1", FP16)], threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        models[0](X)
+        found.append(outside())
+        go.set()
+        gone.wait(60)
+        found.append(outside())
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    go.wait(60)
+    models.clear()
+    gone.set()
+    worker.join()
+    assert found == [FP16, FP32]
+    assert outside() is FP32
+
+
+@pytest.mark.usefixtures("without_the_collector")
+def test_a_scope_or_a_checkpoint_that_a_session_began_in_goes_on_without_it() -> None:
+    model = bring_up("O1", BF16)
+    dtypes: list[torch.dtype] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        dtypes.append((x @ x.mT).dtype)
+        return x.sin()
+
+    y = checkpoint(block, X.clone().requires_grad_(), use_reentrant=False)
+    with amp.auto_cast(dtype=FP16):
+        del model
+        assert outside() is FP16
+    assert outside() is FP32
+    y.sum().backward()
+    assert dtypes == [BF16, BF16]
+    assert outside() is FP32
+    assert torch_is_untouched()
 
 
 @pytest.mark.usefixtures("without_the_collector")
@@ -665,16 +739,15 @@ def test_models_and_optimizers_go_with_their_last_reference(level: str, optimize
     assert outside() is FP32
 
 
+@pytest.mark.usefixtures("without_the_collector")
 def test_a_session_lasts_as_long_as_a_copy_of_its_model() -> None:
     model = bring_up("O1", FP16)
     twin = copy.deepcopy(model)
     third = copy.deepcopy(twin)
     del model, twin
-    gc.collect()
     assert seen(third) == [FP16, FP32]
     assert outside() is FP16
     del third
-    gc.collect()
     assert outside() is FP32
 
 
@@ -683,15 +756,6 @@ def test_a_copy_does_not_bring_back_a_session_that_has_ended() -> None:
     amp.deactivate()
     twin = copy.deepcopy(model)
     assert seen(twin) == [FP16, FP32]
-    assert outside() is FP32
-
-
-def test_a_session_that_ends_inside_a_scope() -> None:
-    model = bring_up("O1", FP16)
-    with amp.auto_cast(dtype=BF16):
-        del model
-        gc.collect()
-        assert outside() is BF16
     assert outside() is FP32
 
 
@@ -708,27 +772,14 @@ def test_a_session_that_ends_inside_an_op(monkeypatch: pytest.MonkeyPatch) -> No
     again = bring_up("O1", FP16)
     gc.collect()
     seen(again)
-    assert outside() is FP16, "the mode that was left on the stack is needed again"
+    assert outside() is FP16
     amp.deactivate()
-    assert torch._C._len_torch_function_stack() == 0
-
-
-def test_a_session_that_ends_while_the_state_of_a_thread_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = bring_up("O1", BF16)
-    model.itself = [model]  # only the collector finds it
-    del model
-    found = []
-    make = thread_state.CastMode
-    monkeypatch.setattr(thread_state, "CastMode", lambda: (gc.collect(), make())[1])
-    worker = threading.Thread(target=lambda: found.append((thread.changing, outside())))
-    worker.start()
-    worker.join()
-    assert found == [(0, FP32)]
+    assert torch_is_untouched()
 
 
 @pytest.mark.parametrize("inside", ["an op", "a backward pass"])
 def test_a_session_that_ends_where_native_autocast_is_off_for_a_while(inside: str) -> None:
-    """It is not put on again: the garbage collector has ended what had put it on."""
+    """It is put on again, and off by the next op, which finds that the session is over."""
     model = bring_up("O1", BF16)
     model.itself = [model]  # only the collector finds it
     del model
@@ -744,8 +795,9 @@ def test_a_session_that_ends_where_native_autocast_is_off_for_a_while(inside: st
         rules.without_native(thread_mode(), collect, (x,), {})
     else:
         x.sum().backward()
-    assert not torch.is_autocast_enabled("cpu")
     assert outside() is FP32
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch_is_untouched()
 
 
 def test_deactivate_ends_what_is_outside() -> None:
@@ -877,14 +929,25 @@ def test_init_as_the_document_spells_it() -> None:
     handle._deactivate()
 
 
-def test_a_session_that_ends_inside_of_torchs_autocast() -> None:
+@pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("ask", ["an op", "a model"])
+def test_a_session_that_ends_inside_of_torchs_autocast(ask: str, older: bool) -> None:
+    first = bring_up("O1", FP16) if older else None
     model, other = bring_up("O1", FP16), bring_up("O0")
     with torch.autocast("cpu", dtype=BF16):
         del model
-        gc.collect()
+        if ask == "an op":
+            assert outside() is BF16
+        else:
+            other(X)
         assert torch.is_autocast_enabled("cpu")
+        assert outside() is BF16
     other(X)  # what torch has put back goes with the next model
-    assert not torch.is_autocast_enabled("cpu")
+    assert outside() is (FP16 if older else FP32)
+    del first
+    assert outside() is FP32
+    assert torch_is_untouched()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -1000,6 +1063,7 @@ def test_a_step_that_fails_leaves_no_hooks_once_the_session_has_ended() -> None:
     seen(model)
     del model
     gc.collect()
+    assert torch_is_untouched()
     assert len(hooks) == before
 
 
@@ -1023,6 +1087,4 @@ def test_a_session_that_ends_inside_of_a_step_leaves_nothing_behind(when: str) -
     if when == "after the step":
         optimizer.register_step_post_hook(forget)
     optimizer.step()
-    assert not thread.open
-    assert not function_modes()
-    assert not torch.is_autocast_enabled("cpu")
+    assert torch_is_untouched()

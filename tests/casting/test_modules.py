@@ -13,10 +13,17 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from halfstep import amp
-from halfstep.casting import modules, sessions
+from halfstep.casting import modules
 from halfstep.casting.containers import cast_tree, map_tensors, tensors_in
 from halfstep.casting.modules import ModelCasting, add_hooks, cast_module, device_types, has_casting, remove_hooks
-from halfstep.casting.op_casting import OpCasting
+from halfstep.casting.scope import (
+    OpCasting,
+    begin_session,
+    deactivate,
+    end_session,
+    moved_to,
+    session_casting,
+)
 from halfstep.core.errors import ArgumentTypeError, UsageError
 from halfstep.gradients import master_registry
 
@@ -241,15 +248,15 @@ def test_a_model_that_has_not_moved_keeps_its_casting_whatever_it_is_given() -> 
 def test_only_the_session_of_the_moved_model_follows_it() -> None:
     one, two = (OpCasting(BF16, devices=["cpu"]) for _ in range(2))
     for casting in (one, two):
-        sessions.begin_session(casting)
+        begin_session(casting)
     try:
-        new = sessions.moved_to("cuda", one)
+        new = moved_to("cuda", one)
         assert new.devices == ("cpu", "cuda")
-        assert sessions.process_casting() is two
-        sessions.end_session(two)
-        assert sessions.process_casting() is new
+        assert session_casting() is two
+        end_session(two)
+        assert session_casting() is new
     finally:
-        sessions.deactivate()
+        deactivate()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import OpLists, amp, optimizers
-from halfstep.casting import torch_patches
-from halfstep.casting.op_casting import OpCasting, active_casting
+from halfstep.casting.scope import OpCasting, active_casting
+from halfstep.casting.torch_patches import Patches
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from tests.support.backends import skip_without_compiler
 
@@ -341,7 +341,7 @@ def test_two_iterations_in_one_scope() -> None:
 
 def test_no_copy_outlives_its_weight_or_scope(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.casting import weight_cache
-    from halfstep.casting.thread_state import thread
+    from halfstep.casting.current import thread
 
     monkeypatch.setattr(weight_cache, "_MOST", 100)
     with scope():
@@ -606,13 +606,22 @@ def test_a_thread_without_casts_checkpoints_as_ever() -> None:
     assert found == [FP32, FP32]
 
 
-def test_a_function_that_this_torch_lacks_is_not_wrapped() -> None:
-    owner = types.SimpleNamespace(there=len)
-    before = dict(torch_patches._originals)
-    torch_patches._wrap(owner, "absent", lambda own: own)
-    torch_patches._replace(owner, "absent", 1)
-    assert vars(owner) == {"there": len}
-    assert torch_patches._originals == before
+def test_a_function_that_this_torch_lacks_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("halfstep_tests_of_patches")
+    module.there = len  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = dict(vars(module))
+    patches = Patches()
+    patches.wraps = {(module.__name__, "absent"): lambda own: 1, (module.__name__, "there"): lambda own: max}
+    for holder in (1, 2):
+        patches.hold(holder)
+        assert module.there is max
+    assert not hasattr(module, "absent")
+    for holder in (1, 1, 3):
+        patches.release(holder)
+        assert module.there is max
+    patches.release(2)
+    assert vars(module) == before
 
 
 def test_a_16_bit_result_that_is_asked_for() -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep import Policy, amp, kernels, multi_tensor, optimizers
 from halfstep.casting import weight_copies
-from halfstep.casting.thread_state import thread
+from halfstep.casting.current import thread
 from halfstep.core.errors import ArgumentTypeError, UsageError
 from halfstep.masters import keeper
 from tests.support.backends import needs_compiler

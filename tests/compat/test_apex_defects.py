@@ -386,7 +386,7 @@ def test_a_loss_scale_never_reaches_zero() -> None:
 
 def test_evaluation_does_not_grow() -> None:
     """Copies of weights piled up without gradients: #258, #439, #634."""
-    from halfstep.casting.thread_state import thread
+    from halfstep.casting.current import thread
 
     model, _ = ready("O1")
     model.eval()

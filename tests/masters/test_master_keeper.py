@@ -32,8 +32,8 @@ class CopyingOptimizer(torch.optim.SGD):
 
     asked: Any = None
 
-    def keep_copies(self, dtype: torch.dtype) -> Copies:
-        self.asked = dtype
+    def keep_copies(self, dtype: torch.dtype, keep: bool) -> Copies:
+        self.asked = dtype, keep
         return Copies(self.param_groups[0]["params"][0])
 
 
@@ -54,8 +54,8 @@ def params(dtype: torch.dtype) -> tuple[nn.Parameter, nn.Parameter]:
 def test_gradients_of_copied_weights_may_come_in_16_bits_and_are_fp32_afterwards() -> None:
     copied, other = params(FP32)
     optimizer = CopyingOptimizer([copied, other], lr=1.0)
-    keeper = MasterKeeper(optimizer, False, BF16)
-    assert (optimizer.asked, keeper.any, keeper.alike, keeper.plain) == (BF16, False, False, None)
+    keeper = MasterKeeper(optimizer, False, (BF16, True))
+    assert (optimizer.asked, keeper.any, keeper.alike, keeper.plain) == ((BF16, True), False, False, None)
     assert [id(p) for p in keeper.gradients.wide([other, copied])] == [id(copied)]
     for scale in (None, torch.tensor(2.0)):
         copied.grad = None
@@ -69,7 +69,7 @@ def test_gradients_of_copied_weights_may_come_in_16_bits_and_are_fp32_afterwards
 def test_copied_weights_in_a_wrapper_have_gradients_of_their_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     copied, other = params(FP32)
     monkeypatch.setattr(module, "wrapped", list)
-    keeper = MasterKeeper(CopyingOptimizer([copied, other], lr=1.0), False, BF16)
+    keeper = MasterKeeper(CopyingOptimizer([copied, other], lr=1.0), False, (BF16, True))
     assert keeper.gradients.wide([copied, other]) == []
 
 
@@ -78,7 +78,7 @@ def test_an_optimizer_that_is_not_told_to_copy_does_not() -> None:
     keeper = MasterKeeper(optimizer, False)
     assert optimizer.asked is None
     assert not keeper.gradients.any_wide
-    keeper = MasterKeeper(torch.optim.SGD(params(FP32), lr=1.0), False, BF16)
+    keeper = MasterKeeper(torch.optim.SGD(params(FP32), lr=1.0), False, (BF16, True))
     assert not keeper.gradients.any_wide
 
 
@@ -167,8 +167,8 @@ def test_without_grad_dtype_gradients_of_copied_weights_are_those_of_any_other(m
     monkeypatch.setattr(module, "HAS_GRAD_DTYPE", False)
     copied, other = params(FP32)
     optimizer = CopyingOptimizer([copied, other], lr=1.0)
-    keeper = MasterKeeper(optimizer, False, BF16)
-    assert optimizer.asked is BF16, "the copies are written all the same"
+    keeper = MasterKeeper(optimizer, False, (BF16, True))
+    assert optimizer.asked == (BF16, True), "the copies are written all the same"
     assert (keeper.gradients.any_wide, keeper.gradients.wide([copied, other])) == (False, [])
 
 

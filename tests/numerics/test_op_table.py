@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import amp, numerics
-from halfstep.casting.thread_state import thread
+from halfstep.casting.current import thread
 from halfstep.numerics import OpTable
 from halfstep.numerics.ops import OpCall, watching_ops
 from tests.support.processes import Ranks

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gradient_release import peak_bytes
 from halfstep import amp, optimizers
-from halfstep.casting.thread_state import thread
+from halfstep.casting.current import thread
 from halfstep.core.errors import ArgumentValueError, UsageError
 from halfstep.core.hardware import has_units
 from halfstep.kernels import backend

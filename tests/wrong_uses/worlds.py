@@ -12,7 +12,7 @@ from torch import nn
 
 import halfstep
 from halfstep import amp, fp16_utils, optimizers, static
-from halfstep.casting import sessions
+from halfstep.casting.scope import session_casting
 from halfstep.core.errors import HalfstepError
 from halfstep.core.torch_compat import module_hooks
 
@@ -140,7 +140,7 @@ def snapshot(world: World) -> dict[str, Any]:
     """The state of every object, and of the process, as numbers that can be compared."""
     found = {name: _state(value) for name, value in vars(world).items()}
     found["the process"] = (
-        sessions.process_casting(),
+        session_casting(),
         amp._amp_state.session,
         torch.is_grad_enabled(),
         torch._C._len_torch_function_stack(),

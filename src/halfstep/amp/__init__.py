@@ -4,8 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ..casting.modules import exempt
-from ..casting.op_casting import clear_casts, disable_casts
-from ..casting.sessions import deactivate
+from ..casting.scope import clear_casts, deactivate, disable_casts
 from ..casting.user_functions import (
     float_function,
     half_function,

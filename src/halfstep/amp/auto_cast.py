@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from ..casting.emulation import Emulate, check_emulate
-from ..casting.op_casting import OpCasting
+from ..casting.scope import OpCasting
 from ..core.checks import check_flag, is_device
 from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError

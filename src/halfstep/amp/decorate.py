@@ -10,7 +10,7 @@ from torch import nn
 
 from ..casting import modules
 from ..casting.emulation import Emulate, check_emulate
-from ..casting.op_casting import OpCasting
+from ..casting.scope import OpCasting
 from ..core.checks import check_flag
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
@@ -154,7 +154,9 @@ def decorate(
         )
     if level == "O2" and emulate is False:
         warn_of_slow_devices(model_list, half)
-    casting = OpCasting(half, enabled=False, devices=modules.device_types(model_list), emulate=emulate, lenient=True)
+    casting = OpCasting(
+        half, enabled=False, devices=modules.device_types(model_list), emulate=emulate, keeps_autocast=True
+    )
     if level == "O1":
         for model in model_list:
             if not modules.has_casting(model):

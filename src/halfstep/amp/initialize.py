@@ -9,9 +9,9 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from ..casting import modules, sessions
+from ..casting import modules
 from ..casting.emulation import Emulate, check_emulate
-from ..casting.op_casting import OpCasting
+from ..casting.scope import OpCasting, begin_session
 from ..core.checks import check_count, check_flag, check_kind
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, is_half
 from ..core.loss_scale import LossScaleSpec, make_loss_scale
@@ -238,7 +238,7 @@ def initialize(
         attached.passes.scaling.in_float16 = policy.compute_dtype is torch.float16
         attached.passes.scalers = [scaler for scaler in scalers if not scaler.neutral and num_losses == 1]
     if policy.op_lists is not None:
-        sessions.begin_session(casting, [*model_list, *optimizer_list])
+        begin_session(casting, [*model_list, *optimizer_list])
     latest.session = session
     if verbosity > 0:
         logger.info("%s", recipe.banner())

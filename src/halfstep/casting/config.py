@@ -58,14 +58,14 @@ class CastingConfig:
         allow_banned: run banned ops in fp32 instead of refusing 16-bit inputs.
         devices: types of the devices whose tensors are cast; None means the CPU and the accelerator of this machine.
         emulate: where 16-bit products run in fp32 kernels; see ``emulation.Emulate``.
-        lenient: leave a plain ``torch.autocast`` around a model in force.
+        keeps_autocast: leave a plain ``torch.autocast`` around a model as it is.
 
     Attributes:
         settings: the arguments.
         key: a text of the settings.
         native: types of the devices on which native autocast does a part of the work.
         emulated: which 16-bit ops run in fp32 kernels.
-        inert: whether nothing is done to any op.
+        is_noop: whether nothing is done to any op.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CastingConfig:
         allow_banned: bool = False,
         devices: Iterable[str] | None = None,
         emulate: Emulate = "auto",
-        lenient: bool = False,
+        keeps_autocast: bool = False,
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
             self.key = _key_of(dtype, lists, enabled, allow_banned, devices, emulate)
@@ -91,7 +91,7 @@ class CastingConfig:
         self.verbose = verbose
         self.allow_banned = allow_banned
         self.devices = _present_devices() if devices is None else tuple(sorted(devices))
-        self.lenient = lenient
+        self.keeps_autocast = keeps_autocast
         self.settings: dict[str, Any] = {
             "dtype": dtype,
             "lists": self.lists,
@@ -101,10 +101,10 @@ class CastingConfig:
             "allow_banned": allow_banned,
             "devices": self.devices,
             "emulate": emulate,
-            "lenient": lenient,
+            "keeps_autocast": keeps_autocast,
         }
         self.key, self.native, self.emulated = derive(**self.settings)
-        self.inert = not enabled and not self.emulated
+        self.is_noop = not enabled and not self.emulated
         _by_key.setdefault(self.key, self)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -30,6 +30,7 @@ from .weight_cache import WeightCache
 __all__ = [
     "CastMode",
     "Rule",
+    "SessionEnd",
     "dispatcher_name",
     "function_modes",
     "install",
@@ -66,12 +67,22 @@ def dispatcher_name(func: OpOverload | OpOverloadPacket) -> str:
     return qualified_name(func)
 
 
+class SessionEnd(Protocol):
+    """The part of a session that a mode asks before each op."""
+
+    def is_over(self) -> bool:
+        """Whether the session's models and optimizers are gone."""
+
+    def leave(self) -> None:
+        """Make something else current in this thread."""
+
+
 class CastMode(TorchFunctionMode):
     """The mode of one thread. Scopes change its fields; it is on torch's stack while one of them needs it.
 
     Attributes:
         table: the rule of each callable; see ``build_table``.
-        config: what the mode follows; None in compiled code, where nothing ends by itself.
+        session: the O1 session that the mode follows, which may be over at any op; None in a scope, and if compiled.
         dtype: the 16-bit dtype; see ``half_of``.
         devices: types of the devices whose tensors are cast.
         native: those of them on which native autocast does a part of the work. Where someone turns it off, nothing is
@@ -86,7 +97,7 @@ class CastMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.table: Mapping[Callable[..., Any] | str, Rule] = {}
-        self.config: object = None
+        self.session: SessionEnd | None = None
         self.dtype = torch.bfloat16
         self.devices: tuple[str, ...] = ()
         self.native: tuple[str, ...] = ()
@@ -100,12 +111,22 @@ class CastMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one call of an op under its rule."""
-        rule = self.table.get(method_name(func) or func if _is_dynamo_compiling() else func)
+        if _is_dynamo_compiling():
+            rule = self.table.get(method_name(func) or func)
+        else:
+            if self.session is not None and self.session.is_over():
+                self.session.leave()
+            rule = self.table.get(func)
         if rule is None and isinstance(func, (OpOverload, OpOverloadPacket)):
             rule = self.table.get(dispatcher_name(func))
         if rule is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return rule(self, func, args, kwargs or {})
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it must be on torch's stack."""
+        return bool(self.table) or self.session is not None
 
     def casts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is cast: its device is one of ours, and nobody turned native autocast off inside."""

@@ -30,8 +30,8 @@ from ..core.torch_compat import (
     tracer_follows_autocast,
 )
 from .config import CastingConfig, config_of
+from .current import is_current, thread
 from .dispatch import CastMode, function_modes, set_function_modes
-from .thread_state import in_force, thread
 
 __all__ = ["abandon", "eager", "enter_model", "enter_scope", "is_running", "leave", "not_by_itself", "without_ours"]
 
@@ -92,10 +92,10 @@ def enter_scope(casting: CastingConfig) -> None:
 def enter_model(casting: CastingConfig) -> None:
     """Put the casting of a model in force, unless it is already, or an explicit scope around it decides."""
     # In Dynamo of torch 2.11 is_exporting() is always true.
-    if thread.explicit or (in_force(casting) and (casting.inert or not torch.compiler.is_exporting())):
+    if thread.explicit or (is_current(casting) and (casting.is_noop or not torch.compiler.is_exporting())):
         thread.traced.append(None)
     else:
-        explicit = not casting.lenient or bool(thread.key)  # as in eager mode, where lenient leaves what is the user's
+        explicit = not casting.keeps_autocast or bool(thread.key)  # as in eager mode
         _push(_modes[_prepare_mode(casting.key, explicit)], casting.key, False, [])
 
 

@@ -29,10 +29,10 @@ from ..core.torch_compat import (
 from ..gradients.held_masters import settle
 from ..gradients.master_registry import master_of, write_master
 from ..kernels.shards import is_sharded
-from . import dynamo, sessions
+from . import dynamo
 from .containers import cast_tree
 from .dynamo import not_by_itself
-from .op_casting import OpCasting, enter_model, join_process, leave_model
+from .scope import OpCasting, enter_model, join_session, keep_session, leave_model, moved_to
 
 __all__ = [
     "PARALLEL",
@@ -47,7 +47,7 @@ __all__ = [
     "device_types",
     "exempt",
     "has_casting",
-    "join_process_casting",
+    "join_session_casting",
     "refuse_sharded",
     "remove_hooks",
 ]
@@ -153,7 +153,7 @@ class ModelCasting:
     def __deepcopy__(self, memo: Any) -> ModelCasting:
         """That of a copied model. The session of the original lasts as long as its copies."""
         copied = ModelCasting(self.casting, explicit=self.explicit)
-        sessions.keep_session(self.casting, copied)
+        keep_session(self.casting, copied)
         return copied
 
     def attach_to(self, model: nn.Module) -> None:
@@ -175,7 +175,7 @@ class ModelCasting:
         """Cast on the device of the model too, if it has moved to one of another type."""
         first = next(module.parameters(), None)
         if first is not None and first.device.type not in self.casting.devices:
-            self.casting = sessions.moved_to(first.device.type, self.casting)
+            self.casting = moved_to(first.device.type, self.casting)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,9 +220,9 @@ def exempt(model: M) -> M:
     return model
 
 
-def join_process_casting(module: nn.Module, args: Any) -> None:
+def join_session_casting(module: nn.Module, args: Any) -> None:
     """A forward pre-hook: the thread that runs this module takes part in the casting of the process."""
-    join_process()
+    join_session()
 
 
 class SaveAs:

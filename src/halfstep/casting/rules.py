@@ -73,22 +73,17 @@ def bind(rule: Callable[..., Any], *details: Any, native_off: bool = False) -> R
 
 
 def _call_without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call with native autocast off on every device.
-
-    The garbage collector may end the session in the call. Then native autocast is as it should be already.
-    """
+    """Call with native autocast off on every device."""
     on = mode.native_on()
     if _is_dynamo_compiling():
         return _call_without_native_compiled(on, func, args, kwargs)
-    config = mode.config
     for device in on:
         torch.set_autocast_enabled(device, False)
     try:
         return func(*args, **kwargs)
     finally:
-        if mode.config is config:
-            for device in on:
-                torch.set_autocast_enabled(device, True)
+        for device in on:
+            torch.set_autocast_enabled(device, True)
 
 
 def _call_without_native_compiled(on: list[str], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -1,118 +1,102 @@
-"""Casting in the whole process, as Apex had it: what O1 and its handle do to ops outside of models.
-
-The latest session that has not ended is in force. A session ends by a call, or with its models and optimizers.
-"""
+"""The O1 sessions of the process, and which of them a thread has joined: it casts outside of models."""
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from . import torch_patches
-from .op_casting import OpCasting, patch_torch, set_process_casting
+from .config import CastingConfig
+from .current import Scope, restore, restore_native, set_current, thread
+from .torch_patches import around_casts, around_recomputation
 
-__all__ = ["begin_session", "deactivate", "end_session", "keep_session", "moved_to", "process_casting"]
-
-
-class _Session:
-    def __init__(self, casting: OpCasting) -> None:
-        self.casting = casting
-        self.owners = 0  # how many are alive
-
-    def add(self, owner: object) -> None:
-        """The session lasts as long as this owner, at least."""
-        self.owners += 1
-        weakref.finalize(owner, _owner_gone, self).atexit = False
+__all__ = ["Session", "add", "in_autocast", "join", "latest_session", "leave_sessions", "sessions"]
 
 
-_lock = threading.Lock()
-_sessions: list[_Session] = []
-_ended: list[_Session] = []
-
-
-def process_casting() -> OpCasting | None:
-    """The casting of the latest session, or None."""
-    latest = _sessions[-1:]  # a copy: the garbage collector may end a session at any point
-    return latest[0].casting if latest else None
-
-
-def begin_session(casting: OpCasting, owners: Iterable[object] = ()) -> None:
-    """Cast ops in the whole process from now on: in this thread at once, in others when they run an O1 model.
+class Session:
+    """Casts in the whole process, outside of models, as Apex had them: what O1 and its handle do.
 
     Args:
-        casting: what to do; the latest session decides.
-        owners: the session ends when all of these are gone; without any it ends by ``end_session``.
+        casting: what is done to ops.
+        owners: models and optimizers, held weakly. The session is over when all of them are gone; without any it ends
+            by ``scope.end_session``.
     """
-    session = _Session(casting)
-    for owner in owners:
-        session.add(owner)
-    patch_torch()
-    with _lock:
-        _sessions.append(session)
-    _end([])
+
+    def __init__(self, casting: CastingConfig, owners: Iterable[object] = ()) -> None:
+        self.casting = casting
+        self.owners: list[Callable[[], object]] = [weakref.ref(owner) for owner in owners] or [lambda: self]
+
+    def is_over(self) -> bool:
+        """Whether nobody needs it any more."""
+        if self.owners and self.owners[0]() is None:
+            self.owners = [owner for owner in self.owners if owner() is not None]
+        return not self.owners
+
+    def leave(self) -> None:
+        """An op of this thread has found that the session is over: the next session is current, or nothing.
+
+        The mode runs the op, so it cannot be taken off torch's stack. A ``torch.autocast`` block of the user's that is
+        around the op has native autocast as it should be. ``scope.join_session`` does the rest.
+        """
+        following = next((session for session in reversed(sessions) if not session.is_over()), None)
+        if following is not None and not in_autocast():
+            join(following, in_op=True)
+            return
+        thread.current, thread.key, thread.mode.session, thread.mode.table = None, "", None, {}
+        thread.cache.in_session = False
+        if thread.before is not None and not in_autocast():
+            restore_native(thread.before)
 
 
-def keep_session(casting: OpCasting, owner: object) -> None:
-    """Let the session with this very casting last as long as an owner more, if it has not ended."""
-    for session in _sessions:
-        if session.casting is casting and session.owners:
-            session.add(owner)
+sessions: list[Session] = []
+"""The sessions that were not found to be over, the latest last."""
 
 
-def end_session(casting: OpCasting) -> None:
-    """End the session with this very casting, if it has not ended; the one before is in force again."""
-    _end([session for session in _sessions if session.casting is casting])
+def latest_session() -> Session | None:
+    """The latest session that is not over, or None. Torch's own functions are put back if there is none."""
+    for session in [session for session in sessions if session.is_over()]:
+        if session in sessions:
+            sessions.remove(session)
+        around_casts.release(session)
+        around_recomputation.release(session)
+    return sessions[-1] if sessions else None
 
 
-def deactivate() -> None:
-    """End all casting in the whole process; this thread gets back what it had before.
-
-    Models that were brought up at O1 still compute by their level; what is outside of them is not cast any more.
-    """
-    _end(list(_sessions))
-
-
-def moved_to(device_type: str, casting: OpCasting) -> OpCasting:
-    """The casting of a model that has moved to another type of device; a session with this casting follows."""
-    new = OpCasting(**{**casting.settings, "devices": {*casting.devices, device_type}})
-    for session in _sessions:
-        if session.casting is casting:
-            session.casting = new
-    set_process_casting(process_casting())
-    return new
+def add(session: Session, at: int | None = None) -> None:
+    """Begin a session, which goes before all others, or has this place among them."""
+    around_casts.hold(session)
+    around_recomputation.hold(session)
+    sessions.insert(len(sessions) if at is None else at, session)
 
 
-def _owner_gone(session: _Session) -> None:
-    session.owners -= 1
-    if session.owners == 0:
-        _end([session], at_once=not _in_autocast())
+def join(session: Session, *, in_op: bool = False) -> None:
+    """Make the casting of a session current in this thread; ``in_op`` as of ``set_current``."""
+    thread.cache.clear()
+    native = session.casting.native
+    if thread.before is None:
+        thread.before = Scope(explicit=False)
+        thread.before.save(native)
+    restore_native(thread.before)
+    known = [device for device, _, _ in thread.before.native]
+    thread.before.native += [
+        (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in native if d not in known
+    ]
+    set_current(session.casting, native, session, in_op=in_op)
+    thread.session = session
+    thread.cache.in_session = True
 
 
-def _in_autocast() -> bool:
+def leave_sessions() -> None:
+    """Have this thread do what it did before it joined its first session."""
+    thread.cache.clear()
+    assert thread.before is not None
+    restore(thread.before)
+    thread.session = thread.before = None
+    thread.cache.in_session = False
+
+
+def in_autocast() -> bool:
     """Whether this thread is in a ``torch.autocast`` block (a checkpoint has one), which restores what it found."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0
-
-
-def _end(sessions: list[_Session], *, at_once: bool = True) -> None:
-    """End sessions. The garbage collector may call this at any point, also while it runs: so it never waits.
-
-    Args:
-        sessions: some may have ended before.
-        at_once: whether this thread changes now; otherwise it does so with its next model or scope.
-    """
-    _ended.extend(sessions)
-    while _ended and _lock.acquire(blocking=False):
-        try:
-            session = _ended.pop()
-            found = session in _sessions
-            if found:
-                _sessions.remove(session)
-        finally:
-            _lock.release()
-        if found:
-            torch_patches.release()
-    set_process_casting(process_casting(), at_once=at_once)

@@ -1,129 +1,112 @@
-"""Functions of torch that are wrapped while any casting is in force: backward, checkpoints and DataParallel.
-
-These are two functions of ``torch.autograd``, two names in ``torch.utils.checkpoint``, and the ``parallel_apply`` of
-DataParallel, which runs replicas in threads of its own (as of torch 2.11 to 2.13). The first casting in the process
-wraps them, the last puts them back. So it is with torch's setting that has ``torch.compile`` cast in backward passes
-what it casts in forward, and with the hooks around the step of every optimizer.
-"""
+"""Names of torch that have wrappers while anybody holds them. ``scope`` says which, and why."""
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-import torch
-import torch.nn.parallel.data_parallel
-import torch.utils.checkpoint as checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..core.torch_compat import put_back_in_compiler
 
-__all__ = ["hold", "release", "step_begins", "step_ends"]
+__all__ = ["Patches", "around_casts", "around_recomputation", "changing_first", "checkpoint_function"]
 
-_data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel has a function of that name
-_lock = threading.RLock()  # the garbage collector may end a session while this thread is in here
-_held = 0
-_hooks: list[Any] = []
-_steps = 0  # of optimizers, that have begun under casts and not ended
-_originals: dict[tuple[Any, str], Any] = {}
-_wrappers: dict[tuple[Any, str, Any], Any] = {}  # kept, for a class among them takes long to make
+Wrap = Callable[[Any], Any]
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+_lock = threading.Lock()  # the names belong to the process, and each thread may be the first to hold them, or the last
 
 
-def hold(uncast: Wrap, remember: Wrap, before_step: Callable[..., Any], after_step: Callable[..., None]) -> None:
-    """Count one more casting; the first puts the wrappers in place.
+class Patches:
+    """Replacements of names of torch. The first holder has them put on, the last has torch's own put back.
 
-    Args:
-        uncast: makes a function run without casts.
-        remember: makes a function run, whenever it is called, under the casting that is in force now.
-        before_step: called before every step of an optimizer, as torch calls its hooks.
-        after_step: called after it.
+    Attributes:
+        wraps: for the name of a module and of something in it, what makes the replacement from what is there. Names
+            that this torch does not have are left out.
+        step_hooks: hooks before and after the step of every optimizer, or nothing.
     """
-    global _held
-    with _lock:
-        _held += 1
-        if _held > 1:
-            return
-        _wrap(torch.autograd, "backward", uncast)
-        _wrap(torch.autograd, "grad", uncast)
-        _wrap(checkpoint, "_checkpoint_without_reentrant_generator", lambda own: _changing_first(remember, own))
-        _wrap(checkpoint, "CheckpointFunction", lambda own: _checkpoint_function(remember, own))
-        _wrap(_data_parallel, "parallel_apply", lambda own: _changing_first(lambda ms: [remember(m) for m in ms], own))
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(before_step))
-            _hooks.append(register_optimizer_step_post_hook(after_step))
-        compiler_config: Any = import_module("torch._functorch.config")
-        _replace(compiler_config, "backward_pass_autocast", "off")
 
+    def __init__(self) -> None:
+        self.wraps: Mapping[tuple[str, str], Wrap] = {}
+        self.step_hooks: tuple[Any, ...] = ()
+        self._holders: set[object] = set()
+        self._originals: dict[tuple[Any, str], Any] = {}
+        self._made: dict[tuple[str, str, Any], Any] = {}  # kept, for a class among them takes long to make
+        self._handles: list[Any] = []
 
-def release() -> None:
-    """Count one casting less; the last puts torch's own functions back."""
-    global _held
-    with _lock:
-        _held -= 1
-        if _held:
-            return
-        for (owner, name), original in _originals.items():
+    def hold(self, holder: object) -> None:
+        """Have the replacements in place until this holder, and all others, release them."""
+        with _lock:
+            if not self._holders:
+                self._put_on()
+            self._holders.add(holder)
+
+    def release(self, holder: object) -> None:
+        """Hold them no more; a second call does nothing."""
+        with _lock:
+            if holder in self._holders:
+                self._holders.remove(holder)
+                if not self._holders:
+                    self._take_off()
+
+    def _put_on(self) -> None:
+        for (module, name), wrap in self.wraps.items():
+            owner = import_module(module)
+            original = getattr(owner, name, None)
+            if original is not None:
+                key = (module, name, original)
+                if key not in self._made:
+                    self._made[key] = wrap(original)
+                self._originals[owner, name] = original
+                setattr(owner, name, self._made[key])
+        if self.step_hooks:
+            before, after = self.step_hooks
+            self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def _take_off(self) -> None:
+        for (owner, name), original in self._originals.items():
             wrapper = getattr(owner, name)
             setattr(owner, name, original)
             if callable(original):
                 put_back_in_compiler(wrapper, original)
-        _originals.clear()
-        # The garbage collector may end the last session inside of a step, whose second hook must still be called.
-        while _hooks and not _steps:
-            _hooks.pop().remove()
+        self._originals.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
 
-def step_begins() -> None:
-    """Keep the hooks around steps until ``step_ends``."""
-    global _steps
-    with _lock:
-        _steps += 1
+around_casts = Patches()
+"""Held while ops are cast: a backward pass and a step run without casts."""
+
+around_recomputation = Patches()
+"""Held while ops are cast or emulated: what runs later, or in another thread, does as it would here."""
 
 
-def step_ends() -> None:
-    """A step that has begun under casts is over. The next ``release`` takes the hooks off: one of them is running."""
-    global _steps
-    with _lock:
-        _steps -= 1
+def changing_first(change: Callable[[Any], Any]) -> Wrap:
+    """A wrapper of functions that changes their first argument."""
+
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def changed(first: Any, *args: Any, **kwargs: Any) -> Any:
+            return own(change(first), *args, **kwargs)
+
+        return changed
+
+    return wrap
 
 
-def _wrap(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name, None)
-    if original is not None:
-        key = (owner, name, original)
-        if key not in _wrappers:
-            _wrappers[key] = wrap(original)
-        _replace(owner, name, _wrappers[key])
+def checkpoint_function(change: Callable[[Any], Any]) -> Wrap:
+    """A wrapper of torch's ``CheckpointFunction`` that changes the function it is given."""
 
+    def wrap(own: Any) -> Any:
+        class CheckpointFunction(own):  # type: ignore[misc]
+            """Hands the original another function."""
 
-def _replace(owner: Any, name: str, value: Any) -> None:
-    if hasattr(owner, name):
-        _originals[owner, name] = getattr(owner, name)
-        setattr(owner, name, value)
+            @staticmethod
+            def apply(function: Callable[..., Any], *args: Any) -> Any:
+                return own.apply(change(function), *args)
 
+        return CheckpointFunction
 
-def _changing_first(change: Callable[[Any], Any], own: Any) -> Any:
-    """A function that changes its first argument."""
-
-    @functools.wraps(own)
-    def changing_first(first: Any, *args: Any, **kwargs: Any) -> Any:
-        return own(change(first), *args, **kwargs)
-
-    return changing_first
-
-
-def _checkpoint_function(remember: Wrap, own: Any) -> Any:
-    class CheckpointFunction(own):  # type: ignore[misc]
-        """Hands the original a function that remembers its casting."""
-
-        @staticmethod
-        def apply(function: Callable[..., Any], *args: Any) -> Any:
-            return own.apply(remember(function), *args)
-
-    return CheckpointFunction
+    return wrap

@@ -14,7 +14,7 @@ from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.oplists.names import spellings
 from . import rules
 from .composites import refresh_globals
-from .op_casting import NO_CASTING, active_casting, thread_mode
+from .scope import NO_CASTING, active_casting, thread_mode
 
 __all__ = [
     "Registration",

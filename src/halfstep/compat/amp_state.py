@@ -5,8 +5,7 @@ from __future__ import annotations
 from ..amp.loss_scaler import LossScaler
 from ..amp.options import Properties
 from ..amp.session import Session, latest, require_session
-from ..casting import sessions
-from ..casting.op_casting import clear_cache, disable_casts
+from ..casting.scope import clear_cache, deactivate, disable_casts, session_casting
 
 __all__ = ["AmpState"]
 
@@ -18,13 +17,13 @@ class StateHandle:
 
     def is_active(self) -> bool:
         """Whether ops are cast."""
-        return sessions.process_casting() is not None
+        return session_casting() is not None
 
     def _clear_cache(self) -> None:
         clear_cache()
 
     def _deactivate(self) -> None:
-        sessions.deactivate()
+        deactivate()
 
 
 class AmpState:

@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..casting import sessions
 from ..casting.emulation import Emulate, check_emulate
-from ..casting.modules import join_process_casting
-from ..casting.op_casting import OpCasting, active_casting, clear_cache, disable_casts, join_process
+from ..casting.modules import join_session_casting
+from ..casting.scope import (
+    OpCasting,
+    active_casting,
+    begin_session,
+    clear_cache,
+    disable_casts,
+    end_session,
+    join_session,
+)
 from ..core.checks import check_count, check_flag
 from ..core.dtypes import default_half, parse_half
 from ..core.errors import ArgumentTypeError, UsageError
@@ -176,12 +183,12 @@ class AmpHandle(NoOpHandle):
         self._scaler = self.new_scaler("the loss scaler")
         self._attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._alive = True
-        self._hook = register_module_forward_pre_hook(join_process_casting)
-        sessions.begin_session(casting)
+        self._hook = register_module_forward_pre_hook(join_session_casting)
+        begin_session(casting)
 
     def is_active(self) -> bool:
         """Whether this thread casts ops and the handle was not deactivated."""
-        join_process()
+        join_session()
         return self._alive and active_casting() is not None
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
@@ -250,7 +257,7 @@ class AmpHandle(NoOpHandle):
             attached = attached_to(optimizer)
             if attached is not None and not attached.keeper.any:
                 undress(optimizer, attached)
-        sessions.end_session(self._casting)
+        end_session(self._casting)
 
 
 class OptimWrapper(ForwardingOptimizer):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..casting.op_casting import NO_CASTING
+from ..casting.scope import NO_CASTING
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.inner_optimizers import bare
 from ..core.torch_compat import backward_pass_id, scale_of

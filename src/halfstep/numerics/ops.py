@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..casting.op_casting import active_casting
+from ..casting.scope import active_casting
 from ..core.torch_compat import (
     OpOverload,
     TorchDispatchMode,

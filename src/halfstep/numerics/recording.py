@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..casting.op_casting import active_casting
+from ..casting.scope import active_casting
 from ..core.oplists.names import spellings
 from ..core.oplists.tables import FLOAT, words
 from ..core.torch_compat import OpOverload, schema_of, tree_flatten, tree_unflatten

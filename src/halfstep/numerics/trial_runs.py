@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..casting import modules
-from ..casting.op_casting import NO_CASTING, OpCasting
+from ..casting.scope import NO_CASTING, OpCasting
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import UsageError
 from ..core.policy import Policy

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from ..casting.op_casting import NO_CASTING, active_casting
+from ..casting.scope import NO_CASTING, active_casting
 from ..core.errors import UsageError
 from ..core.inner_optimizers import bare
 from ..distributed.ddp_sync import BackwardRecord, any_overflow, share_overflow

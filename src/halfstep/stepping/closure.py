@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..casting.op_casting import OpCasting
+from ..casting.scope import OpCasting
 from ..core.errors import UsageError
 from ..distributed.ddp_sync import BackwardRecord, any_overflow
 from ..masters.keeper import MasterKeeper

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..casting import modules
-from ..casting.op_casting import OpCasting
+from ..casting.scope import OpCasting
 from ..core.dtypes import is_half, parse_dtype
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.inner_optimizers import bare, inner_optimizer

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..casting.dynamo import eager
-from ..casting.op_casting import clear_cache
+from ..casting.scope import clear_cache
 from ..core.dtypes import is_half
 from ..core.errors import ArgumentTypeError, UsageError
 from ..gradients.loss_scaler import DeviceLossScaler

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd.graph import increment_version
 
-from ..casting.op_casting import clear_cache
+from ..casting.scope import clear_cache
 from ..core.errors import UsageError
 from ..core.torch_compat import step_hooks, tree_flatten, tree_unflatten
 from ..distributed.ddp_sync import BackwardRecord, any_overflow

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..casting.op_casting import active_casting
+from ..casting.scope import active_casting
 from ..core.torch_compat import module_hooks, tensor_hooks
 from ..gradients.loss_scaler import DeviceLossScaler
 from .signature import Signature

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from ...casting.emulation import narrow
-from ...casting.op_casting import NO_CASTING
+from ...casting.scope import NO_CASTING
 from ...core.checks import check_kind
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.files import replacing

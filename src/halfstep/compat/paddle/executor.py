@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...casting.op_casting import NO_CASTING
+from ...casting.scope import NO_CASTING
 from ...core.checks import check_flag
 from ...core.errors import ArgumentTypeError, ArgumentValueError
 from .building import default_main_program

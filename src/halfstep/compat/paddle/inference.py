@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...casting.op_casting import NO_CASTING
+from ...casting.scope import NO_CASTING
 from ...core.checks import check_kind
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.files import replacing

@@ -1,51 +1,56 @@
-"""Which dtype each op computes in, for a block, a model or the whole process: native ``torch.autocast`` where torch
-has it, and on top of it a function mode where the op lists differ, or where products are emulated.
+"""Who casts in this thread: native ``torch.autocast`` where torch has it, and on top of it a function mode where the op
+lists differ, or where products are emulated.
 
-What is in force in a thread is one ``OpCasting``. Three things put it there, and the innermost decides:
+One casting (``OpCasting``) is current in a thread. Three things make it so, and the innermost decides:
 
-- the process: the latest session of O1 (``sessions``), outside of every model;
+- a session of O1: the latest one of the process that is not over, outside of every model;
 - a model that was brought up at a level, while its ``forward`` runs (``enter_model``, ``leave_model``);
 - the user, by an explicit scope (``with OpCasting(...)``): a model inside computes as the scope says.
 
-A thread has one mode. Entering a scope changes what the mode does, and leaving puts back what was before, wherever the
-mode is on torch's stack.
+A session is over when its models and optimizers are gone. Nothing happens at that moment: the next op or scope asks,
+and goes on without it.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ..core.oplists.tables import NATIVE
-from . import dynamo, torch_patches, weight_copies
+from . import dynamo, weight_copies
 from .config import CastingConfig
-from .dispatch import CastMode, is_installed, set_function_modes, uninstall
-from .thread_state import Scope, in_force, put_in_force, restore, thread
+from .current import Scope, is_current, restore, set_current, thread
+from .dispatch import CastMode, is_installed, set_function_modes
+from .sessions import Session, add, in_autocast, join, latest_session, leave_sessions, sessions
+from .torch_patches import around_casts, around_recomputation, changing_first, checkpoint_function
 from .weight_cache import clear_in_all_threads
 
 __all__ = [
     "NO_CASTING",
     "OpCasting",
+    "Session",
     "active_casting",
+    "begin_session",
     "clear_cache",
     "clear_casts",
+    "deactivate",
     "disable_casts",
+    "end_session",
     "enter_model",
-    "join_process",
+    "join_session",
+    "keep_session",
     "leave_model",
-    "patch_torch",
-    "set_process_casting",
+    "moved_to",
+    "session_casting",
     "thread_mode",
 ]
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class OpCasting(CastingConfig):
@@ -72,31 +77,14 @@ class OpCasting(CastingConfig):
 NO_CASTING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
 """A scope without casts and emulation, in which the function mode does nothing."""
 
-_process: OpCasting | None = None
-
 
 # ---- scopes of one thread
 
 
-def _sessions_wait(function: F) -> F:
-    """Mark a function that changes what is in force: a session that ends while it runs changes this thread later."""
-
-    @functools.wraps(function)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        thread.changing += 1
-        try:
-            return function(*args, **kwargs)
-        finally:
-            thread.changing -= 1
-
-    return marked  # type: ignore[return-value]
-
-
-@_sessions_wait
 def _enter(casting: CastingConfig, *, explicit: bool, owner: object, frame: FrameType | None = None) -> None:
     _close_interrupted()
     scope = Scope(explicit, owner, frame)
-    if explicit or not (thread.explicit or (in_force(casting) and not torch.compiler.is_exporting())):
+    if explicit or not (thread.explicit or (is_current(casting) and not torch.compiler.is_exporting())):
         _begin(scope, casting)
         thread.explicit = explicit
     thread.open.append(scope)
@@ -105,46 +93,50 @@ def _enter(casting: CastingConfig, *, explicit: bool, owner: object, frame: Fram
 def _begin(scope: Scope, casting: CastingConfig) -> None:
     outer = () if thread.current is None else thread.current.native
     # A torch.autocast of the user's around this is turned off, but for models that have no casts of their own.
-    mine = [] if casting.lenient else [d for d in casting.devices if d in NATIVE]
+    mine = [] if casting.keeps_autocast else [d for d in casting.devices if d in NATIVE]
     scope.save(dict.fromkeys((*casting.native, *outer, *mine)))
-    if not casting.inert:
-        scope.patches_torch = True
-        patch_torch()
+    if casting.enabled:
+        around_casts.hold(scope)
+    if not casting.is_noop:
+        around_recomputation.hold(scope)
     if scope.traced is not None:
         set_function_modes(dynamo.without_ours(scope.traced))
-    put_in_force(casting, [device for device, _, _ in scope.native])
+    set_current(casting, [device for device, _, _ in scope.native])
 
 
 def _is_open(owner: object) -> bool:
     return any(scope.owner is owner for scope in thread.open)
 
 
-@_sessions_wait
 def _leave(owner: object) -> None:
-    """Close the latest scope of an owner, and those that were opened inside of it and not closed."""
-    if _is_open(owner):
-        while _close_latest().owner is not owner:
-            pass
-        if not thread.open:
-            if thread.process is None:
-                clear_cache()
-            join_process()
+    """Close the latest scope of an owner; then the thread has no scope open, or goes on with the one around."""
+    if _close(owner) and not thread.open:
+        if thread.session is None:
+            clear_cache()
+        join_session()
+
+
+def _close(owner: object) -> bool:
+    """Close the latest scope of an owner, and those that were opened inside of it and not closed, if there is one."""
+    if not _is_open(owner):
+        return False
+    while _close_latest().owner is not owner:
+        pass
+    return True
 
 
 def _close_latest() -> Scope:
     scope = thread.open.pop()
     if scope.restores:
-        if scope.patches_torch:
-            torch_patches.release()
+        around_casts.release(scope)
+        around_recomputation.release(scope)
         restore(scope)
         thread.explicit = next((each.explicit for each in reversed(thread.open) if each.restores), False)
-    if isinstance(scope.owner, torch.optim.Optimizer):
-        torch_patches.step_ends()
     return scope
 
 
 def enter_model(casting: OpCasting, owner: object, frame: FrameType, *, explicit: bool = False) -> None:
-    """Put the casting of a model's level in force while the model runs, unless an explicit scope is around it.
+    """Make the casting of a model's level current while the model runs, unless an explicit scope is around it.
 
     Args:
         casting: the model's; one that is not enabled casts nothing, and may emulate.
@@ -153,12 +145,12 @@ def enter_model(casting: OpCasting, owner: object, frame: FrameType, *, explicit
         explicit: whether it wins over explicit scopes around it.
     """
     if casting.enabled:
-        join_process()
+        join_session()
     _enter(casting, explicit=explicit, owner=owner, frame=frame)
 
 
 def leave_model(owner: object) -> None:
-    """Put back what was in force before ``enter_model``: the model has run, or failed."""
+    """Put back what was current before ``enter_model``: the model has run, or failed."""
     if _is_open(owner):
         _leave(owner)
     elif thread.traced:  # it was entered in compiled code, before a graph break
@@ -184,7 +176,7 @@ def _is_running(scope: Scope) -> bool:
 
 
 def active_casting() -> OpCasting | None:
-    """The casting in force in this thread, or None if nothing is cast."""
+    """The current casting of this thread, or None if nothing is cast."""
     current = thread.current
     return current if isinstance(current, OpCasting) and current.enabled else None
 
@@ -226,57 +218,88 @@ def clear_casts() -> None:
     weight_copies.clear_kept()
 
 
-# ---- the casting of the process
+# ---- sessions of the process
 
 
-def set_process_casting(casting: OpCasting | None, *, at_once: bool = True) -> None:
-    """Cast by this outside of models: in this thread ``at_once``, in others when they run a model."""
-    global _process
-    _process = casting
-    if at_once and not thread.changing:  # the garbage collector may be who calls
-        join_process()
+def session_casting() -> CastingConfig | None:
+    """The casting of the latest session, or None."""
+    session = latest_session()
+    return None if session is None else session.casting
 
 
-def join_process() -> None:
-    """Put the casting of the process in force in this thread: every O1 model calls this before its forward.
+def begin_session(casting: OpCasting, owners: Iterable[object] = ()) -> None:
+    """Cast ops in the whole process from now on: in this thread at once, in others when they run an O1 model.
+
+    Args:
+        casting: what to do; the latest session decides.
+        owners: see ``Session``.
+    """
+    add(Session(casting, owners))
+    join_session()
+
+
+def keep_session(casting: OpCasting, owner: object) -> None:
+    """Let the session with this very casting last as long as an owner more, if it is not over."""
+    for session in sessions:
+        if session.casting is casting and not session.is_over():
+            session.owners = [*session.owners, weakref.ref(owner)]
+
+
+def end_session(casting: OpCasting) -> None:
+    """End the session with this very casting, if it is not over; the one before is current again."""
+    for session in sessions:
+        if session.casting is casting:
+            session.owners = []
+    join_session()
+
+
+def deactivate() -> None:
+    """End all casting in the whole process; this thread gets back what it had before.
+
+    Models that were brought up at O1 still compute by their level; what is outside of them is not cast any more.
+    """
+    for session in sessions:
+        session.owners = []
+    join_session()
+
+
+def moved_to(device_type: str, casting: OpCasting) -> OpCasting:
+    """The casting of a model that has moved to another type of device; a session with this casting follows."""
+    new = OpCasting(**{**casting.settings, "devices": {*casting.devices, device_type}})
+    for place, session in enumerate(list(sessions)):
+        if session.casting is casting:
+            moved = Session(new)
+            moved.owners, session.owners = session.owners, []
+            add(moved, at=place + 1)
+    join_session()
+    return new
+
+
+def join_session() -> None:
+    """Make the casting of the latest session current in this thread: every O1 model calls this before its forward.
 
     Inside of a scope nothing changes; the thread joins when the scope is left.
     """
-    if not torch.compiler.is_dynamo_compiling():
-        _join()
-
-
-@_sessions_wait
-def _join() -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return
     _close_interrupted()
     if not torch.is_grad_enabled():
         thread.cache.clear()
-    if thread.leftover and is_installed(thread.mode):
-        uninstall(thread.mode)
-        thread.leftover = False
-    process = _process
-    if thread.process is process or thread.open:
+    latest = latest_session()
+    if thread.session is latest or thread.open:
         return
-    clear_cache()
-    if thread.before is not None:
-        # A session may have ended while the mode runs an op. torch then puts the mode back on the stack.
-        leftover = bool(thread.mode.table) and not is_installed(thread.mode)
-        restore(thread.before)
-        thread.leftover, thread.before = leftover, None
-    thread.process = process
-    thread.cache.in_session = process is not None
-    if process is not None:
-        thread.before = Scope(explicit=False)
-        thread.before.save(process.native)
-        put_in_force(process, process.native)
+    if thread.mode.is_needed and not is_installed(thread.mode):
+        return  # the mode runs an op, after which it is on torch's stack again
+    if thread.session is not None and thread.session.is_over() and in_autocast():
+        return  # native autocast is the user's until that block ends
+    torch.clear_autocast_cache()
+    if latest is None:
+        leave_sessions()
+    else:
+        join(latest)
 
 
-# ---- functions of torch that are wrapped while any casting is in force
-
-
-def patch_torch() -> None:
-    """Count one more casting that is in force; ``torch_patches.release`` counts it off."""
-    torch_patches.hold(_uncast, _remember, _before_step, _after_step)
+# ---- functions of torch that have wrappers while a casting is current anywhere
 
 
 def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,6 +309,7 @@ def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
     def uncast(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return backward(*args, **kwargs)
+        latest_session()
         weight_copies.widen_gradients()
         try:
             if active_casting() is None:
@@ -301,7 +325,10 @@ def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A step of any optimizer runs without casts, and a closure given to it under those that are in force now."""
+    """A step of any optimizer runs without casts, and a closure given to it under those that are current now.
+
+    Nothing in here asks whether a session is over: torch goes through its hooks, and this is one that would be removed.
+    """
     if torch.compiler.is_dynamo_compiling():
         return None
     weight_copies.before_step(optimizer)
@@ -310,22 +337,21 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
     args = tuple(_remember(each) if callable(each) else each for each in args)
     if kwargs.get("closure") is not None:
         kwargs = {**kwargs, "closure": _remember(kwargs["closure"])}
-    torch_patches.step_begins()
     _enter(NO_CASTING, explicit=True, owner=optimizer, frame=sys._getframe(1))  # a step that fails has no second hook
     return args, kwargs
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Put back the casts, and forget copies: a fused step writes to weights without a new version."""
-    if not torch.compiler.is_dynamo_compiling() and _is_open(optimizer):
-        _leave(optimizer)
+    """Put back the casts, and forget those of weights: a fused step writes to weights without a new version."""
+    if not torch.compiler.is_dynamo_compiling():
+        _close(optimizer)
     weight_copies.after_step(optimizer)
     clear_in_all_threads()
     torch.clear_autocast_cache()
 
 
 def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs under the casting that is in force now, for a checkpoint that recomputes it later."""
+    """A function that runs under the casting that is current now, for a checkpoint that recomputes it later."""
     casting, explicit = thread.current, thread.explicit
     if casting is None:
         return function
@@ -347,3 +373,18 @@ def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
             _leave(owner)
 
     return remembering
+
+
+around_casts.wraps = {
+    ("torch.autograd", "backward"): _uncast,
+    ("torch.autograd", "grad"): _uncast,
+    # torch.compile would cast in backward passes what it casts in forward.
+    ("torch._functorch.config", "backward_pass_autocast"): lambda own: "off",
+}
+around_casts.step_hooks = (_before_step, _after_step)
+around_recomputation.wraps = {
+    ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator"): changing_first(_remember),
+    ("torch.utils.checkpoint", "CheckpointFunction"): checkpoint_function(_remember),
+    # It runs replicas in threads of its own.
+    ("torch.nn.parallel.data_parallel", "parallel_apply"): changing_first(lambda ms: [_remember(m) for m in ms]),
+}

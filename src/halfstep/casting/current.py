@@ -1,6 +1,6 @@
-"""Which casting is in force in each thread, and how torch is told: native autocast, and the function mode on its stack.
+"""The casting that is current in each thread, and how torch is told: native autocast, and the mode on its stack.
 
-``op_casting`` decides who may put a casting in force and when it ends.
+``scope`` decides which casting that is.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from ..core.oplists.tables import NATIVE
 from .config import CastingConfig
-from .dispatch import CastMode, function_modes, install, is_installed, set_function_modes, uninstall
+from .dispatch import CastMode, SessionEnd, function_modes, install, is_installed, set_function_modes, uninstall
 from .weight_cache import WeightCache
 
-__all__ = ["Scope", "ThreadState", "in_force", "put_in_force", "restore", "thread"]
+__all__ = ["Scope", "ThreadState", "is_current", "restore", "restore_native", "set_current", "thread"]
 
 
 class Scope:
-    """A scope that is open in a thread, and what it will put back.
+    """An open scope of a thread, and the state that its end puts back.
 
     Args:
         explicit: whether it is the user's.
@@ -34,12 +34,11 @@ class Scope:
         self.owner = owner
         self.frame = frame
         self.restores = False  # whether it changed anything
-        self.patches_torch = False
 
     def save(self, devices: Iterable[str]) -> None:
-        """Save what is in force now; native autocast on these devices."""
+        """Save the present state; that of native autocast on these devices."""
         self.restores = True
-        self.current, self.key = thread.current, thread.key
+        self.current, self.key, self.session = thread.current, thread.key, thread.mode.session
         self.native = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
         self.native_cache = torch.is_autocast_cache_enabled()
         self.installed = is_installed(thread.mode)
@@ -49,23 +48,19 @@ class Scope:
 
 
 class ThreadState(threading.local):
-    """What is in force in one thread.
+    """The state of one thread.
 
     Attributes:
-        current: the casting in force, or None.
-        key: of the casting in force, also in compiled code; empty for one that does nothing.
+        current: the current casting, or None.
+        key: of the current casting, also in compiled code; empty for one that does nothing.
         explicit: whether the innermost scope is the user's.
-        open: the scopes that are open, the innermost last.
-        traced: what compiled code will put back.
-        process: the casting of the process that this thread has joined.
-        before: what was in force before it joined.
+        open: the open scopes, the innermost last.
+        traced: the states that compiled code will put back.
+        session: the O1 session that the thread has joined, or None. One that is over stays here until it is left.
+        before: the state before the thread joined its first session.
         mode: the function mode.
-        cache: the copies of weights.
-        leftover: whether the mode is on the stack although nothing needs it.
-        changing: how many functions that change this state are running; making it counts as one.
+        cache: the casts of weights.
     """
-
-    changing = 1
 
     def __init__(self) -> None:
         self.current: CastingConfig | None = None
@@ -73,65 +68,75 @@ class ThreadState(threading.local):
         self.explicit = False
         self.open: list[Scope] = []
         self.traced: list[Any] = []
-        self.process: CastingConfig | None = None
+        self.session: SessionEnd | None = None
         self.before: Scope | None = None
         self.mode = CastMode()
         self.cache = WeightCache()
-        self.leftover = False
-        self.changing = 0
 
 
 thread = ThreadState()
 
 
-def in_force(casting: CastingConfig) -> bool:
+def is_current(casting: CastingConfig) -> bool:
     """Whether the thread does what a casting says already. Dynamo traces this too."""
-    if thread.key != casting.key and (thread.key or not casting.inert):
+    if thread.key != casting.key and (thread.key or not casting.is_noop):
         return False
-    if casting.lenient:
+    if casting.keeps_autocast:
         return True
     native = [d for d in casting.devices if d in NATIVE and torch.is_autocast_enabled(d)]
     return native == list(casting.native) and all(torch.get_autocast_dtype(d) is casting.dtype for d in native)
 
 
-def put_in_force(casting: CastingConfig, devices: Iterable[str]) -> None:
-    """Put a casting in force: of these devices, native autocast is on for the casting's own and off for the others."""
-    native = casting.native
+def set_current(
+    casting: CastingConfig, devices: Iterable[str], session: SessionEnd | None = None, *, in_op: bool = False
+) -> None:
+    """Make a casting current: of these devices, native autocast is on for the casting's own and off for the others.
+
+    Args:
+        casting: the casting.
+        devices: types of devices.
+        session: the session whose casting it is; every op asks whether it is over.
+        in_op: whether the mode runs an op, after which it is on torch's stack again.
+    """
     for device in devices:
-        torch.set_autocast_enabled(device, device in native)
-        if device in native:
+        torch.set_autocast_enabled(device, device in casting.native)
+        if device in casting.native:
             torch.set_autocast_dtype(device, casting.dtype)
-    needs_mode = _set_current(casting)
-    all_native = casting.lists.level == "native" or not needs_mode
+    _tell_mode(casting, session)
+    all_native = casting.lists.level == "native" or not thread.mode.table
     torch.set_autocast_cache_enabled(casting.enabled and casting.cache and all_native)
-    _place_mode(needs_mode)
+    if not in_op:
+        _place_mode(thread.mode.is_needed)
+
+
+def restore_native(scope: Scope) -> None:
+    """Put back the state of native autocast that a scope saved."""
+    for device, enabled, dtype in scope.native:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
 
 
 def restore(scope: Scope) -> None:
     """Put back what a scope saved."""
-    for device, enabled, dtype in scope.native:
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
+    restore_native(scope)
     torch.set_autocast_cache_enabled(scope.native_cache)
-    needs_mode = _set_current(scope.current)
+    _tell_mode(scope.current, scope.session)
     thread.key = scope.key
-    _place_mode(scope.installed and needs_mode)  # what needed it may have ended inside of the scope
+    _place_mode(scope.installed and thread.mode.is_needed)
     if scope.traced is not None:
         set_function_modes(scope.traced)
 
 
-def _set_current(casting: CastingConfig | None) -> bool:
-    """Make the thread's mode do what a casting says; returns whether the mode is needed."""
-    thread.current = thread.mode.config = casting
-    thread.key = "" if casting is None or casting.inert else casting.key
+def _tell_mode(casting: CastingConfig | None, session: SessionEnd | None) -> None:
+    """Make the thread's mode do what a casting says."""
+    thread.current, thread.mode.session = casting, session
+    thread.key = "" if casting is None or casting.is_noop else casting.key
     if casting is None:
         thread.mode.table = {}
     else:
         casting.apply_to(thread.mode, thread.cache, explicit=torch.compiler.is_exporting())
-    return bool(thread.mode.table)
 
 
 def _place_mode(wanted: bool) -> None:
-    thread.leftover = thread.leftover and not wanted
     if wanted != is_installed(thread.mode):
         (install if wanted else uninstall)(thread.mode)
