@@ -14,7 +14,8 @@ import torch
 
 from ..core.oplists.tables import NATIVE
 from .config import CastingConfig
-from .dispatch import CastMode, SessionEnd, function_modes, install, is_installed, set_function_modes, uninstall
+from .dispatch import CastMode, SessionEnd, function_modes, is_installed, place, set_function_modes
+from .torch_patches import Patches
 from .weight_cache import WeightCache
 
 __all__ = ["Scope", "ThreadState", "is_current", "restore", "restore_native", "set_current", "thread"]
@@ -34,6 +35,7 @@ class Scope:
         self.owner = owner
         self.frame = frame
         self.restores = False  # whether it changed anything
+        self.patches: list[Patches] = []  # what it holds
 
     def save(self, devices: Iterable[str]) -> None:
         """Save the present state; that of native autocast on these devices."""
@@ -106,7 +108,7 @@ def set_current(
     all_native = casting.lists.level == "native" or not thread.mode.table
     torch.set_autocast_cache_enabled(casting.enabled and casting.cache and all_native)
     if not in_op:
-        _place_mode(thread.mode.is_needed)
+        place(thread.mode, thread.mode.is_needed)
 
 
 def restore_native(scope: Scope) -> None:
@@ -122,7 +124,7 @@ def restore(scope: Scope) -> None:
     torch.set_autocast_cache_enabled(scope.native_cache)
     _tell_mode(scope.current, scope.session)
     thread.key = scope.key
-    _place_mode(scope.installed and thread.mode.is_needed)
+    place(thread.mode, scope.installed and thread.mode.is_needed)
     if scope.traced is not None:
         set_function_modes(scope.traced)
 
@@ -135,8 +137,3 @@ def _tell_mode(casting: CastingConfig | None, session: SessionEnd | None) -> Non
         thread.mode.table = {}
     else:
         casting.apply_to(thread.mode, thread.cache, explicit=torch.compiler.is_exporting())
-
-
-def _place_mode(wanted: bool) -> None:
-    if wanted != is_installed(thread.mode):
-        (install if wanted else uninstall)(thread.mode)

@@ -33,11 +33,10 @@ __all__ = [
     "SessionEnd",
     "dispatcher_name",
     "function_modes",
-    "install",
     "is_installed",
     "method_name",
+    "place",
     "set_function_modes",
-    "uninstall",
 ]
 
 Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -181,20 +180,20 @@ def set_function_modes(modes: list[TorchFunctionMode]) -> None:
 
 def is_installed(mode: CastMode) -> bool:
     """Whether a mode is on the stack; inside its own ``__torch_function__`` it is not."""
-    return any(each is mode for each in function_modes())
+    return mode in [function_mode_at(i) for i in range(function_mode_count())]
 
 
-def install(mode: CastMode) -> None:
-    """Put a mode under all others but the default device, so that no other ``with`` block pops it for its own.
+def place(mode: CastMode, wanted: bool) -> None:
+    """Put a mode on the stack, or take it off, wherever it is.
 
+    It goes under all others but the default device, so that no other ``with`` block pops it for its own.
     ``torch.set_default_device`` enters its context, which insists on the bottom of the stack; ``with torch.device``
     pushes one that was not entered, and takes off whatever is on top (torch 2.11 to 2.13).
     """
-    modes = function_modes()
-    at = 1 if modes and isinstance(modes[0], DeviceContext) and hasattr(modes[0], "old_device") else 0
-    set_function_modes([*modes[:at], mode, *modes[at:]])
-
-
-def uninstall(mode: CastMode) -> None:
-    """Take a mode off the stack, wherever it is."""
-    set_function_modes([each for each in function_modes() if each is not mode])
+    modes = [function_mode_at(i) for i in range(function_mode_count())]
+    others = [each for each in modes if each is not mode]
+    if wanted != (len(others) < len(modes)):
+        if wanted:
+            at = 1 if others and isinstance(others[0], DeviceContext) and hasattr(others[0], "old_device") else 0
+            others.insert(at, mode)
+        set_function_modes(others)

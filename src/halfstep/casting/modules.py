@@ -82,7 +82,7 @@ class CastInputs(_Hook):
     @not_by_itself
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast positional and keyword arguments."""
-        return cast_tree(args, self.dtype), cast_tree(kwargs, self.dtype)
+        return cast_tree(args, self.dtype), cast_tree(kwargs, self.dtype) if kwargs else kwargs
 
 
 @dataclasses.dataclass(frozen=True)

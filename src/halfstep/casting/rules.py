@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..core.errors import UnsafeOpError
 from ..core.oplists.tables import NATIVE
+from ..core.torch_compat import is_any_autocast_enabled
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule
 from .emulation import has_own_ops, narrow, widen
@@ -45,6 +46,7 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 _CONTAINERS = (list, tuple, Mapping)
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+_ORDINARY = {torch.Tensor, Parameter}
 _APEX_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double"}
 
 
@@ -269,30 +271,52 @@ def emulated(
         args: its arguments.
         kwargs: its keyword arguments.
     """
-    floating = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
-    half = None if kwargs.get("out") is not None else _emulated_dtype(mode, floating, kind, lowers)
+    half = None if kwargs.get("out") is not None else _emulated_dtype(mode, args, kwargs, kind, lowers)
     if half is None:
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
-
-    def enter(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype not in _CASTABLE:
-            return tensor
-        if mode.cache is not None and _is_weight(tensor) and not _is_compiling():
-            return _from_cache(mode, mode.cache, tensor, half, name, wide=True)
-        if mode.verbose and tensor.dtype is not half:
-            _log_cast(name, tensor.dtype, half)
-        return widen(tensor if tensor.dtype is half else narrow(tensor, half))
-
-    def leave(tensor: torch.Tensor) -> torch.Tensor:
-        return narrow(tensor, half) if tensor.dtype is torch.float32 else tensor
-
-    result = _call_without_native(mode, func, map_tensors(enter, list(args)), map_tensors(enter, kwargs))
-    return map_tensors(leave, result)
+    args = [_rounded(mode, half, name, a) for a in args]
+    kwargs = {key: _rounded(mode, half, name, a) for key, a in kwargs.items()}
+    result = _call_without_native(mode, func, args, kwargs) if is_any_autocast_enabled() else func(*args, **kwargs)
+    if isinstance(result, torch.Tensor):
+        return narrow(result, half) if result.dtype is torch.float32 else result
+    return map_tensors(lambda tensor: narrow(tensor, half) if tensor.dtype is torch.float32 else tensor, result)
 
 
-def _emulated_dtype(mode: CastMode, tensors: list[torch.Tensor], kind: str, lowers: bool) -> torch.dtype | None:
-    """The 16-bit dtype in which an op on some floating tensors is emulated; None if it is not."""
-    if len(tensors) < 2 or any(map(has_own_ops, tensors)):  # an einsum of one tensor is a view
+def _rounded(mode: CastMode, half: torch.dtype, name: str, value: Any) -> Any:
+    """An argument with its tensors rounded to 16 bits, in fp32."""
+    if not isinstance(value, torch.Tensor):
+        return (
+            map_tensors(functools.partial(_rounded, mode, half, name), value)
+            if isinstance(value, _CONTAINERS)
+            else value
+        )
+    if value.dtype not in _CASTABLE:
+        return value
+    if (  # as _is_weight
+        (type(value) is Parameter or (value.requires_grad and value.is_leaf))
+        and mode.cache is not None
+        and not _is_compiling()
+    ):
+        if mode.verbose:
+            return _from_cache(mode, mode.cache, value, half, name, wide=True)
+        return mode.cache.get(value, half, True)
+    if mode.verbose and value.dtype is not half:
+        _log_cast(name, value.dtype, half)
+    return widen(value if value.dtype is half else narrow(value, half))
+
+
+def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str, lowers: bool) -> torch.dtype | None:
+    """The 16-bit dtype in which an op on these arguments is emulated; None if it is not."""
+    tensors = [
+        tensor
+        for value in (*args, *kwargs.values())
+        for tensor in (
+            (value,) if isinstance(value, torch.Tensor) else tensors_in(value) if isinstance(value, _CONTAINERS) else ()
+        )
+        if tensor.is_floating_point()
+    ]
+    foreign = not _ORDINARY.issuperset(map(type, tensors)) and any(map(has_own_ops, tensors))
+    if len(tensors) < 2 or foreign:  # an einsum of one tensor is a view
         return None
     device, dtypes = tensors[0].device.type, {tensor.dtype for tensor in tensors}
     half = mode.half_of(tensors[0]) if lowers else None

@@ -82,7 +82,8 @@ NO_CASTING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
 
 
 def _enter(casting: CastingConfig, *, explicit: bool, owner: object, frame: FrameType | None = None) -> None:
-    _close_interrupted()
+    if thread.open or thread.traced:
+        _close_interrupted()
     scope = Scope(explicit, owner, frame)
     if explicit or not (thread.explicit or (is_current(casting) and not torch.compiler.is_exporting())):
         _begin(scope, casting)
@@ -95,30 +96,28 @@ def _begin(scope: Scope, casting: CastingConfig) -> None:
     # A torch.autocast of the user's around this is turned off, but for models that have no casts of their own.
     mine = [] if casting.keeps_autocast else [d for d in casting.devices if d in NATIVE]
     scope.save(dict.fromkeys((*casting.native, *outer, *mine)))
-    if casting.enabled:
-        around_casts.hold(scope)
-    if not casting.is_noop:
-        around_recomputation.hold(scope)
+    scope.patches = [*([around_casts] if casting.enabled else []), *([] if casting.is_noop else [around_recomputation])]
+    for patches in scope.patches:
+        patches.hold(scope)
     if scope.traced is not None:
         set_function_modes(dynamo.without_ours(scope.traced))
     set_current(casting, [device for device, _, _ in scope.native])
 
 
-def _is_open(owner: object) -> bool:
-    return any(scope.owner is owner for scope in thread.open)
-
-
-def _leave(owner: object) -> None:
-    """Close the latest scope of an owner; then the thread has no scope open, or goes on with the one around."""
-    if _close(owner) and not thread.open:
+def _leave(owner: object) -> bool:
+    """Close the latest scope of an owner, if there is one; the thread goes on with the one around, or a session."""
+    closed = _close(owner)
+    if closed and not thread.open:
         if thread.session is None:
-            clear_cache()
+            thread.cache.clear()
+            torch.clear_autocast_cache()
         join_session()
+    return closed
 
 
 def _close(owner: object) -> bool:
     """Close the latest scope of an owner, and those that were opened inside of it and not closed, if there is one."""
-    if not _is_open(owner):
+    if owner not in [scope.owner for scope in thread.open]:
         return False
     while _close_latest().owner is not owner:
         pass
@@ -128,8 +127,8 @@ def _close(owner: object) -> bool:
 def _close_latest() -> Scope:
     scope = thread.open.pop()
     if scope.restores:
-        around_casts.release(scope)
-        around_recomputation.release(scope)
+        for patches in scope.patches:
+            patches.release(scope)
         restore(scope)
         thread.explicit = next((each.explicit for each in reversed(thread.open) if each.restores), False)
     return scope
@@ -151,9 +150,7 @@ def enter_model(casting: OpCasting, owner: object, frame: FrameType, *, explicit
 
 def leave_model(owner: object) -> None:
     """Put back what was current before ``enter_model``: the model has run, or failed."""
-    if _is_open(owner):
-        _leave(owner)
-    elif thread.traced:  # it was entered in compiled code, before a graph break
+    if not _leave(owner) and thread.traced:  # it was entered in compiled code, before a graph break
         dynamo.leave()
 
 
@@ -282,10 +279,11 @@ def join_session() -> None:
     """
     if torch.compiler.is_dynamo_compiling():
         return
-    _close_interrupted()
+    if thread.open or thread.traced:
+        _close_interrupted()
     if not torch.is_grad_enabled():
         thread.cache.clear()
-    latest = latest_session()
+    latest = latest_session() if sessions else None
     if thread.session is latest or thread.open:
         return
     if thread.mode.is_needed and not is_installed(thread.mode):

@@ -67,10 +67,10 @@ class Patches:
 
     def _take_off(self) -> None:
         for (owner, name), original in self._originals.items():
-            wrapper = getattr(owner, name)
             setattr(owner, name, original)
-            if callable(original):
-                put_back_in_compiler(wrapper, original)
+        put_back_in_compiler(
+            (self._made[owner.__name__, name, own], own) for (owner, name), own in self._originals.items()
+        )
         self._originals.clear()
         while self._handles:
             self._handles.pop().remove()

@@ -93,7 +93,7 @@ class WeightCache:
     def _make(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool) -> torch.Tensor:
         recording = (dispatch_mode_count() and _is_recorded()) or jit_tracing_state() or functorch_level() is not None
         temporary = recording or weight.is_inference()
-        copy = None if temporary else copy_of(weight)
+        copy = None if temporary or weight.dtype is dtype else copy_of(weight)
         if copy is None or copy.dtype is not dtype or not (copy.keeps or self.in_session):
             self.casts += 1
             cast = weight.to(dtype)
