@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from halfstep import Model, OpLists, amp, static
 from halfstep.casting import config, emulation
@@ -486,3 +488,37 @@ def test_a_weight_of_a_class_without_ops_of_its_own_is_emulated(kind: Any) -> No
     with OpCasting(BF16, enabled=False, emulate=True), Products() as products:
         F.linear(torch.randn(4, 8).bfloat16(), weight)
     assert products.dtypes == {FP32}
+
+
+class Recomputing(nn.Module):
+    """Notes what of torch is replaced while it runs."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.reentrant = reentrant
+        self.found: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.found += [torch.autograd.backward, torch.autograd.grad]
+        return checkpoint(self.linear, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_that_is_emulated_is_so_where_it_is_recomputed_and_wraps_no_backward_pass(reentrant: bool) -> None:
+    model, own = Recomputing(reentrant), [torch.autograd.backward, torch.autograd.grad]
+    amp.initialize(model, opt_level="O2", dtype=BF16, verbosity=0, emulate=True)
+    with set_checkpoint_early_stop(False):
+        y = model(torch.ones(2, 4, requires_grad=True))
+    dtypes: list[torch.dtype] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.addmm.default:
+                dtypes.append(args[1].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        y.sum().backward()
+    assert dtypes == [torch.float32]
+    assert model.found == own

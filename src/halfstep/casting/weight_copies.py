@@ -85,13 +85,16 @@ class WeightCopies:
     Args:
         owner: the optimizer.
         dtype: of the casts.
-        keep: whether its steps write them, so that they are kept from step to step.
+        keep: see ``keeps``.
+
+    Attributes:
+        keeps: whether its steps write them, so that they are kept from step to step.
     """
 
     def __init__(self, owner: torch.optim.Optimizer, dtype: torch.dtype, keep: bool = False) -> None:
         self._owner = weakref.ref(owner)
         self._dtype = dtype
-        self._keep = keep
+        self.keeps = keep
         self._mine: dict[int, _Copy] = {}
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
@@ -105,7 +108,7 @@ class WeightCopies:
                 and param.numel() >= _MIN_ELEMENTS
                 and copy_of(param) is None
             ):
-                self._mine[id(param)] = _copies[id(param)] = _Copy(param, self._dtype, owner, self._keep)
+                self._mine[id(param)] = _copies[id(param)] = _Copy(param, self._dtype, owner, self.keeps)
 
     def stop(self) -> None:
         """Take care of no parameter from now on."""
@@ -226,7 +229,8 @@ def _of_others(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def before_step(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer is about to step: only the owner of a weight reads its 16-bit gradient."""
-    widen_gradients(_of_others(optimizer))
+    if _narrow:
+        widen_gradients(_of_others(optimizer))
 
 
 def after_step(optimizer: torch.optim.Optimizer) -> None:

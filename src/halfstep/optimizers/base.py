@@ -236,7 +236,7 @@ class FusedOptimizer(FusedState):
         if self.options.rounding == "stochastic":
             layout = {"step": NUMBER, **layout}
         copies: list[torch.Tensor | None] = [None] * len(params)
-        if self.copies is not None:
+        if self.copies is not None and self.copies.keeps:
             copies = [None if p.grad is None else self.copies.begin_write(p) for p in params]
         if known is None or not known.renew(params, self.state, layout, copies, known=same_state):
             if self.copies is not None:
@@ -298,7 +298,7 @@ class FusedOptimizer(FusedState):
                 self._step_rows(group, rows, factor, skip)
                 increment_version(rows.weights)  # kernels write to them behind autograd's back
                 rows.table.release()
-                if self.copies is not None:
+                if self.copies is not None and self.copies.keeps:
                     self.copies.end_write(rows.params)
 
     def _step_rows(self, group: Hyper, rows: ParamRows, factor: Number, skip: torch.Tensor | None) -> None:
