@@ -276,7 +276,10 @@ def emulated(
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
     args = [_rounded(mode, half, name, a) for a in args]
     kwargs = {key: _rounded(mode, half, name, a) for key, a in kwargs.items()}
-    result = _call_without_native(mode, func, args, kwargs) if is_any_autocast_enabled() else func(*args, **kwargs)
+    if _is_dynamo_compiling() or is_any_autocast_enabled():
+        result = _call_without_native(mode, func, args, kwargs)
+    else:
+        result = func(*args, **kwargs)
     if isinstance(result, torch.Tensor):
         return narrow(result, half) if result.dtype is torch.float32 else result
     return map_tensors(lambda tensor: narrow(tensor, half) if tensor.dtype is torch.float32 else tensor, result)
@@ -285,21 +288,17 @@ def emulated(
 def _rounded(mode: CastMode, half: torch.dtype, name: str, value: Any) -> Any:
     """An argument with its tensors rounded to 16 bits, in fp32."""
     if not isinstance(value, torch.Tensor):
-        return (
-            map_tensors(functools.partial(_rounded, mode, half, name), value)
-            if isinstance(value, _CONTAINERS)
-            else value
-        )
+        inside = functools.partial(_rounded, mode, half, name)
+        return map_tensors(inside, value) if isinstance(value, _CONTAINERS) else value
     if value.dtype not in _CASTABLE:
         return value
-    if (  # as _is_weight
-        (type(value) is Parameter or (value.requires_grad and value.is_leaf))
-        and mode.cache is not None
-        and not _is_compiling()
-    ):
-        if mode.verbose:
-            return _from_cache(mode, mode.cache, value, half, name, wide=True)
-        return mode.cache.get(value, half, True)
+    is_weight = type(value) is Parameter or (value.requires_grad and value.is_leaf)  # as _is_weight
+    if is_weight and mode.cache is not None and not _is_compiling():
+        return (
+            _from_cache(mode, mode.cache, value, half, name, wide=True)
+            if mode.verbose
+            else mode.cache.get(value, half, True)
+        )
     if mode.verbose and value.dtype is not half:
         _log_cast(name, value.dtype, half)
     return widen(value if value.dtype is half else narrow(value, half))
@@ -307,14 +306,13 @@ def _rounded(mode: CastMode, half: torch.dtype, name: str, value: Any) -> Any:
 
 def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str, lowers: bool) -> torch.dtype | None:
     """The 16-bit dtype in which an op on these arguments is emulated; None if it is not."""
-    tensors = [
-        tensor
-        for value in (*args, *kwargs.values())
-        for tensor in (
-            (value,) if isinstance(value, torch.Tensor) else tensors_in(value) if isinstance(value, _CONTAINERS) else ()
-        )
-        if tensor.is_floating_point()
-    ]
+    tensors: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, _CONTAINERS):
+            tensors += tensors_in(value)
+    tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
     foreign = not _ORDINARY.issuperset(map(type, tensors)) and any(map(has_own_ops, tensors))
     if len(tensors) < 2 or foreign:  # an einsum of one tensor is a view
         return None
