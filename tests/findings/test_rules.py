@@ -386,6 +386,13 @@ def test_an_output_that_is_fp32_in_name_only() -> None:
     assert only(halfstep.check(bad, batch=x), "HS112").evidence["outputs"] == ["1"]
 
 
+def test_a_nan_is_not_rounded_whatever_its_bits() -> None:
+    nan = torch.tensor([0x7FFFE000], dtype=torch.int32).view(torch.float32)[0]
+    assert nan.isnan()
+    assert "HS112" not in codes(halfstep.check(net(), batch=lambda: nan))
+    assert "HS112" in codes(halfstep.check(net(), batch=lambda: torch.tensor(1.2345).half().float()))
+
+
 def test_whole_numbers_and_masks_are_no_rounded_values() -> None:
     class Mask(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

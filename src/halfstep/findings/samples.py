@@ -87,8 +87,10 @@ def grid_flags(values: torch.Tensor) -> torch.Tensor:
 
     The first is 1.0 if one does not lie on the grid of float16's 10 bits of fraction, which holds bfloat16's 7. The
     second is 1.0 if one needs more than 4 of them: small whole numbers, masks and constants do not, and prove nothing.
+    Neither do inf and NaN, which have bits of their own.
     """
     bits = values.contiguous().view(torch.int32)
+    bits = bits.masked_fill((bits & 0x7F800000) == 0x7F800000, 0)
     off, used = (bits & 0x1FFF) != 0, (bits & 0x7FFFF) != 0
     return torch.stack([off.any(-1), used.any(-1)], -1).float()
 
