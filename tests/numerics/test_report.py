@@ -12,8 +12,6 @@ import torch
 
 from halfstep.core.errors import ArgumentValueError
 from halfstep.numerics import Row, write_report
-from halfstep.numerics.charts import Line, lines
-from halfstep.numerics.html import element
 from halfstep.numerics.overview import grids, tensors_of
 
 
@@ -204,14 +202,3 @@ def test_no_rows_make_no_report(tmp_path: Path) -> None:
     with pytest.raises(ArgumentValueError, match="There are no rows to report on"):
         write_report([], tmp_path / "report.html")
     assert not list(tmp_path.iterdir())
-
-
-def test_what_lies_outside_of_a_plot_is_marked_at_its_edge() -> None:
-    picture = lines("t", "d", [Line("a", [(0, 1.0), (1, 99.0), (2, -5.0)])], low=0.0, high=10.0, label=str, ticks=[0.0])
-    assert picture.count("▲") == 1
-    assert picture.count("▼") == 1
-
-
-def test_text_is_escaped_once() -> None:
-    inner = element("b", "<&>")
-    assert element("p", inner, "<", title='"<"') == '<p title="&quot;&lt;&quot;"><b>&lt;&amp;&gt;</b>&lt;</p>'

@@ -1,4 +1,4 @@
-"""The machine on which a figure was measured. Imports torch and nothing else."""
+"""The machine on which a figure was measured. Imports torch and nothing else from outside."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ from .._version import __version__
 from ..core.dtypes import HALF_DTYPES
 from ..core.hardware import cpu_units
 from ..core.text import counted
+from ..pages import Markup, facts, section
 
-__all__ = ["describe_machine"]
+__all__ = ["describe_machine", "machine_section"]
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
     """The machine and the versions, as label and text, in the order to show them."""
-    facts = {"CPU": f"{_cpu_name()}, {counted(torch.get_num_threads(), 'thread')} used"}
+    found = {"CPU": f"{_cpu_name()}, {counted(torch.get_num_threads(), 'thread')} used"}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        facts["GPU"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+        found["GPU"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     else:
-        facts["16-bit units"] = ", ".join(unit for dtype in HALF_DTYPES for unit in cpu_units(dtype)) or "none"
-    facts["System"] = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    facts["Python"] = platform.python_version()
-    facts["torch"] = torch.__version__
-    facts["halfstep"] = __version__
-    return facts
+        found["16-bit units"] = ", ".join(unit for dtype in HALF_DTYPES for unit in cpu_units(dtype)) or "none"
+    found["System"] = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    found["Python"] = platform.python_version()
+    found["torch"] = torch.__version__
+    found["halfstep"] = __version__
+    return found
+
+
+def machine_section(device: torch.device) -> Markup:
+    """The part of a page that names the machine and the versions that it was made with."""
+    return section("The machine", facts(describe_machine(device)))
 
 
 def _cpu_name() -> str:

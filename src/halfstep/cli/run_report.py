@@ -14,10 +14,25 @@ import torch
 
 from ..core.text import counted
 from ..gradients.loss_scaler import DeviceLossScaler
-from ..numerics.charts import Line, between, details, figure, lines, power
-from ..numerics.html import Markup, element, note, page, section, table, write_text
+from ..pages import (
+    Line,
+    Markup,
+    between,
+    figure,
+    header,
+    lines,
+    made_by,
+    note,
+    numbers,
+    paragraph,
+    power,
+    section,
+    small,
+    table,
+    write_page,
+)
 from ..stepping.attached import AttachedOptimizer, observers
-from .page import machine_section
+from .machine import machine_section
 
 __all__ = ["Recording", "recording", "robust_limit", "write_report"]
 
@@ -111,14 +126,9 @@ def write_report(path: Path, record: Recording, script: str, command: str, endin
     """
     if not record.steps:
         ending += " No optimizer stepped under amp: the script made none, or never called amp.initialize or its like."
-    header = element(
-        "header",
-        element("p", "halfstep run"),
-        element("h1", script),
-        element("p", "Made by ", element("code", command)),
-    )
-    parts = _pictures(record) if record.steps else []
-    write_text(path, page(f"halfstep run: {script}", header, note(ending), *parts, machine_section(record.device)))
+    parts = [header("halfstep run", script, made_by(command)), note(ending)]
+    parts += _pictures(record) if record.steps else []
+    write_page(path, f"halfstep run: {script}", [*parts, machine_section(record.device)])
 
 
 def robust_limit(seconds: Sequence[float]) -> float:
@@ -137,7 +147,7 @@ def _pictures(record: Recording) -> list[Markup]:
         "A step is from the end of the one before to its own end, with all that lies between: data, forward and "
         f"backward passes. Times are medians. {device or 'Memory is that of the process.'}"
     )
-    header = ["optimizer", "steps", "skipped", "loss scale", "step ms", "memory MiB"]
+    columns = ["optimizer", "steps", "skipped", "loss scale", "step ms", "memory MiB"]
     rows = [
         [
             name,
@@ -150,7 +160,7 @@ def _pictures(record: Recording) -> list[Markup]:
         for name, steps in zip(names, record.steps, strict=True)
     ]
     return [
-        section("Steps", table(header, rows), element("p", text, class_="small")),
+        section("Steps", table(columns, rows), small(text)),
         section("Loss scale", _scales(names, record.steps)),
         section("Time", _times(names, record.steps)),
         section("Memory", _memories(names, record.steps)),
@@ -170,7 +180,7 @@ def _scales(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
                 if i == 0 or scale != known[i - 1][1]:
                     changes.append([label, f"{step:,}", f"{scale:g}"])
     if not drawn:
-        return element("p", "No loss was scaled.")
+        return paragraph("No loss was scaled.")
     exponents = [value for line in drawn for _, value in line.points]
     low, high = min(math.floor(min(exponents)) - 0.5, -1.0), max(math.ceil(max(exponents)) + 0.5, 1.0)
     skipped = sum(sum(steps.skipped) for steps in all_steps)
@@ -188,7 +198,7 @@ def _scales(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
         "What the loss of each step was multiplied by. A dynamic scale falls after an overflow, whose step is skipped: "
         "these are marked."
     )
-    return figure(picture, details("Changes", table(["optimizer", "from step", "scale"], changes)), caption=text)
+    return figure(picture, numbers("Changes", ["optimizer", "from step", "scale"], changes), caption=text)
 
 
 def _times(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
@@ -211,19 +221,19 @@ def _times(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
     picture = _plain_lines(
         "Time", description, names, [[1e3 * s for s in each.seconds] for each in all_steps], 1e3 * limit
     )
-    return figure(picture, details("The slowest steps", table(["optimizer", "step", "ms"], body)), caption=text)
+    return figure(picture, numbers("The slowest steps", ["optimizer", "step", "ms"], body), caption=text)
 
 
 def _memories(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
     mebibytes = [[size / 2**20 for size in steps.bytes] for steps in all_steps]
     largest = max(map(max, mebibytes))
     picture = _plain_lines("Memory", f"At most {largest:.4g} MiB.", names, mebibytes, 1.1 * largest)
-    header = ["optimizer", "first", "least", "most", "last"]
+    columns = ["optimizer", "first", "least", "most", "last"]
     body = [
         [name, *(f"{size:.1f}" for size in (line[0], min(line), max(line), line[-1]))]
         for name, line in zip(names, mebibytes, strict=True)
     ]
-    return figure(picture, details("Numbers", table(header, body)), caption="MiB after each step.")
+    return figure(picture, numbers("Numbers", columns, body), caption="MiB after each step.")
 
 
 def _plain_lines(

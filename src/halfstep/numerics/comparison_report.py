@@ -8,8 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from ..core.text import counted
-from .charts import Bar, Line, bars, details, figure, lines, power
-from .html import Markup, element, note, page, section, table, write_text
+from ..pages import (
+    Bar,
+    Line,
+    Markup,
+    bars,
+    element,
+    figure,
+    header,
+    join,
+    lines,
+    made_by,
+    note,
+    numbers,
+    paragraph,
+    power,
+    section,
+    write_page,
+)
 
 __all__ = ["said_of_reference", "write_comparison"]
 
@@ -31,25 +47,19 @@ def write_comparison(comparison: Mapping[str, Any], path: str | Path, *, command
     entries, modules = comparison["entries"], comparison["modules"]
     facts = [f"{counted(len(entries), 'tensor')} in {counted(len(modules), 'module')}."]
     facts += [f"{name}: {value}." for name, value in comparison["about"].items()]
-    header = element(
-        "header",
-        element("p", "halfstep numerics"),
-        element("h1", "Where two runs part"),
-        element("p", element("code", candidate), " against ", element("code", reference)),
-        *(() if command is None else (element("p", "Made by ", element("code", command)),)),
-        element("p", " ".join(facts)),
-    )
+    runs = join([element("code", candidate), " against ", element("code", reference)])
+    top = header("halfstep numerics", "Where two runs part", runs, made_by(command), " ".join(facts))
     first = next((entry for entry in entries if entry["diverges"]), None)
     said = []
     if comparison.get("not_finite"):
         said.append(f"{said_of_reference(reference, comparison['not_finite'])}.")
     if first is not None:
         said.append(f"First divergence: {_said(first)}")
-    parts = [header, note(" ".join(said) or "No module adds more error than roundoff explains.")]
+    parts = [top, note(" ".join(said) or "No module adds more error than roundoff explains.")]
     if entries:
         parts.append(section("What each module adds", _modules(modules, entries, comparison["limit"])))
         parts.append(section("Errors in the order of execution", _errors(entries)))
-    write_text(path, page(f"{candidate} against {reference}", *parts))
+    write_page(path, f"{candidate} against {reference}", parts)
 
 
 def said_of_reference(name: str, not_finite: str) -> str:
@@ -75,14 +85,14 @@ def _modules(modules: Sequence[Any], entries: Sequence[Any], limit: float) -> Ma
     )
     if len(shown) < len(modules):
         text += f" These are the {len(shown)} of {len(modules)} that add most."
-    header = ["module", "times roundoff", "added", "inherited", "error", "at", "dtype", "why"]
+    names = ["module", "times roundoff", "added", "inherited", "error", "at", "dtype", "why"]
     body = []
     for module in modules[:_MOST_ROWS]:
         worst = entries[module["worst"]]
-        numbers = [_share(module[name]) for name in ("added", "inherited", "error")]
-        body.append([_name(module), f"{module['excess']:.2g}", *numbers, _at(worst), worst["dtype"], worst["why"]])
+        shares = [_share(module[name]) for name in ("added", "inherited", "error")]
+        body.append([_name(module), f"{module['excess']:.2g}", *shares, _at(worst), worst["dtype"], worst["why"]])
     picture = bars("What each module adds", description, rows, mark=_length(limit) / longest, value_name="added")
-    return figure(picture, details("Numbers", table(header, body, "The module that adds most is first.")), caption=text)
+    return figure(picture, numbers("Numbers", names, body, "The module that adds most is first."), caption=text)
 
 
 def _errors(entries: Sequence[Any]) -> Markup:
@@ -97,7 +107,7 @@ def _errors(entries: Sequence[Any]) -> Markup:
             beyond = [(i, value) for i, value in points if entries[i]["diverges"] and value < math.inf]
             drawn.append(Line(name, points, beyond[:_MOST_MARKS]))
     if not drawn:
-        return element("p", "No tensor has an error.")
+        return paragraph("No tensor has an error.")
     known = [value for line in drawn for _, value in line.points if value < math.inf]
     high = max(2.0, math.ceil(max(known, default=0.0)) + 1.0)
     low = min(math.floor(min(known, default=0.0)), -4.0) - 1.0
@@ -112,7 +122,7 @@ def _errors(entries: Sequence[Any]) -> Markup:
         label=power,
         ticks=[float(at) for at in range(-(-int(low) // step) * step, int(high) + 1, step)],
     )
-    header = ["module", "op", "pass", "dtype", "error", "inherited", "added", "times roundoff", "why"]
+    names = ["module", "op", "pass", "dtype", "error", "inherited", "added", "times roundoff", "why"]
     body = [
         [
             _name(entry),
@@ -130,7 +140,7 @@ def _errors(entries: Sequence[Any]) -> Markup:
         "divergences, triangles are inf or NaN."
     )
     caption = None if len(entries) <= _MOST_ROWS else f"The first {_MOST_ROWS} of {len(entries)} tensors."
-    return figure(picture, details("All tensors", table(header, body, caption)), caption=text)
+    return figure(picture, numbers("All tensors", names, body, caption), caption=text)
 
 
 def _said(entry: Any) -> str:

@@ -14,9 +14,25 @@ import torch
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentValueError
 from ..core.text import counted
+from ..pages import (
+    Band,
+    Line,
+    Markup,
+    Strip,
+    element,
+    figure,
+    header,
+    key,
+    lines,
+    made_by,
+    numbers,
+    paragraph,
+    power,
+    section,
+    strips,
+    write_page,
+)
 from .alarms import Alarms, first_bad
-from .charts import Band, Line, Strip, details, figure, lines, power, strips
-from .html import Markup, element, page, section, table, write_text
 from .overview import Grid, Tensor, grids, tensors_of
 from .row import Row
 
@@ -59,7 +75,7 @@ def write_report(
     found = list(rows)
     if not found:
         raise ArgumentValueError("There are no rows to report on: the run ended before a step that was looked at.")
-    write_text(path, page(title, *_content(found, title, command)))
+    write_page(path, title, _content(found, title, command))
 
 
 def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Markup]:
@@ -68,14 +84,9 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
     steps = sorted({row.step for row in rows})
     span = f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]:,} to {steps[-1]:,}"
     dtypes = ", ".join(sorted({row.dtype for row in rows}))
-    header = element(
-        "header",
-        element("p", "halfstep numerics"),
-        element("h1", title),
-        *(() if command is None else (element("p", "Made by ", element("code", command)),)),
-        element("p", f"{counted(len(tensors), 'tensor')} of {span}, in {dtypes}."),
-    )
-    parts = [header, section("What stands out", _findings(rows, tensors, lost))]
+    about = f"{counted(len(tensors), 'tensor')} of {span}, in {dtypes}."
+    parts = [header("halfstep numerics", title, made_by(command), about)]
+    parts += [section("What stands out", _findings(rows, tensors, lost))]
     for kind in _NAMES:
         of_kind = [each for each in tensors if each.kind == kind and each.exponents]
         if of_kind:
@@ -132,7 +143,7 @@ def _findings(rows: Sequence[Row], tensors: Sequence[Tensor], lost: Sequence[Gri
             f"{worst_grid.dtype}.{others}"
         )
     if not said:
-        return element("p", "Nothing: no overflow, nothing close to one, and few numbers that are too small.")
+        return paragraph("Nothing: no overflow, nothing close to one, and few numbers that are too small.")
     return element("ul", *(element("li", text) for text in said))
 
 
@@ -194,23 +205,15 @@ def _exponents(kind: str, tensors: Sequence[Tensor]) -> Markup:
     )
     picture = strips(_NAMES[kind], description, rows, low=low, high=high, value_name=value_name)
     return figure(
-        _key(*_COLORS),
+        key(*_COLORS),
         picture,
-        details(f"Numbers of {counted(len(tensors), 'tensor')}", _table(tensors)),
+        numbers(f"Numbers of {counted(len(tensors), 'tensor')}", *_table(tensors)),
         caption=text,
     )
 
 
-def _key(*entries: tuple[str, str]) -> Markup:
-    """What the colors mean: their classes, and in words."""
-    boxes = (element("rect", width=12, height=12, class_=name) for name, _ in entries)
-    pictures = (element("svg", box, width=12, height=12, aria_hidden="true") for box in boxes)
-    items = (element("li", box, text) for box, (_, text) in zip(pictures, entries, strict=True))
-    return element("ul", *items, class_="key")
-
-
-def _table(tensors: Sequence[Tensor]) -> Markup:
-    header = ["tensor", "dtype", "largest", "rms", "headroom", "subnormal", "flushed", "zeros", "inf", "NaN"]
+def _table(tensors: Sequence[Tensor]) -> tuple[list[str], list[list[str]], str]:
+    names = ["tensor", "dtype", "largest", "rms", "headroom", "subnormal", "flushed", "zeros", "inf", "NaN"]
     body = [
         [
             each.name,
@@ -232,7 +235,7 @@ def _table(tensors: Sequence[Tensor]) -> Markup:
         for each in tensors
     ]
     caption = "Largest and headroom are the worst of all steps, rms is of the last one, and shares are means."
-    return table(header, body, caption)
+    return names, body, caption
 
 
 def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
@@ -246,7 +249,7 @@ def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
                 at[row.step] = row.headroom, each.name
     finite = [room for at in worst.values() for room, _ in at.values() if math.isfinite(room)]
     if not finite:
-        return [element("p", "No number of these tensors is finite and other than 0.")]
+        return [paragraph("No number of these tensors is finite and other than 0.")]
     high = max(8.0, 4.0 * math.ceil(max(finite) / 4.0))
     low = -1.0
     drawn = [
@@ -274,7 +277,7 @@ def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
         ticks=[float(at) for at in range(0, int(high) + 1, step)],
         limit=0.0,
     )
-    header = ["tensor", "kind", "dtype", "least headroom", "at step", "at last"]
+    names = ["tensor", "kind", "dtype", "least headroom", "at step", "at last"]
     body = []
     for each in least[:12]:
         row = min(each.rows, key=lambda row: row.headroom)
@@ -284,11 +287,7 @@ def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
         "By which factor the largest number could grow before it overflows, of the tensor that has the least, at each "
         "step. A mark at the lower edge is a step with inf or NaN."
     )
-    return [
-        figure(
-            picture, details("The tensors with the least headroom", table(header, body, "Least first.")), caption=text
-        )
-    ]
+    return [figure(picture, numbers("The tensors with the least headroom", names, body, "Least first."), caption=text)]
 
 
 def _grid(lost: Sequence[Grid]) -> Markup:
@@ -318,9 +317,10 @@ def _grid(lost: Sequence[Grid]) -> Markup:
         "Updates against the grid of the weights", description, rows, low=low, high=high, value_name="lost"
     )
     body = [[each.name, each.dtype, _percent(each.lost)] for each in lost]
-    numbers = table(["parameter", "dtype", "lost"], body, "The share of updates that change nothing.")
-    key = _key(("cell low", "rounds to nothing"), ("cell normal", "changes the weight"))
-    return figure(key, picture, details(f"Numbers of {counted(len(lost), 'parameter')}", numbers), caption=text)
+    caption = "The share of updates that change nothing."
+    shares = numbers(f"Numbers of {counted(len(lost), 'parameter')}", ["parameter", "dtype", "lost"], body, caption)
+    colors = key(("cell low", "rounds to nothing"), ("cell normal", "changes the weight"))
+    return figure(colors, picture, shares, caption=text)
 
 
 # ---- inside

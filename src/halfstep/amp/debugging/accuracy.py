@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ...core.errors import ArgumentValueError
-from ...numerics.html import element, page, section, write_text
+from ...pages import Markup, dense_table, header, paragraph, section, small, write_page, write_text
 
 __all__ = ["compare_accuracy"]
 
@@ -23,6 +23,7 @@ _LINE = re.compile(r"\[PRECISION\] (?:\[ERROR\] )?in \[device=(.*?), op=(.*?), t
 _CAST = re.compile(r"\.cast_(fp16|bf16|fp32)")
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _TOLERANCE = 0.05
+_TITLE = "Accuracy of two runs"
 
 _NAMES = ["op_type", "tensor_name", "numel", "infinite"]
 _OF_A_RUN = ["dtype", "max_value", "min_value", "mean_value", "num_zero", "num_inf", "num_nan"]
@@ -155,7 +156,7 @@ def compare_accuracy(
     }
     stem = Path(output_filename)
     stem = stem.with_suffix("") if stem.suffix in (".xlsx", ".html", ".csv") else stem
-    write_text(stem.with_name(f"{stem.name}.html"), _page(found, float(loss_scale)))
+    write_page(stem.with_name(f"{stem.name}.html"), _TITLE, _parts(found, float(loss_scale)), wide=True)
     write_text(stem.with_name(f"{stem.name}.csv"), _csv(found))
 
 
@@ -219,33 +220,22 @@ def _csv(found: dict[str, list[_Compared]]) -> str:
     return text.getvalue()
 
 
-def _page(found: dict[str, list[_Compared]], scale: float) -> str:
+def _parts(found: dict[str, list[_Compared]], scale: float) -> list[Markup]:
     groups = (
         ("", 4),
         ("reference", len(_OF_A_RUN)),
         (f"other (scale={scale:g})", len(_OF_A_RUN)),
         ("other / reference", 3),
     )
-    above = element("tr", *(element("th", name, colspan=width, scope="colgroup") for name, width in groups))
     names = [*_NAMES, *_OF_A_RUN, *_OF_A_RUN, *_RATIOS]
-    head = element("thead", above, element("tr", *(element("th", name, scope="col") for name in names)))
-    parts = []
+    key = (
+        "Red is inf or NaN, or what the dtype of the other run cannot hold. Yellow is a 16-bit dtype. Orange is a "
+        "ratio that is neither 1 nor the loss scale, by more than 5 %."
+    )
+    parts = [header(None, _TITLE), small(key)]
     for worker, rows in found.items():
-        body = []
-        for row in rows:
-            cells = zip(row.cells(), row.kinds(), strict=True)
-            body.append(element("tr", *(element("td", cell, class_=kind or None) for cell, kind in cells)))
         infinite = sorted({row.cells()[0] for row in rows if row.infinite})
         text = f"Ops with infinite results: {', '.join(infinite)}." if infinite else "No op has infinite results."
-        inner = element("table", head, element("tbody", *body))
-        region = element("div", inner, class_="scroll dense", tabindex=0, role="region", aria_label=worker)
-        parts.append(section(worker, element("p", text), region))
-    key = element(
-        "p",
-        "Red is inf or NaN, or what the dtype of the other run cannot hold. Yellow is a 16-bit dtype. Orange is a "
-        "ratio that is neither 1 nor the loss scale, by more than 5 %.",
-        class_="small",
-    )
-    return page(
-        "Accuracy of two runs", element("header", element("h1", "Accuracy of two runs")), key, *parts, wide=True
-    )
+        cells = (zip(row.cells(), row.kinds(), strict=True) for row in rows)
+        parts.append(section(worker, paragraph(text), dense_table(worker, groups, names, cells)))
+    return parts

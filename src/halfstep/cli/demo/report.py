@@ -17,10 +17,29 @@ from halfstep.core.hardware import has_units
 from halfstep.core.policy import LEVELS
 from halfstep.core.text import counted
 
-from ...numerics.charts import Bar, Line, bars, between, details, figure, lines, power
-from ...numerics.html import Markup, element, join, note, page, section, table, write_text
-from ..machine import describe_machine
-from ..page import facts, machine_section
+from ...pages import (
+    Bar,
+    Line,
+    Markup,
+    bars,
+    between,
+    element,
+    facts,
+    figure,
+    header,
+    join,
+    lines,
+    note,
+    numbers,
+    paragraph,
+    power,
+    section,
+    small,
+    table,
+    write_page,
+    write_text,
+)
+from ..machine import describe_machine, machine_section
 from .training import BATCH_SIZE, EPOCH_STEPS, LOSS_SCALE, WARM_UP, Run, Settings
 
 __all__ = ["summarize", "write_report", "write_results"]
@@ -84,16 +103,11 @@ def write_report(path: Path, runs: Sequence[Run], settings: Settings, notes: Seq
     where = "the CPU" if settings.device.type == "cpu" else "the GPU"
     levels = list(dict.fromkeys(run.level for run in runs))
     dtypes = list(dict.fromkeys(dtype_name(run.dtype) for run in runs if run.level != "O0")) or ["float32"]
-    header = element(
-        "header",
-        element("p", "halfstep demo"),
-        element("h1", f"{', '.join(levels)} in {' and '.join(dtypes)} on {where}"),
-        element(
-            "p",
-            "A convolutional classifier of 1,797 handwritten digits. Each run starts from the same seed and sees the "
-            f"same data in the same order: {counted(settings.epochs, 'epoch')}, that is {len(runs[0].losses)} steps of "
-            f"{BATCH_SIZE} images.",
-        ),
+    what = f"{', '.join(levels)} in {' and '.join(dtypes)}"
+    about = (
+        "A convolutional classifier of 1,797 handwritten digits. Each run starts from the same seed and sees the "
+        f"same data in the same order: {counted(settings.epochs, 'epoch')}, that is {len(runs[0].losses)} steps of "
+        f"{BATCH_SIZE} images."
     )
     sections = [
         section("Results", *_results(runs, settings.device)),
@@ -104,39 +118,38 @@ def write_report(path: Path, runs: Sequence[Run], settings: Settings, notes: Seq
         section("The levels", facts({level: LEVELS[level] for level in levels})),
         section(
             "How it was measured",
-            element(
-                "p",
+            paragraph(
                 "The runs take turns, an epoch each, in one process. So where the speed of the machine changes, it "
                 "changes for all of them. A step is forward, backward, unscaling, update and zeroing of the gradients. "
                 f"It is timed with the device idle before and after. Given is the median without the first {WARM_UP}.",
             ),
-            element("p", "Made by ", element("code", _command(settings))),
+            paragraph("Made by ", element("code", _command(settings))),
         ),
         machine_section(settings.device),
     ]
-    title = f"halfstep demo: {', '.join(levels)} in {' and '.join(dtypes)}"
-    write_text(path, page(title, header, *map(note, notes), *sections))
+    top = header("halfstep demo", f"{what} on {where}", about)
+    write_page(path, f"halfstep demo: {what}", [top, *map(note, notes), *sections])
 
 
 # ---- the sections
 
 
 def _results(runs: Sequence[Run], device: torch.device) -> list[Markup]:
-    header, rows = summarize(runs, device)
+    columns, rows = summarize(runs, device)
     body = [[join([_dot(i), f"{level} {dtype}"]), *rest] for i, (level, dtype, *rest) in enumerate(rows)]
     text = (
         "Accuracy is on 360 images that were not trained on: one image is 0.28 points. The final loss is the mean of "
         "the last epoch. Held are weights, masters, gradients, optimizer state and BatchNorm statistics."
     )
-    if "peak MiB" in header:
+    if "peak MiB" in columns:
         text += " Peak also counts activations."
     if any("emulated" in row for row in rows):
         text += (
             " Emulated: this device has no 16-bit units for convolutions in that dtype. fp32 kernels compute them "
             "and round as the dtype does, so it learns as on a device with units, at the speed of fp32."
         )
-    shown = element("div", table(["run", *header[2:]], body, "One row for each run"), class_="results")
-    return [shown, element("p", text, class_="small")]
+    shown = element("div", table(["run", *columns[2:]], body, "One row for each run"), class_="results")
+    return [shown, small(text)]
 
 
 def _times(runs: Sequence[Run]) -> Markup:
@@ -188,9 +201,9 @@ def _losses(runs: Sequence[Run]) -> Markup:
     body = [
         [str(epoch + 1), *(f"{statistics.fmean(_of_epoch(run.losses, epoch)):.4f}" for run in runs)] for epoch in epochs
     ]
-    numbers = table(["epoch", *(run.name for run in runs)], body, "Mean of each epoch")
+    means = numbers("Numbers", ["epoch", *(run.name for run in runs)], body, "Mean of each epoch")
     text = "Training loss: at each step the geometric mean of the eleven steps around it."
-    return figure(picture, details("Numbers", numbers), caption=text)
+    return figure(picture, means, caption=text)
 
 
 def _loss_scales(runs: Sequence[Run]) -> Markup:
@@ -228,8 +241,8 @@ def _loss_scales(runs: Sequence[Run]) -> Markup:
             "No scale moved. bfloat16 has the exponent range of fp32, so its gradients need no scale; a dynamic one "
             "moves when float16 gradients overflow."
         )
-    header = ["run", "from step", "scale"]
-    return figure(picture, details("Changes", table(header, _changes(runs))), caption=text)
+    columns = ["run", "from step", "scale"]
+    return figure(picture, numbers("Changes", columns, _changes(runs)), caption=text)
 
 
 # ---- inside

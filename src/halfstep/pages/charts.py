@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from .html import Markup, element, join
 
-__all__ = ["Band", "Bar", "Line", "Strip", "bars", "between", "details", "figure", "lines", "power", "strips"]
+__all__ = ["Band", "Bar", "Line", "Strip", "bars", "between", "lines", "power", "strips"]
 
 _HEIGHT = 220  # of a plot, in CSS pixels
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -22,16 +22,6 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 def power(exponent: float) -> str:
     """A power of 2 as text, such as 2⁻²⁴."""
     return "2" + f"{exponent:.0f}".translate(_SUPERSCRIPTS)
-
-
-def figure(*content: str, caption: str) -> Markup:
-    """A picture and what it says."""
-    return element("figure", *content, element("figcaption", caption))
-
-
-def details(summary: str, *content: str) -> Markup:
-    """What is there to be opened: the table beside a picture."""
-    return element("details", element("summary", summary), *content)
 
 
 def between(low: float, high: float) -> list[float]:

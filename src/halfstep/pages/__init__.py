@@ -1,0 +1,52 @@
+"""Pages that need no server: each is a list of parts, among them tables and pictures, and is one file of HTML.
+
+``parts.py`` has the parts and writes pages, ``charts.py`` draws pictures, and ``html.py`` makes elements of text.
+"""
+
+from .charts import Band, Bar, Line, Strip, bars, between, lines, power, strips
+from .html import Markup, element, join
+from .parts import (
+    dense_table,
+    facts,
+    figure,
+    header,
+    key,
+    made_by,
+    note,
+    numbers,
+    paragraph,
+    section,
+    small,
+    table,
+    write_page,
+    write_text,
+)
+
+__all__ = [
+    "Band",
+    "Bar",
+    "Line",
+    "Markup",
+    "Strip",
+    "bars",
+    "between",
+    "dense_table",
+    "element",
+    "facts",
+    "figure",
+    "header",
+    "join",
+    "key",
+    "lines",
+    "made_by",
+    "note",
+    "numbers",
+    "paragraph",
+    "power",
+    "section",
+    "small",
+    "strips",
+    "table",
+    "write_page",
+    "write_text",
+]
