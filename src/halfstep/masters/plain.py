@@ -8,8 +8,9 @@ the master becomes the parameter. This is looked at before a step, and when some
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -209,7 +210,7 @@ def _is_float64_like(value: torch.Tensor, param: torch.Tensor) -> bool:
 class _StateByMaster(defaultdict[Any, Any]):
     """An optimizer's state during a step, which refuses to make an entry for a parameter whose master has its place."""
 
-    masters: dict[int, torch.nn.Parameter] = {}  # noqa: RUF012 - replaced, never changed; a copy of the state has none
+    masters: Mapping[int, torch.nn.Parameter] = MappingProxyType({})  # a copy of the state has none
 
     def __missing__(self, key: Any) -> Any:
         if id(key) in self.masters:
