@@ -152,6 +152,7 @@ CLEARINGS: dict[str, Callable[[Run], None]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*came through no block of amp.scale_loss:UserWarning")
 @pytest.mark.parametrize("plain", [False, True], ids=["block", "plain pass"])
 @pytest.mark.parametrize("clear", CLEARINGS)
 @pytest.mark.parametrize("optimizer", ["AdamW", "FusedAdam"])

@@ -268,7 +268,7 @@ class BackwardPasses:
         """Warn if the gradients for a step have not come through the loss scale."""
         if not self.scaling.settled and not self.is_open:
             released = self.release is not None and self.release.has_stepped
-            self.scaling.at_step(self.keeper.params(), self.optimizer_name, released=released)
+            self.scaling.at_step(self.keeper.optimizer, released=released)
 
     def unscale_delayed(self) -> None:
         """Unscale the gradients of delayed passes, if there are any. An overflow in them counts for the next step."""

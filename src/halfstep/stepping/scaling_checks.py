@@ -51,15 +51,17 @@ class ScalingChecks:
             self._judge()
         return not self.expected or (self._looked_for_scaler if self.scaled else "forgotten" in self._said)
 
-    def at_step(self, params: Sequence[torch.Tensor], name: str, *, released: bool) -> None:
+    def at_step(self, optimizer: torch.optim.Optimizer, *, released: bool) -> None:
         """Look at the gradients that a step is about to use, or that the closure of a step has left.
 
+        A step whose learning rates are all zero uses none. So does ``torch.distributed.checkpoint`` make state.
+
         Args:
-            params: those of the optimizer.
-            name: of its class.
+            optimizer: whose step it is.
             released: whether parameters have stepped already, inside of backward passes.
         """
-        if not self.scaled and not released and all(param.grad is None for param in params):
+        name, groups = type(optimizer).__name__, optimizer.param_groups
+        if not self.scaled and not released and all(p.grad is None for group in groups for p in group["params"]):
             return
         if all(scaler.neutral for scaler in self.expected):
             return
@@ -70,7 +72,7 @@ class ScalingChecks:
                 self.say_twice(f"torch's {scaler}")
         elif scaler is not None:
             self._said.add("forgotten")  # this scaler does it instead, and on purpose
-        elif self.in_float16:
+        elif self.in_float16 and any(group.get("lr") != 0.0 for group in groups):
             self._say(
                 "forgotten",
                 f"{name}.step() uses gradients that came through no block of amp.scale_loss, and this model computes "
