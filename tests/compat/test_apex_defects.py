@@ -236,7 +236,7 @@ def test_containers_go_in_and_out(level: str, container: str) -> None:
 
 def test_disable_casts_survives_exceptions_and_nesting() -> None:
     """An exception left the casts off for good; an inner block turned them on again too early."""
-    ready("O1")
+    _alive = ready("O1")
     x = torch.ones(2, 2)
     with pytest.raises(KeyError), amp.disable_casts():
         raise KeyError
@@ -450,7 +450,7 @@ def test_a_level_with_a_zero_is_pointed_out(wrong: Any, said: str) -> None:
 
 def test_bceloss_says_what_to_use() -> None:
     """#504, #506, #1017: banned, and the message has to help."""
-    ready("O1")
+    _alive = ready("O1")
     p = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).sigmoid()
     with pytest.raises(UnsafeOpError, match="binary_cross_entropy_with_logits"):
         F.binary_cross_entropy(p, torch.ones_like(p))
