@@ -81,7 +81,7 @@ def test_lists_have_the_names_of_the_original(module: str, key: str) -> None:
 def test_lists_that_are_not_edited_change_nothing() -> None:
     assert lists.edited() is None
     assert [name for name, _ in amp.lists.functional_overrides.BANNED_FUNCS] == ["binary_cross_entropy"]
-    bring_up()
+    _alive = bring_up()
     assert F.softmax(X.half(), -1).dtype is FLOAT
 
 
@@ -89,7 +89,7 @@ def test_a_name_moved_from_one_list_to_another() -> None:
     """Two lines of NVIDIA's Tacotron 2."""
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
     amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
-    bring_up()
+    _alive = bring_up()
     assert F.softmax(X, -1).dtype is torch.softmax(X, -1).dtype is HALF
     assert F.log_softmax(X.half(), -1).dtype is FLOAT
 
@@ -99,7 +99,7 @@ def test_names_taken_off_and_put_on_the_lists() -> None:
     amp.lists.tensor_overrides.FP32_FUNCS.remove("__pow__")
     amp.lists.functional_overrides.BANNED_FUNCS = []
     amp.lists.torch_overrides.FP32_FUNCS += ["mm"]
-    bring_up()
+    _alive = bring_up()
     assert torch.bmm(X[None], X[None]).dtype is FLOAT
     assert torch.pow(X.half(), 2).dtype is HALF
     assert F.binary_cross_entropy(X.half() / 2, X.half()).dtype is HALF

@@ -1,4 +1,4 @@
-"""16-bit copies of fp32 weights, made once and used until the weight changes."""
+"""16-bit casts of fp32 weights, made once in an iteration and used until the weight changes."""
 
 from __future__ import annotations
 
