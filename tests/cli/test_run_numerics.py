@@ -159,6 +159,21 @@ def test_two_models_have_names_of_their_own() -> None:
     assert names == [f"{name}.{part}" for name in ("Generator", "Linear0", "Linear1") for part in ("weight", "bias")]
 
 
+def test_where_an_overflow_began_is_named_with_its_model() -> None:
+    monitors = Monitors(every=1)
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for optimizer in optimizers:
+        monitors.see_step(optimizer, (), {})
+    with torch.no_grad():
+        models[0][0].weight.fill_(torch.inf)  # type: ignore[index, union-attr]
+    models[1](models[0](torch.ones(1, 2))).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    found = {row.module: row.began_in for row in monitors.rows() if row.tensor == "output"}
+    assert found == {"Sequential.0": "Sequential.0", "Linear.(root)": "(step)"}
+
+
 def test_two_optimizers_of_one_model_have_its_outputs_once() -> None:
     monitors = Monitors(every=1)
     model = torch.nn.Linear(2, 1)

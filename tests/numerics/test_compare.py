@@ -47,6 +47,19 @@ def test_the_first_error_of_some_size_is_blamed_and_those_after_it_are_not() -> 
     assert top.excess == pytest.approx(0.499 / (2**-8 + 1e-3))
 
 
+@pytest.mark.parametrize(
+    ("bad_in", "said"),
+    [((), ""), (("candidate",), ""), (("reference",), ""), (("reference", "candidate"), "NaN, from b.norm: output")],
+)
+def test_a_nan_in_both_runs_is_no_matter_of_precision(bad_in: tuple[str, ...], said: str) -> None:
+    runs = {name: outputs(0, 0, 0) for name in ("reference", "candidate")}
+    for name in bad_in:
+        runs[name][1] = replace(runs[name][1], amax=math.nan, nan=0.5, began_in="b.norm")
+    found = compare(runs["reference"], runs["candidate"])
+    assert found.not_finite == said
+    assert ("not a matter of precision. It began at b.norm: output" in str(found)) is bool(said)
+
+
 def test_an_overflow_is_infinitely_large_and_inherited() -> None:
     b = outputs(0, 0, 0)
     b[1:] = [replace(r, amax=math.inf, probe=(math.nan,) * 64) for r in b[1:]]

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..core.torch_compat import compiled_from
 from ..numerics import Monitor, Row, save_rows, write_report
 from ..numerics.monitor import TENSORS
+from ..numerics.owners import OUTSIDE
 from ..stepping.attached import AttachedOptimizer, creation_callbacks, observers
 
 __all__ = ["monitored"]
@@ -101,7 +102,7 @@ class Monitors:
             names.setdefault(id(model), kind if kinds[kind] == 1 else f"{kind}{number}")
             rows = monitor.rows()
             if kinds.total() > 1:
-                rows = [replace(row, module=f"{names[id(model)]}.{row.module}") for row in rows]
+                rows = [_of_model(row, names[id(model)]) for row in rows]
             found += rows
         return sorted(found, key=lambda row: row.step)
 
@@ -118,6 +119,12 @@ class Monitors:
             kinds = tuple(kind for kind in TENSORS if not (again and kind.startswith("output")))
             self._seen.add(optimizer)
             self._monitors.append((model, Monitor(model, optimizer, every=self._every, tensors=kinds).attach()))
+
+
+def _of_model(row: Row, name: str) -> Row:
+    """A row whose modules are named with their model."""
+    began_in = row.began_in if row.began_in in ("", OUTSIDE) else f"{name}.{row.began_in}"
+    return replace(row, module=f"{name}.{row.module}", began_in=began_in)
 
 
 def _modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:

@@ -40,6 +40,8 @@ def compare(run_a: Run, run_b: Run) -> Comparison:
     whose own came before it, for its backward pass has made it. So what is found is the first module with an error of
     some size, and a later one only if its error is larger; a smaller one is seen when the first is gone.
 
+    Where the first output with inf or NaN is so in both runs, precision is not the cause: ``not_finite`` says where.
+
     Args:
         run_a: the reference: a file that ``Monitor.save`` or ``halfstep run --numerics`` wrote, or rows.
         run_b: the candidate.
@@ -57,7 +59,17 @@ def compare(run_a: Run, run_b: Run) -> Comparison:
         )
     alone = len(rows_a) + len(rows_b) - 2 * len(found)
     names = (_name(run_a, "reference"), _name(run_b, "candidate"))
-    return Comparison(_entries(found), names, {"rows of one run only": alone} if alone else {})
+    about = {"rows of one run only": alone} if alone else {}
+    return Comparison(_entries(found), names, about, _not_finite(found))
+
+
+def _not_finite(pairs: Sequence[tuple[Row, Row]]) -> str:
+    """Where the reference became inf or NaN, if that is the first such output of the candidate, too."""
+    for right, row in pairs:
+        if row.tensor == "output" and not row.is_finite:
+            what = "NaN" if math.isnan(right.amax) else "inf"
+            return "" if right.is_finite else f"{what}, from {right.began_in or right.module}: output"
+    return ""
 
 
 def _rows(run: Run) -> list[Row]:

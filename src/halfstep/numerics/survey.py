@@ -228,8 +228,25 @@ class Surveyed:
 
     def brief(self) -> list[tuple[Taken, Row]]:
         """The rows with no more than ``amax``, ``rms`` and ``zeros``, and what is known of each tensor."""
+        scale, skipped = self._flags.get().tolist()
         zeros = self._counts.get().view(len(self._taken), _KINDS)[:, _ZERO].tolist()
-        return self._rows([{_ZERO: count} for count in zeros], bins=False)
+        largest, norms, _ = self._numbers.get().tolist()
+        found = []
+        for taken, amax, norm, zero in zip(self._taken, largest, norms, zeros, strict=True):
+            if skipped and taken.about.tensor == "update":
+                continue
+            size, divisor = taken.sampled, scale if taken.scale == "in" else 1.0
+            row = Row(
+                *taken.about,
+                dtype=str(taken.dtype).removeprefix("torch."),
+                numel=taken.numel,
+                amax=amax / divisor,
+                rms=norm / math.sqrt(size) / divisor,
+                zeros=(zero - (self._width - size)) / size,
+                scale=1.0 if taken.scale == "none" else scale,
+            )
+            found.append((taken, row))
+        return found
 
     def rows(self, *, bins: bool) -> list[tuple[Taken, Row]]:
         """The rows, with histograms or without, and what is known of each tensor."""
@@ -237,9 +254,6 @@ class Surveyed:
         found: list[dict[int, int]] = [{} for _ in self._taken]
         for (line, kind), count in zip(counts.nonzero().tolist(), counts[counts != 0].tolist(), strict=True):
             found[line][kind] = count
-        return self._rows(found, bins=bins)
-
-    def _rows(self, found: list[dict[int, int]], *, bins: bool) -> list[tuple[Taken, Row]]:
         scale, skipped = self._flags.get().tolist()
         amax, norms, smallest = self._numbers.get().tolist()
         made = []
