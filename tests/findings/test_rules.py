@@ -626,6 +626,14 @@ def test_one_gradient_that_a_sample_misses_is_seen() -> None:
     assert (found.severity, found.evidence["tensors"]) == ("error", 40)
 
 
+def test_a_sparse_gradient_may_be_the_only_one() -> None:
+    model = nn.ModuleList([nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)])
+    model[0](torch.tensor([1, 2])).sum().backward()
+    for param in model[1].parameters():
+        param.grad = torch.zeros_like(param)
+    assert halfstep.check(model, torch.optim.SGD(model.parameters(), lr=0.1)) == []
+
+
 def test_a_frozen_part_and_a_zero_layer_are_no_finding() -> None:
     model = net()
     nn.init.zeros_(model[2].weight)  # so that nothing reaches the layer before

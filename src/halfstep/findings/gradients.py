@@ -21,8 +21,8 @@ _TENSORS, _ELEMENTS = 16, 64
 
 def ask_gradients(params: Sequence[torch.Tensor], reading: Reading) -> slice | None:
     """Ask of some gradients whether any number is other than 0; None if there are no gradients."""
-    found = [grad for _, grad in gradients_of(params)]
-    some = found[:: -(-len(found) // _TENSORS)] if found else []
+    have = [p for p, grad in zip(params, get_grads(params), strict=True) if grad is not None]
+    some = [grad for _, grad in gradients_of(have[:: -(-len(have) // _TENSORS)])] if have else []
     some = [grad for grad in some if grad.device == some[0].device]
     return reading.ask(torch.cat([sample(grad, _ELEMENTS) for grad in some]).any()) if some else None
 

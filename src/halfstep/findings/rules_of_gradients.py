@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..gradients.ledger import get_grads
 from .facts import Facts
 from .finding import Finding
 from .gradients import ZERO_GRADIENTS_FIX, gradients_of
@@ -24,8 +25,10 @@ def zero_gradients(facts: Facts) -> Iterator[Finding]:
     """
     if facts.any_gradient or facts.any_gradient is None:
         return
-    pairs = list(gradients_of(facts.trained_params))
-    if any(bool(grad.any()) for _, grad in pairs):  # a sample has missed it
+    params = facts.trained_params
+    pairs = list(gradients_of(params))
+    there = sum(grad is not None for grad in get_grads(params))
+    if len(pairs) < there or any(bool(grad.any()) for _, grad in pairs):  # a sample has missed it, or it is sparse
         return
     kept = [each for p, _ in pairs for each in _moments(facts, p)]
     untouched = not any(grad._version for _, grad in pairs)
