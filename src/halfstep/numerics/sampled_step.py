@@ -189,13 +189,11 @@ class SampledStep:
 
     def _callers(self, name: str) -> Callers:
         """The modules that run, and this one, which is about to return, first. Those that an error has ended do not."""
-        names = [each for each, _ in self._open]
-        if name not in names:
+        places = [i for i, (each, _) in enumerate(self._open) if each == name]
+        if not places:
             return ()
-        while names.pop() != name:
-            self._open.pop()
-        callers = tuple(reversed(self._open))
-        self._open.pop()
+        callers = tuple(reversed(self._open[: places[-1] + 1]))
+        del self._open[places[-1] :]
         return callers
 
     def _output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
