@@ -34,7 +34,7 @@ def sgd(*params: nn.Parameter, lr: float = 2.0**-12, momentum: float = 0.9) -> t
 def step(masters: PlainMasters, optimizer: torch.optim.Optimizer) -> None:
     masters.enter(optimizer)
     optimizer.step()
-    masters.leave(optimizer)
+    masters.leave()
 
 
 def master_of(masters: PlainMasters, p: torch.Tensor) -> float:
@@ -99,7 +99,7 @@ def test_the_optimizer_holds_masters_only_while_it_steps() -> None:
     assert master.grad is grad
     optimizer.step()
     assert {id(q) for q in optimizer.state} == {id(master), id(single)}
-    masters.leave(optimizer)
+    masters.leave()
     assert listed[0] is p
     assert master.grad is None
     assert p.grad is grad
@@ -117,7 +117,7 @@ def test_what_is_written_to_a_parameter_in_a_step_counts_unless_its_master_has_m
     assert master_of(masters, p) == 1.0
     if moved:
         optimizer.step()
-    masters.leave(optimizer)
+    masters.leave()
     assert p.tolist() == ([0.5, 0.5] if moved else [5.0, 5.0])
     assert master_of(masters, p) == p[0]
     with torch.no_grad():
@@ -129,11 +129,11 @@ def test_data_that_was_used_before_a_step_is_no_write_in_it() -> None:
     p = param()
     masters, optimizer = PlainMasters(), sgd(p)
     masters.enter(optimizer)
-    masters.leave(optimizer)
+    masters.leave()
     p.data.fill_(2.0)
     masters.enter(optimizer)
     optimizer.param_groups[0]["params"][0].data.add_(1.0)  # gives the master no new version
-    masters.leave(optimizer)
+    masters.leave()
     assert p.tolist() == [3.0, 3.0]
 
 
@@ -149,7 +149,7 @@ def test_what_a_step_does_to_gradients_reaches_the_parameters(change: str) -> No
             each.grad = each.grad * 3
         elif change == "zeroed":
             each.grad.zero_()
-    masters.leave(optimizer)
+    masters.leave()
     wanted = {"cleared": None, "replaced": [6.0, 6.0], "zeroed": [0.0, 0.0], "left": [2.0, 2.0]}[change]
     assert [None if grad is None else grad.tolist() for grad in get_grads([p, single])] == [wanted, wanted]
 
@@ -160,7 +160,7 @@ def test_leaving_twice_does_nothing() -> None:
     step(masters, optimizer)
     with torch.no_grad():
         p.fill_(3.0)
-    masters.leave(optimizer)
+    masters.leave()
     assert p.tolist() == [3.0, 3.0]
     assert master_of(masters, p) == 3.0
 
@@ -204,7 +204,7 @@ def test_state_is_carried_from_step_to_step_wherever_it_came_from() -> None:
     saved["state"][0]["momentum_buffer"] = torch.full((2,), 20.0)
     masters.enter(optimizer)
     optimizer.load_state_dict(saved)  # makes a new map
-    masters.leave(optimizer)
+    masters.leave()
     assert {id(key) for key in optimizer.state} == {id(p), id(q)}
     step(masters, optimizer)
     assert optimizer.state[p]["momentum_buffer"][0] == pytest.approx(19.0)

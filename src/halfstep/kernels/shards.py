@@ -1,7 +1,7 @@
 """Sharded tensors (``DTensor``, as FSDP2 makes them): the part that lies here, and sums over the parts elsewhere.
 
 Kernels work on local parts; whatever is a sum, a maximum or a flag of a whole tensor is completed over its processes.
-A list may mix sharded and plain tensors: nobody asks one of them for the others.
+A list may mix sharded and plain tensors, so each tensor is asked by itself.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def placements_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """How each tensor is laid out over a mesh, None for a plain one; [] if all of them are plain.
+    """The mesh and the placements of each tensor, None for a plain one; [] if all of them are plain.
 
-    Tensors of the same shapes and the same placements have local parts of the same shapes.
+    Tensors that are equal in shape and in this have local parts of equal shapes.
     """
     if are_plain(tensors):
         return []

@@ -95,7 +95,7 @@ class TensorTable:
 
     @classmethod
     def of(cls, **columns: Sequence[torch.Tensor]) -> TensorTable:
-        """A table of plain tensors, one dtype a column."""
+        """A table of columns that hold one dtype each."""
         return cls({name: (dense(tensors[0].dtype), (list(tensors),)) for name, tensors in columns.items()})
 
     def __len__(self) -> int:

@@ -1,1 +1,1 @@
-"""Full-precision truth behind 16-bit weights."""
+"""Master weights: the fp32 values of 16-bit weights, which optimizers update."""

@@ -199,14 +199,14 @@ class MasterKeeper:
                 ) from error
             raise
         finally:
-            self.plain.leave(self.optimizer)
+            self.plain.leave()
             settle()
 
     @contextmanager
     def out_of_place(self) -> Iterator[None]:
         """Within the block, inside of one of ``in_place``, the parameters have their places again."""
         if self.plain is not None:
-            self.plain.leave(self.optimizer)
+            self.plain.leave()
         yield
         if self.plain is not None:
             widen(halves(self.params()))

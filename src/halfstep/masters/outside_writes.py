@@ -1,4 +1,4 @@
-"""What was written to 16-bit weights and not to their plain masters: between two steps, or by a step."""
+"""Writes to 16-bit weights that have not reached their plain masters: between two steps, or by a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..kernels.expr import elementwise_kernel
 from ..kernels.grouping import group_rows
 from ..kernels.launch import launch
-from ..kernels.shards import local, locals_of
+from ..kernels.shards import local
 from ..kernels.storage import dense, plain
 from ..kernels.tensor_table import TensorTable
 
@@ -25,9 +25,9 @@ def honour_kernel(master: Any, weight: Any) -> dict[str, Any]:
 
 
 class OutsideWrites:
-    """Takes weights that were written between steps over into their masters, in one kernel for each kind of weights.
+    """Writes between two steps: one kernel for each kind of weights copies them into the masters.
 
-    What the kernel needs is kept as long as the same tensors are given again.
+    The tables of the kernels are kept as long as the same tensors are given again.
     """
 
     def __init__(self) -> None:
@@ -46,19 +46,18 @@ class OutsideWrites:
             launch(table, honour_kernel, {})
 
     def _table(self, rows: list[int]) -> tuple[list[torch.Tensor], TensorTable]:
-        weights = locals_of([self._weights[i] for i in rows])
-        masters = locals_of([self._masters[i] for i in rows])
+        weights, masters = [self._weights[i] for i in rows], [self._masters[i] for i in rows]
         storage = plain(weights[0].dtype)
         columns = {"master": (dense(torch.float32), (masters,)), "weight": (storage, (masters, weights))}
         return masters, TensorTable(columns)
 
     def _renew(self) -> bool:
-        """Whether the tensors still lie where they lay: ``p.data = x`` moves a weight."""
+        """Renew the tables. False if a tensor has moved in memory: ``p.data = x`` moves a weight."""
         return all(table.renew(masters) for masters, table in self._tables)
 
 
 class StepWrites:
-    """Finds weights that a step wrote to in the place of their masters: an optimizer with a list of its own does so.
+    """Writes of a step to weights instead of masters: an optimizer that keeps its own list of weights makes them.
 
     A step that has once written to a master does so always, so nothing is asked about that weight any more.
     """
@@ -83,10 +82,10 @@ class StepWrites:
 
 
 class _Before:
-    """What a weight and its master were before a step.
+    """The state of a weight and its master before a step.
 
-    On a CPU values tell which of them the step has written to. On a device looking at values would wait for it, so
-    versions do, which the fused and foreach steps of torch leave as they are.
+    On a CPU their values tell which of them the step has written to. On another device a look at values would wait
+    for the device. There versions tell it, but the fused and foreach steps of torch do not count them up.
     """
 
     def __init__(self, weight: torch.Tensor, master: torch.Tensor) -> None:

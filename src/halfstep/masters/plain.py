@@ -8,9 +8,8 @@ the master becomes the parameter. This is looked at before a step, and when some
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from operator import is_
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -60,8 +59,8 @@ class PlainMasters:
     @torch.no_grad()
     def of(self, param: torch.Tensor) -> torch.nn.Parameter | None:
         """The master of a parameter, up to date with what was written to the parameter; None if it has none."""
-        in_place = bool(self._lists) and id(param) in self._of
         master = self._of.get(id(param))
+        in_place = self.in_place and master is not None
         if master is None and self._resting:
             master = self._resting.get(param)
         if master is not None and not in_place:
@@ -136,9 +135,9 @@ class PlainMasters:
         for holder, states in self._holders:
             states.swap_in(holder, of)
 
-    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+    def leave(self) -> None:
         """Undo ``enter``, and round every master into its parameter. Does nothing if that is done."""
-        if not self._lists:
+        if not self.in_place:
             return
         for params, before in self._lists:
             params[:] = before
@@ -170,7 +169,7 @@ class PlainMasters:
 
     def has_in_place(self, key: object) -> bool:
         """Whether something is a master that has the place of its parameter now."""
-        return bool(self._lists) and any(key is master for master in self._masters)
+        return self.in_place and any(key is master for master in self._masters)
 
     @torch.no_grad()
     def write(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -183,7 +182,7 @@ class PlainMasters:
         """Copy what others have written to parameters into their masters."""
         if [p.dtype for p in self._params] != self._dtypes:
             self._refuse_cast()
-        if not self._lists:
+        if not self.in_place:
             self._outside_writes.honour(self._params, self._masters)
 
     @torch.no_grad()
@@ -210,7 +209,9 @@ def _is_float64_like(value: torch.Tensor, param: torch.Tensor) -> bool:
 class _StateByMaster(defaultdict[Any, Any]):
     """An optimizer's state during a step, which refuses to make an entry for a parameter whose master has its place."""
 
-    masters: Mapping[int, torch.nn.Parameter] = MappingProxyType({})  # a copy of the state has none
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.masters: dict[int, torch.nn.Parameter] = {}  # by the identity of the parameter; a copy has none
 
     def __missing__(self, key: Any) -> Any:
         if id(key) in self.masters:

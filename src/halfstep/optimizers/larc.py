@@ -14,7 +14,7 @@ from ..gradients.ledger import widen
 from ..kernels.expr import elementwise_kernel
 from ..kernels.grouping import group_rows
 from ..kernels.launch import launch
-from ..kernels.shards import Domain, complete_sum, domain_of, locals_of
+from ..kernels.shards import Domain, complete_sum, domain_of
 from ..kernels.tensor_table import TensorTable
 from .base import Hyper
 
@@ -142,13 +142,12 @@ class LARC:
         """The tables of a group with this step's gradients, made anew where something else changed."""
         known, groups, tables = self._tables.get(index, ([], [], []))
         if len(known) == len(params) and all(map(is_, known, params)):
-            parts = [locals_of([grads[i] for i in rows]) for rows in groups]
+            parts = [[grads[i] for i in rows] for rows in groups]
             if all(table.renew(part) for (table, _), part in zip(tables, parts, strict=True)):
                 return tables
         groups, tables = group_rows(grads, params), []
         for rows in groups:
             grad, param = [grads[i] for i in rows], [params[i].detach() for i in rows]
-            table = TensorTable.of(grad=locals_of(grad), param=locals_of(param))
-            tables.append((table, domain_of(params[rows[0]])))
+            tables.append((TensorTable.of(grad=grad, param=param), domain_of(params[rows[0]])))
         self._tables[index] = (params, groups, tables)
         return tables
