@@ -832,7 +832,7 @@ def test_a_pass_that_fails_keeps_no_gradients() -> None:
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
     "O2": (lambda m, o: amp.initialize(m, o, opt_level="O2", keep_casts=True), UsageError, "at O2 no weight is cast"),
     "O0": (lambda m, o: amp.initialize(m, o, opt_level="O0", keep_casts=True), UsageError, "at O0 no weight is cast"),
-    "a number": (lambda m, o: amp.initialize(m, o, keep_casts=1), ArgumentTypeError, "must be True or False"),
+    "a number": (lambda m, o: amp.initialize(m, o, keep_casts=2), ArgumentTypeError, "must be True or False"),
     "beside a policy": (
         lambda m, o: amp.initialize(m, o, policy=Policy.from_level("O1"), keep_casts=True),
         UsageError,

@@ -30,6 +30,7 @@ def test_parts_that_overflow_on_the_way_do_not_count_as_overflow() -> None:
     assert param.grad.to_dense().tolist() == [[0.0, 0.0], [BIG / 2, BIG / 2], [0.0, 0.0]]
 
 
+@pytest.mark.filterwarnings("ignore:The block of amp.scale_loss was left:UserWarning")  # gradients are set by hand
 @pytest.mark.parametrize("values", [[BIG, BIG], [BIG, BIG, -BIG], [1.0]])
 def test_a_master_gets_the_sum_even_if_16_bits_do_not_hold_it(values: list[float]) -> None:
     model: Any = nn.Embedding(3, 2, sparse=True)

@@ -1,4 +1,4 @@
-"""Who called: the line of a script that a warning is about, and what of torch is running."""
+"""The call stack: the line of a script that a warning is about, and calls of torch that are running."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def inner_optimizer(optimizer: Any) -> Any:
         if (
             value is not optimizer
             and getattr(value, "param_groups", None) is groups
-            and ("param_groups" not in here or "param_groups" in vars(value))  # else it holds its wrapper
+            and ("param_groups" not in here or "param_groups" in vars(value))  # else the value is a wrapper of this one
         ):
             return value
     return None
@@ -28,7 +28,8 @@ def inner_optimizer(optimizer: Any) -> Any:
 def bare(optimizer: Any) -> Any:
     """The optimizer behind ``LARC`` and the wrappers of Lightning, Fabric and Accelerate, which write no weights.
 
-    The ``step`` of any other wrapper may do so, as that of Lookahead does. So it is an optimizer itself.
+    The ``step`` of any other wrapper may write to weights, as that of Lookahead does. So such a wrapper is returned
+    as it is.
     """
     for each in _chain(optimizer):
         optimizer = each
@@ -44,7 +45,7 @@ def package_of_step(optimizer: Any) -> str:
 
 
 def state_holders(optimizer: Any) -> list[Any]:
-    """Those of an optimizer and the ones behind it that have a ``state``, and do not pass on another one's."""
+    """The optimizers in a chain of wrappers that have a ``state`` of their own, and do not pass on another's."""
     return [each for each in _chain(optimizer) if "state" in vars(each)]
 
 

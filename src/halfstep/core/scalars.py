@@ -1,7 +1,7 @@
-"""The numbers of a step, such as a loss scale, a norm or a bias correction: in which dtype a device computes them.
+"""The dtype of the numbers of a step, such as a loss scale, a norm or a bias correction.
 
-They are few, and a device that has float64 computes them so, without reading them. Some have none (MPS, most Intel
-Arc). There it is float32, and what would lose digits is written so that it does not.
+These numbers are few. So a device computes them in float64, if it has float64. Some devices do not (MPS, most Intel
+Arc). There the dtype is float32, and formulas that would lose digits are written in another way.
 """
 
 from __future__ import annotations

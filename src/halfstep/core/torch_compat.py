@@ -155,7 +155,7 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 """Since torch 2.13 the gradient of a parameter may have another dtype than the parameter."""
 
 STATE_INIT = "_init_optim_state"
-"""What ``torch.distributed.checkpoint.state_dict`` calls to have an optimizer make its state."""
+"""The name of the function by which ``torch.distributed.checkpoint.state_dict`` has an optimizer make its state."""
 
 C_NAMESPACES: dict[str, Any] = {
     "functions": torch._C._VariableFunctions,
@@ -179,7 +179,7 @@ fused_sgd_: Callable[..., None] = torch._fused_sgd_
 children_of: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = attrgetter("_modules")
 parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = attrgetter("_parameters")
 buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
-"""The tables of a module's own submodules, parameters and buffers. Who writes to one changes the module."""
+"""The tables of a module's own submodules, parameters and buffers. A change of a table changes the module."""
 
 forward_pre_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
 forward_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
@@ -189,7 +189,7 @@ schema_of: Callable[[Any], FunctionSchema] = attrgetter("_schema")
 """The schema of an op: its name, its arguments, and which of these it writes to."""
 
 codegen_of: Callable[[torch.fx.Graph], Any] = attrgetter("_codegen")
-"""How a graph writes its code, with the names of its arguments and the form of its results."""
+"""The code writer of a graph, which knows the names of its arguments and the form of its results."""
 
 divides_by_initial_world: Callable[[Any], bool] = attrgetter("_divide_by_initial_world_size")
 """Whether a wrapper divides gradients by the number of all ranks, also by those that have run out of inputs."""
@@ -358,12 +358,12 @@ def initial_scale(scaler: Any) -> float:
 
 
 def found_inf_of(scaler: Any, optimizer: object) -> dict[torch.device, torch.Tensor]:
-    """What a ``GradScaler`` has found in an optimizer's gradients, by device. Who writes to it tells the scaler."""
+    """The overflow flags of an optimizer in a ``GradScaler``, by device. A change of this dict reaches the scaler."""
     return scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]  # type: ignore[no-any-return]
 
 
 def set_found_inf(scaler: Any, optimizer: object, found: dict[Any, Any]) -> None:
-    """Tell a ``GradScaler`` what the optimizer's step has found."""
+    """Give a ``GradScaler`` the overflow flags of an optimizer, by device."""
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
 
 

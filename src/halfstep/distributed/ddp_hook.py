@@ -354,12 +354,12 @@ class Reduction:
         return sent.coalesce()
 
     def _take(self, param: torch.Tensor) -> torch.Tensor | None:
-        """What is set aside of a parameter whose gradient is to be fp32."""
+        """Remove and return the gradient that is set aside for a parameter with fp32 gradients; None without one."""
         found = [held.pop(id(param)) for held in self.held if id(param) in self._wide and id(param) in held]
         return found[0] if found else None
 
     def _begin_arrival(self) -> None:
-        """At the first bucket of a pass: call ``_arrived`` when the reducer has put the gradients in place."""
+        """At the first bucket of a pass: have ``_arrived`` called once the reducer has put the gradients in place."""
         if self._arriving:
             return
         self._arriving = True
@@ -377,7 +377,7 @@ class Reduction:
                 set_grads([param], [total])
         for param, view in self._views:
             if param.grad is None:
-                if view.any():  # unused in this pass, but some rank used it in an earlier one
+                if view.any():  # the pass did not use the parameter here, but an earlier pass of some rank did
                     param.grad = view.clone()
             elif param.grad.data_ptr() != view.data_ptr():
                 param.grad.copy_(view)

@@ -25,12 +25,12 @@ __all__ = ["BackwardRecord", "RankSync", "any_overflow", "share_overflow"]
 
 @dataclass(eq=False)
 class BackwardRecord:
-    """Whether one scaled backward pass since the last step overflowed.
+    """The overflow check of one scaled backward pass since the last step.
 
     Attributes:
         found_inf: 0-dim float32 tensor, 1.0 if it overflowed on this rank; after ``share_overflow``, on any rank.
         scaler: the loss scale to update with it; None if there is none or it was updated already.
-        shared: whether all ranks have shared on ``found_inf``.
+        shared: whether ``found_inf`` is the same on all ranks by now.
         dynamic: whether an overflow lowers the loss scale.
     """
 

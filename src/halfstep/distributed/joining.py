@@ -16,9 +16,9 @@ __all__ = ["is_joining", "share_masters_after_join"]
 
 
 def share_masters_after_join(wrapper: DistributedDataParallel) -> None:
-    """Let all ranks get the masters of that rank as well, at every end of a ``join`` of this wrapper.
+    """At every end of a ``join`` of this wrapper, broadcast the masters of that rank as well.
 
-    It is the last moment at which every rank is there: each may read its masters alone afterwards.
+    This is the last moment at which all ranks are there. Afterwards each may read its masters without the others.
     """
     wrapper.join_hook = _HookMaker(wrapper)  # type: ignore[method-assign]
 
@@ -30,7 +30,7 @@ def is_joining(wrapper: DistributedDataParallel) -> bool:
 
 
 class _HookMaker:
-    """The ``join_hook`` method of one wrapper, to which it refers weakly. A copied wrapper gets its own.
+    """The ``join_hook`` method of one wrapper. It refers to the wrapper weakly, and a copied wrapper gets its own.
 
     Attributes:
         open: whether a ``join`` has begun and not ended.

@@ -142,7 +142,7 @@ class Facts:
 
     @cached_property
     def zero_norms(self) -> list[str]:
-        """Where the forward pass divided by inf, because a sum of squares was too large."""
+        """The ops by which the forward pass divided by inf, because a sum of squares was too large."""
         return list(dict.fromkeys(name for name, where in self._norms if self.reading[where][0]))
 
     # ---- dtypes

@@ -14,14 +14,14 @@ from .gradients import ZERO_GRADIENTS_FIX, gradients_of
 __all__ = ["zero_gradients"]
 
 _MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")
-"""What an optimizer keeps, by the names of torch, that is 0 as long as gradients are."""
+"""Entries of the state of torch's optimizers that are 0 as long as all gradients are 0."""
 
 
 def zero_gradients(facts: Facts) -> Iterator[Finding]:
     """HS121: the gradients of all parameters are 0, although a backward pass has run.
 
-    Looked for if the gradients are there: after a backward pass, before ``zero_grad``. What ``zero_grad`` has set to 0
-    is no finding: then the optimizer has stepped, and its moments are not 0, or somebody has written to the gradients.
+    It needs gradients, so it is asked after a backward pass and before ``zero_grad``. Gradients that ``zero_grad`` has
+    set to 0 are no finding: either the moments of the optimizer are not 0, or the versions tell of the write.
     """
     if facts.any_gradient or facts.any_gradient is None:
         return
@@ -51,6 +51,6 @@ def _moments(facts: Facts, param: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _would_keep(facts: Facts) -> bool:
-    """Whether all optimizers keep something as soon as they have stepped, and so have not."""
+    """Whether every optimizer has moments after a step. If it has none, it has not stepped yet."""
     defaults = [optimizer.defaults for optimizer in facts.optimizers]
     return bool(defaults) and all("betas" in each or each.get("momentum") for each in defaults)

@@ -186,7 +186,7 @@ def no_units(facts: Facts) -> Iterator[Finding]:
 
 
 def _faster(device: torch.device, slow: torch.dtype) -> str:
-    """What to train in on a device that is slow in a dtype."""
+    """The advice for a device that is slow in a dtype."""
     other = torch.float16 if slow is torch.bfloat16 else torch.bfloat16
     if has_units(device, other, "product"):
         return f"Train in {dtype_name(other)} (dtype=), for which {device} has units."

@@ -21,7 +21,7 @@ _KEEP = _CASTS | frozenset((
     *("__getitem__", "abs", "add", "clamp", "clamp_min", "clip", "detach", "div", "expand", "maximum", "mul", "relu"),
     *("squeeze", "sub", "unsqueeze"),
 ))  # fmt: skip
-"""What is done to a statistic before its root is taken, and leaves as many numbers."""
+"""Functions between a statistic and its root. They count only if they leave as many numbers."""
 
 
 class _Known(NamedTuple):
@@ -45,7 +45,7 @@ class Root(NamedTuple):
 
 
 class Statistics:
-    """Follows squares that are computed in 16 bits, through a reduction, to a root.
+    """A search for squares that are computed in 16 bits, then reduced, and then put under a root.
 
     torch's own norms compute in fp32 inside, and are one function each. Sums of all elements, such as a loss, do not
     count. Squares of bfloat16 that are added up in fp32 do not, either: their roundoff averages out. Those of float16
@@ -56,7 +56,7 @@ class Statistics:
         self._known: dict[int, _Known] = {}
 
     def see(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Root | None:
-        """Look at a call of a function of torch; what it returned if it was a root of such a statistic."""
+        """Look at one call of a function of torch. Returns the ``Root``, if the call was one of such a statistic."""
         name = spellings().get(func, (getattr(func, "__name__", ""), False))[0]
         if name in _VARIANCES and isinstance(result, (torch.Tensor, tuple)):
             first = result if isinstance(result, torch.Tensor) else result[0]

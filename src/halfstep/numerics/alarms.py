@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..findings.finding import Finding, grouped, share
-from .owners import OUTSIDE, ROOT
+from .owners import OUTSIDE, owner_of
 from .row import Row
 from .step_size import StepSizes
 from .zero_gradients import ZeroGradients
@@ -79,7 +79,7 @@ class Alarms:
         return found
 
     def findings(self) -> list[Finding]:
-        """What was found so far, what is likely to be the cause first: steps that are too large make overflows."""
+        """The findings so far, the likely cause first: steps that are too large make overflows."""
         found = [*self._zeros.findings(), *self._of_gradients()]
         too_large = self._sizes.finding()
         if too_large is None:
@@ -161,13 +161,13 @@ def first_bad(rows: Iterable[Row]) -> Row | None:
 
 
 def _said_of(bad: Row, rows: Iterable[Row]) -> str:
-    """Where the inf or NaN of an output came from."""
+    """The sentence about an output with inf or NaN: where they came from."""
     name = bad.module.partition("[")[0]
     holds = f"the output of {bad.module} holds inf or NaN"
     spoilt = [
         row.module.rpartition(".")[2]
         for row in rows
-        if row.tensor == "weight" and not row.is_finite and (row.module.rpartition(".")[0] or ROOT) == name
+        if row.tensor == "weight" and not row.is_finite and owner_of(row.module) == name
     ]
     if spoilt:
         return f"{holds}; so does its {spoilt[0]} before the step, which an earlier step has spoilt"

@@ -82,7 +82,7 @@ def entries_of(candidate: Sequence[Record], reference: Sequence[Record], scale: 
 
 
 def first_not_finite(records: Sequence[Record]) -> str:
-    """Where a run became inf or NaN, as in "NaN, from 1.norm: rsqrt"; nothing if its loss and gradients are finite.
+    """The op that made a run inf or NaN, as in "NaN, from 1.norm: rsqrt"; "" if its loss and gradients are finite.
 
     Followed back from the first NaN, or without one from the first such gradient or loss, to the first op that had
     finite inputs. So an inf that a mask needs is no fault.

@@ -12,7 +12,7 @@ import torch
 
 from ..core.errors import ArgumentValueError
 from .comparison import Comparison, Entry, entry_of
-from .owners import OUTSIDE, ROOT
+from .owners import OUTSIDE, ROOT, owner_of
 from .row import Row, load_rows
 
 __all__ = ["compare"]
@@ -126,11 +126,14 @@ def _entries(pairs: Sequence[tuple[Row, Row]]) -> list[Entry]:
 
 
 def _largest_rms(rows: Iterable[Row]) -> dict[Any, float]:
-    """Of each module's parameters, by step, module and tensor. The gradient of a bias before a norm is noise alone."""
+    """The largest root mean square among the parameters of a module, by step, module and tensor.
+
+    One parameter alone is no measure: the gradient of a bias before a norm is nothing but noise.
+    """
     found: dict[Any, float] = defaultdict(float)
     for row in rows:
         if row.tensor not in _FEEDS and math.isfinite(row.rms):
-            key = row.step, row.module.rpartition(".")[0] or ROOT, row.tensor
+            key = row.step, owner_of(row.module), row.tensor
             found[key] = max(found[key], row.rms)
     return found
 

@@ -63,7 +63,7 @@ def write_comparison(comparison: Mapping[str, Any], path: str | Path, *, command
 
 
 def said_of_reference(name: str, not_finite: str) -> str:
-    """What is said of a reference that is inf or NaN itself: ``Comparison.not_finite``."""
+    """The sentence about a reference that is inf or NaN itself, from ``Comparison.not_finite``."""
     what, _, where = not_finite.partition(", from ")
     return f"{name} is {what} as well: not a matter of precision. It began at {where}"
 

@@ -12,7 +12,7 @@ __all__ = ["compiled_code_eager"]
 class _CompiledCodeEager:
     """Compiled code runs eagerly, in this process, until all that have entered this have left it, in any order.
 
-    A stance that somebody else sets meanwhile is left alone.
+    A stance that somebody else sets or ends meanwhile is left as it is.
     """
 
     def __init__(self) -> None:
@@ -35,3 +35,4 @@ class _CompiledCodeEager:
 
 
 compiled_code_eager = _CompiledCodeEager()
+"""Entered by all that look at modules or ops."""

@@ -193,9 +193,9 @@ class Monitor:
         return [row for step in self._steps for row in step.rows(bins=self._bins)]
 
     def findings(self) -> list[Finding]:
-        """What is wrong or about to go wrong by the rows so far, what is likely to be the cause first.
+        """The findings by the rows so far, the likely cause first: HS116, HS117, HS120 and HS121.
 
-        HS116, HS117, HS120 and HS121. Waits for what has not arrived.
+        Waits for numbers that are still on their way from the device.
         """
         self._poll(wait=True)
         for step in self._steps[self._alarms.counted :]:

@@ -286,6 +286,3 @@ def entered(watch: OpWatch) -> Iterator[None]:
     """Within the block a mode sees ops."""
     with compiled_code_eager, watch.owners.watching(), watch.functions, watch:
         yield
-
-
-"""To be entered by all that look at ops. A stance of the user that began before, and has ended since, stays ended."""

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.torch_compat import children_of, current_node, next_sequence_number, node_sequence_number
 
-__all__ = ["OPTIMIZER", "OUTSIDE", "ROOT", "Owners", "qualified_names"]
+__all__ = ["OPTIMIZER", "OUTSIDE", "ROOT", "Owners", "owner_of", "qualified_names"]
 
 OUTSIDE = "(step)"
 """Where ops are that no module runs: the loss, in most scripts."""
@@ -44,6 +44,11 @@ def qualified_names(model: nn.Module) -> dict[nn.Module, str]:
     names = {module: name for name, module in model.named_modules()}
     inside = "module" if isinstance(model, _PARALLEL) else ""
     return {module: _clean(name, inside) or ROOT for module, name in names.items()}
+
+
+def owner_of(param: str) -> str:
+    """The name of the module that has a parameter, by the name of the parameter."""
+    return param.rpartition(".")[0] or ROOT
 
 
 def _clean(name: str, inside: str) -> str:

@@ -14,7 +14,7 @@ __all__ = ["StepRows"]
 
 
 class StepRows:
-    """The numbers of a sampled step. Rows take more memory, and are made when asked for.
+    """The numbers of a sampled step. Rows take more memory, so they are made only when somebody asks for them.
 
     Args:
         index: which step it is.

@@ -1,4 +1,4 @@
-"""How large the steps of an optimizer are beside the weights: what a learning rate that is too high looks like."""
+"""The size of updates in relation to their weights, which shows a learning rate that is too high."""
 
 from __future__ import annotations
 

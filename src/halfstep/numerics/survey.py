@@ -32,7 +32,7 @@ Callers = tuple[tuple[str, tuple[int, ...]], ...]
 _Extremes = tuple[torch.Tensor, torch.Tensor]
 
 LossScale = Literal["none", "in", "out"]
-"""Whether numbers never met the loss scale, are multiplied by it, or were and are no longer."""
+"""The part of the loss scale in some numbers: they never met it, are multiplied by it, or have been divided by it."""
 
 
 class About(NamedTuple):
@@ -45,7 +45,7 @@ class About(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What the host knows of a tensor that was looked at.
+    """The facts about a tensor that was looked at, as far as the host knows them.
 
     Attributes:
         number: its place among the tensors of the step, in the order in which they were looked at.
@@ -172,7 +172,7 @@ class Survey:
         return number
 
     def finish_inputs(self) -> Inputs:
-        """What ``add_input`` has seen, without waiting for any device."""
+        """The results of ``add_input``, without waiting for any device."""
         return Inputs(self._inputs)
 
     def finish(self, scale: torch.Tensor | None, skipped: torch.Tensor | None) -> list[Surveyed]:
@@ -315,7 +315,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Inputs:
-    """Which of the tensors that went into modules were finite, on its way to the host."""
+    """The answers whether tensors that went into modules are finite, on their way to the host."""
 
     def __init__(self, seen: dict[torch.device, list[tuple[int, _Extremes]]]) -> None:
         self._numbers = [[number for number, _ in each] for each in seen.values()]
@@ -323,7 +323,7 @@ class Inputs:
 
     @property
     def arrived(self) -> bool:
-        """Whether ``bad`` need not wait."""
+        """Whether ``bad`` returns without waiting."""
         return all(each.arrived for each in self._extremes)
 
     def bad(self) -> set[int]:

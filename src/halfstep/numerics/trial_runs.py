@@ -1,7 +1,7 @@
-"""Trial runs of one step, each from the same weights, buffers and random numbers. Nothing of them remains.
+"""Trial runs of one step. Each begins with the same weights, buffers and random numbers, and leaves no trace.
 
-A run gets copies of all parameters and buffers, put in the place of the model's own. So gradients, hooks on parameters
-and optimizers are left out by themselves. A run ends at the latest where gradients are unscaled, or an optimizer steps.
+During a run the model has copies of its parameters and buffers. So the model's own gradients do not change, and no hook
+on a parameter runs. The run is stopped before gradients are unscaled or an optimizer steps.
 """
 
 from __future__ import annotations

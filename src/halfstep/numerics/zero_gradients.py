@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..findings.finding import Finding, grouped
 from ..findings.gradients import ZERO_GRADIENTS_FIX
-from .owners import OUTSIDE, ROOT
+from .owners import OUTSIDE, owner_of
 from .row import Row
 
 __all__ = ["ZeroGradients"]
@@ -43,7 +43,7 @@ class ZeroGradients:
             came = [row.module for row in outputs if not _is_zero(row)]
             self._at = came[-1] if came else OUTSIDE
         for row in outputs:
-            own = [each for each in grads if (each.module.rpartition(".")[0] or ROOT) == row.module]
+            own = [each for each in grads if owner_of(each.module) == row.module]
             if own and not _is_zero(row):
                 if all(map(_is_zero, own)):
                     self._lost.setdefault(row.module, row.step)

@@ -139,9 +139,9 @@ class FusedOptimizer(FusedState):
         still called after each backward pass. It ends the step, and steps what has a gradient left. Without clipping
         and overflow every number is the same, to the bit.
 
-        - A loss scale is divided out as ever: that of ``amp.scale_loss``, or of the ``scaler``. From the first gradient
-          on that is inf or NaN, no more parameters step in this pass. Those that had finite gradients before it have
-          stepped. The scale hears of the overflow as ever.
+        - Gradients are divided by the loss scale as ever: that of ``amp.scale_loss``, or of the ``scaler``. At the
+          first gradient that is inf or NaN, stepping ends for this pass. Parameters that have stepped by then keep the
+          step: their gradients were finite. The overflow lowers the scale as ever.
         - ``max_grad_norm`` clips by the larger of two norms: that of the last step, and that of the gradients that have
           come so far in this one. Other functions that clip find no gradients.
         - Gradients of several passes are added up within ``accumulate()`` of what this returns.

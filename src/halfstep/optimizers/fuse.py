@@ -27,11 +27,11 @@ __all__ = ["can_fuse", "fuse", "unfuse"]
 
 _DTYPES = {torch.float64, torch.float32, *HALF_DTYPES}
 _MASTERS = {"remainder": torch.int16, "master": torch.float32}
-"""What a step keeps beside torch's state for a 16-bit parameter. Plain torch casts it to 16 bits when it loads it."""
+"""The dtypes of masters in the state of a 16-bit parameter. torch's own ``load_state_dict`` casts them to 16 bits."""
 
 
 def _torch_class(optimizer: object) -> Any:
-    """The class of torch's that an optimizer has, behind a class of ours that was made on the fly."""
+    """The class in ``torch.optim`` behind the fused class of an optimizer."""
     return next(cls for cls in type(optimizer).__mro__ if getattr(torch.optim, cls.__name__, None) is cls)
 
 

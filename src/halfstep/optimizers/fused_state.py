@@ -90,7 +90,7 @@ class FusedState(torch.optim.Optimizer):
 
     @torch.no_grad()
     def write_master(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Set the master of a parameter to a value of any floating dtype; what to write to the parameter."""
+        """Set the master of a parameter to a value of any floating dtype. Returns what to write to the parameter."""
         state = self.state.get(param, {})
         if "master" in state:
             state["master"].copy_(value)

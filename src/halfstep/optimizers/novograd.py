@@ -149,7 +149,7 @@ class FusedNovoGrad(FusedOptimizer):
 
 
 def _largest(rows: ParamRows) -> torch.Tensor:
-    """The largest magnitude of each gradient: float64 of shape [rows]."""
+    """The largest magnitude of each gradient: shape [rows], in the ``scalar_dtype`` of the device."""
     grads = rows.table.columns["grad"][1][0]
     result = torch.zeros(len(grads), dtype=scalar_dtype(rows.device), device=rows.device)
     filled = [i for i, g in enumerate(grads) if g.numel()]

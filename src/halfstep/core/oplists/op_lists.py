@@ -111,7 +111,7 @@ class OpLists:
             raise ArgumentValueError(f"level={level!r} has no op lists; use one of {', '.join(LIST_LEVELS)}.")
         if level == "native" and (white or black or free):
             raise ArgumentValueError("level='native' is torch.autocast as it is; custom lists need 'O1', 'O2' or 'OD'.")
-        check_flag("use_promote", use_promote)
+        use_promote = check_flag("use_promote", use_promote)
         chosen = {"white": _names("white", white), "black": _names("black", black), "free": _names("free", free)}
         for one, other in itertools.combinations(chosen, 2):
             both = sorted(set(chosen[one]) & set(chosen[other]))
