@@ -575,7 +575,7 @@ def test_kept_casts_are_no_state() -> None:
     ours, theirs = optim.state_dict(), other.state_dict()
     assert [list(s) for s in ours["state"].values()] == [list(s) for s in theirs["state"].values()]
     assert ours["param_groups"] == theirs["param_groups"]
-    assert len(pickle.dumps(optim)) == len(pickle.dumps(other))
+    assert abs(len(pickle.dumps(optim)) - len(pickle.dumps(other))) < 1000  # the casts have 32 kB or more
     for twin in (copy.deepcopy(optim), pickle.loads(pickle.dumps(optim))):
         assert twin.copies is None
 
