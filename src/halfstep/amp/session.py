@@ -35,7 +35,7 @@ class Session:
 
 
 class _Latest:
-    """The holder of the latest session, for calls that name no optimizer. It is None before the first ``amp.initialize``."""
+    """The holder of the latest session, for calls that name no optimizer; None before the first ``amp.initialize``."""
 
     session: Session | None = None
 
