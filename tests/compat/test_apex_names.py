@@ -275,6 +275,7 @@ def test_classes_are_pickled_by_either_name() -> None:
     assert type(module) is FusedLayerNorm
 
 
+@pytest.mark.exhaustive
 def test_the_public_path_and_a_fresh_process() -> None:
     script = (
         "import halfstep.apex.optimizers.fused_adam as one\n"

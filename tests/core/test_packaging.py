@@ -66,6 +66,7 @@ def test_import_alone_needs_no_torch() -> None:
     assert "torch" not in modules_after("import halfstep; halfstep.__version__; dir(halfstep)")
 
 
+@pytest.mark.exhaustive
 def test_every_public_name_is_found_when_it_is_asked_for_and_no_other_is() -> None:
     code = "import halfstep; found = [getattr(halfstep, name) for name in dir(halfstep)]; halfstep.optimizers.FusedAdam"
     fresh_interpreter(code)

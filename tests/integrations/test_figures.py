@@ -77,6 +77,7 @@ def test_model_fit_logs_to_tensorboard(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("halfstep/overflows")] == [(1, 0), (2, 1), (3, 1), (4, 1)]
 
 
+@pytest.mark.exhaustive
 def test_model_fit_logs_to_a_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is not installed; `make integrations` installs it")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -105,6 +105,7 @@ def test_squares_of_any_size_are_summed(value: float, length: int) -> None:
     assert found == 0
 
 
+@pytest.mark.exhaustive
 def test_a_sum_of_thousands_of_chunks_is_whole() -> None:
     values = torch.ones(1100 * 256 + 7)
     with kernels.backend("triton"):

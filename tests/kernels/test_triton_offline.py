@@ -54,6 +54,7 @@ def assert_sound(result: tuple[int, list[dict[str, Any]], str]) -> list[dict[str
     return records
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_the_split_adam_step_with_clipping_moves_28_bytes_in_vectors(tmp_path: Path, target: str) -> None:
     arguments = ["--kernels", "adam", "read_gradients", "--storages", "bf16 split", "--targets", target]

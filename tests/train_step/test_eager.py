@@ -242,7 +242,9 @@ def test_ranks_step_with_the_mean_over_all_batches(ranks: Ranks, level: str | No
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor calls it
-@pytest.mark.parametrize("options", [{}, {"compiled": True}, {"cuda_graph": True}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"compiled": True}, marks=pytest.mark.exhaustive), {"cuda_graph": True}]
+)
 def test_gradients_may_be_released_inside_of_the_backward_pass(options: dict[str, bool]) -> None:
     trained = []
     for release in (True, False):
