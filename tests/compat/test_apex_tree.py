@@ -63,6 +63,7 @@ def test_private_names_that_scripts_reach_into(installed: None) -> None:
     assert state.opt_properties.loss_scale == "dynamic"
     with amp.scale_loss(torch.ones((), requires_grad=True), optimizer) as scaled:
         assert scaled.item() == 128.0
+        scaled.backward()
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
     state.handle._deactivate()
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32

@@ -1,10 +1,10 @@
-"""Numbers with their nouns."""
+"""Numbers with their nouns, and lists of names."""
 
 from __future__ import annotations
 
 import pytest
 
-from halfstep.core.text import counted
+from halfstep.core.text import counted, listed
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,9 @@ from halfstep.core.text import counted
 )
 def test_a_number_and_its_noun(count: int, nouns: tuple[str, ...], text: str) -> None:
     assert counted(count, *nouns) == text
+
+
+@pytest.mark.parametrize(("names", "text"), [("", ""), ("abc", "a, b, c"), ("abcde", "a, b, c and 2 more")])
+def test_many_names_are_cut_and_counted(names: str, text: str) -> None:
+    assert listed(list(names)) == text
+    assert listed(list(names), most=5) == ", ".join(names)

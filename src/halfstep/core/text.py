@@ -1,6 +1,8 @@
 """Words of messages and reports."""
 
-__all__ = ["counted"]
+from collections.abc import Sequence
+
+__all__ = ["counted", "listed"]
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
@@ -12,3 +14,9 @@ def counted(count: int, one: str, many: str | None = None) -> str:
         many: the noun for more than one; by default with an s.
     """
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first of some names, and the number of the others: ``a, b, c and 2 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..core.text import counted, listed
+
 __all__ = ["Finding", "Severity", "grouped", "log", "share"]
 
 logger = logging.getLogger("halfstep")
@@ -17,8 +19,6 @@ logger = logging.getLogger("halfstep")
 Severity = Literal["error", "warning", "note"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_SHOWN = 3
-"""How many groups of names ``grouped`` shows."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,10 @@ def grouped(sizes: Mapping[str, int]) -> str:
         group = _NUMBER.sub("*", name.rpartition(".")[0] or name) if len(sizes) > 1 else name
         groups[group] = groups.get(group, 0) + size
     largest = sorted(groups, key=lambda group: -groups[group])
-    more = f" and {len(largest) - _SHOWN} more" if len(largest) > _SHOWN else ""
-    tensors = f"{len(sizes)} tensor{'s' if len(sizes) > 1 else ''}"
+    tensors = counted(len(sizes), "tensor")
     total = sum(sizes.values())
-    weights = f"{total} weight{'s' if total > 1 else ''}" if total < 100_000 else f"{total:.2g} weights"
-    return f"{', '.join(largest[:_SHOWN])}{more} ({tensors}, {weights})"
+    weights = f"{total} weight{'s' if total != 1 else ''}" if total < 100_000 else f"{total:.2g} weights"
+    return f"{listed(largest)} ({tensors}, {weights})"
 
 
 def share(fraction: float) -> str:

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from ..casting.modules import has_casting
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.hardware import has_units
+from ..core.text import listed
 from ..core.torch_compat import BatchNorm, buffers_of, children_of, fsdp_policies, parameters_of
 from .facts import Facts
 from .finding import Finding, grouped
@@ -90,16 +91,16 @@ def _sensitive_ops(facts: Facts) -> Iterator[Finding]:
     seen = facts.forward
     fix = "Compute them in fp32 (x.float()) and cast the result, as torch's own norms do."
     if facts.zero_norms:
-        where = ", ".join(facts.zero_norms[:3])
+        where = listed(facts.zero_norms)
         text = "A norm returns zeros: its sum of squares is inf in 16 bits, and it divides by that."
         yield Finding("HS104", "error", where, text, {"ops": facts.zero_norms}, fix)
     statistics = [name for name in (seen.statistics if seen is not None else ()) if name not in facts.zero_norms]
     if statistics:
-        where = ", ".join(statistics[:3])
+        where = listed(statistics)
         text = "A norm computes its statistics in 16 bits."
         yield Finding("HS104", "warning", where, text, {"ops": statistics}, fix)
     if seen is not None and seen.routers:
-        where = ", ".join(list(seen.routers)[:3])
+        where = listed(list(seen.routers))
         text = "A router computes the scores of its experts in 16 bits, so close scores become equal."
         yield Finding("HS104", "note", where, text, {"routers": list(seen.routers)}, "Run it in fp32.")
 
@@ -118,7 +119,7 @@ def loss_in_16_bits(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         "HS105",
         "warning",
-        ", ".join(list(seen.losses)[:3]) or "the loss",
+        listed(list(seen.losses)) or "the loss",
         f"The loss is computed in {dtype_name(dtype)}, which has steps of {torch.finfo(dtype).eps * 8:g} near 10.",
         {"ops": list(seen.losses), "dtype": dtype_name(dtype)},
         "Compute it from logits.float(), or within amp.auto_cast, which does so.",
@@ -212,7 +213,7 @@ def fp32_in_name_only(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "HS112",
             "warning",
-            ", ".join(facts.outputs_on_grid[:3]),
+            listed(facts.outputs_on_grid),
             "fp32 in name only: every value lies on a 16-bit grid, so it was rounded before it became fp32.",
             {"outputs": facts.outputs_on_grid},
             "Cast to fp32 before the computation, not after it.",
@@ -232,7 +233,7 @@ def fsdp_reduces_in_16_bits(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "HS114",
             "warning",
-            ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else ""),
+            listed(modules),
             "FSDP2 adds up the gradients of all ranks in 16 bits.",
             {"modules": modules},
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).",

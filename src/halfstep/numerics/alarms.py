@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..core.text import listed
 from ..findings.finding import Finding, grouped, share
 from .owners import OUTSIDE, owner_of
 from .row import Row
@@ -51,7 +52,7 @@ class Alarms:
         self._flushed: dict[str, tuple[int, float]] = {}
         self._sizes = StepSizes()
         self._zeros = ZeroGradients()
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     def add(self, rows: Sequence[Row]) -> None:
         """Look at the rows of one step, with histograms or without."""
@@ -74,8 +75,8 @@ class Alarms:
 
     def news(self) -> list[Finding]:
         """The findings of a code and a severity that no earlier call has returned."""
-        found = [each for each in self.findings() if (each.code, each.severity) not in self._told]
-        self._told |= {(each.code, each.severity) for each in found}
+        found = [each for each in self.findings() if (each.code, each.severity) not in self._reported]
+        self._reported |= {(each.code, each.severity) for each in found}
         return found
 
     def findings(self) -> list[Finding]:
@@ -92,7 +93,7 @@ class Alarms:
         if self._overflow is not None:
             bad, message = self._overflow
             first = [name for name in (bad.began_in, bad.module) if name not in ("", OUTSIDE)]
-            where = _listed(list(dict.fromkeys([*first, *self._overflowed])))
+            where = listed(list(dict.fromkeys([*first, *self._overflowed])), _NAMED)
             known = {"step": bad.step, "steps_left": 0.0, "module": first[0]}
             return [Finding("HS116", "error", where, message, known, fix)]
         if self._near:
@@ -102,7 +103,7 @@ class Alarms:
                 Finding(
                     "HS116",
                     "warning",
-                    _listed(list(self._near)),
+                    listed(list(self._near), _NAMED),
                     f"at step {step} the output of {name} has {headroom:.1f} doublings left to the largest number of "
                     f"its dtype; an overflow is {soon}",
                     {"step": step, "headroom": headroom, "steps_left": left},
@@ -144,11 +145,6 @@ class Alarms:
             left = _steps_left(history)
         if left <= _AHEAD:
             self._near.setdefault(row.module, (row.step, headroom, left))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def first_bad(rows: Iterable[Row]) -> Row | None:

@@ -80,9 +80,9 @@ class Totals:
         self._fetched = [Fetched(torch.cat([total.sums, total.largest[None]])) for total in totals]
 
     @property
-    def arrived(self) -> bool:
+    def ready(self) -> bool:
         """Whether ``into`` need not wait."""
-        return all(fetched.arrived for fetched in self._fetched)
+        return all(fetched.ready for fetched in self._fetched)
 
     def into(self, rows: Sequence[Row], step: int) -> list[Row]:
         """The same rows; those of gradients have the magnitudes, zeros and overflows of all the steps.

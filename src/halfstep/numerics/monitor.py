@@ -122,7 +122,7 @@ class Monitor:
         self._attached: AttachedOptimizer | None = None
         self._totals = GradientTotals()
         self._steps: list[StepRows] = []
-        self._arrived = 0  # how many of them
+        self._ready = 0  # how many of them
         self._alarms = Alarms()
 
     # ---- on and off
@@ -182,7 +182,7 @@ class Monitor:
         ``numerics/blocks.3.mlp/output/headroom``. It is empty before the first step has arrived.
         """
         self._poll(wait=False)
-        return dict(_shown(self._steps[self._arrived - 1].rows(bins=True))) if self._arrived else {}
+        return dict(_shown(self._steps[self._ready - 1].rows(bins=True))) if self._ready else {}
 
     def rows(self) -> list[Row]:
         """All rows so far, in the order of the steps, and within a step in that of execution.
@@ -332,9 +332,9 @@ class Monitor:
                     self._params.append(param)
 
     def _poll(self, *, wait: bool) -> None:
-        while self._arrived < len(self._steps) and (wait or self._steps[self._arrived].arrived):
-            self._alarms.add(self._steps[self._arrived].brief())
-            self._arrived += 1
+        while self._ready < len(self._steps) and (wait or self._steps[self._ready].ready):
+            self._alarms.add(self._steps[self._ready].brief())
+            self._ready += 1
             self._log_news()
 
     def _log_news(self) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentValueError
-from ..core.text import counted
+from ..core.text import counted, listed
 from ..pages import (
     Band,
     Line,
@@ -105,19 +105,18 @@ def _findings(rows: Sequence[Row], tensors: Sequence[Tensor], lost: Sequence[Gri
     alarms = Alarms()
     for _, of_step in itertools.groupby(sorted(rows, key=lambda row: row.step), key=lambda row: row.step):
         alarms.add(list(of_step))
-    told = {each.code: f"{each.where}: {each.message}. To do: {each.fix}." for each in alarms.findings()}
-    said = [text for code, text in told.items() if code == "HS120"]
+    advice = {each.code: f"{each.where}: {each.message}. To do: {each.fix}." for each in alarms.findings()}
+    said = [text for code, text in advice.items() if code == "HS120"]
     bad = [(row, each) for each in tensors if (row := each.bad) is not None]
     if bad:
         first = min(row.step for row, _ in bad)
         names = [f"{each.name} ({each.kind})" for row, each in bad if row.step == first]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         origin = first_bad(row for row in rows if row.step == first)
         began = f" It began inside of {origin.began_in}." if origin is not None and origin.began_in else ""
-        said.append(f"inf or NaN first at step {first:,}: in {', '.join(names[:3])}{more}.{began}")
-        if list(told)[:1] == ["HS116"]:
+        said.append(f"inf or NaN first at step {first:,}: in {listed(names)}.{began}")
+        if list(advice)[:1] == ["HS116"]:
             said.reverse()
-    said += [text for code, text in told.items() if code == "HS121"]
+    said += [text for code, text in advice.items() if code == "HS121"]
     near = [each for each in tensors if each.kind == "output" and 0.0 <= each.headroom < 2.0]
     if near:
         worst = min(near, key=lambda each: each.headroom)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from .gradients import Totals
 from .owners import OUTSIDE, ROOT
 from .row import Row, merge_rows
-from .survey import Inputs, Surveyed, Taken
+from .survey import Inputs, SampledTensor, Surveyed
 
 __all__ = ["StepRows"]
 
@@ -27,10 +27,10 @@ class StepRows:
         self._index, self._surveyed, self._inputs, self._totals = index, surveyed, inputs, totals
 
     @property
-    def arrived(self) -> bool:
+    def ready(self) -> bool:
         """Whether rows can be made without waiting."""
-        inputs = self._inputs is None or self._inputs.arrived
-        return inputs and self._totals.arrived and all(each.arrived for each in self._surveyed)
+        inputs = self._inputs is None or self._inputs.ready
+        return inputs and self._totals.ready and all(each.ready for each in self._surveyed)
 
     def brief(self) -> list[Row]:
         """The rows without what takes time to make: see ``Surveyed.brief``."""
@@ -40,19 +40,19 @@ class StepRows:
         """The rows, with histograms or without, in the order of execution."""
         return self._made([each for part in self._surveyed for each in part.rows(bins=bins)])
 
-    def _made(self, seen: list[tuple[Taken, Row]]) -> list[Row]:
+    def _made(self, seen: list[tuple[SampledTensor, Row]]) -> list[Row]:
         seen.sort(key=lambda each: each[0].number)
-        bad = {taken.number for taken, row in seen if not row.is_finite}
+        bad = {tensor.number for tensor, row in seen if not row.is_finite}
         if bad:
             bad |= set() if self._inputs is None else self._inputs.bad()
             seen = [
-                (taken, row if row.is_finite else replace(row, began_in=_origin(taken, bad))) for taken, row in seen
+                (tensor, row if row.is_finite else replace(row, began_in=_origin(tensor, bad))) for tensor, row in seen
             ]
         return self._totals.into(merge_rows(row for _, row in seen), self._index)
 
 
-def _origin(taken: Taken, bad: set[int]) -> str:
+def _origin(tensor: SampledTensor, bad: set[int]) -> str:
     """The innermost module that was running and got nothing but finite numbers."""
-    names = (name for name, inputs in taken.callers if bad.isdisjoint(inputs))
-    is_whole = bool(taken.callers) and taken.callers[-1][0] == ROOT
+    names = (name for name, inputs in tensor.callers if bad.isdisjoint(inputs))
+    is_whole = bool(tensor.callers) and tensor.callers[-1][0] == ROOT
     return next(names, OUTSIDE if is_whole else "")

@@ -17,7 +17,18 @@ from ..core.scalars import scalar_dtype
 from ..kernels.shards import local
 from .row import PROBE, Row
 
-__all__ = ["About", "Callers", "Fetched", "Inputs", "LossScale", "Survey", "Surveyed", "Taken", "can_survey", "spread"]
+__all__ = [
+    "About",
+    "Callers",
+    "Fetched",
+    "Inputs",
+    "LossScale",
+    "SampledTensor",
+    "Survey",
+    "Surveyed",
+    "can_survey",
+    "spread",
+]
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _ZERO, _NAN, _INF, _KINDS = 256, 257, 255, 258
@@ -44,7 +55,7 @@ class About(NamedTuple):
     call: int = 0
 
 
-class Taken(NamedTuple):
+class SampledTensor(NamedTuple):
     """The facts about a tensor that was looked at, as far as the host knows them.
 
     Attributes:
@@ -70,13 +81,13 @@ class _Block:
     """The samples of some tensors on one device: for each a line of float32 numbers, filled up with zeros.
 
     Attributes:
-        taken: which tensors.
+        tensors: which tensors.
         values: the lines.
         extremes: the least and the largest number of whole tensors, by line.
     """
 
     def __init__(self, device: torch.device, width: int) -> None:
-        self.taken: list[Taken] = []
+        self.tensors: list[SampledTensor] = []
         self.values = torch.zeros(max(min(_LINES, _MOST // width), 1), width, dtype=torch.float32, device=device)
         self.extremes: dict[int, _Extremes] = {}
 
@@ -90,7 +101,7 @@ class Survey:
 
     def __init__(self, count: int) -> None:
         self._count = max(count, PROBE)
-        self._taken = 0
+        self._next = 0  # number of the next tensor
         self._inputs: dict[torch.device, list[tuple[int, _Extremes]]] = {}
         self._blocks: list[_Block] = []
         self._open: dict[tuple[torch.device, int], _Block] = {}
@@ -130,7 +141,7 @@ class Survey:
             Its number, as that of ``add``.
         """
         here = local(tensor.detach())
-        number, self._taken = self._taken, self._taken + 1
+        number, self._next = self._next, self._next + 1
         if here.numel():
             self._inputs.setdefault(here.device, []).append((number, here.aminmax()))
         return number
@@ -156,19 +167,19 @@ class Survey:
             extremes: the least and the largest of all of them, if known.
             callers: as for ``add``.
         """
-        number, self._taken = self._taken, self._taken + 1
+        number, self._next = self._next, self._next + 1
         if not numel:
             return number
         width = min(self._count, max(PROBE, 1 << (values.numel() - 1).bit_length()))
         block = self._open.get((values.device, width))
-        if block is None or len(block.taken) == len(block.values):
+        if block is None or len(block.tensors) == len(block.values):
             block = self._open[values.device, width] = _Block(values.device, width)
             self._blocks.append(block)
-        line = len(block.taken)
+        line = len(block.tensors)
         block.values[line, : values.numel()].copy_(values)
         if extremes is not None:
             block.extremes[line] = extremes
-        block.taken.append(Taken(number, about, dtype, numel, values.numel(), scale, callers))
+        block.tensors.append(SampledTensor(number, about, dtype, numel, values.numel(), scale, callers))
         return number
 
     def finish_inputs(self) -> Inputs:
@@ -190,8 +201,8 @@ class Surveyed:
 
     @torch.no_grad()
     def __init__(self, block: _Block, scale: torch.Tensor | None, skipped: torch.Tensor | None) -> None:
-        self._taken = block.taken
-        rows, device = len(block.taken), block.values.device
+        self._tensors = block.tensors
+        rows, device = len(block.tensors), block.values.device
         values = block.values[:rows]
         bits = values.view(torch.int32) & 0x7FFF_FFFF
         kinds = (bits >> 23).masked_fill_(bits == 0, _ZERO).masked_fill_(bits > 0x7F80_0000, _NAN)
@@ -210,7 +221,7 @@ class Surveyed:
         smallest = magnitudes.masked_fill(bits == 0, torch.inf).amin(1)
         finite = magnitudes.masked_fill_(bits >= 0x7F80_0000, 0.0)
         squares = torch.linalg.vector_norm(finite, dim=1, dtype=scalar_dtype(device))
-        probes = values.gather(1, _probes(tuple(each.sampled for each in block.taken), device))
+        probes = values.gather(1, _probes(tuple(each.sampled for each in block.tensors), device))
         flags = [
             torch.ones((), dtype=torch.float32) if scale is None else scale,
             torch.zeros((), dtype=torch.float32) if skipped is None else skipped,
@@ -222,56 +233,56 @@ class Surveyed:
         self._counts = Fetched(counts.to(torch.int16 if self._width < 2**15 else torch.int32))
 
     @property
-    def arrived(self) -> bool:
+    def ready(self) -> bool:
         """Whether nothing here need wait."""
-        return all(each.arrived for each in (self._flags, self._numbers, self._probes, self._counts))
+        return all(each.ready for each in (self._flags, self._numbers, self._probes, self._counts))
 
-    def brief(self) -> list[tuple[Taken, Row]]:
+    def brief(self) -> list[tuple[SampledTensor, Row]]:
         """The rows with no more than ``amax``, ``rms`` and ``zeros``, and what is known of each tensor."""
         scale, skipped = self._flags.get().tolist()
-        zeros = self._counts.get().view(len(self._taken), _KINDS)[:, _ZERO].tolist()
+        zeros = self._counts.get().view(len(self._tensors), _KINDS)[:, _ZERO].tolist()
         largest, norms, _ = self._numbers.get().tolist()
         found = []
-        for taken, amax, norm, zero in zip(self._taken, largest, norms, zeros, strict=True):
-            if skipped and taken.about.tensor == "update":
+        for tensor, amax, norm, zero in zip(self._tensors, largest, norms, zeros, strict=True):
+            if skipped and tensor.about.tensor == "update":
                 continue
-            size, divisor = taken.sampled, scale if taken.scale == "in" else 1.0
+            size, divisor = tensor.sampled, scale if tensor.scale == "in" else 1.0
             row = Row(
-                *taken.about,
-                dtype=str(taken.dtype).removeprefix("torch."),
-                numel=taken.numel,
+                *tensor.about,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                numel=tensor.numel,
                 amax=amax / divisor,
                 rms=norm / math.sqrt(size) / divisor,
                 zeros=(zero - (self._width - size)) / size,
-                scale=1.0 if taken.scale == "none" else scale,
+                scale=1.0 if tensor.scale == "none" else scale,
             )
-            found.append((taken, row))
+            found.append((tensor, row))
         return found
 
-    def rows(self, *, bins: bool) -> list[tuple[Taken, Row]]:
+    def rows(self, *, bins: bool) -> list[tuple[SampledTensor, Row]]:
         """The rows, with histograms or without, and what is known of each tensor."""
-        counts = self._counts.get().view(len(self._taken), _KINDS)
-        found: list[dict[int, int]] = [{} for _ in self._taken]
+        counts = self._counts.get().view(len(self._tensors), _KINDS)
+        found: list[dict[int, int]] = [{} for _ in self._tensors]
         for (line, kind), count in zip(counts.nonzero().tolist(), counts[counts != 0].tolist(), strict=True):
             found[line][kind] = count
         scale, skipped = self._flags.get().tolist()
         amax, norms, smallest = self._numbers.get().tolist()
         made = []
-        for i, (taken, probe) in enumerate(zip(self._taken, self._probes.get().tolist(), strict=True)):
-            if skipped and taken.about.tensor == "update":
+        for i, (tensor, probe) in enumerate(zip(self._tensors, self._probes.get().tolist(), strict=True)):
+            if skipped and tensor.about.tensor == "update":
                 continue
-            kinds, size, divisor = found[i], taken.sampled, scale if taken.scale == "in" else 1.0
+            kinds, size, divisor = found[i], tensor.sampled, scale if tensor.scale == "in" else 1.0
             zeros = kinds.pop(_ZERO, 0) - (self._width - size)
             overflow, nan = kinds.pop(_INF, 0) / size, kinds.pop(_NAN, 0) / size
             if math.isinf(amax[i]):  # which the sample need not have
-                overflow = max(overflow, 1 / taken.numel)
+                overflow = max(overflow, 1 / tensor.numel)
             elif math.isnan(amax[i]):
-                nan = max(nan, 1 / taken.numel)
+                nan = max(nan, 1 / tensor.numel)
             shift = _BIAS + round(math.log2(divisor))
             row = Row(
-                *taken.about,
-                dtype=str(taken.dtype).removeprefix("torch."),
-                numel=taken.numel,
+                *tensor.about,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                numel=tensor.numel,
                 amax=amax[i] / divisor,
                 smallest=smallest[i] / divisor,
                 rms=norms[i] / math.sqrt(size) / divisor,
@@ -279,10 +290,10 @@ class Surveyed:
                 overflow=overflow,
                 nan=nan,
                 exponents={kind - shift: count for kind, count in kinds.items()} if bins else {},
-                scale=1.0 if taken.scale == "none" else scale,
+                scale=1.0 if tensor.scale == "none" else scale,
                 probe=tuple(value / divisor for value in probe[: _probed(size)]),
             )
-            made.append((taken, row))
+            made.append((tensor, row))
         return made
 
 
@@ -322,9 +333,9 @@ class Inputs:
         self._extremes = [Fetched(_stacked(ends for _, ends in each)) for each in seen.values()]
 
     @property
-    def arrived(self) -> bool:
+    def ready(self) -> bool:
         """Whether ``bad`` returns without waiting."""
-        return all(each.arrived for each in self._extremes)
+        return all(each.ready for each in self._extremes)
 
     def bad(self) -> set[int]:
         """The numbers of those with inf or NaN. A mask of 0 and -inf is none of them: it is meant to be so."""
@@ -349,7 +360,7 @@ class Fetched:
             self._passed.record(torch.accelerator.current_stream(tensor.device))
 
     @property
-    def arrived(self) -> bool:
+    def ready(self) -> bool:
         """Whether ``get`` need not wait."""
         return self._passed is None or self._passed.query()
 
