@@ -94,7 +94,7 @@ def cache_directories() -> list[Path]:
 
 
 def generated(stem: str, suffix: str, write: Callable[[Path], None], load: Callable[[Path], T]) -> T:
-    """What ``load`` makes of a generated file, which is kept for later runs.
+    """The result of ``load`` for a generated file, which is kept for later runs.
 
     The file is ``{stem}-{checksum}{suffix}``. One that is damaged is removed and written anew.
 

@@ -1,1 +1,1 @@
-"""What DistributedDataParallel sends, what ranks tell each other, SyncBatchNorm, and checkpoints of many ranks."""
+"""Training on several processes: averages of gradients, messages between ranks, SyncBatchNorm, and checkpoints."""

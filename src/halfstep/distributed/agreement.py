@@ -1,4 +1,4 @@
-"""What the ranks tell each other before a step: a few numbers, of which all of them get the largest.
+"""The message of each rank to the others before a step: a few numbers, of which all ranks get the largest.
 
 ``ddp_sync`` says when, and does what follows from it.
 """
@@ -18,7 +18,7 @@ _NONE = -(2.0**20)  # stands for "no such rank" where the largest number counts
 
 
 class StepFacts(NamedTuple):
-    """What one rank knows before a step, or all of them together.
+    """The knowledge of one rank before a step, or of all of them together.
 
     Attributes:
         late: whether it reads the answer only before its next step, when it is too late to do anything in this one.
@@ -56,7 +56,7 @@ class StepFacts(NamedTuple):
 
     @classmethod
     def read(cls, told: torch.Tensor) -> StepFacts:
-        """What ``share`` returned, on the host."""
+        """The result of ``share``, on the host."""
         late, left, steps, clips, sparse, *rest = told.tolist()
         unsynced = tuple(map(bool, rest[4:]))
         most, fewest, most_missing, fewest_missing = rest[:4]

@@ -30,7 +30,7 @@ from ..core.torch_compat import (
 )
 from ..gradients.ledger import set_grads
 from ..gradients.master_registry import keeper_of
-from ..kernels.shards import is_sharded
+from ..kernels.shards import are_plain, is_sharded
 from .joining import is_joining, share_masters_after_join
 
 __all__ = [
@@ -66,7 +66,6 @@ _seen = 0
 _WRAPPERS: MutableMapping[Any, AllReduceOptions] = WeakIdKeyDictionary()
 _REDUCTIONS: MutableMapping[Any, "Reduction"] = WeakIdKeyDictionary()
 _WRAPPED: set[int] = set()  # identities of living parameters
-_ORDINARY = {torch.Tensor, torch.nn.Parameter}
 
 
 def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
@@ -106,7 +105,7 @@ def wrappers_seen() -> int:
 def wrapped(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those of some parameters that are in a wrapper or sharded. Their gradients must have the parameter's dtype."""
     found: list[torch.Tensor] = []
-    if not set(map(type, params)) <= _ORDINARY:
+    if not are_plain(params):
         found = [p for p in params if is_sharded(p)]
     return found + [p for p in params if id(p) in _WRAPPED] if _seen else found
 
@@ -117,7 +116,7 @@ def known_wrappers() -> list[DistributedDataParallel]:
 
 
 def set_options(wrapper: DistributedDataParallel, options: AllReduceOptions) -> None:
-    """Choose how the gradients of a wrapper travel; call it before the first backward pass, alike on every rank."""
+    """Choose how the gradients of a wrapper travel; call it before the first backward pass, the same on every rank."""
     _WRAPPERS[wrapper] = options
 
 
@@ -181,7 +180,7 @@ class Reduction:
             self.hook()
 
     def widen(self, params: Iterable[torch.Tensor]) -> None:
-        """The gradients of these parameters are to be fp32; alike on every rank."""
+        """The gradients of these parameters are to be fp32, on every rank."""
         new = {id(p) for p in params if self.holds(p)} - self._wide
         if new:
             self._wide |= new

@@ -1,4 +1,4 @@
-"""What an optimizer does so that all ranks step with the same gradients, or none of them steps.
+"""The agreement of the ranks of one optimizer: all of them step with the same gradients, or none of them steps.
 
 ``ddp_hook`` averages gradients during backward passes. This module does the rest: it finds the
 DistributedDataParallel wrappers of the optimizer's parameters, gives every rank the same masters, averages before a
@@ -90,7 +90,7 @@ class RankSync:
         self._has_passed = self._alone_in_window = False
 
     def gradient_scale(self, scale: torch.Tensor | None) -> torch.Tensor | None:
-        """What the gradients of a pass are to be divided by, where its loss is multiplied by ``scale``.
+        """The divisor of the gradients of a pass whose loss is multiplied by ``scale``.
 
         Within our blocks ranks always send means, because averaging an average changes nothing: so any mix of synced
         and unsynced passes is right. If the wrapper is to leave something else (``gradient_average=False``), the

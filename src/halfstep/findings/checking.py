@@ -114,7 +114,7 @@ def findings_of(
     accumulate: int = 1,
     forward: Forward | None = None,
 ) -> list[Finding]:
-    """What all rules find; the arguments are those of ``Facts``."""
+    """The findings of all rules; the arguments are those of ``Facts``."""
     facts = Facts(
         model,
         optimizers,

@@ -1,4 +1,4 @@
-"""What the rules ask: parameters and who keeps masters of them, dtypes, loss scales, measured numbers.
+"""The facts for the rules: parameters and who keeps masters of them, dtypes, loss scales, measured numbers.
 
 Everything costs nothing until a rule asks for it: a healthy model is one walk over its modules.
 """
@@ -37,7 +37,7 @@ _FEWEST = 64
 
 
 class Facts:
-    """What is known about a model, its optimizers and its recipe.
+    """The facts about a model, its optimizers and its recipe.
 
     Args:
         model: any module.

@@ -59,7 +59,7 @@ def is_router(name: str, names: Container[str]) -> bool:
 
 
 class Forward(TorchFunctionMode):
-    """What one forward pass shows. As a mode it sees every function of torch, with the dtype that its result has.
+    """A record of one forward pass. As a mode it sees every function of torch, and the dtype of its result.
 
     Attributes:
         dtypes: the 16-bit dtypes of results.

@@ -52,7 +52,7 @@ class Group:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Group:
-        """What is to be known about a group."""
+        """The facts about a group."""
         params = list(filter(_requires_grad, group["params"]))
         dtypes = dtypes_of(params)
         if dtypes.isdisjoint(HALF_DTYPES) or masters_kept(optimizer):

@@ -1,4 +1,4 @@
-"""What a loss scaler does, whoever made it, without reading the device."""
+"""Facts about a loss scaler, whoever made it, without a read of the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scales(scaler: Any) -> bool:
 
 
 def kind(scaler: Any) -> str:
-    """What messages call it."""
+    """The name of a scaler in messages."""
     if isinstance(scaler, DeviceLossScaler):
         return f"{'dynamic' if scaler.dynamic else 'static'} loss scale of amp.initialize"
     return "torch.amp.GradScaler" if type(scaler) is torch.amp.GradScaler else type(scaler).__name__

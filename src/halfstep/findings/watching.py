@@ -57,7 +57,7 @@ def watch(optimizer: Any, every: int = 100) -> Watch:
 
 
 class Watch:
-    """What ``watch`` returns.
+    """The count of lost updates, which ``watch`` returns.
 
     Attributes:
         fraction: the share of lost updates at the latest step whose numbers have arrived; None before.
@@ -167,7 +167,7 @@ class _Sampled:
 
 
 def numbers_behind(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
-    """What holds the value of a parameter: itself, with the remainder of a split master, or its plain master."""
+    """The tensors that hold the value of a parameter: itself, with a split master's remainder, or its plain master."""
     attached = attached_to(optimizer)
     plain = None if attached is None or attached.keeper.plain is None else attached.keeper.plain.of(param)
     state = optimizer.state.get(param) or {}

@@ -36,7 +36,8 @@ Domain = tuple[Any, ...]
 FLATTENED: Domain = ("FullyShardedDataParallel",)
 """That of a parameter of FSDP1: it is cut, and does not know over which processes."""
 
-_ORDINARY = {torch.Tensor, torch.nn.Parameter}
+_ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
+"""The classes that are never sharded. To ask a whole list by them is faster than ``is_sharded`` for each tensor."""
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

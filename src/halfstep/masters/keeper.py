@@ -117,7 +117,7 @@ class MasterKeeper:
         return self.any and is_half(param) and param.requires_grad
 
     def master_params(self) -> Iterator[torch.Tensor]:
-        """What the step updates: the master of a parameter that has one, as a ``MasterParameter``, or the parameter."""
+        """The tensors that the step updates: of a parameter with a master its ``MasterParameter``, else itself."""
         if self.plain is not None:
             self.plain.adopt(self.optimizer)
         settle()

@@ -1,4 +1,4 @@
-"""What the rows of a monitored run say is wrong, or about to go wrong."""
+"""Alarms of a monitored run: findings by its rows, of what is wrong or about to go wrong."""
 
 from __future__ import annotations
 

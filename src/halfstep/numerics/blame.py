@@ -27,7 +27,7 @@ _MANY = 0.1
 
 
 def entries_of(candidate: Sequence[Record], reference: Sequence[Record], scale: float) -> tuple[list[Entry], int]:
-    """What the ops of a candidate add to the error, in order of execution, and how many ops only one run has.
+    """The errors that the ops of a candidate add, in order of execution, and the number of ops that only one run has.
 
     Args:
         candidate: its records.

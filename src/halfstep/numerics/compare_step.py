@@ -23,7 +23,7 @@ from .trial_runs import Dice, as_candidate, as_reference, refuse, run_step
 __all__ = ["compare_step"]
 
 _HEADROOM = 4.0
-"""What a dynamic loss scale leaves between the largest gradient and the largest number of the dtype, at least."""
+"""The least factor between the largest gradient and the largest number of the dtype, under a dynamic loss scale."""
 
 
 def compare_step(

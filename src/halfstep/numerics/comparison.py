@@ -69,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class ModuleError:
-    """What one module adds.
+    """The error that one module adds.
 
     Attributes:
         module: its qualified name.
@@ -90,7 +90,7 @@ class ModuleError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs of the same step, or of the same steps, differ in. Print it, or ask.
+    """The differences between two runs of the same step, or of the same steps. Print it, or ask.
 
     Attributes:
         entries: what both runs have, in order of execution.

@@ -1,4 +1,4 @@
-"""What the gradients of every step look like, from the read that a fused step makes anyway."""
+"""Statistics of the gradients of every step, from the read that a fused step makes anyway."""
 
 from __future__ import annotations
 

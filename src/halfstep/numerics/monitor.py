@@ -32,7 +32,7 @@ from .step_rows import StepRows
 __all__ = ["TENSORS", "Monitor"]
 
 TENSORS = ("output", "output_grad", "grad", "update")
-"""What a monitor can look at."""
+"""The kinds of tensors that a monitor can look at."""
 
 _LEAST = 256  # elements of a tensor that are sampled, if it has them
 _SHOWN = ("amax", "rms", "zeros", "overflow", "nan", "headroom", "subnormal", "flushed")

@@ -53,11 +53,11 @@ class Tensor:
 
 def tensors_of(rows: Iterable[Row]) -> list[Tensor]:
     """The rows by tensor, in the order in which they first came."""
-    alike: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
-        alike[row.tensor, row.module + (f" #{row.call}" if row.call else "")].append(row)
+        groups[row.tensor, row.module + (f" #{row.call}" if row.call else "")].append(row)
     found = []
-    for (kind, name), those in alike.items():
+    for (kind, name), those in groups.items():
         those.sort(key=lambda row: row.step)
         counts: dict[int, int] = defaultdict(int)
         for row in those:

@@ -27,7 +27,7 @@ _DERIVED = ("headroom", "subnormal", "flushed")
 
 @dataclass(frozen=True)
 class Row:
-    """What one tensor of one step looked like. Shares are between 0 and 1.
+    """The numbers of one tensor in one step. Shares are between 0 and 1.
 
     All magnitudes are without the loss scale: ``scale`` says by what the numbers were multiplied where they were
     computed, in ``dtype``. So headroom and what is subnormal or flushed are about the numbers with their scale.
@@ -146,10 +146,10 @@ def merge_rows(rows: Iterable[Row]) -> list[Row]:
 
     Counts and squares are added, the largest of ``amax`` and of ``scale`` remain.
     """
-    alike: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        alike[row.step, row.module, row.tensor, row.call, row.dtype].append(row)
-    return [_sum(each) for each in alike.values()]
+        groups[row.step, row.module, row.tensor, row.call, row.dtype].append(row)
+    return [_sum(each) for each in groups.values()]
 
 
 def _sum(rows: list[Row]) -> Row:

@@ -42,7 +42,7 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 class SampledStep:
-    """What one step shows. It begins when it is made.
+    """The record of one step. It begins when it is made.
 
     Args:
         index: which step it is.
@@ -134,12 +134,12 @@ class SampledStep:
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer, params: Named) -> None:
         """Keep a sample of the numbers that the step will change."""
-        alike: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
+        groups: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
         for name, param in params:
             if can_survey(param) and param.grad is not None:
                 kinds = [number.dtype for number in numbers_behind(optimizer, param)]
-                alike.setdefault((param.device, *kinds), []).append((name, param))
-        self._before = [_Numbers(optimizer, each, self._count) for each in alike.values()]
+                groups.setdefault((param.device, *kinds), []).append((name, param))
+        self._before = [_Numbers(optimizer, each, self._count) for each in groups.values()]
 
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:

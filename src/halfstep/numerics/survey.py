@@ -1,4 +1,4 @@
-"""What the tensors of one step look like, computed where they lie and read once the device has got that far.
+"""Statistics of the tensors of one step, computed where they lie, and read when the device has computed them.
 
 Of each tensor the largest magnitude is found in all of it. The rest is counted in a sample: every n-th element, as they
 lie in memory. Exponents are taken from the bits of a float, which is 20 times faster than a logarithm.

@@ -95,7 +95,7 @@ _hooked_step = torch.optim.Optimizer.profile_hook_step(FusedOptimizer.step)
 
 
 class OfAdam(OfTorch, FusedAdam):
-    """What Adam and AdamW share: whether weight decay is decoupled is for the group to say, in both."""
+    """The common part of Adam and AdamW: in both the group says whether weight decay is decoupled."""
 
     def _hyper(self, group: Hyper) -> Hyper:
         decoupled = group["decoupled_weight_decay"]

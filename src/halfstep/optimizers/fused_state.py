@@ -1,4 +1,4 @@
-"""What a fused optimizer keeps beside its groups: masters, 16-bit copies, and how its state is saved and loaded."""
+"""The state of a fused optimizer: masters, 16-bit casts of weights, and how it is saved and loaded."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class FusedState(torch.optim.Optimizer):
             self.copies = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What torch saves. The masters of sharded weights are in it in fp32: no backend of collectives sends int16."""
+        """The state as torch saves it, but masters of sharded weights are fp32: no collective operation sends int16."""
         settle(refresh=False)
         saved = super().state_dict()
         for group, names in zip(self.param_groups, saved["param_groups"], strict=True):

@@ -1,4 +1,4 @@
-"""What all fused optimizers can be told beside the arguments of their update, and the check of those arguments."""
+"""The options that all fused optimizers share, and the check of the arguments of their updates."""
 
 from __future__ import annotations
 

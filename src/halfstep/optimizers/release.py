@@ -63,7 +63,7 @@ def _arrive(release: weakref.ref[GradientRelease], param: torch.Tensor) -> None:
 
 
 class GradientRelease:
-    """What ``FusedOptimizer.attach`` returns.
+    """The gradient release of an optimizer, which ``FusedOptimizer.attach`` returns.
 
     Args:
         optimizer: a fused one. This must not outlive it.
@@ -320,7 +320,7 @@ class GradientRelease:
         return None
 
     def _factor(self, limit: float | None, rows: list[ParamRows], scale: torch.Tensor | None) -> Number:
-        """What gradients are multiplied by. Looks for inf and NaN with the same read that gives their norm."""
+        """The factor of the gradients. Looks for inf and NaN with the same read that gives their norm."""
         inverse: Number = 1.0
         if scale is not None:
             inverse = in_scalar_dtype(scale.to(rows[0].device, non_blocking=True)).reshape(()).reciprocal()

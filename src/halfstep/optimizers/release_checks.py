@@ -1,4 +1,4 @@
-"""What gradient release refuses: errors that say what to do instead."""
+"""The cases that gradient release refuses, with errors that say what to do instead."""
 
 from __future__ import annotations
 

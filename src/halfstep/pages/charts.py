@@ -122,7 +122,7 @@ def lines(
 
 @dataclass(frozen=True)
 class Band:
-    """What a part of a strip means: from one position up to another."""
+    """The meaning of a part of a strip, from one position up to another."""
 
     start: float
     end: float
