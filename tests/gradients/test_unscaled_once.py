@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halfstep import amp
-from halfstep.gradients.ledger import UnscaledOnce
+from halfstep.amp.unscaled_once import UnscaledOnce
 
 
 def params(count: int = 2) -> list[torch.Tensor]:

@@ -226,14 +226,14 @@ def test_nothing_is_kept_of_masters_that_nobody_holds(fused: bool) -> None:
     model, optimizer = start(fused=fused)
     print(list(amp.master_params(optimizer)))
     step(model, optimizer)
-    assert not held_masters._WITH_MEMORY
+    assert not held_masters.WITH_MEMORY
     held = list(amp.master_params(optimizer))
     assert [p.shape for p in held] == [p.shape for p in model.parameters()]
     step(model, optimizer)
-    assert held_masters._WITH_MEMORY
+    assert held_masters.WITH_MEMORY
     del held
     step(model, optimizer)
-    assert not held_masters._WITH_MEMORY
+    assert not held_masters.WITH_MEMORY
 
 
 @with_both_masters
@@ -257,7 +257,7 @@ def test_the_optimizer_goes_with_masters_that_were_read(fused: bool) -> None:
     assert all(p.dtype is torch.float32 for p in held)
     del optimizer
     gc.collect()
-    assert not held_masters._WITH_MEMORY
+    assert not held_masters.WITH_MEMORY
 
 
 @with_both_masters

@@ -926,7 +926,7 @@ def test_a_wrapper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     optim.attach(model)
     monkeypatch.setattr("halfstep.optimizers.release_checks.wrapped", list)
-    monkeypatch.setattr("halfstep.optimizers.release.wrappers_seen", lambda: 99)
+    monkeypatch.setattr("halfstep.distributed.ddp_hook.wrappers_seen", 99)
     with pytest.raises(UsageError, match="DistributedDataParallel"):
         loss_of(model, batches(1)[0]).backward()
     assert not optim.state

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,12 +12,12 @@ import torch
 
 from ..casting.dynamo import eager
 from ..core.checks import as_number, check_flag, check_number, is_device
-from ..core.dtypes import is_half
+from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
+from ..core.inner_optimizers import inner_optimizer
 from ..core.loss_scale import DynamicLossScale, LossScaleSpec, make_loss_scale
 from ..core.torch_compat import OptState, new_optimizer_state
 from ..distributed.ddp_sync import BackwardRecord
-from ..gradients.ledger import UnscaledOnce
 from ..gradients.unscale import Unscaler
 from ..optimizers.release import release_of
 from ..stepping.attached import AttachedOptimizer, attached_to
@@ -26,6 +25,7 @@ from ..stepping.diagnosis import first_bad_gradient
 from ..stepping.scaled_backward import before_unscaling
 from .scaler_settings import ScalerSettings, check_interval
 from .step_result import StepResult
+from .unscaled_once import UnscaledOnce
 
 __all__ = ["GradScaler"]
 
@@ -145,7 +145,8 @@ class GradScaler(ScalerSettings):
         return scaler
 
     def _prepare(self) -> None:
-        self._known: WeakKeyDictionary[torch.optim.Optimizer, AttachedOptimizer] = WeakKeyDictionary()
+        # By optimizer: what only this scaler keeps about it, and whether it wraps another.
+        self._known: WeakKeyDictionary[torch.optim.Optimizer, tuple[AttachedOptimizer, bool]] = WeakKeyDictionary()
         self._scaled = False  # whether a loss ever was
         self._begin_iteration()
 
@@ -176,8 +177,10 @@ class GradScaler(ScalerSettings):
                 raise ArgumentTypeError(f"scale needs a floating tensor, not one of {outputs.dtype}.")
             self._done.losses += 1
             self._scaled = True
-            scale = self._present_scale(outputs.device).to(outputs.device, non_blocking=True)
-            return (outputs.float() if is_half(outputs) else outputs) * scale
+            if self._home is None:
+                self._home = outputs.device
+            scale = self._scaler.scale(self._home).to(outputs.device, non_blocking=True)
+            return (outputs.float() if outputs.dtype in HALF_DTYPES else outputs) * scale
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
             scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
@@ -199,7 +202,7 @@ class GradScaler(ScalerSettings):
             return
         self._refuse_second_unscaling(optimizer)
         self._refuse_released(optimizer, "unscale_")
-        self._unscale(optimizer)
+        self._unscale(optimizer, self._attached_to(optimizer))
 
     @eager
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
@@ -225,10 +228,13 @@ class GradScaler(ScalerSettings):
             self.unscale_(optimizer)
             return attached.passes.gradients.clip(attached.params(), max_norm, 2.0)
         self._refuse_second_unscaling(optimizer)
-        with self._unscaling(optimizer) as (scale, found_inf, done):
-            params = [p for p in attached.params() if id(p) not in done]
-            attached.passes.records.append(BackwardRecord(found_inf, None, dynamic=self._scaler.dynamic))
-            return attached.passes.gradients.unscale_and_clip(params, scale, found_inf, max_norm)
+        params = attached.passes.params()
+        scale, found_inf, done = self._begin_unscaling(optimizer, params)
+        attached.passes.records.append(BackwardRecord(found_inf, None, dynamic=self._scaler.dynamic))
+        left = [p for p in params if id(p) not in done]
+        norm = attached.passes.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
+        self._done.note(params)
+        return norm
 
     @eager
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:  # type: ignore[override]
@@ -255,12 +261,13 @@ class GradScaler(ScalerSettings):
             raise UsageError("step() has already been called since the last update().")
         attached = self._attached_to(optimizer)
         if closure is not None:
-            closure = self._evaluating(optimizer, closure)
+            closure = self._evaluating(optimizer, attached, closure)
         elif state["stage"] is OptState.READY:
-            self._unscale(optimizer, may_defer=True)
+            self._unscale(optimizer, attached, may_defer=True)
         returned = attached.call(optimizer, closure, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        return StepResult(self._found_inf(optimizer), returned)
+        (found_inf,) = state["found_inf_per_device"].values()
+        return StepResult(found_inf, returned)
 
     @eager
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -305,19 +312,19 @@ class GradScaler(ScalerSettings):
 
     # ---- inside
 
-    def _present_scale(self, device: torch.device) -> torch.Tensor:
-        if self._home is None:
-            self._home = device
-        return self._scaler.scale(self._home)
-
     def _attached_to(self, optimizer: torch.optim.Optimizer) -> AttachedOptimizer:
         """What is kept about an optimizer: by ``amp`` where it has been there, else by this scaler alone."""
-        found = attached_to(optimizer)
-        if found is None and not hasattr(optimizer, "param_groups"):
+        found = getattr(optimizer, "_amp_stash", None)
+        if isinstance(found, AttachedOptimizer):
+            return found
+        if not hasattr(optimizer, "param_groups"):
             raise ArgumentTypeError(f"GradScaler needs a torch.optim.Optimizer, not {type(optimizer).__name__}.")
-        found = found or self._known.get(optimizer)
+        found, wraps = self._known.get(optimizer, (None, True))
+        if wraps:  # the one inside may have been attached meanwhile
+            found = attached_to(optimizer) or found
         if found is None:
-            found = self._known[optimizer] = AttachedOptimizer(optimizer)
+            found = AttachedOptimizer(optimizer)
+            self._known[optimizer] = found, inner_optimizer(optimizer) is not None
         return found
 
     def _refuse_second_unscaling(self, optimizer: torch.optim.Optimizer) -> None:
@@ -333,8 +340,9 @@ class GradScaler(ScalerSettings):
         if release is not None:
             release.refuse_clipping(name)
 
-    @contextmanager
-    def _unscaling(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor, set[int]]]:
+    def _begin_unscaling(
+        self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, set[int]]:
         """The scale, a new flag for this optimizer, and the ids of parameters whose gradients are unscaled already."""
         if not self._scaled:
             raise UsageError(
@@ -344,8 +352,6 @@ class GradScaler(ScalerSettings):
         release = release_of(optimizer)
         if release is not None:
             release.refuse_other_scaler(self)
-        attached = self._attached_to(optimizer)
-        params = attached.params()
         if not self._done.losses and release is None and all(p.grad is None for p in params):
             raise UsageError(
                 f"No loss has been scaled since the last update(), and the parameters of this "
@@ -354,28 +360,30 @@ class GradScaler(ScalerSettings):
             )
         for callback in before_unscaling:
             callback()
-        scale = self._present_scale(params[0].device if params else torch.device("cpu"))
+        assert self._home is not None  # since a loss was scaled
+        scale = self._scaler.scale(self._home)
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        done = self._done.among(params)
+        done = self._done.among(params) if self._done.noted else []
         if done:
             Unscaler()(done, torch.ones_like(scale), found_inf)
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {scale.device: found_inf}
         self._optimizers.append(optimizer)
-        yield scale, found_inf, set(map(id, done))
+        return scale, found_inf, set(map(id, done))
+
+    def _unscale(
+        self, optimizer: torch.optim.Optimizer, attached: AttachedOptimizer, *, may_defer: bool = False
+    ) -> torch.Tensor:
+        """Unscale the gradients of an optimizer. Returns its flag."""
+        params = attached.passes.params()
+        scale, found_inf, done = self._begin_unscaling(optimizer, params)
+        attached.unscale(params, scale, found_inf, self._scaler, done or None, may_defer=may_defer)
         self._done.note(params)
+        return found_inf
 
-    def _unscale(self, optimizer: torch.optim.Optimizer, *, may_defer: bool = False) -> None:
-        attached = self._attached_to(optimizer)
-        with self._unscaling(optimizer) as (scale, found_inf, done):
-            attached.unscale(scale, found_inf, self._scaler, done or None, may_defer=may_defer)
-
-    def _found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """The flag of an optimizer; there is one for all devices."""
-        flags: dict[Any, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        return next(iter(flags.values()))
-
-    def _evaluating(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _evaluating(
+        self, optimizer: torch.optim.Optimizer, attached: AttachedOptimizer, closure: Callable[[], Any]
+    ) -> Callable[[], Any]:
         """A closure after which gradients are unscaled; it is run again when they overflowed."""
 
         def evaluate() -> Any:
@@ -386,8 +394,8 @@ class GradScaler(ScalerSettings):
                     "The closure given to GradScaler.step did not scale its loss, and its gradients would be divided "
                     "by a scale they do not have; let it call scaler.scale(loss).backward() and return the loss."
                 )
-            self._unscale(optimizer)
-            if self._scaler.dynamic and (found_inf := self._found_inf(optimizer)).item():
+            found_inf = self._unscale(optimizer, attached)
+            if self._scaler.dynamic and found_inf.item():
                 self._scaler.update(found_inf, lambda: first_bad_gradient([optimizer]))
             return loss
 

@@ -7,7 +7,7 @@ micro-step of a window was not reduced, ``ddp_sync`` does it before the step.
 
 # No postponed annotations here: torch compares those of a communication hook with its own classes.
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,8 @@ from ..core.torch_compat import (
     queue_after_backward,
     rebuild_buckets,
 )
-from ..gradients.ledger import set_grads
+from ..gradients.ledger import IN_WRAPPERS, set_grads
 from ..gradients.master_registry import keeper_of
-from ..kernels.shards import are_plain, is_sharded
 from .joining import is_joining, share_masters_after_join
 
 __all__ = [
@@ -40,7 +39,6 @@ __all__ = [
     "known_wrappers",
     "reduction_of",
     "set_options",
-    "wrapped",
     "wrappers_seen",
 ]
 
@@ -62,25 +60,25 @@ class AllReduceOptions:
     average: bool = True
 
 
-_seen = 0
+wrappers_seen = 0
+"""How many wrappers this process has made; while it stays the same there is none to discover."""
 _WRAPPERS: MutableMapping[Any, AllReduceOptions] = WeakIdKeyDictionary()
 _REDUCTIONS: MutableMapping[Any, "Reduction"] = WeakIdKeyDictionary()
-_WRAPPED: set[int] = set()  # identities of living parameters
 
 
 def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
     """Called by torch whenever a module gets a submodule, so also when DistributedDataParallel takes its model."""
-    global _seen
+    global wrappers_seen
     if type(module).__name__ == "FullyShardedDataParallel" and submodule is not None:
         _refuse_masters(submodule)
     if isinstance(module, DistributedDataParallel) and module not in _WRAPPERS:
         _WRAPPERS[module] = AllReduceOptions()
-        _seen += 1
+        wrappers_seen += 1
         share_masters_after_join(module)
         for param in () if submodule is None else submodule.parameters():
-            if id(param) not in _WRAPPED:
-                _WRAPPED.add(id(param))
-                weakref.finalize(param, _WRAPPED.discard, id(param)).atexit = False
+            if id(param) not in IN_WRAPPERS:
+                IN_WRAPPERS.add(id(param))
+                weakref.finalize(param, IN_WRAPPERS.discard, id(param)).atexit = False
             if HAS_GRAD_DTYPE and param.grad is None and param.grad_dtype is not param.dtype:
                 param.grad_dtype = param.dtype
 
@@ -95,19 +93,6 @@ def _refuse_masters(module: torch.nn.Module) -> None:
 
 
 torch.nn.modules.module.register_module_module_registration_hook(_register_wrapper)
-
-
-def wrappers_seen() -> int:
-    """How many wrappers this process has made; while it stays the same there is none to discover."""
-    return _seen
-
-
-def wrapped(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of some parameters that are in a wrapper or sharded. Their gradients must have the parameter's dtype."""
-    found: list[torch.Tensor] = []
-    if not are_plain(params):
-        found = [p for p in params if is_sharded(p)]
-    return found + [p for p in params if id(p) in _WRAPPED] if _seen else found
 
 
 def known_wrappers() -> list[DistributedDataParallel]:

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from ..core.errors import UsageError
 from ..gradients.async_reader import AsyncReader, capturing
 from ..gradients.loss_scaler import DeviceLossScaler
+from . import ddp_hook
 from .agreement import StepFacts, refuse_too_late
-from .ddp_hook import Reduction, changes_gradients, known_wrappers, reduction_of, wrappers_seen
+from .ddp_hook import Reduction, changes_gradients, known_wrappers, reduction_of
 from .flat_buckets import average_gradients, share_masters
 
-__all__ = ["BackwardRecord", "RankSync", "any_overflow", "share_overflow"]
+__all__ = ["BackwardRecord", "RankSync", "share_overflow"]
 
 
 @dataclass(eq=False)
@@ -45,7 +46,7 @@ class RankSync:
 
     Attributes:
         inside: whether the optimizer is inside of another attached one, which does all of this.
-        reductions: those of the wrappers that have been found.
+        reductions: those of the wrappers that have been found. Without any there is nothing to do but to look for them.
     """
 
     def __init__(self) -> None:
@@ -62,11 +63,6 @@ class RankSync:
         self._told_late = AsyncReader(2)
         self._sparse: dict[int, int] = {}
         self._scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is nothing to do: this process never had a wrapper, or an outer optimizer does it."""
-        return self.inside or wrappers_seen() == 0
 
     @property
     def joining(self) -> bool:
@@ -139,8 +135,8 @@ class RankSync:
             wide: those among them whose gradients are to be fp32.
             mastered: those whose masters are to be the same on every rank.
         """
-        key = (wrappers_seen(), len(params), len(wide))
-        if key == self._key or self.alone:
+        key = (ddp_hook.wrappers_seen, len(params), len(wide))
+        if key == self._key or self.inside or not ddp_hook.wrappers_seen:
             return
         self._key = key
         for wrapper in known_wrappers():
@@ -313,14 +309,6 @@ class RankSync:
             done.update(map(id, owners))
             average_gradients(owners, reduction.group, reduction.world, fp32, sparse)
         self._unsynced.clear()
-
-
-def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
-    """Whether any pass overflowed: a 0-dim float32 tensor."""
-    if len(records) == 1:
-        return records[0].found_inf
-    device = records[0].found_inf.device
-    return torch.stack([p.found_inf.to(device) for p in records]).amax()
 
 
 def share_overflow(

@@ -23,7 +23,7 @@ from ..kernels.shards import is_sharded, local, rewrapped
 from .ledger import get_grads, set_grads, widen
 from .master_registry import keeper_of
 
-__all__ = ["HeldMasters", "MasterParameter", "settle"]
+__all__ = ["WITH_MEMORY", "HeldMasters", "MasterParameter", "settle"]
 
 
 class MasterParameter(torch.nn.Parameter):
@@ -161,7 +161,7 @@ class HeldMasters:
     def _hold(self, weight: torch.Tensor, master: torch.Tensor, value: torch.Tensor) -> None:
         self._unread.pop(id(weight), None)
         self._in_memory[id(weight)] = _InMemory(weight, master, value.clone())
-        _WITH_MEMORY.add(self)
+        WITH_MEMORY.add(self)
 
     def settle(self, weight: torch.Tensor | None, *, refresh: bool) -> None:
         """``settle`` for these masters."""
@@ -170,7 +170,7 @@ class HeldMasters:
             if held.settle(refresh=refresh):
                 self._in_memory[key] = held
         if not self._in_memory:
-            _WITH_MEMORY.discard(self)
+            WITH_MEMORY.discard(self)
 
 
 class _InMemory:
@@ -247,15 +247,16 @@ class _InMemory:
         before.copy_(value)
 
 
-_WITH_MEMORY: weakref.WeakSet[HeldMasters] = weakref.WeakSet()
+WITH_MEMORY: weakref.WeakSet[HeldMasters] = weakref.WeakSet()
+"""Those that have something to settle, of every optimizer."""
 
 
 def settle(weight: torch.Tensor | None = None, *, refresh: bool = True) -> None:
     """Settle the master of one weight, or all that have memory: of every optimizer, as a script may hold several's."""
-    if not _WITH_MEMORY or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not WITH_MEMORY or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
     with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
-        for held in list(_WITH_MEMORY):
+        for held in list(WITH_MEMORY):
             held.settle(weight, refresh=refresh)
 
 

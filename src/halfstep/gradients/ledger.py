@@ -38,10 +38,10 @@ from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.torch_compat import HAS_GRAD_DTYPE, is_view
 from ..kernels import multi_tensor
 from ..kernels.grouping import TensorGroupsCache
-from ..kernels.shards import local
+from ..kernels.shards import ORDINARY, is_sharded, local
 from .unscale import Unscaler, reciprocal, widened
 
-__all__ = ["Chooser", "Gradients", "UnscaledOnce", "add_grads", "get_grads", "set_grads", "widen"]
+__all__ = ["Chooser", "Gradients", "add_grads", "get_grads", "set_grads", "widen"]
 
 
 class _Image(NamedTuple):
@@ -105,6 +105,16 @@ def widen(params: Sequence[torch.Tensor]) -> None:
 Chooser = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 """Picks some parameters out of a list."""
 
+IN_WRAPPERS: set[int] = set()
+"""Identities of the living parameters that are in a DistributedDataParallel wrapper."""
+
+
+def wrapped(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of some parameters that are in a wrapper or sharded. Their gradients must have the parameter's dtype."""
+    if not IN_WRAPPERS and ORDINARY.issuperset(map(type, params)):
+        return []
+    return [p for p in params if id(p) in IN_WRAPPERS or is_sharded(p)]
+
 
 class Gradients:
     """The gradients of one optimizer's parameters.
@@ -112,7 +122,7 @@ class Gradients:
     Args:
         wide: picks the parameters whose gradients are to be fp32 although backward passes compute them in 16 bits; None
             if there are none.
-        wrapped: picks the parameters that are in a DistributedDataParallel wrapper or sharded.
+        wrapped: picks the parameters whose gradients must have the parameter's dtype.
 
     Attributes:
         any_wide: whether ``wide`` may pick any.
@@ -120,7 +130,7 @@ class Gradients:
         held: the gradients that are set aside, by the identity of the parameter.
     """
 
-    def __init__(self, wide: Chooser | None, *, wrapped: Chooser) -> None:
+    def __init__(self, wide: Chooser | None, *, wrapped: Chooser = wrapped) -> None:
         self.any_wide = wide is not None
         self.wide: Chooser = _none if wide is None else wide
         self.held: dict[int, torch.Tensor] = {}
@@ -339,12 +349,13 @@ class Gradients:
 
     def clear(self, params: Sequence[torch.Tensor]) -> None:
         """Called after the gradients were set to None or zero."""
-        self.forget()
+        self.held.clear()
+        self._begun = []
         if not self.any_wide:
             return
-        zeroed = self.wide([p for p in params if p.grad is not None])
+        zeroed = [p for p in params if p.grad is not None and p.grad.dtype is not p.dtype]
         # A wrapper takes only gradients of the parameter's dtype, also if they are zeros.
-        for param in self._wrapped([p for p in zeroed if p.grad.dtype is not p.dtype]):  # type: ignore[union-attr]
+        for param in self._wrapped(self.wide(zeroed)) if zeroed else ():
             param.grad = None
             if HAS_GRAD_DTYPE:
                 param.grad_dtype = param.dtype
@@ -354,33 +365,3 @@ class Gradients:
 
 def _none(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return []
-
-
-class UnscaledOnce:
-    """Which gradients of this iteration are unscaled already, for parameters in two optimizers of one scaler.
-
-    A gradient counts as unscaled if it is the tensor that was noted, and either no loss was scaled since then or its
-    version is the same.
-
-    Attributes:
-        losses: how many losses were scaled in this iteration.
-    """
-
-    def __init__(self) -> None:
-        self.losses = 0
-        self._noted: list[tuple[int, Sequence[torch.Tensor], list[torch.Tensor | None], list[int | None]]] = []
-
-    def note(self, params: Sequence[torch.Tensor]) -> None:
-        """These gradients are unscaled now."""
-        grads = [p.grad for p in params]
-        self._noted.append((self.losses, params, grads, [None if g is None else g._version for g in grads]))
-
-    def among(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those parameters whose gradients are unscaled already."""
-        mine = {id(p) for p in params if p.grad is not None} if self._noted else set()
-        found: dict[int, torch.Tensor] = {}
-        for losses, *noted in self._noted:
-            for param, grad, version in zip(*noted, strict=True):
-                if id(param) in mine and param.grad is grad and (losses == self.losses or version == grad._version):
-                    found[id(param)] = param
-        return list(found.values())

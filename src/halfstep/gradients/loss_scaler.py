@@ -100,7 +100,7 @@ class DeviceLossScaler:
 
     def scale(self, device: torch.device) -> torch.Tensor:
         """The scale on ``device`` as a tensor that keeps its value: after an ``update`` it is another object."""
-        state = self.state(device)
+        state = self._state if self._state.scale.device == device else self.state(device)
         # A graph must copy the scale anew at each replay.
         if self._present is None or capturing(device):
             self._present = state.scale.clone()
@@ -118,10 +118,11 @@ class DeviceLossScaler:
             LossScaleCollapsed: when the scale is at its floor and this is the last overflow in a row that
                 ``collapse_after`` of the rule allows.
         """
-        state = self.state(found_inf.device)
+        device = found_inf.device
+        state = self._state if self._state.scale.device == device else self.state(device)
         self._pick_up()
         limit = self._rule.collapse_after
-        if limit is not None and self._stuck >= limit - 1 and not capturing(found_inf.device):
+        if limit is not None and self._stuck >= limit - 1 and not capturing(device):
             self._check_collapse(found_inf, limit, blame)
         self._rule.update_(state, found_inf)
         self._present = None
@@ -199,8 +200,7 @@ class DeviceLossScaler:
         for found_inf, scale in self._late.poll(wait=wait):
             self._overflows += bool(found_inf)
             self._overflowed = bool(found_inf)
-            at_floor = self._known_scale <= self._rule.collapse_scale
-            self._stuck = self._stuck + 1 if found_inf and at_floor else 0
+            self._stuck = self._stuck + 1 if found_inf and self._known_scale <= self._rule.collapse_scale else 0
             if found_inf and self.verbose:
                 verb = "reducing" if scale < self._known_scale else "keeping"
                 logger.info("Gradient overflow. Skipping step, %s %s loss scale to %g", self.name, verb, scale)

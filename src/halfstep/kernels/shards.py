@@ -7,7 +7,7 @@ A list may mix sharded and plain tensors, so each tensor is asked by itself.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from ..core.torch_compat import is_flattened
 
 __all__ = [
     "FLATTENED",
+    "ORDINARY",
     "Domain",
-    "are_plain",
     "complete_max",
     "complete_sum",
     "domain_of",
@@ -36,13 +36,13 @@ Domain = tuple[Any, ...]
 FLATTENED: Domain = ("FullyShardedDataParallel",)
 """That of a parameter of FSDP1: it is cut, and does not know over which processes."""
 
-_ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
+ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
 """The classes that are never sharded. To ask a whole list by them is faster than ``is_sharded`` for each tensor."""
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a ``DTensor``. Before somebody has imported that class nothing is one."""
-    if type(tensor) in _ORDINARY:
+    if type(tensor) in ORDINARY:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -54,14 +54,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether none of some tensors is sharded or of another class of its own."""
-    return _ORDINARY.issuperset(map(type, tensors))
-
-
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The part of each that lies here. A list of plain tensors is returned as it is."""
-    if isinstance(tensors, list) and are_plain(tensors):
+    """The part of each that lies here. A list of plain tensors is returned as it is, which every step asks for."""
+    if isinstance(tensors, list) and ORDINARY.issuperset(map(type, tensors)):
         return tensors
     return [local(tensor) for tensor in tensors]
 
@@ -71,7 +66,7 @@ def placements_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
     Tensors that are equal in shape and in this have local parts of equal shapes.
     """
-    if are_plain(tensors):
+    if ORDINARY.issuperset(map(type, tensors)):
         return []
     placed = [(t.device_mesh, t.placements) if is_sharded(t) else None for t in tensors]  # type: ignore[attr-defined]
     return placed if any(placed) else []

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from .expr import ElementwiseKernel
-from .shards import are_plain, locals_of, placements_of
+from .shards import ORDINARY, locals_of, placements_of
 from .storage import Storage, dense
 
 __all__ = [
@@ -114,7 +114,7 @@ class TensorTable:
             False if they are of another kind (dtype, layout, placement), or if the memory of another column was
             replaced. Then a new table is needed.
         """
-        if self._placements or not are_plain(tensors):
+        if self._placements or not ORDINARY.issuperset(map(type, tensors)):
             if placements_of(tensors) != self._placements:
                 return False
             tensors = locals_of(tensors)

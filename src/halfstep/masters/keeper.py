@@ -12,10 +12,9 @@ import torch
 from ..core.dtypes import halves, is_half
 from ..core.errors import UsageError
 from ..core.torch_compat import HAS_GRAD_DTYPE
-from ..distributed.ddp_hook import wrapped
 from ..distributed.state_dict import patch_state_init
 from ..gradients.held_masters import HeldMasters, settle
-from ..gradients.ledger import Chooser, Gradients, widen
+from ..gradients.ledger import Chooser, Gradients, widen, wrapped
 from ..gradients.master_registry import keeper_of, register
 from ..kernels.shards import is_sharded
 from .plain import PlainMasters
@@ -81,7 +80,7 @@ class MasterKeeper:
                     taken = set(map(id, wrapped(found)))
                     return [p for p in found if id(p) not in taken]
 
-        self.gradients = Gradients(wide, wrapped=wrapped)
+        self.gradients = Gradients(wide)
         self.adopt()
 
     @property
@@ -92,10 +91,6 @@ class MasterKeeper:
     def params(self) -> list[torch.Tensor]:
         """The parameters in the optimizer's groups."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def count(self) -> int:
-        """How many parameters are in the optimizer's groups."""
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
 
     def adopt(self) -> None:
         """Take care of all parameters that the optimizer has now, new ones included."""

@@ -12,7 +12,7 @@ from ..core.errors import ArgumentTypeError, UsageError
 from ..kernels.expr import ElementwiseKernel, elementwise_kernel
 from ..kernels.grouping import group_rows
 from ..kernels.launch import launch
-from ..kernels.shards import Domain, are_plain, complete_sum, domain_of, local, locals_of
+from ..kernels.shards import ORDINARY, Domain, complete_sum, domain_of, local, locals_of
 from ..kernels.storage import Storage, copied, dense
 from ..kernels.tensor_table import Column, Scalars, TensorTable
 from ..masters import split
@@ -200,7 +200,7 @@ class GroupRows:
         copies: list[torch.Tensor | None],
     ) -> None:
         self._params = list(params)
-        self._plain = are_plain(params)
+        self._plain = ORDINARY.issuperset(map(type, params))
         self._addresses = list(map(torch.Tensor.data_ptr, locals_of(params)))
         self._copies = copies
         self._layout = dict(layout)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..core.errors import ArgumentValueError, UsageError
-from ..distributed.ddp_hook import wrapped
+from ..gradients.ledger import wrapped
 
 __all__ = ["check", "refuse_closure", "refuse_gradient", "refuse_ranks", "refuse_second"]
 

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from ..casting.scope import NO_CASTING, active_casting
 from ..core.errors import UsageError
 from ..core.inner_optimizers import bare
-from ..distributed.ddp_sync import BackwardRecord, any_overflow, share_overflow
+from ..distributed import ddp_hook
+from ..distributed.ddp_sync import BackwardRecord, share_overflow
+from ..gradients.held_masters import WITH_MEMORY
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.fuse import OfTorch, unfuse
 from ..optimizers.param_rows import SparseGradient
-from .backward import BackwardPasses
+from .backward import BackwardPasses, any_overflow
 from .closure import ClosureOverflowed, guarded
 from .dynamic_class import dress, undress
 from .replaced import ReplacedParameters
@@ -158,6 +160,7 @@ class AttachedOptimizer:
 
     def unscale(
         self,
+        params: list[torch.Tensor],
         scale: torch.Tensor,
         found_inf: torch.Tensor,
         scaler: DeviceLossScaler,
@@ -168,29 +171,33 @@ class AttachedOptimizer:
         """Unscale what backward passes without a block brought; the next step depends on it.
 
         Args:
+            params: those of the optimizer.
             scale: 0-dim tensor that all of their losses were multiplied by.
             found_inf: 0-dim float32 tensor, set to 1.0 if a gradient holds inf or NaN.
             scaler: whose scale it is.
             seen: identities of parameters already unscaled; extended.
             may_defer: leave it to a fused step where that loses less.
         """
-        params, gradients = self.params(), self.passes.gradients
-        self.passes.scale = scaler.state(scale.device).scale  # which will be that of the next losses, too
-        scaling = self.passes.scaling
-        if any(other is not scaler for other in self.passes.scales):
+        passes = self.passes
+        gradients, release, scaling = passes.gradients, passes.release, passes.scaling
+        if passes.scales and any(other is not scaler for other in passes.scales):
             scaling.say_twice("this GradScaler")
         scaling.scaled = True
         scaling.look_for_clipping(params, scale, _UNSCALE_BEFORE)
-        if self.passes.release is not None:
-            self.passes.release.add_overflow(found_inf)
-        if may_defer and seen is None and not gradients.any_wide and self.stepping.takes_flags:
+        if release is not None:
+            release.add_overflow(found_inf)
+        may_defer = may_defer and seen is None and not gradients.any_wide and self.stepping.takes_flags
+        passes.scale = scaler.state(scale.device).scale  # which will be that of the next losses, too
+        if may_defer:
             if gradients.unscale_or_check(params, scale, found_inf, step_checks=self._step_checks()):
                 self.stepping.grad_scale = scale
         else:
             gradients.finish(params, scale, found_inf, seen)
-        self.passes.scales[scaler] = scale
-        self.passes.records.append(BackwardRecord(found_inf, None, dynamic=scaler.dynamic))
-        share_overflow(self.passes.records, [self.passes.ranks])
+        passes.scales[scaler] = scale
+        alone = not passes.ranks.reductions
+        passes.records.append(BackwardRecord(found_inf, None, shared=alone, dynamic=scaler.dynamic))
+        if not alone:
+            share_overflow(passes.records, [passes.ranks])
 
     def _step_checks(self) -> bool:
         """Whether the next step finds inf and NaN early enough: nobody asks before it.
@@ -207,12 +214,17 @@ class AttachedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step on unscaled gradients. It is skipped, and changes nothing, if a pass overflowed."""
-        self.passes.recover()
-        if closure is None:
-            self.passes.check_scaling()
-            return self._observed(self._step, None, args, kwargs)
+        passes = self.passes
+        if passes.recover():
+            raise UsageError(
+                f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
+                "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left."
+            )
+        if closure is None and not passes.scaling.settled:
+            passes.check_scaling()
         result = self._observed(self._step, closure, args, kwargs)
-        self.passes.check_scaling()
+        if closure is not None and not passes.scaling.settled:
+            passes.check_scaling()
         return result
 
     def call(self, optimizer: Any, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -224,12 +236,12 @@ class AttachedOptimizer:
             *args: further arguments of the step.
             **kwargs: further keyword arguments of the step.
         """
-        known = closure is None and bool(self.passes.records) and not self.stepping.takes_flags
-        if known:
-            if any_overflow(self.passes.take_records()).item():
+        passes = self.passes
+        if closure is None and passes.records and not self.stepping.takes_flags:
+            if any_overflow(passes.take_records()).item():
                 return self._observed(self._skip)
-            self.passes.unsettled = False
-        if attached_to(self.optimizer) is not self:
+            passes.unsettled = False
+        if getattr(self._optimizer(), "_amp_stash", None) is not self:
             return self.step(closure, *args, **kwargs)
         step = optimizer.step
         return step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
@@ -246,23 +258,22 @@ class AttachedOptimizer:
         return result
 
     def _step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
-        passes = self.passes
-        if passes.is_open:
-            raise UsageError(
-                f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
-                "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left."
-            )
-        self.replaced.refuse(self.optimizer)
-        passes.drop_brought()
-        passes.unscale_delayed()
-        if closure is None:
+        passes, keeper, optimizer = self.passes, self.keeper, self._optimizer()
+        assert optimizer is not None
+        if passes.models:
+            self.replaced.refuse(optimizer)
+        if passes.known is not None:
+            passes.drop_brought()
+        if passes.delayed:
+            passes.unscale_delayed()
+        if closure is None and ddp_hook.wrappers_seen:
             passes.sync()
         records = passes.end_window()
         casting = active_casting()
         with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None
-            if found_inf is None and closure is None:
-                found_inf = passes.settle(self.params() if passes.unsettled else [])
+            if found_inf is None and closure is None and passes.unsettled:
+                found_inf = passes.settle(passes.params())
             if found_inf is not None and (closure is not None or not self.stepping.takes_flags):
                 if found_inf.item():
                     return self._skip()
@@ -270,25 +281,27 @@ class AttachedOptimizer:
             if closure is not None:
                 closure = guarded(
                     closure,
-                    keeper=self.keeper,
+                    keeper=keeper,
                     casting=casting,
                     take_records=passes.take_records,
-                    name=type(self.optimizer).__name__,
+                    name=type(optimizer).__name__,
                     verbose=self.verbose,
                 )
+            held = keeper.plain is not None or closure is not None or WITH_MEMORY
             try:
-                with self.keeper.in_place():
-                    return self.stepping.take(closure, args, kwargs, found_inf, self.keeper.plain)
+                with keeper.in_place() if held else nullcontext():
+                    return self.stepping.take(closure, args, kwargs, found_inf, keeper.plain)
             except ClosureOverflowed:
                 return self.stepping.skip()
             except SparseGradient:
-                if closure is not None or not (self.keeper.any and isinstance(self.optimizer, OfTorch)):
+                if closure is not None or not (keeper.any and isinstance(optimizer, OfTorch)):
                     raise
                 return self._step_unfused(found_inf, args, kwargs)
 
     def _skip(self) -> None:
-        if self.passes.release is not None:
-            self.passes.release.end_step()
+        release = self.passes.release
+        if release is not None:
+            release.end_step()
         self.stepping.skip()
 
     def _step_unfused(self, found_inf: torch.Tensor | None, args: Any, kwargs: Any) -> Any:
@@ -300,7 +313,7 @@ class AttachedOptimizer:
         held = self.keeper.held
         self.keeper = MasterKeeper(optimizer, self.keeper.any, None, {id(param): value for param, value in started})
         self.keeper.held = held
-        self.passes.keeper = self.keeper
+        self.passes.keeper, self.passes.gradients = self.keeper, self.keeper.gradients
         dress(optimizer, self)
         # Unlike the fused step, torch's own does not read flags on the device.
         if found_inf is not None and found_inf.item():

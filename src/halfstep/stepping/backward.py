@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
+from typing import Any
 
 import torch
 
@@ -17,15 +18,15 @@ from ..core.callers import callers_level
 from ..core.dtypes import halves
 from ..core.errors import UsageError
 from ..core.text import counted
-from ..distributed.ddp_sync import BackwardRecord, RankSync, any_overflow, share_overflow
-from ..gradients.ledger import Gradients
+from ..distributed import ddp_hook
+from ..distributed.ddp_sync import BackwardRecord, RankSync, share_overflow
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
-from ..optimizers.release import GradientRelease, release_of
+from ..optimizers.release import GradientRelease
 from .diagnosis import first_bad_gradient
 from .scaling_checks import ScalingChecks
 
-__all__ = ["BackwardPasses", "record_pass", "sync_overflow"]
+__all__ = ["BackwardPasses", "any_overflow", "record_pass", "sync_overflow"]
 
 _CLIP_AFTER = (
     "Clip after the block, where they are unscaled: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)."
@@ -41,7 +42,7 @@ class BackwardPasses:
         keeper: its masters, which know the optimizer.
 
     Attributes:
-        keeper: as given.
+        keeper: as given; ``gradients`` are those that it knows of.
         ranks: what it knows about other processes.
         records: one for each pass; the next step asks them whether gradients overflowed.
         scales: what the losses since the last step were multiplied by, 0-dim tensors, by the loss scale they came from.
@@ -51,13 +52,16 @@ class BackwardPasses:
         unsettled: whether a step was skipped, or may have been, and nobody has cleared its gradients since.
         scaling: the warnings about gradients that went past the loss scale.
         got_gradients: whether any parameter had a gradient after the latest pass.
+        known: the parameters at the latest pass; None before a scaled one.
         delayed: whether gradients of delayed passes are there, still scaled.
         delayed_scale: the scale that those have; None for none.
         scale: what the loss of the present pass, or of the latest, was multiplied by, a 0-dim tensor; None for none.
     """
 
     def __init__(self, keeper: MasterKeeper) -> None:
+        self._optimizer = weakref.ref(keeper.optimizer)
         self.keeper = keeper
+        self.gradients = keeper.gradients
         self.ranks = RankSync()
         self.records: list[BackwardRecord] = []
         self.scales: dict[DeviceLossScaler, torch.Tensor] = {}
@@ -74,27 +78,28 @@ class BackwardPasses:
         self._block: weakref.ref[object] | None = None
         # While gradients are unscaled until their overflow is noted: whether there were gradients before the pass.
         self._finishing: bool | None = None
-        self._known: list[torch.Tensor] | None = None  # the parameters at the latest pass; None before a scaled one
-
-    @property
-    def gradients(self) -> Gradients:
-        """The gradients of the parameters."""
-        return self.keeper.gradients
+        self.known: list[torch.Tensor] | None = None
 
     @property
     def release(self) -> GradientRelease | None:
         """What steps the parameters inside of backward passes, if something does."""
-        return release_of(self.keeper.optimizer)
+        found = getattr(self._optimizer(), "release", None)
+        return found if isinstance(found, GradientRelease) else None
+
+    def params(self) -> list[torch.Tensor]:
+        """The parameters in the optimizer's groups."""
+        optimizer: Any = self._optimizer()
+        return [p for group in optimizer.param_groups for p in group["params"]]
 
     @property
     def device(self) -> torch.device:
         """Where the first parameter lives: flags and scales are kept there."""
-        return next((param.device for param in self.keeper.params()), torch.device("cpu"))
+        return next((param.device for param in self.params()), torch.device("cpu"))
 
     @property
     def optimizer_name(self) -> str:
         """The class of the optimizer, for messages."""
-        return type(self.keeper.optimizer).__name__
+        return type(self._optimizer()).__name__
 
     @property
     def is_open(self) -> bool:
@@ -109,18 +114,29 @@ class BackwardPasses:
         """The gradients are unscaled, and their overflow is noted."""
         self._finishing = self._block = None
 
-    @property
-    def _interrupted(self) -> bool:
-        """Whether a block was neither left nor abandoned, but is gone."""
-        return (self._block is not None or self._finishing is not None) and not self.is_open
+    def recover(self) -> bool:
+        """Abandon what an interrupt, such as Ctrl-C in a line of ours, has left half done.
 
-    def recover(self) -> None:
-        """Abandon what an interrupt, such as Ctrl-C in a line of ours, has left half done."""
-        if self._interrupted:
-            logger.info("A scale_loss block was interrupted; its backward pass does not count")
-            self.abandon()
+        Returns:
+            Whether a block is open, which was not interrupted.
+        """
+        if self._block is None and self._finishing is None:
+            return False
+        if self.is_open:
+            return True
+        logger.info("A scale_loss block was interrupted; its backward pass does not count")
+        self.abandon()
+        return False
 
-    def begin(self, scale: torch.Tensor | None, seen: set[int] | None, *, block: object, delay: bool = False) -> None:
+    def begin(
+        self,
+        scale: torch.Tensor | None,
+        seen: set[int] | None,
+        *,
+        block: object,
+        guard: Callable[[], None] | None = None,
+        delay: bool = False,
+    ) -> None:
         """Set aside the present gradients, so that a backward pass scaled by ``scale`` brings only its own.
 
         Gradients of delayed passes at the same scale stay in place, and the pass adds to them.
@@ -130,13 +146,13 @@ class BackwardPasses:
             seen: identities of parameters that another optimizer has set aside for this pass; extended. None if there
                 is no other optimizer.
             block: which is opened; not kept alive.
+            guard: called before a gradient is used inside of the pass; raises an error if it must not be.
             delay: whether the gradients of this pass stay scaled until a later one.
 
         Raises:
             UsageError: if a block is open already.
         """
-        self.recover()
-        if self.is_open:
+        if self.recover():
             raise UsageError(
                 f"A scale_loss block of this {self.optimizer_name} is open already, and two backward passes "
                 "at two scales would mix. Close the first block before the second; gradients add up across blocks."
@@ -145,14 +161,15 @@ class BackwardPasses:
         release = self.release
         if release is not None:
             release.refuse_block()
-        params = self.keeper.params()
-        self.settle(params)
-        if self._known is not None:
+        params = self.params()
+        if self.unsettled:
+            self.settle(params)
+        if self.known is not None:
             self.drop_brought(params)
         elif scale is not None:
-            self._known = params
-        stays_in_place = None
-        if not self.ranks.alone:
+            self.known = params
+        stays_in_place, alone = None, self.ranks.inside or not ddp_hook.wrappers_seen
+        if not alone:
             self._discover_wrappers(params)
             scale, stays_in_place = self.ranks.gradient_scale(scale), self.ranks.averaged_next
         gone = release is None or not release.has_stepped
@@ -165,8 +182,9 @@ class BackwardPasses:
             self.gradients.begin(params, scale, seen, stays_in_place, delay=delay)
         if release is not None:
             release.begin(self.gradients, scale, delay=delay)
+            release.guard = guard
             self.gradients.expect(params, as_computed=not delay)
-        if not self.ranks.alone:
+        if not alone:
             self.ranks.begin_backward(scale, params, self.gradients.held)
 
     def settle(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -179,10 +197,8 @@ class BackwardPasses:
             params: those of the optimizer.
 
         Returns:
-            0-dim float32 tensor, 1.0 if gradients were cleared; None if there was nothing to look at.
+            0-dim float32 tensor, 1.0 if gradients were cleared; None if there are none.
         """
-        if not self.unsettled:
-            return None
         self.unsettled = False
         return self.gradients.clear_overflow(params)
 
@@ -193,12 +209,12 @@ class BackwardPasses:
         cannot be seen from a gradient, so one that was not scaled is dropped too.
 
         Args:
-            params: those of the optimizer. With None they are looked up if there are more or fewer than before.
+            params: those of the optimizer; None to look them up.
         """
-        if self._known is None or (params is None and self.keeper.count() == len(self._known)):
+        if self.known is None:
             return
-        params = self.keeper.params() if params is None else params
-        known, self._known = self._known, params
+        params = self.params() if params is None else params
+        known, self.known = self.known, params
         if len(params) == len(known) and all(map(is_, params, known)):
             return
         before = set(map(id, known))
@@ -222,7 +238,7 @@ class BackwardPasses:
         If gradients went to other ranks, were added to those of delayed passes, or are unscaled in part, there is no
         way back: the next step is skipped.
         """
-        params = self.keeper.params()
+        params = self.params()
         lost = self.ranks.abandon_backward(params) or self.delayed or bool(self._finishing)
         self.delayed = False
         if self._finishing is None:
@@ -234,7 +250,8 @@ class BackwardPasses:
         if self.release is not None:
             self.release.abandon()
         if lost:
-            self.note(BackwardRecord(torch.ones((), dtype=torch.float32, device=self.device), None))
+            found_inf = torch.ones((), dtype=torch.float32, device=self.device)
+            self.note(BackwardRecord(found_inf, None, shared=not self.ranks.reductions))
         self.close()
 
     def finish(
@@ -250,15 +267,16 @@ class BackwardPasses:
             seen: identities of parameters that another optimizer has finished in this pass; extended.
             delay: leave the gradients scaled for now. The next pass without ``delay``, or ``step``, unscales them all.
         """
-        params = self.keeper.params()
+        params = self.params()
         if scale is not None:
             self.scaling.scaled = True
             self.scaling.look_for_clipping(params, scale, _CLIP_AFTER)
-        released = self.release is not None and self.release.finish(found_inf)
+        release = self.release
+        released = release is not None and release.finish(found_inf)
         self.got_gradients = released or any(param.grad is not None for param in params)
         if self.ranks.reductions:
             self.ranks.end_backward(params)
-        scale = self.ranks.gradient_scale(scale)
+            scale = self.ranks.gradient_scale(scale)
         self.delayed, self.delayed_scale = delay, scale
         if not delay:
             self._finishing = bool(self.gradients.held)
@@ -266,23 +284,21 @@ class BackwardPasses:
 
     def check_scaling(self) -> None:
         """Warn if the gradients for a step have not come through the loss scale."""
-        if not self.scaling.settled and not self.is_open:
+        if not self.is_open:
             released = self.release is not None and self.release.has_stepped
             self.scaling.at_step(self.keeper.optimizer, released=released)
 
     def unscale_delayed(self) -> None:
-        """Unscale the gradients of delayed passes, if there are any. An overflow in them counts for the next step."""
-        if not self.delayed:
-            return
+        """Unscale the gradients of delayed passes. An overflow in them counts for the next step."""
         self._finishing = True
         self.delayed = False
         found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
-        params = self.keeper.params()
+        params = self.params()
         if self.delayed_scale is not None:
             self.scaling.look_for_clipping(params, self.delayed_scale, _CLIP_AFTER)
         self.gradients.finish(params, self.delayed_scale, found_inf)
         if self.delayed_scale is not None:
-            self.note(BackwardRecord(found_inf, None))
+            self.note(BackwardRecord(found_inf, None, shared=not self.ranks.reductions))
         self._finishing = None
 
     def note(self, record: BackwardRecord) -> None:
@@ -303,9 +319,9 @@ class BackwardPasses:
         Raises:
             UsageError: as ``RankSync.agree``.
         """
-        if self.ranks.alone:
+        if self.ranks.inside or not ddp_hook.wrappers_seen:
             return
-        params = self.keeper.params()
+        params = self.params()
         self._discover_wrappers(params)
         if self.ranks.reductions:
             self.ranks.agree(params, self.records, self.scalers, steps=steps)
@@ -324,19 +340,21 @@ class BackwardPasses:
         if records:
             self.unsettled = True
             self.scalers = list(dict.fromkeys(record.scaler for record in records))
-        self.ranks.end_window()
+        if ddp_hook.wrappers_seen:
+            self.ranks.end_window()
         return records
 
     def clear(self) -> None:
         """The gradients were cleared: forget what is known about them."""
-        if self._interrupted:
+        if (self._block is not None or self._finishing is not None) and not self.is_open:
             if self.release is not None:
                 self.release.abandon()
             self.close()
-        self.gradients.clear(self.keeper.params())
+        self.gradients.clear(self.params())
         self.delayed = self.unsettled = False
         self.records.clear()
-        self.ranks.clear()
+        if ddp_hook.wrappers_seen:
+            self.ranks.clear()
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -353,14 +371,23 @@ class BackwardPasses:
         if self.release is not None:
             self.release.refuse_clipping("clip_master_grads")
         self.drop_brought()
-        self.unscale_delayed()
+        if self.delayed:
+            self.unscale_delayed()
         self.sync(steps=False)
-        norm = self.gradients.clip(self.keeper.params(), max_norm, norm_type)
+        norm = self.gradients.clip(self.params(), max_norm, norm_type)
         return torch.where(any_overflow(self.records) != 0, -1.0, norm) if self.records else norm
 
     def _discover_wrappers(self, params: Sequence[torch.Tensor]) -> None:
         half = halves(params) if self.keeper.any else []
         self.ranks.discover_wrappers(params, half, half if self.keeper.alike else [])
+
+
+def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
+    """Whether any pass overflowed: a 0-dim float32 tensor."""
+    if len(records) == 1:
+        return records[0].found_inf
+    device = records[0].found_inf.device
+    return torch.stack([p.found_inf.to(device) for p in records]).amax()
 
 
 _MANY = 64
@@ -385,12 +412,15 @@ def record_pass(
         for passes in optimizers:
             passes.close()
         return
-    record = BackwardRecord(found_inf, scaler, dynamic=scaler.dynamic)
+    alone = not any(passes.ranks.reductions for passes in optimizers)
+    record = BackwardRecord(found_inf, scaler, shared=alone, dynamic=scaler.dynamic)
     for passes in optimizers:
         passes.note(record)
         passes.scales[scaler] = scale
         passes.close()
-    if not any(passes.ranks.has_unsynced for passes in optimizers):
+    if alone:
+        scaler.update(found_inf, lambda: first_bad_gradient([passes.keeper.optimizer for passes in optimizers]))
+    elif not any(passes.ranks.has_unsynced for passes in optimizers):
         sync_overflow(optimizers)
 
 

@@ -11,8 +11,9 @@ import torch
 
 from ..casting.scope import OpCasting
 from ..core.errors import UsageError
-from ..distributed.ddp_sync import BackwardRecord, any_overflow
+from ..distributed.ddp_sync import BackwardRecord
 from ..masters.keeper import MasterKeeper
+from .backward import any_overflow
 
 __all__ = ["ClosureOverflowed", "guarded"]
 

@@ -30,28 +30,31 @@ class FirstSteps:
 
     Args:
         optimizer: before it is attached.
+
+    Attributes:
+        left: how many steps are still to be looked at.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._left = 0 if package_of_step(optimizer) in ("torch", "halfstep") else _CHECKED
+        self.left = 0 if package_of_step(optimizer) in ("torch", "halfstep") else _CHECKED
         self._idle = -1  # the first one may have changed no version all the same
 
     @contextmanager
-    def check(self, optimizer: Any, plain: PlainMasters | None) -> Iterator[None]:
+    def check(self, optimizer: Any, plain: PlainMasters) -> Iterator[None]:
         """Look at the step that is taken within the block.
 
         Args:
             optimizer: whose step it is.
-            plain: its masters, in place; None for no check.
+            plain: its masters, in place.
 
         Raises:
             UsageError: if the step wrote to a parameter that has a gradient and not to its master.
         """
-        pairs = [pair for pair in plain.pairs() if pair[1].grad is not None] if plain and self._left else []
+        pairs = [pair for pair in plain.pairs() if pair[1].grad is not None]
         if not pairs:
             yield
             return
-        self._left -= 1
+        self.left -= 1
         masters = [master for _, master in pairs]
         versions = [(param._version, master._version) for param, master in pairs]
         bits = None if self._idle < 0 else _bits(masters)
@@ -75,9 +78,9 @@ class FirstSteps:
     def _count_idle(self, optimizer: Any, written: bool) -> None:
         self._idle += 1
         if written:
-            self._left = 0
+            self.left = 0
         elif self._idle == _IDLE:
-            self._left = 0
+            self.left = 0
             logger.warning(
                 "%d steps of %s had gradients and changed no fp32 master. If it steps weights by a list or a copy of "
                 "its own, have it go through self.param_groups, where the masters are while it steps.",

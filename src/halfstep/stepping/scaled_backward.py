@@ -14,7 +14,7 @@ import torch
 
 from ..casting.dynamo import eager
 from ..casting.scope import clear_cache
-from ..core.dtypes import is_half
+from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
 from ..gradients.loss_scaler import DeviceLossScaler
 from .backward import BackwardPasses, record_pass
@@ -91,49 +91,45 @@ class ScaledBackward:
 
     @eager
     def __enter__(self) -> torch.Tensor:
+        loss = self._loss
+        guard = functools.partial(_refuse_unscaled, self._reached, self._name)
         try:
-            return self._open()
+            scales = self._found_inf is not None or not self._scaler.neutral
+            self._scale = scale = self._scaler.scale(loss.device) if scales else None
+            seen: set[int] | None = set() if len(self._passes) > 1 else None
+            for passes in self._passes:
+                passes.begin(scale, seen, block=self, guard=guard, delay=self._delay)
+            wide = loss.float() if loss.dtype in HALF_DTYPES else loss
+            if scale is None:
+                return wide
+            scaled = wide * scale
+            if scaled.requires_grad:
+                for name, tensor in (("loss", loss), ("scaled_loss", scaled)):
+                    self._hooks.append(tensor.register_hook(functools.partial(_note, self._reached, name)))
+            return scaled
         except BaseException:
             self._abandon()
             raise
-
-    def _open(self) -> torch.Tensor:
-        loss = self._loss
-        scales = self._found_inf is not None or not self._scaler.neutral
-        self._scale = scale = self._scaler.scale(loss.device) if scales else None
-        seen: set[int] | None = set() if len(self._passes) > 1 else None
-        for passes in self._passes:
-            passes.begin(scale, seen, block=self, delay=self._delay)
-            if passes.release is not None:
-                passes.release.guard = functools.partial(_refuse_unscaled, self._reached, self._name)
-        wide = loss.float() if is_half(loss) else loss
-        if scale is None:
-            return wide
-        scaled = wide * scale
-        if scaled.requires_grad:
-            for name, tensor in (("loss", loss), ("scaled_loss", scaled)):
-                self._hooks.append(tensor.register_hook(functools.partial(_note, self._reached, name)))
-        return scaled
 
     @eager
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._close(failed=kind is not None)
+            clear_cache()
+            if kind is None:
+                self._close()
+            else:
+                self._abandon()
         except BaseException:
             self._abandon()
             raise
 
-    def _close(self, *, failed: bool) -> None:
-        clear_cache()
+    def _close(self) -> None:
         unscaled_loss = self._reached == {"loss"} and any(passes.gradients.arrived() for passes in self._passes)
         missed = bool(self._hooks) and not self._reached
         while self._hooks:
             self._hooks.pop().remove()
-        if failed:
-            self._abandon()
-            return
         if unscaled_loss:
             _refuse_unscaled(self._reached, self._name)
         if missed:

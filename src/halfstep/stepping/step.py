@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -86,13 +86,35 @@ class Stepping:
         step: Any = optimizer.step if self.own is None else partial(self.own, optimizer)
         self._latest = False
         flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf
-        if flag is not None and not _start_momentum(optimizer) and flag.item():
+        torch_sgd = isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, FusedOptimizer)
+        if flag is not None and torch_sgd and not _start_momentum(optimizer) and flag.item():
             return self.skip()
-        with self._flags(optimizer, found_inf):
+        scale, self.grad_scale = self.grad_scale, None
+        others: dict[str, Any] = {}
+        if found_inf is not None:
+            # Another scaler, around a block, deletes its own after the step.
+            given = getattr(optimizer, "grad_scale", None)
+            others = {name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
+            optimizer.grad_scale = given if scale is None else scale if given is None else scale * given
+            optimizer.found_inf = found_inf
+        try:
             if closure is not None:
-                return step(closure, *args, **kwargs)
-            with self._first_steps.check(optimizer, plain):
-                return step(*args, **kwargs)
+                returned = step(closure, *args, **kwargs)
+            else:
+                first = self._first_steps
+                with first.check(optimizer, plain) if plain is not None and first.left else nullcontext():
+                    returned = step(*args, **kwargs)
+        finally:
+            if found_inf is not None:
+                del optimizer.grad_scale, optimizer.found_inf
+                vars(optimizer).update(others)
+        flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf  # a scaler sets it in the step
+        if flag is not None:
+            self._latest = flag
+            if self._skipped_on_device is None:
+                self._skipped_on_device = torch.zeros_like(flag)
+            self._skipped_on_device.add_(flag)  # in place, so that a captured step goes on counting
+        return returned
 
     def skip(self) -> None:
         """Do not step."""
@@ -110,39 +132,14 @@ class Stepping:
         finally:
             here.update(given)
 
-    @contextmanager
-    def _flags(self, optimizer: Any, found_inf: torch.Tensor | None) -> Iterator[None]:
-        given, (scale, self.grad_scale) = getattr(optimizer, "grad_scale", None), (self.grad_scale, None)
-        if found_inf is None:
-            yield
-            found_inf = getattr(optimizer, "found_inf", None)  # set by another scaler
-            if found_inf is None:
-                return
-        else:
-            # Another scaler, around a block, deletes its own after the step.
-            others = {name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
-            optimizer.grad_scale = given if scale is None else scale if given is None else scale * given
-            optimizer.found_inf = found_inf
-            try:
-                yield
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf
-                vars(optimizer).update(others)
-        self._latest = found_inf
-        if self._skipped_on_device is None:
-            self._skipped_on_device = torch.zeros_like(found_inf)
-        self._skipped_on_device.add_(found_inf)  # in place, so that a captured step goes on counting
 
-
-def _start_momentum(optimizer: torch.optim.Optimizer) -> bool:
+def _start_momentum(optimizer: torch.optim.SGD) -> bool:
     """Give torch's fused SGD momentum of zeros; False if it must not see a flag before its first step is taken.
 
     Its first step allocates momentum without values, and leaves it so where the flag says to skip: later steps go on
     from uninitialised memory (as of torch 2.13). Zeros are what its first step starts from, but for dampening, which
     the first step leaves out.
     """
-    if not isinstance(optimizer, torch.optim.SGD) or isinstance(optimizer, FusedOptimizer):
-        return True
     for group in optimizer.param_groups:
         if group["fused"] and group["momentum"] != 0:
             unset = [

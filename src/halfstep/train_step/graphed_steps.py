@@ -25,11 +25,12 @@ from torch.autograd.graph import increment_version
 from ..casting.scope import clear_cache
 from ..core.errors import UsageError
 from ..core.torch_compat import step_hooks, tree_flatten, tree_unflatten
-from ..distributed.ddp_sync import BackwardRecord, any_overflow
+from ..distributed.ddp_sync import BackwardRecord
 from ..gradients.held_masters import settle
 from ..gradients.ledger import get_grads, set_grads
 from ..optimizers.base import FusedOptimizer
 from ..stepping.attached import attached_to, observers
+from ..stepping.backward import any_overflow
 from .recording import CudaGraph, GradientSlot
 from .signature import PLAIN, Signature
 from .surroundings import Steps, surroundings
