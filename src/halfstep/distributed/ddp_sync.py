@@ -60,7 +60,7 @@ class RankSync:
         self._ever_passed = False
         self._alone_in_window = False
         self._ever_agreed = False
-        self._told_late = AsyncReader(2)
+        self._late_facts = AsyncReader(2)
         self._sparse: dict[int, int] = {}
         self._scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
@@ -217,11 +217,11 @@ class RankSync:
         """Find out whether any rank has gradients that were not averaged: all ranks must do then what one of them does.
 
         A rank may have had no backward pass in this window, or none after one that was averaged. It takes part with
-        gradients of zero, and moves its loss scales as the others do. A collective operation, also where this rank has
-        nothing to tell: it cannot know what the others have.
+        gradients of zero, and moves its loss scales as the others do. This is a collective operation. A rank takes part
+        even if it has nothing to share, because it cannot know what the others have.
 
-        Nothing is read from a device, until some window was not averaged by its last pass. Where the process group has
-        no backend for the CPU, the first such window that not all ranks have is too late to average: the others have
+        Nothing is read from a device until the last pass of some window was not averaged. If the process group has no
+        backend for the CPU, and only some ranks have such a window, the first one comes too late: the others have
         stepped. Then the next call raises on every rank.
 
         Args:
@@ -246,7 +246,7 @@ class RankSync:
         may_differ = steps and self._ever_passed and not capturing(self.reductions[0].device)
         if self._alone_in_window or not (knows or may_differ):
             return
-        if any(late and left for late, left in self._told_late.poll(wait=True)):
+        if any(late and left for late, left in self._late_facts.poll(wait=True)):
             refuse_too_late()
         self._sparse.clear()
         news = len({record.scaler for record in records if not record.shared})
@@ -259,15 +259,15 @@ class RankSync:
             late = not (knows or mine[0].has_cpu)
             device = torch.device("cpu") if mine[0].has_cpu else mine[0].device
             unsynced = [reduction in self._unsynced for reduction in mine]
-            told = StepFacts.of_rank(
+            shared = StepFacts.of_rank(
                 unsynced, late=late, steps=steps, sparse=sparse, news=news, missing=len(missing)
             ).share(group, device)
             if late:
-                self._told_late.post(told[0], told[1])
+                self._late_facts.post(shared[0], shared[1])
                 continue
-            facts = StepFacts.read(told)
+            facts = StepFacts.read(shared)
             if facts.late and facts.left:
-                self._told_late.post(told[0], told[1])
+                self._late_facts.post(shared[0], shared[1])
                 self._end_alone(records)
                 return
             facts.refuse_differences(news)
@@ -291,9 +291,9 @@ class RankSync:
     def _share_sparse(self, params: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
         """Find out of which parameters some rank has a sparse gradient, and with how many sparse dimensions."""
         dims = [p.grad.sparse_dim() if p.grad is not None and p.grad.is_sparse else 0 for p in params]
-        told = torch.tensor(dims, dtype=torch.int64, device=device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-        self._sparse.update((id(p), dim) for p, dim in zip(params, told.tolist(), strict=True) if dim)
+        shared = torch.tensor(dims, dtype=torch.int64, device=device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+        self._sparse.update((id(p), dim) for p, dim in zip(params, shared.tolist(), strict=True) if dim)
 
     @torch.no_grad()
     def average_unsynced(self, params: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
@@ -331,7 +331,7 @@ def share_overflow(
             before.setdefault(record.scaler, []).append(record.found_inf)
         else:
             new.setdefault(record.scaler, []).append(record)
-    told = {scaler: row[-1].found_inf for scaler, row in new.items() if scaler is not None}
+    shared = {scaler: row[-1].found_inf for scaler, row in new.items() if scaler is not None}
     # While ranks join, what is shared is in the averaged gradients: they are not finite on any rank.
     if new and (groups := _groups(one for one in ranks if not one.joining)):
         device = next(iter(new.values()))[0].found_inf.device
@@ -341,13 +341,13 @@ def share_overflow(
         for verdict, (scaler, row) in zip(verdicts.unbind(), new.items(), strict=True):
             for record in row:
                 record.found_inf.copy_(verdict)
-            if scaler in told and scaler in before:
+            if scaler in shared and scaler in before:
                 # An overflow stays in averaged gradients, so a later pass of the window sees the same one again.
-                told[scaler] = verdict * (torch.stack(before[scaler]).amax() == 0)
+                shared[scaler] = verdict * (torch.stack(before[scaler]).amax() == 0)
     for row in new.values():
         for record in row:
             record.shared = True
-    return told
+    return shared
 
 
 def _groups(ranks: Iterable[RankSync]) -> list[dist.ProcessGroup]:
