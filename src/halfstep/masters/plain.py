@@ -60,7 +60,7 @@ class PlainMasters:
     def of(self, param: torch.Tensor) -> torch.nn.Parameter | None:
         """The master of a parameter, up to date with what was written to the parameter; None if it has none."""
         master = self._of.get(id(param))
-        in_place = self.in_place and master is not None
+        in_place = master is not None and bool(self._lists)
         if master is None and self._resting:
             master = self._resting.get(param)
         if master is not None and not in_place:
@@ -137,7 +137,7 @@ class PlainMasters:
 
     def leave(self) -> None:
         """Undo ``enter``, and round every master into its parameter. Does nothing if that is done."""
-        if not self.in_place:
+        if not self._lists:
             return
         for params, before in self._lists:
             params[:] = before
@@ -182,7 +182,7 @@ class PlainMasters:
         """Copy what others have written to parameters into their masters."""
         if [p.dtype for p in self._params] != self._dtypes:
             self._refuse_cast()
-        if not self.in_place:
+        if not self._lists:
             self._outside_writes.honour(self._params, self._masters)
 
     @torch.no_grad()

@@ -17,18 +17,7 @@ from ..core.scalars import scalar_dtype
 from ..kernels.shards import local
 from .row import PROBE, Row
 
-__all__ = [
-    "About",
-    "Callers",
-    "Fetched",
-    "Inputs",
-    "LossScale",
-    "SampledTensor",
-    "Survey",
-    "Surveyed",
-    "can_survey",
-    "spread",
-]
+__all__ = ["About", "Callers", "Fetched", "Inputs", "SampledTensor", "Survey", "Surveyed", "can_survey", "spread"]
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _ZERO, _NAN, _INF, _KINDS = 256, 257, 255, 258
