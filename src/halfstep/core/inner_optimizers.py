@@ -31,10 +31,13 @@ def bare(optimizer: Any) -> Any:
     The ``step`` of any other wrapper may write to weights, as that of Lookahead does. So such a wrapper is returned
     as it is.
     """
-    for each in _chain(optimizer):
-        optimizer = each
-        if package_of_step(each) not in _DELEGATES:
+    wrappers: list[Any] = []
+    while package_of_step(optimizer) in _DELEGATES:  # asked first: a scaler asks this several times a step
+        inner = inner_optimizer(optimizer)
+        if inner is None or any(inner is each for each in wrappers):
             break
+        wrappers.append(optimizer)
+        optimizer = inner
     return optimizer
 
 
@@ -46,13 +49,8 @@ def package_of_step(optimizer: Any) -> str:
 
 def state_holders(optimizer: Any) -> list[Any]:
     """The optimizers in a chain of wrappers that have a ``state`` of their own, and do not pass on another's."""
-    return [each for each in _chain(optimizer) if "state" in vars(each)]
-
-
-def _chain(optimizer: Any) -> list[Any]:
-    """An optimizer, the one behind it, and so on."""
     chain: list[Any] = []
     while optimizer is not None and not any(each is optimizer for each in chain):
         chain.append(optimizer)
         optimizer = inner_optimizer(optimizer)
-    return chain
+    return [each for each in chain if "state" in vars(each)]

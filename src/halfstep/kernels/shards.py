@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -102,25 +102,27 @@ def domain_of(tensor: torch.Tensor) -> Domain:
 
 def complete_sum(values: torch.Tensor, domain: Domain) -> torch.Tensor:
     """Add up, in place, what each process of a domain has found of its part. A collective operation."""
-    for group in _groups(domain):
+    if domain == FLATTENED:
+        _refuse_flattened()
+    for group in domain:
         dist.all_reduce(values, group=group)
     return values
 
 
 def complete_max(values: torch.Tensor, domain: Domain) -> torch.Tensor:
     """The largest, in place, of what each process of a domain has found. A collective operation."""
-    for group in _groups(domain):
+    if domain == FLATTENED:
+        _refuse_flattened()
+    for group in domain:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     return values
 
 
-def _groups(domain: Domain) -> Domain:
-    if domain == FLATTENED:
-        raise UsageError(
-            "FullyShardedDataParallel (FSDP1) has cut these parameters, and halfstep cannot know over which processes. "
-            "So each process would clip by the norm of its own part, or skip a step alone where only its part "
-            "overflows. Use fully_shard (FSDP2), where loss scales, clipping and norms work. With FSDP1 use bfloat16 "
-            "without a loss scale, clip with the clip_grad_norm_ method of the wrapper, and use an optimizer that "
-            "takes no norms."
-        )
-    return domain
+def _refuse_flattened() -> NoReturn:
+    raise UsageError(
+        "FullyShardedDataParallel (FSDP1) has cut these parameters, and halfstep cannot know over which processes. "
+        "So each process would clip by the norm of its own part, or skip a step alone where only its part "
+        "overflows. Use fully_shard (FSDP2), where loss scales, clipping and norms work. With FSDP1 use bfloat16 "
+        "without a loss scale, clip with the clip_grad_norm_ method of the wrapper, and use an optimizer that "
+        "takes no norms."
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -22,15 +22,15 @@ from .plain import PlainMasters
 __all__ = ["MasterKeeper"]
 
 
-def _give_back(held: list[weakref.ref[torch.Tensor]]) -> None:
-    """The masters are gone: let gradients of their parameters arrive in the parameters' own dtype again."""
-    for param in [param for ref in held if (param := ref()) is not None] if HAS_GRAD_DTYPE else ():
+def _reset_grad_dtypes(params: list[weakref.ref[torch.Tensor]]) -> None:
+    """The masters are gone: let gradients of their parameters have the parameters' own dtype again."""
+    for param in [param for ref in params if (param := ref()) is not None] if HAS_GRAD_DTYPE else ():
         if param.grad is None and keeper_of(param) is None:
             param.grad_dtype = param.dtype
 
 
 class MasterKeeper:
-    """The fp32 masters of one optimizer's 16-bit parameters, or the 16-bit copies of its fp32 ones.
+    """The fp32 masters of one optimizer's 16-bit parameters, or the 16-bit casts of its fp32 ones.
 
     Args:
         optimizer: this must not outlive it.
@@ -59,13 +59,13 @@ class MasterKeeper:
         *,
         own: bool = True,
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self.any = bool(masters)
         self.alike = masters is True
         self.plain: PlainMasters | None = None
         self.held = HeldMasters()
         self._half: list[weakref.ref[torch.Tensor]] = []
-        weakref.finalize(self, _give_back, self._half).atexit = False
+        weakref.finalize(self, _reset_grad_dtypes, self._half).atexit = False
         wide: Chooser | None = halves if masters else None
         if masters is True and own and hasattr(optimizer, "keep_masters") and HAS_GRAD_DTYPE:
             optimizer.keep_masters(originals)
@@ -90,7 +90,7 @@ class MasterKeeper:
 
     def params(self) -> list[torch.Tensor]:
         """The parameters in the optimizer's groups."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p for group in self._optimizer().param_groups for p in group["params"]]
 
     def adopt(self) -> None:
         """Take care of all parameters that the optimizer has now, new ones included."""
@@ -122,8 +122,8 @@ class MasterKeeper:
     def view(self, param: torch.Tensor) -> torch.Tensor:
         """The master of a parameter as a parameter, the same object as long as somebody holds it.
 
-        It is the parameter itself where no master is here to be given out: if another rank steps the parameter
-        (``ZeroRedundancyOptimizer``), and of a ``DTensor`` if the optimizer keeps the master.
+        It is the parameter itself if this process has no master to give out: another rank steps the parameter
+        (``ZeroRedundancyOptimizer``), or the parameter is a ``DTensor`` whose master the optimizer keeps.
         """
         settle(param)
         return self._held_master(param)
