@@ -335,6 +335,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*came through no block of amp.scale_loss:UserWarning")
 @in_both_halves
 @with_both_masters
 @pytest.mark.parametrize("scaled", [True, False])
