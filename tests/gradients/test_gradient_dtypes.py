@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import amp
+from halfstep import amp, optimizers
 from tests.support.backends import skip_without_compiler
 
 FP32 = torch.float32
@@ -35,4 +35,23 @@ def test_the_gradient_after_a_block_is_fp32(
         assert model.weight.grad.dtype is FP32
         assert torch.equal(model.weight.grad.float(), torch.full((3, 4), 2.0 * passes))
         optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+def test_it_stays_in_16_bits_where_the_optimizer_clips_by_itself(scale: float, passes: int) -> None:
+    skip_without_compiler(True)
+    model: Any = nn.Linear(4, 3)
+    optimizer: Any = optimizers.FusedAdam(model.parameters(), lr=0.1, max_grad_norm=1.0)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O2", dtype=torch.bfloat16, loss_scale=scale, verbosity=0
+    )
+    for _ in range(2):
+        for _ in range(passes):
+            with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        assert model.weight.grad.dtype is (torch.bfloat16 if passes == 1 and scale == 1.0 else FP32)
+        optimizer.step()
+        assert optimizer.grad_norm.item() == pytest.approx(passes * (15 * 4) ** 0.5, rel=1e-6)
         optimizer.zero_grad()

@@ -13,7 +13,8 @@
 - **scaled**: brought by backward passes and multiplied by the loss scale. So it is inside of a ``scale_loss`` block,
   after one with ``delay_unscale``, and until a ``GradScaler`` unscales.
 - **ready**: what the step will use. The gradient of a 16-bit parameter with a master is fp32 then, so that a user may
-  take its norm and clip it: in 16 bits torch's ``clip_grad_norm_`` rounds the norm, and overflows in float16.
+  take its norm and clip it: in 16 bits torch's ``clip_grad_norm_`` rounds the norm, and overflows in float16. It may
+  stay in 16 bits (``narrow``) where the user has said that nobody clips by hand.
 - **held**: set aside while a block is open, so that the pass in the block brings only its own gradient.
 
 The dtype in which autograd delivers a gradient is ``p.grad_dtype``. It is fp32 for a parameter with a master, so that
@@ -122,6 +123,7 @@ class Gradients:
     Args:
         wide: picks the parameters whose gradients are to be fp32 although backward passes compute them in 16 bits; None
             if there are none.
+        narrow: whether such a gradient may stay in 16 bits until the step if it is neither scaled nor added to another.
         wrapped: picks the parameters whose gradients must have the parameter's dtype.
 
     Attributes:
@@ -130,10 +132,11 @@ class Gradients:
         held: the gradients that are set aside, by the identity of the parameter.
     """
 
-    def __init__(self, wide: Chooser | None, *, wrapped: Chooser = wrapped) -> None:
+    def __init__(self, wide: Chooser | None, *, narrow: bool = False, wrapped: Chooser = wrapped) -> None:
         self.any_wide = wide is not None
         self.wide: Chooser = _none if wide is None else wide
         self.held: dict[int, torch.Tensor] = {}
+        self._narrow = narrow
         self._wrapped = wrapped
         self._begun: list[torch.Tensor] = []  # had no gradient in their place when the block was opened
         self._unscaler = Unscaler()
@@ -183,7 +186,7 @@ class Gradients:
         self._begun = [p for p in params if p.grad is None or id(p) in self.held] if stays is not None else list(params)
         for param in there:
             param.grad = None
-        self.expect(self._begun, as_computed=scale is not None and not delay)
+        self.expect(self._begun, as_computed=(scale is not None or self._narrow) and not delay)
 
     def expect(self, params: Sequence[torch.Tensor], *, as_computed: bool = False) -> None:
         """Choose the dtype in which the next pass delivers gradients to the parameters that have none.
@@ -251,7 +254,7 @@ class Gradients:
         """``finish`` for some parameters while the pass goes on."""
         inv_scale = None if scale is None else reciprocal(scale)
         narrow: list[torch.Tensor] = []
-        if self.any_wide:
+        if self.any_wide and (inv_scale is not None or self.held or not self._narrow):
             wide = self.wide([p for p in params if p.grad is not None])
             narrow = [p for p in wide if p.grad.dtype in HALF_DTYPES]  # type: ignore[union-attr]
         done = self._finish_narrow(narrow, inv_scale, found_inf) if narrow else set()
@@ -273,7 +276,7 @@ class Gradients:
                 set_grads([param], [param.grad.float().coalesce()])  # type: ignore[union-attr]
             elif id(param) in self.held and not self.held[id(param)].is_sparse:
                 again.append(param)
-            else:
+            elif inv_scale is not None or not self._narrow:
                 first.append(param)
         for slot, rows in (("first", first), ("again", again)):
             if not rows:

@@ -67,12 +67,14 @@ class MasterKeeper:
         self._half: list[weakref.ref[torch.Tensor]] = []
         weakref.finalize(self, _reset_grad_dtypes, self._half).atexit = False
         wide: Chooser | None = halves if masters else None
+        # Whoever clips by hand needs fp32 gradients: torch takes a norm in the dtype of the gradient.
+        narrow = HAS_GRAD_DTYPE and getattr(getattr(optimizer, "options", None), "max_grad_norm", None) is not None
         if masters is True and own and hasattr(optimizer, "keep_masters") and HAS_GRAD_DTYPE:
             optimizer.keep_masters(originals)
         elif masters is True:
-            self.plain = PlainMasters(originals)
-        elif copies is not None and hasattr(optimizer, "keep_copies"):
-            kept = optimizer.keep_copies(*copies)
+            self.plain, narrow = PlainMasters(originals), False
+        elif copies is not None and (narrow or copies[1]) and hasattr(optimizer, "keep_copies"):
+            kept, narrow = optimizer.keep_copies(*copies), HAS_GRAD_DTYPE
             if HAS_GRAD_DTYPE:
 
                 def wide(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -80,7 +82,7 @@ class MasterKeeper:
                     taken = set(map(id, wrapped(found)))
                     return [p for p in found if id(p) not in taken]
 
-        self.gradients = Gradients(wide)
+        self.gradients = Gradients(wide, narrow=narrow)
         self.adopt()
 
     @property
