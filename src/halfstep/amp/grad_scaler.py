@@ -228,8 +228,7 @@ class GradScaler(ScalerSettings):
             self.unscale_(optimizer)
             return attached.passes.gradients.clip(attached.params(), max_norm, 2.0)
         self._refuse_second_unscaling(optimizer)
-        params = attached.passes.params()
-        scale, found_inf, done = self._begin_unscaling(optimizer, params)
+        params, scale, found_inf, done = self._begin_unscaling(optimizer, attached)
         attached.passes.records.append(BackwardRecord(found_inf, None, dynamic=self._scaler.dynamic))
         left = [p for p in params if id(p) not in done]
         norm = attached.passes.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
@@ -341,15 +340,17 @@ class GradScaler(ScalerSettings):
             release.refuse_clipping(name)
 
     def _begin_unscaling(
-        self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, set[int]]:
-        """The scale, a new flag for this optimizer, and the ids of parameters whose gradients are unscaled already."""
+        self, optimizer: torch.optim.Optimizer, attached: AttachedOptimizer
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, set[int]]:
+        """The parameters, the scale, a new flag, and the ids of parameters whose gradients are unscaled already."""
         if not self._scaled:
             raise UsageError(
                 "No loss has been scaled, so there is nothing to divide the gradients by. Call "
                 "scaler.scale(loss).backward() before unscale_() or step()."
             )
-        release = release_of(optimizer)
+        assert self._home is not None  # since a loss was scaled
+        scale = self._scaler.scale(self._home)
+        release, params = attached.passes.release, attached.passes.params()
         if release is not None:
             release.refuse_other_scaler(self)
         if not self._done.losses and release is None and all(p.grad is None for p in params):
@@ -360,8 +361,6 @@ class GradScaler(ScalerSettings):
             )
         for callback in before_unscaling:
             callback()
-        assert self._home is not None  # since a loss was scaled
-        scale = self._scaler.scale(self._home)
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         done = self._done.among(params) if self._done.noted else []
         if done:
@@ -369,14 +368,13 @@ class GradScaler(ScalerSettings):
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {scale.device: found_inf}
         self._optimizers.append(optimizer)
-        return scale, found_inf, set(map(id, done))
+        return params, scale, found_inf, set(map(id, done))
 
     def _unscale(
         self, optimizer: torch.optim.Optimizer, attached: AttachedOptimizer, *, may_defer: bool = False
     ) -> torch.Tensor:
         """Unscale the gradients of an optimizer. Returns its flag."""
-        params = attached.passes.params()
-        scale, found_inf, done = self._begin_unscaling(optimizer, params)
+        params, scale, found_inf, done = self._begin_unscaling(optimizer, attached)
         attached.unscale(params, scale, found_inf, self._scaler, done or None, may_defer=may_defer)
         self._done.note(params)
         return found_inf

@@ -85,7 +85,6 @@ class LossScaler(DeviceLossScaler):
         super().__init__(rule, name=name, verbose=verbose)
         if not isinstance(rule, DynamicLossScale):
             self.settings = settings
-        self._found: torch.Tensor | None = None  # what ``unscale`` found, until the next update
         self._warned = False
 
     # ---- what scripts read and set
@@ -110,11 +109,11 @@ class LossScaler(DeviceLossScaler):
 
     @property
     def _has_overflow(self) -> bool:
-        return self.overflowed() if self._found is None else bool(self._found)
+        return self.overflowed() if self.found is None else bool(self.found)
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
-        self._found = torch.tensor(float(value), dtype=torch.float32)
+        self.found = torch.tensor(float(value), dtype=torch.float32)
 
     _scale_seq_len = _setting("_scale_seq_len", "growth_interval")
     _max_loss_scale = _setting("_max_loss_scale", "max_scale")
@@ -124,7 +123,7 @@ class LossScaler(DeviceLossScaler):
 
     def clear_overflow_state(self) -> None:
         """Forget what ``unscale`` found."""
-        self._found = torch.tensor(0.0, dtype=torch.float32)
+        self.found = torch.tensor(0.0, dtype=torch.float32)
 
     @torch.no_grad()
     def unscale(
@@ -180,20 +179,15 @@ class LossScaler(DeviceLossScaler):
         Returns:
             Whether the step is to be skipped: an overflow under a dynamic scale.
         """
-        found = self._found if self._found is not None else torch.tensor(0.0, dtype=torch.float32)
+        found = self.found if self.found is not None else torch.tensor(0.0, dtype=torch.float32)
         self.update(found)
         return self.dynamic and bool(found)
 
-    def update(self, found_inf: torch.Tensor, *args: Any) -> None:
-        """Take one step of the rule."""
-        self._found = None
-        super().update(found_inf, *args)
-
     def _flag(self, device: torch.device) -> torch.Tensor:
-        if self._found is None:
-            self._found = torch.tensor(0.0, dtype=torch.float32)
-        self._found = self._found.to(device)
-        return self._found
+        if self.found is None:
+            self.found = torch.tensor(0.0, dtype=torch.float32)
+        self.found = self.found.to(device)
+        return self.found
 
     def _inverse(self, device: torch.device, override: float | None) -> torch.Tensor | float:
         return in_scalar_dtype(self.scale(device)).reciprocal() if override is None else 1.0 / override

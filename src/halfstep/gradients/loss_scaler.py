@@ -38,6 +38,7 @@ class DeviceLossScaler:
     Attributes:
         settings: the rule by which the scale moves while it is dynamic. A static scale keeps the settings that it would
             have, so that it can be made dynamic later.
+        found: the flag of who unscales by hand, from the latest update on; None if nobody did.
     """
 
     def __init__(self, rule: LossScale, *, name: str = "the loss scaler", verbose: bool = True) -> None:
@@ -49,6 +50,7 @@ class DeviceLossScaler:
         self._present: torch.Tensor | None = None
         self._overflows = 0
         self._overflowed = False
+        self.found: torch.Tensor | None = None
         self._state = self._start(rule.init_scale, 0, 0, torch.device("cpu"))
 
     @property
@@ -118,7 +120,7 @@ class DeviceLossScaler:
             LossScaleCollapsed: when the scale is at its floor and this is the last overflow in a row that
                 ``collapse_after`` of the rule allows.
         """
-        device = found_inf.device
+        self.found, device = None, found_inf.device
         state = self._state if self._state.scale.device == device else self.state(device)
         self._pick_up()
         limit = self._rule.collapse_after

@@ -13,7 +13,7 @@ from ..core.dtypes import halves, is_half
 from ..core.errors import UsageError
 from ..core.torch_compat import HAS_GRAD_DTYPE
 from ..distributed.state_dict import patch_state_init
-from ..gradients.held_masters import HeldMasters, settle
+from ..gradients.held_masters import WITH_MEMORY, HeldMasters, settle
 from ..gradients.ledger import Chooser, Gradients, widen, wrapped
 from ..gradients.master_registry import keeper_of, register
 from ..kernels.shards import is_sharded
@@ -176,28 +176,32 @@ class MasterKeeper:
 
         What users have written to masters is stored before, and masters that they hold have what is new after it.
         """
-        settle(refresh=False)
+        if WITH_MEMORY:
+            settle(refresh=False)
         if self.plain is None or self.plain.in_place:
             try:
                 yield
             finally:
-                settle()
+                if WITH_MEMORY:
+                    settle()
             return
-        widen(halves(self.params()))
-        self.plain.enter(self.optimizer)
+        optimizer: Any = self._optimizer()
+        widen(halves([p for group in optimizer.param_groups for p in group["params"]]))
+        self.plain.enter(optimizer)
         try:
             yield
         except KeyError as error:
             if error.args and self.plain.has_in_place(error.args[0]):
                 raise UsageError(
-                    f"{type(self.optimizer).__name__}.step looked up a weight in a dict of its own, by the parameter. "
+                    f"{type(optimizer).__name__}.step looked up a weight in a dict of its own, by the parameter. "
                     "At O2 fp32 masters have the places of 16-bit parameters while it steps. Keep what belongs to a "
                     "weight in self.state[p], which goes with it, or by its index in the group."
                 ) from error
             raise
         finally:
             self.plain.leave()
-            settle()
+            if WITH_MEMORY:
+                settle()
 
     @contextmanager
     def out_of_place(self) -> Iterator[None]:

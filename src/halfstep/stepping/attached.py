@@ -188,14 +188,15 @@ class AttachedOptimizer:
             release.add_overflow(found_inf)
         may_defer = may_defer and seen is None and not gradients.any_wide and self.stepping.takes_flags
         passes.scale = scaler.state(scale.device).scale  # which will be that of the next losses, too
+        alone = not passes.ranks.reductions
+        record = BackwardRecord(found_inf, None, shared=alone, dynamic=scaler.dynamic)
         if may_defer:
             if gradients.unscale_or_check(params, scale, found_inf, step_checks=self._step_checks()):
                 self.stepping.grad_scale = scale
         else:
             gradients.finish(params, scale, found_inf, seen)
         passes.scales[scaler] = scale
-        alone = not passes.ranks.reductions
-        passes.records.append(BackwardRecord(found_inf, None, shared=alone, dynamic=scaler.dynamic))
+        passes.records.append(record)
         if not alone:
             share_overflow(passes.records, [passes.ranks])
 
@@ -268,7 +269,7 @@ class AttachedOptimizer:
             passes.unscale_delayed()
         if closure is None and ddp_hook.wrappers_seen:
             passes.sync()
-        records = passes.end_window()
+        records = passes.end_window() if passes.records or ddp_hook.wrappers_seen else []
         casting = active_casting()
         with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None

@@ -319,7 +319,7 @@ class BackwardPasses:
         Raises:
             UsageError: as ``RankSync.agree``.
         """
-        if self.ranks.inside or not ddp_hook.wrappers_seen:
+        if self.ranks.inside:
             return
         params = self.params()
         self._discover_wrappers(params)
@@ -331,7 +331,8 @@ class BackwardPasses:
 
     def take_records(self) -> list[BackwardRecord]:
         """The records since the last call, which the ranks agree on; there are none afterwards."""
-        self.sync()
+        if ddp_hook.wrappers_seen:
+            self.sync()
         return self.end_window()
 
     def end_window(self) -> list[BackwardRecord]:

@@ -74,7 +74,7 @@ class _Attached:
         If a user put a ``step`` on the instance to see whether it is called, as Accelerate does, the answer is no:
         then the scaler reads the flag and leaves the call out.
         """
-        return not counts_calls(self) and bool(
+        return not ("step" in vars(self) and counts_calls(self)) and bool(
             vars(self).get("_step_supports_amp_scaling", getattr(super(), "_step_supports_amp_scaling", False))
         )
 

@@ -49,7 +49,9 @@ class ScalingChecks:
         """Whether ``at_step`` has nothing to look at."""
         if self._reader is not None:
             self._judge()
-        return not self.expected or (self._looked_for_scaler if self.scaled else "forgotten" in self._said)
+        if self._looked_for_scaler if self.scaled else "forgotten" in self._said:
+            return True
+        return all(scaler.neutral for scaler in self.expected)
 
     def at_step(self, optimizer: torch.optim.Optimizer, *, released: bool) -> None:
         """Look at the gradients that a step is about to use, or that the closure of a step has left.
@@ -62,8 +64,6 @@ class ScalingChecks:
         """
         name, groups = type(optimizer).__name__, optimizer.param_groups
         if not self.scaled and not released and all(p.grad is None for group in groups for p in group["params"]):
-            return
-        if all(scaler.neutral for scaler in self.expected):
             return
         scaler = _torch_scaler()
         if self.scaled:
