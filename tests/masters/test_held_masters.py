@@ -364,3 +364,23 @@ def test_two_optimizers_of_a_weight_yield_one_master() -> None:
         first.view(-1)[0] = 5.0
     both[1].step()
     assert model.weight[0, 0] == 5.0
+
+
+class ReadsMasters(optimizers.FusedSGD):
+    """Looks at its masters inside of its own step, and keeps the first."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.held = master_of(self)
+        assert self.held.sum().isfinite()
+        return super().step(*args, **kwargs)
+
+
+def test_a_master_that_the_step_itself_reads_shows_what_the_step_has_written() -> None:
+    model = nn.Linear(4, 3)
+    model, optimizer = amp.initialize(
+        model, ReadsMasters(model.parameters(), lr=0.1), opt_level="O2", dtype="bfloat16", verbosity=0
+    )
+    step(model, optimizer)
+    shown = optimizer.held.detach().clone()
+    assert torch.equal(shown, master_of(optimizer))
+    assert torch.equal(shown.bfloat16(), model.weight)

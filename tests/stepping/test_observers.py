@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from halfstep import amp
+from halfstep.core.errors import UsageError
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.numerics import Monitor
 from halfstep.stepping.attached import AttachedOptimizer, creation_callbacks, observers
@@ -124,3 +125,12 @@ def test_every_attached_optimizer_is_announced() -> None:
     finally:
         creation_callbacks.remove(made.append)
     assert [attached.optimizer for attached in made] == [optimizer, plain]
+
+
+def test_a_step_that_is_refused_inside_of_a_block_is_none_for_observers() -> None:
+    model, optimizer = amp.initialize(*model_and_optimizer(torch.optim.SGD), opt_level="O2", verbosity=0)
+    with noting() as noted, amp.scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(UsageError, match="inside of a scale_loss block"):
+            optimizer.step()
+    assert (noted.scales, noted.skipped) == ([], [])

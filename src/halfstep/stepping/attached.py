@@ -21,7 +21,7 @@ from ..core.errors import UsageError
 from ..core.inner_optimizers import bare
 from ..distributed import ddp_hook
 from ..distributed.ddp_sync import BackwardRecord, share_overflow
-from ..gradients.held_masters import WITH_MEMORY
+from ..gradients.held_masters import WITH_MEMORY, settle
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
 from ..optimizers.base import FusedOptimizer
@@ -288,10 +288,13 @@ class AttachedOptimizer:
                     name=type(optimizer).__name__,
                     verbose=self.verbose,
                 )
-            held = keeper.plain is not None or closure is not None or WITH_MEMORY
+            held = keeper.plain is not None or closure is not None or bool(WITH_MEMORY)
             try:
                 with keeper.in_place() if held else nullcontext():
-                    return self.stepping.take(closure, args, kwargs, found_inf, keeper.plain)
+                    returned = self.stepping.take(closure, args, kwargs, found_inf, keeper.plain)
+                if WITH_MEMORY and not held:
+                    settle()  # the step itself has read some
+                return returned
             except ClosureOverflowed:
                 return self.stepping.skip()
             except SparseGradient:
