@@ -132,7 +132,7 @@ class ByHand:
         if self.delayed_scale != which:
             self.finish_delayed()
         kept = [(p, p.grad) for p in self.net.parameters()]
-        adds_up = HAS_GRAD_DTYPE and (delay or self.delayed_scale is not None)
+        adds_up = HAS_GRAD_DTYPE and (neutral or delay or self.delayed_scale is not None)
         for p, _ in kept:
             p.grad = None
             if adds_up:

@@ -214,8 +214,6 @@ class Trainer(RuleBasedStateMachine):
         if not delay:
             self.compare_gradients()
 
-    # At a scale of 1.0 gradients may have 16 bits at O2.
-    @precondition(lambda self: not (self.setup.neutral and self.setup.level == "O2"))
     @precondition(lambda self: self.scaled if self.setup.scaler else not self.hand.delayed)
     @rule(limit=st.sampled_from([0.01, 1.0]), door=st.sampled_from(["masters", "groups"]))
     def clip(self, limit: float, door: str) -> None:
