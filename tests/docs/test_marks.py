@@ -117,9 +117,9 @@ class Stage:
             self.optimizer.zero_grad()
 
 
-def levels(kind: Any, level: str, dtype: str) -> set[Mark]:
+def levels(kind: Any, level: str, dtype: str, **options: Any) -> set[Mark]:
     with Stage(kind).watched() as stage:
-        amp.initialize(stage.model, stage.optimizer, opt_level=level, dtype=dtype, verbosity=0)
+        amp.initialize(stage.model, stage.optimizer, opt_level=level, dtype=dtype, verbosity=0, **options)
         stage.by_scale_loss()
         stage.by_scale_loss(delay_unscale=True)
     return stage.found
@@ -267,6 +267,7 @@ def in_a_graph() -> set[Mark]:
 
 USES: list[Callable[[], set[Mark]]] = [
     *(partial(levels, *case) for case in product(KINDS, ("O0", "O1", "O2", "O3"), ("float16", "bfloat16"))),
+    partial(levels, optimizers.FusedAdam, "O1", "bfloat16", keep_casts=True),
     *(partial(use, kind) for use, kind in product((scalers, decorated, fused), KINDS)),
     *(released, copied, scheduled, by_handle, by_fp16_optimizer, on_ranks, observed, in_one_call, in_a_graph),
 ]
