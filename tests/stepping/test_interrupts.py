@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep import amp, optimizers
+from halfstep import DynamicLossScale, amp, optimizers
 from halfstep.amp.session import master_params
 from halfstep.core.errors import UsageError
 
@@ -28,14 +28,16 @@ class Interrupter:
 
     Args:
         at: which line that is, counted from 0 in the order in which they run; -1 for none.
+        files: what the files of these lines begin with.
 
     Attributes:
         lines: how many have run.
         where: the line at which it was raised; None if it was not.
     """
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, files: tuple[str, ...] = _ROOMS) -> None:
         self.at = at
+        self.files = files
         self.lines = 0
         self.where: str | None = None
 
@@ -48,7 +50,7 @@ class Interrupter:
         sys.settrace(self._before)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(_ROOMS):
+        if not frame.f_code.co_filename.startswith(self.files):
             return None
         if event == "line":
             self.lines += 1
@@ -72,7 +74,7 @@ class World:
         model: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
         optimizer = make(model.parameters())
         self.model, self.optimizer = amp.initialize(
-            model, optimizer, opt_level=level, dtype=dtype, loss_scale="dynamic", verbosity=0
+            model, optimizer, opt_level=level, dtype=dtype, loss_scale=DynamicLossScale(init_scale=1024.0), verbosity=0
         )
         self.block(1)
         self.optimizer.step()
@@ -129,12 +131,17 @@ def _casts_end() -> Iterator[None]:
     amp.deactivate()
 
 
-def interrupted(world: tuple[str, torch.dtype, str], act: Callable[[World, Interrupter | None], None], at: int) -> Any:
-    """A world in which an action was interrupted at a line, and the interrupter."""
+def interrupted(
+    world: tuple[str, torch.dtype, str],
+    act: Callable[[World, Interrupter | None], None],
+    at: int,
+    files: tuple[str, ...] = _ROOMS,
+) -> Any:
+    """A world in which an action was interrupted at a line of these files, and the interrupter."""
     amp.deactivate()
     level, dtype, name = world
     made = World(level, dtype, _MAKERS[name])
-    interrupter = Interrupter(at)
+    interrupter = Interrupter(at, files)
     try:
         act(made, interrupter)
     except KeyboardInterrupt:
@@ -221,20 +228,37 @@ def test_a_block_that_is_interrupted_anywhere_counts_or_does_not(world: Any, aft
     check(world, act, after, every=3)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("world", _WORLDS, ids=str)
-def test_after_an_interrupted_step_the_next_batch_trains(world: Any) -> None:
-    """Torch's own steps move some weights before others, so the weights are not compared with a reference."""
-    _, counter = interrupted(world, one_step, -1)
-    for at in range(counter.lines // 2, counter.lines, 3):
-        found, _ = interrupted(world, one_step, at)
-        params = list(found.model.parameters())
-        assert [p for group in found.optimizer.param_groups for p in group["params"]] == params
+def check_step(world: tuple[str, torch.dtype, str], after: str, every: int, files: tuple[str, ...] = _ROOMS) -> None:
+    """Interrupt a step at each of its lines. Torch's own move some weights before others, so none is a reference."""
+    whole, counter = interrupted(world, one_step, -1, files)
+    assert amp.steps_skipped(whole.optimizer) == 0
+    wrong = []
+    assert counter.lines > 20
+    for at in range(0, counter.lines, every):
+        found, interrupter = interrupted(world, one_step, at, files)
         before = found.weights()
-        next_batch(found)
-        weights = found.weights()
-        assert all(w.isfinite().all() for w in weights)
-        assert not alike(before, weights)
+        _AFTER[after](found)
+        optimizer, params = found.optimizer, list(found.model.parameters())
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        places = all(p is q for p, q in zip(given, params, strict=True)) and set(optimizer.state) <= set(params)
+        rounded = all(torch.equal(m.to(p.dtype), p) for m, p in zip(master_params(optimizer), params, strict=True))
+        after_it = found.weights()
+        moved = [not torch.equal(b, w) and bool(w.isfinite().all()) for b, w in zip(before, after_it, strict=True)]
+        if not (places and rounded and all(moved)):
+            wrong.append(interrupter.where)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("after", ["zero_grad", "step"])
+def test_masters_leave_the_optimizer_after_an_interrupted_step(after: str) -> None:
+    check_step(("O2", torch.float16, "RMSprop"), after, every=3, files=(f"{_ROOT}/masters/plain.py",))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("after", _AFTER)
+@pytest.mark.parametrize("world", _WORLDS, ids=str)
+def test_after_an_interrupted_step_the_next_batch_trains(world: Any, after: str) -> None:
+    check_step(world, after, every=3)
 
 
 @pytest.mark.parametrize("after", _AFTER)

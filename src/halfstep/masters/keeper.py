@@ -187,8 +187,8 @@ class MasterKeeper:
             return
         optimizer: Any = self._optimizer()
         widen(halves([p for group in optimizer.param_groups for p in group["params"]]))
-        self.plain.enter(optimizer)
         try:
+            self.plain.enter(optimizer)
             yield
         except KeyError as error:
             if error.args and self.plain.has_in_place(error.args[0]):
@@ -199,7 +199,10 @@ class MasterKeeper:
                 ) from error
             raise
         finally:
-            self.plain.leave()
+            try:
+                self.plain.leave()
+            finally:
+                self.plain.leave()  # again, if Ctrl-C has stopped it half way
             if WITH_MEMORY:
                 settle()
 

@@ -119,41 +119,47 @@ class PlainMasters:
         """Let the optimizer see masters in place of parameters, with their gradients and their state."""
         self.adopt(optimizer)
         self._honour_writes()
-        self._lists = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+        lists = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
         of = self._of
-        present = {id(p) for _, params in self._lists for p in params}
+        present = {id(p) for _, params in lists for p in params}
         if len(of) > len(present) or not of.keys() <= present:
             self._forget(present)
             of = self._of
-        self._grads = get_grads(self._params)
-        for master, grad in zip(self._masters, self._grads, strict=True):
+        grads = get_grads(self._params)
+        self._lists = lists  # from here on there is something to undo
+        for master, grad in zip(self._masters, grads, strict=True):
             master.grad = grad
-        self._step_writes.begin(self._params, self._masters, self._grads)
-        for params, before in self._lists:
+        self._step_writes.begin(self._params, self._masters, grads)
+        for params, before in lists:
             params[:] = [of.get(id(p), p) for p in before]  # in place: LBFGS keeps the list
         self._holders = [(holder, self._states[id(holder)]) for holder in state_holders(optimizer)]
         for holder, states in self._holders:
             states.swap_in(holder, of)
+        self._grads = grads
 
     def leave(self) -> None:
-        """Undo ``enter``, and round every master into its parameter. Does nothing if that is done."""
+        """Undo ``enter``, and round every master into its parameter. Does nothing if that is done.
+
+        It may be called again after Ctrl-C in ``enter`` or in this, and then does what is left.
+        """
         if not self._lists:
             return
         for params, before in self._lists:
             params[:] = before
-        self._lists = []
         for holder, states in self._holders:
             states.swap_out(holder, zip(self._params, self._masters, strict=True))
         self._holders = []
-        for param, master, grad in zip(self._params, self._masters, self._grads, strict=True):
+        for param, master, grad in zip(self._params, self._masters, self._grads):  # noqa: B905 - may be empty
             if master.grad is not grad:  # the step has cleared or replaced it
                 param.grad = None
                 if master.grad is not None:
                     set_grads([param], [master.grad])
-            master.grad = None
         self._grads = []
+        for master in self._masters:
+            master.grad = None
         self._honour_writes_of_step()
         self.round()
+        self._lists = []
 
     def round(self) -> None:
         """Round every master into its parameter."""
