@@ -343,7 +343,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
 def test_calls_by_the_class_and_through_wrappers(call: str, scaled: bool, fused: bool, half: torch.dtype) -> None:
     results, (clear, step) = [], CALLS[call]
     for way in ((lambda m, o: o.zero_grad(), lambda o: o.step()), (clear, step)):
-        model, optimizer = start(half, fused, torch_optimizer("SGD"))
+        model, optimizer = start(half, fused, torch_optimizer("SGD"), loss_scale=128.0 if scaled else 1.0)
         for t in range(3):
             backward(model, optimizer, t) if scaled else loss_of(model, t).backward()
             way[1](optimizer)

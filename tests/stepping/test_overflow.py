@@ -412,7 +412,7 @@ def test_reads_of_a_step_of_fp16_optimizer(name: str, dtype: torch.dtype) -> Non
             optim.step()
             optim.zero_grad()
         counts.append(counted.count)
-    assert counts[1:] == [OPTIMIZERS[name]] * 3  # the first step may plan
+    assert counts[2:] == [OPTIMIZERS[name]] * 2  # the first step that is taken may plan, and it is the second at most
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -432,7 +432,7 @@ def test_reads_of_a_step_of_the_handle(name: str) -> None:
             counts.append(counted.count)
     finally:
         handle._deactivate()
-    assert counts[1:] == [OPTIMIZERS[name]] * 3  # the first step may plan
+    assert counts[2:] == [OPTIMIZERS[name]] * 2  # the first step that is taken may plan, and it is the second at most
 
 
 # ---- how often the gradients are read
