@@ -20,6 +20,7 @@ from ..core.dtypes import is_half
 from ..core.errors import UsageError
 from ..core.torch_compat import DisableTorchFunction, StorageWeakRef, storage_of, subclass_over, tree_map_only
 from ..kernels.shards import is_sharded, local, rewrapped
+from .async_reader import capturing
 from .ledger import get_grads, set_grads, widen
 from .master_registry import keeper_of
 
@@ -163,6 +164,11 @@ class HeldMasters:
         self._in_memory[id(weight)] = _InMemory(weight, master, value.clone())
         WITH_MEMORY.add(self)
 
+    @property
+    def capturing(self) -> bool:
+        """Whether a CUDA graph of steps on the device of these masters is being recorded."""
+        return any(capturing(held.device) for held in list(self._in_memory.values())[:1])
+
     def settle(self, weight: torch.Tensor | None, *, refresh: bool) -> None:
         """``settle`` for these masters."""
         for key in list(self._in_memory) if weight is None else self._in_memory.keys() & {id(weight)}:
@@ -184,6 +190,7 @@ class _InMemory:
 
     def __init__(self, weight: torch.Tensor, master: torch.Tensor, before: torch.Tensor) -> None:
         self._weight = weight
+        self.device = weight.device
         self._before = before
         self._version = master._version
         self._kept: torch.Tensor | None = master  # until it is settled
@@ -253,11 +260,12 @@ WITH_MEMORY: weakref.WeakSet[HeldMasters] = weakref.WeakSet()
 
 def settle(weight: torch.Tensor | None = None, *, refresh: bool = True) -> None:
     """Settle the master of one weight, or all that have memory: of every optimizer, as a script may hold several's."""
-    if not WITH_MEMORY or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not WITH_MEMORY:
         return
     with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
         for held in list(WITH_MEMORY):
-            held.settle(weight, refresh=refresh)
+            if not held.capturing:
+                held.settle(weight, refresh=refresh)
 
 
 def _fp32_like(weight: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
