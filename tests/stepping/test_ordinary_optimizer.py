@@ -149,7 +149,7 @@ EDITS: dict[str, tuple[Callable[[list[Any]], Any], Callable[[torch.Tensor], torc
 def test_the_step_takes_what_was_made_of_the_gradient(
     how: str, door: str, edit: str, fused: bool, half: torch.dtype
 ) -> None:
-    model, optimizer = start(half, fused)
+    model, optimizer = start(half, fused, loss_scale=1.0 if how == "backward" else 128.0)
     before, expected, (change, changed) = truth(model), gradient(half), EDITS[edit]
     params = list(amp.master_params(optimizer))
     step = PASSES[how]()(model, optimizer)
