@@ -39,13 +39,13 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_resumed_run_continues_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
     options = ["--width", "16", "--length", "4", "--steps", "4", "--save-every", "2", "--scale", str(2.0**40)]
-    whole, other = ranks.run(run, str(tmp_path / "whole"), options)
+    whole, other = ranks.run(run, str(tmp_path / "whole"), options, limit=240.0)
     assert whole == other
     assert whole["scale"][0] < 2.0**40  # the first steps overflowed, and were skipped
 
     shutil.copytree(tmp_path / "whole" / "2", tmp_path / "resumed" / "2")
     (tmp_path / "resumed" / "3").mkdir()  # a checkpoint that was not finished
-    resumed, _ = ranks.run(run, str(tmp_path / "resumed"), options)
+    resumed, _ = ranks.run(run, str(tmp_path / "resumed"), options, limit=240.0)
     assert resumed == {name: values[2:] for name, values in whole.items()}
     mine, expected = saved(tmp_path / "resumed" / "4"), saved(tmp_path / "whole" / "4")
     assert len(expected) > 10
