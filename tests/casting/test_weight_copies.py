@@ -529,6 +529,7 @@ WAYS: dict[str, Callable[[Net, Any], None]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*came through no block of amp.scale_loss:UserWarning")  # "plain"
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scale", [1.0, "dynamic"])
 @pytest.mark.parametrize("optimizer", ["momentum", "Adam"])
