@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..core.errors import UsageError
+from ..core.text import listed
 from ..core.torch_compat import children_of, parameters_of
 
 __all__ = ["ReplacedParameters", "Replacement"]
@@ -146,14 +147,10 @@ def _in_any_optimizer() -> set[int]:
 def _message(optimizer: torch.optim.Optimizer, found: Iterable[Replacement]) -> str:
     old, new = (list(dict.fromkeys(names)) for names in zip(*((one.old, one.new) for one in found), strict=True))
     return (
-        f"This {type(optimizer).__name__} has parameters that are no longer in its model ({_few(old)}). Others are in "
-        f"their places, which no optimizer has, so they would never train ({_few(new)}). Something has replaced them "
-        "after amp.initialize or amp.decorate, as parallelize_module, fully_shard, load_state_dict(assign=True), "
+        f"This {type(optimizer).__name__} has parameters that are no longer in its model ({listed(old)}). Others are "
+        f"in their places, which no optimizer has, so they would never train ({listed(new)}). Something has replaced "
+        "them after amp.initialize or amp.decorate, as parallelize_module, fully_shard, load_state_dict(assign=True), "
         "to_empty, weight_norm or a new layer do. Change or shard the model first, make the optimizer from its new "
         "parameters, and initialize then, which gives them their dtype, too; or give the new ones to the optimizer "
         "(add_param_group), or freeze them. fully_shard goes with O1, or with its own MixedPrecisionPolicy."
     )
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
