@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from halfstep import amp
 from halfstep.casting import modules
 from halfstep.casting.containers import cast_tree, map_tensors, tensors_in
-from halfstep.casting.modules import ModelCasting, add_hooks, cast_module, device_types, has_casting, remove_hooks
+from halfstep.casting.modules import ModuleHooks, add_hooks, cast_module, device_types, has_casting, remove_hooks
 from halfstep.casting.scope import (
     OpCasting,
     begin_session,
@@ -236,7 +236,7 @@ def test_the_devices_of_models() -> None:
 
 def test_a_model_that_has_not_moved_keeps_its_casting_whatever_it_is_given() -> None:
     model, casting = nn.Linear(4, 4), OpCasting(BF16, devices=["cpu"])
-    hook = ModelCasting(casting)
+    hook = ModuleHooks(casting)
     hook._move(model)
     assert hook.casting is casting
     hook._move(nn.Identity())

@@ -6,7 +6,7 @@ Whatever hangs on a module is a hook that pickles and copies by value. So a ``co
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -21,7 +21,6 @@ from ..core.torch_compat import (
     BatchNorm,
     buffers_of,
     forward_hooks,
-    forward_pre_hooks,
     hook_tables,
     parameters_of,
     public_hook,
@@ -37,9 +36,7 @@ from .scope import OpCasting, enter_model, join_session, keep_session, leave_mod
 __all__ = [
     "PARALLEL",
     "BatchNorm",
-    "CastInputs",
-    "CastOutputs",
-    "ModelCasting",
+    "ModuleHooks",
     "SaveAs",
     "add_hooks",
     "cast_module",
@@ -60,8 +57,28 @@ M = TypeVar("M", bound=nn.Module)
 ModuleFilter = Callable[[nn.Module, str], "torch.dtype | str | None"]
 
 
-class _Hook:
-    """Anything of ours that hangs on a cast module."""
+class ModuleHooks:
+    """The two forward hooks of a cast module, before and after its ``forward``, and what they do.
+
+    Before, in this order: the weights are checked, the inputs are cast, the casting is put in force. After, also where
+    ``forward`` raised: the casting ends, the outputs are cast.
+
+    Args:
+        casting: what is done to ops meanwhile, and no other casting; None leaves that to what is in force.
+        explicit: whether it also wins over the user's scopes around the call.
+
+    Attributes:
+        weight: the name of a parameter and the dtype it was cast to; None where there is nothing to check.
+        inputs: dtype of floating tensors among the arguments; None leaves them.
+        outputs: dtype of floating tensors in what the module returns; None leaves them.
+    """
+
+    def __init__(self, casting: OpCasting | None = None, *, explicit: bool = False) -> None:
+        self.casting = casting
+        self.explicit = explicit
+        self.weight: tuple[str, torch.dtype] | None = None
+        self.inputs: torch.dtype | None = None
+        self.outputs: torch.dtype | None = None
 
     @property
     def __name__(self) -> str:
@@ -72,125 +89,84 @@ class _Hook:
             "what hooks do."
         )
 
+    def __deepcopy__(self, memo: Any) -> ModuleHooks:
+        """Those of a copied module. The session of the original lasts as long as its copies."""
+        copied = copy.copy(self)
+        if self.casting is not None:
+            keep_session(self.casting, copied)
+        return copied
 
-@dataclasses.dataclass(frozen=True)
-class CastInputs(_Hook):
-    """A forward pre-hook: floating tensors among the arguments become ``dtype``."""
-
-    dtype: torch.dtype
-
-    @not_by_itself
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Cast positional and keyword arguments."""
-        return cast_tree(args, self.dtype), cast_tree(kwargs, self.dtype) if kwargs else kwargs
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpectWeights(_Hook):
-    """A forward pre-hook: weights have what was written to their masters, and the dtype that they were cast to.
-
-    Args:
-        name: of a parameter.
-        dtype: that it was cast to.
-    """
-
-    name: str
-    dtype: torch.dtype
+    def attach_to(self, module: nn.Module) -> ModuleHooks:
+        """Put them on a module: outside of the user's hooks after ``forward``, which see what was cast."""
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_hook(self, prepend=True, always_call=True)
+        hooks = forward_hooks(module)
+        ordered = list(hooks.items())
+        hooks.clear()
+        hooks.update(ordered)  # Dynamo of torch 2.11 runs them in the order in which they came
+        return self
 
     @not_by_itself
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Settle masters that users hold, and look at the parameter, if it is still there.
-
-        Raises:
-            UsageError: if it has another dtype.
-        """
-        if not torch.compiler.is_compiling():
-            settle(refresh=False)
-        weight: Any = module
-        for part in self.name.split("."):
-            weight = getattr(weight, part, None)
-        if isinstance(weight, torch.Tensor) and weight.dtype is not self.dtype:
-            if caller_in("torch.nn.utils.stateless") is not None:
-                raise UsageError(
-                    f"torch.func.functional_call was given {self.name} in {dtype_name(weight.dtype)}, and this model "
-                    f"computes with weights of {dtype_name(self.dtype)}. Give it weights in the dtype of those that "
-                    "they stand for: {name: w.to(model.get_parameter(name).dtype) for name, w in weights.items()}. "
-                    "Gradients go through this cast, so the weights that you update may stay fp32. Or call it on a "
-                    "model in fp32: amp.master_model(model), or O1, whose weights are fp32."
-                )
-            raise UsageError(
-                f"The weight {self.name} was cast to {dtype_name(self.dtype)} and is {dtype_name(weight.dtype)} now: "
-                "model.float(), half() or to(dtype) was called after amp.initialize or amp.decorate, or another weight "
-                "was put in its place, as load_state_dict(assign=True) does. Leave the dtypes to the level, and leave "
-                "out assign=True: model.state_dict() is fp32 as it is, and amp.master_model(model) is an fp32 copy."
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class CastOutputs(_Hook):
-    """A forward hook: floating tensors in what the module returns become ``dtype``."""
-
-    dtype: torch.dtype
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Before the forward."""
+        compiling = torch.compiler.is_dynamo_compiling()
+        if self.weight is not None:
+            if not torch.compiler.is_compiling():
+                settle(refresh=False)
+            _check_weight(module, *self.weight)
+        if self.inputs is not None:
+            args = tuple([cast_tree(arg, self.inputs) for arg in args])
+            kwargs = cast_tree(kwargs, self.inputs) if kwargs else kwargs
+        if self.casting is not None and compiling:
+            (dynamo.enter_scope if self.explicit else dynamo.enter_model)(self.casting)
+        elif self.casting is not None:
+            if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in self.casting.devices:
+                self._move(module)
+            enter_model(self.casting, self, sys._getframe(1), explicit=self.explicit)
+        return None if self.inputs is None else (args, kwargs)
 
     @not_by_itself
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Cast the output."""
-        return cast_tree(output, self.dtype)
-
-
-class ModelCasting:
-    """Two forward hooks: while the model runs, its own casting is in force and no other.
-
-    Args:
-        casting: what is done to ops.
-        explicit: whether it also wins over the user's scopes around the call.
-    """
-
-    def __init__(self, casting: OpCasting, *, explicit: bool = False) -> None:
-        self.casting = casting
-        self.explicit = explicit
-
-    def __deepcopy__(self, memo: Any) -> ModelCasting:
-        """That of a copied model. The session of the original lasts as long as its copies."""
-        copied = ModelCasting(self.casting, explicit=self.explicit)
-        keep_session(self.casting, copied)
-        return copied
-
-    def attach_to(self, model: nn.Module) -> None:
-        """Put the hooks on a model."""
-        model.register_forward_pre_hook(self.enter)
-        model.register_forward_hook(_LeaveModel(self), always_call=True)
-
-    @not_by_itself
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Before the forward."""
-        if torch.compiler.is_dynamo_compiling():
-            (dynamo.enter_scope if self.explicit else dynamo.enter_model)(self.casting)
-            return
-        if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in self.casting.devices:
-            self._move(module)
-        enter_model(self.casting, self, sys._getframe(1), explicit=self.explicit)
+        """After the forward, also if it failed."""
+        if self.casting is not None:
+            if torch.compiler.is_dynamo_compiling():
+                dynamo.leave()
+            else:
+                leave_model(self)
+        return None if self.outputs is None else cast_tree(output, self.outputs)
 
     def _move(self, module: nn.Module) -> None:
         """Cast on the device of the model too, if it has moved to one of another type."""
         first = next(module.parameters(), None)
-        if first is not None and first.device.type not in self.casting.devices:
+        if self.casting is not None and first is not None and first.device.type not in self.casting.devices:
             self.casting = moved_to(first.device.type, self.casting)
 
 
-@dataclasses.dataclass(frozen=True)
-class _LeaveModel(_Hook):
-    """The second hook of a ``ModelCasting``."""
+def _check_weight(module: Any, name: str, dtype: torch.dtype) -> None:
+    """Look at a parameter, if it is still there.
 
-    casting: ModelCasting
-
-    @not_by_itself
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After the forward, also if it failed."""
-        if torch.compiler.is_dynamo_compiling():
-            dynamo.leave()
-        else:
-            leave_model(self.casting)
+    Raises:
+        UsageError: if it has another dtype than it was cast to.
+    """
+    weight = module
+    for part in name.split("."):
+        weight = getattr(weight, part, None)
+    if not isinstance(weight, torch.Tensor) or weight.dtype is dtype:
+        return
+    if caller_in("torch.nn.utils.stateless") is not None:
+        raise UsageError(
+            f"torch.func.functional_call was given {name} in {dtype_name(weight.dtype)}, and this model computes with "
+            f"weights of {dtype_name(dtype)}. Give it weights in the dtype of those that they stand for: "
+            "{name: w.to(model.get_parameter(name).dtype) for name, w in weights.items()}. Gradients go through this "
+            "cast, so the weights that you update may stay fp32. Or call it on a model in fp32: "
+            "amp.master_model(model), or O1, whose weights are fp32."
+        )
+    raise UsageError(
+        f"The weight {name} was cast to {dtype_name(dtype)} and is {dtype_name(weight.dtype)} now: model.float(), "
+        "half() or to(dtype) was called after amp.initialize or amp.decorate, or another weight was put in its place, "
+        "as load_state_dict(assign=True) does. Leave the dtypes to the level, and leave out assign=True: "
+        "model.state_dict() is fp32 as it is, and amp.master_model(model) is an fp32 copy."
+    )
 
 
 def exempt(model: M) -> M:
@@ -216,7 +192,7 @@ def exempt(model: M) -> M:
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"amp.exempt takes a torch.nn.Module, not {type(model).__name__}.")
     if not has_casting(model, explicit=True):
-        ModelCasting(OpCasting(None, enabled=False), explicit=True).attach_to(model)
+        ModuleHooks(OpCasting(None, enabled=False), explicit=True).attach_to(model)
     return model
 
 
@@ -306,13 +282,11 @@ def cast_module(
     cast = {id(p) for module, target in targets if target == dtype for p in module.parameters(recurse=False)}
     probe = next((name for name, p in model.named_parameters() if id(p) in cast and p.is_floating_point()), None)
     if probe is not None and dtype.itemsize == 2:
-        model.register_forward_pre_hook(ExpectWeights(probe, dtype), prepend=True)
-        _add_again(forward_pre_hooks(model))
+        _hooks_of(model).weight = probe, dtype
     for module, target in targets:
         if target != dtype:
-            module.register_forward_pre_hook(CastInputs(target), with_kwargs=True)
-            module.register_forward_hook(CastOutputs(dtype), prepend=True)
-            _add_again(forward_hooks(module))
+            hooks = _hooks_of(module)
+            hooks.inputs, hooks.outputs = target, dtype
         for tensor in _own_tensors(module):
             if tensor.is_floating_point() and tensor.dtype != target and id(tensor) not in kept:
                 tensor.data = tensor.data.to(target)
@@ -360,24 +334,26 @@ def add_hooks(
         saved: dtype of floating entries in ``state_dict()`` of the model and of each of its submodules.
         casting: what is done to ops while the model runs; None adds no such hook.
     """
-    if casting is not None:
-        ModelCasting(casting).attach_to(model)
-    if inputs is not None:
-        model.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True)
-    if outputs is not None:
-        model.register_forward_hook(CastOutputs(outputs), prepend=True)
-        _add_again(forward_hooks(model))
+    if casting is not None or inputs is not None or outputs is not None:
+        hooks = _hooks_of(model)
+        hooks.casting = casting or hooks.casting
+        hooks.inputs = inputs or hooks.inputs
+        hooks.outputs = outputs or hooks.outputs
     if saved is not None:
         for module in model.modules():
             module.register_state_dict_post_hook(SaveAs(saved))
             module.register_load_state_dict_pre_hook(load_masters)
 
 
-def _add_again(hooks: dict[int, Any]) -> None:
-    """Add hooks again in the order in which they run: Dynamo of torch 2.11 finds them by that in which they came."""
-    ordered = list(hooks.items())
-    hooks.clear()
-    hooks.update(ordered)
+def _ours(module: nn.Module) -> list[ModuleHooks]:
+    """The hooks of ours on a module: at most one that is explicit, and one other."""
+    return [hook for hook in forward_hooks(module).values() if isinstance(hook, ModuleHooks)]
+
+
+def _hooks_of(module: nn.Module) -> ModuleHooks:
+    """The hooks of a module that are not explicit; they are put on if they are not there."""
+    found = next((hooks for hooks in _ours(module) if not hooks.explicit), None)
+    return found or ModuleHooks().attach_to(module)
 
 
 def remove_hooks(model: nn.Module) -> None:
@@ -392,7 +368,7 @@ def remove_hooks(model: nn.Module) -> None:
 def _is_ours(hook: Any) -> bool:
     hook = getattr(hook, "hook", hook)  # torch keeps some in a wrapper
     owner = getattr(hook, "__self__", hook)
-    return isinstance(owner, (ModelCasting, _Hook, SaveAs)) or hook is load_masters
+    return isinstance(owner, (ModuleHooks, SaveAs)) or hook is load_masters
 
 
 def device_types(models: Iterable[nn.Module]) -> set[str] | None:
@@ -401,12 +377,10 @@ def device_types(models: Iterable[nn.Module]) -> set[str] | None:
 
 
 def has_casting(model: nn.Module, *, explicit: bool = False) -> bool:
-    """Whether a model has a ``ModelCasting``, ``explicit`` or not."""
-    owners = [getattr(hook, "__self__", None) for hook in forward_pre_hooks(model).values()]
-    return any(isinstance(owner, ModelCasting) and owner.explicit == explicit for owner in owners)
+    """Whether a casting of its own is in force while a model runs, ``explicit`` or not."""
+    return any(hooks.casting is not None and hooks.explicit == explicit for hooks in _ours(model))
 
 
 def casting_of(model: nn.Module) -> OpCasting | None:
     """What is done to ops while a model runs; None if nobody has put a casting on it."""
-    owners = (getattr(hook, "__self__", None) for hook in forward_pre_hooks(model).values())
-    return next((owner.casting for owner in owners if isinstance(owner, ModelCasting)), None)
+    return next((hooks.casting for hooks in _ours(model) if hooks.casting is not None), None)

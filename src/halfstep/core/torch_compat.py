@@ -89,7 +89,6 @@ __all__ = [
     "foreach_unscale_",
     "forget_used_parameters",
     "forward_hooks",
-    "forward_pre_hooks",
     "found_inf_of",
     "fsdp_policies",
     "function_mode_at",
@@ -181,9 +180,8 @@ parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]]
 buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
 """The tables of a module's own submodules, parameters and buffers. A change of a table changes the module."""
 
-forward_pre_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
 forward_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
-"""The tables of a module's hooks before and after ``forward``, in the order in which they run."""
+"""The table of a module's hooks after ``forward``, in the order in which they run."""
 
 schema_of: Callable[[Any], FunctionSchema] = attrgetter("_schema")
 """The schema of an op: its name, its arguments, and which of these it writes to."""
