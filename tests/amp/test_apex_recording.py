@@ -227,9 +227,10 @@ def test_accumulation(key: str) -> None:
                 assert_near([loss.item()], [case["loss"][t]], loose)
                 if s == 0:
                     for (name, param), master in zip(model.named_parameters(), amp.master_params(optim), strict=True):
-                        waits = how == "delay" and j < 2  # these are left scaled, by Apex not on masters
+                        waits = how == "delay" and j < 2  # Apex left these scaled, and not on masters
                         recorded = case["model_grads" if waits else "master_grads"][j][name]
-                        assert_near(flat(master.grad), recorded, loose, f"{name} after pass {j}")
+                        by = scaler_entry()["loss_scale"] if waits else 1.0
+                        assert_near(flat(master.grad * by), recorded, loose, f"{name} after pass {j}")
                         assert master.grad is param.grad, "Apex had two"
             assert scaler_entry()["loss_scale"] == case["scale_after"][t]
         skipped = amp.steps_skipped(optim)
@@ -266,12 +267,13 @@ def test_the_accumulation_article_in_one_process(key: str) -> None:
         with amp.scale_loss(loss, optim, delay_unscale=how == "delay" and not last) as scaled_loss:
             scaled_loss.backward()
         assert_near([loss.item()], [row["loss"]])
-        waits = how == "delay" and not last  # these are left scaled, by Apex not on masters
+        waits = how == "delay" and not last  # Apex left these scaled, and not on masters
         one_gradient = row["model_grad" if waits else "master_grad"]
+        by = float(scale) if waits else 1.0
         for tensors, recorded in (
             (list(model.parameters()), row["model"]),
             (list(amp.master_params(optim)), row["master"]),
-            ([p.grad for p in model.parameters()], one_gradient),
+            ([p.grad * by for p in model.parameters()], one_gradient),
         ):
             for tensor, values in zip(tensors, recorded, strict=True):
                 assert_near(flat(tensor), values)

@@ -356,6 +356,58 @@ def test_step_after_delayed_passes_only(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("delay", [False, True])
+def test_gradients_are_unscaled_after_every_pass(level: str, delay: bool) -> None:
+    model, optim = start(level, torch.float16, "SGD", loss_scale=128.0)
+    plain, reference = start(level, torch.float16, "SGD", loss_scale=1.0)
+    for t in range(2):
+        backward(loss_of(model, t), optim, delay_unscale=delay)
+        backward(loss_of(plain, t), reference)
+        for ours, theirs in zip(amp.master_params(optim), amp.master_params(reference), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_in_a_delayed_pass_moves_the_scale_once_with_the_next(level: str) -> None:
+    model, optim = start(level, torch.float16, "SGD", loss_scale="dynamic", max_loss_scale=256.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(loss_of(model, 0) * math.inf, optim, delay_unscale=True)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 256.0, "unskipped": 0}
+    backward(loss_of(model, 1), optim)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 128.0, "unskipped": 0}
+    optim.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert amp.steps_skipped(optim) == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_in_a_delayed_pass_goes_with_its_gradients(level: str) -> None:
+    model, optim = start(level, torch.float16, "SGD", loss_scale="dynamic", max_loss_scale=256.0)
+    backward(loss_of(model, 0) * math.inf, optim, delay_unscale=True)
+    model.zero_grad()
+    backward(loss_of(model, 1), optim)
+    optim.step()
+    assert amp.steps_skipped(optim) == 0
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 256.0, "unskipped": 1}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_block_after_a_delayed_pass_shows_the_gradients_of_both(level: str) -> None:
+    """Some scripts average the gradients of a window by hand in its last block."""
+    model, optim = start(level, torch.float16, "SGD", loss_scale=128.0)
+    plain, reference = start(level, torch.float16, "SGD", loss_scale=1.0)
+    backward(loss_of(model, 0), optim, delay_unscale=True)
+    with amp.scale_loss(loss_of(model, 1), optim) as scaled_loss:
+        scaled_loss.backward()
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+    for t in range(2):
+        backward(0.5 * loss_of(plain, t), reference)
+    for ours, theirs in zip(amp.master_params(optim), amp.master_params(reference), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("scale", [1.0, 128.0])
 def test_exception_in_the_block_loses_no_gradient(level: str, scale: float) -> None:
     facts = golden("apex_amp")["banner_and_errors"]["runtime"]  # Apex lost what was there before

@@ -260,7 +260,8 @@ def test_delayed_unscaling_waits_for_whoever_asks_first() -> None:
         optim = make(other := linear(), static_loss_scale=64.0)
         optim.backward(loss_on(other), update_master_grads=False)
         optim.backward(loss_on(other, 1), update_master_grads=False)
-        assert optim._attached.passes.delayed
+        scaled = values([p.grad for p in other.parameters()])
+        torch.testing.assert_close(scaled, 64.0 * grads(expected).to(scaled), rtol=1e-3, atol=1e-2)
         getattr(optim, ask)()
         if ask != "step":
             optim.step()

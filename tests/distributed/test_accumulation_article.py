@@ -84,7 +84,7 @@ def test_gradients_add_up(level: str) -> None:
 @pytest.mark.parametrize("scale", [1.0, 128.0])
 @pytest.mark.parametrize("method", ["delayed", "by hand", "plain"])
 def test_windows_of_three(ranks: Ranks, method: str, scale: float) -> None:
-    """Method 1 delays the unscaling, method 2 reduces by hand; here neither is needed."""
+    """Method 1 delays the unscaling, method 2 reduces what the window has so far by hand; here neither is needed."""
     first, second = ranks.run(run, method, 3, 6, scale)
     assert [row[0] for row in first] == [row[0] for row in second]
     for row in (first[2], second[2], first[5], second[5]):
@@ -92,8 +92,8 @@ def test_windows_of_three(ranks: Ranks, method: str, scale: float) -> None:
     assert first[3][0] == pytest.approx([-0.3379, 0.2966], abs=1e-4)
     if method == "delayed":
         assert [row[1] for row in first[:2]] == [row[2] for row in first[:2]], "one gradient"
-        assert [row[2] for row in first[:2]] == [[scale, scale], [2 * scale, 2 * scale]]
-        assert [row[2] for row in second[:2]] == [[2 * scale, scale], [4 * scale, 2 * scale]]
+        assert [row[2] for row in first[:2]] == [[1.0, 1.0], [2.0, 2.0]], "unscaled at once"
+        assert [row[2] for row in second[:2]] == [[2.0, 1.0], [4.0, 2.0]]
         assert first[2][2] == second[2][2] == [4.5, 3.0]
 
 

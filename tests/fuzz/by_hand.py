@@ -110,6 +110,7 @@ class ByHand:
         self.start_from_rounded(name for name, _ in self.net.named_parameters() if name.startswith("late."))
         self.delayed: dict[nn.Parameter, torch.Tensor] = {}
         self.delayed_scale: int | None = None
+        self.in_place = False
         self.optimizer = make(self.net, lambda p: self.masters.get(p, p))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,13 +119,14 @@ class ByHand:
             return _forward_at_o1(self.net, x, self.half)
         return self.net(x.to(self.half)).float() if self.level in ("O2", "O3") else self.net(x)
 
-    def backward(self, loss: torch.Tensor, which: int, *, delay: bool = False) -> None:
+    def backward(self, loss: torch.Tensor, which: int, *, delay: bool = False, moves: bool = True) -> None:
         """One scaled pass whose gradients are unscaled, looked at and added.
 
         Args:
             loss: not scaled yet.
             which: the number of its scale.
             delay: leave the gradients scaled. The next pass at the same scale adds to them before it unscales them.
+            moves: whether its scale moves. If not, the next pass adds to these gradients in place.
         """
         scale = self.scales[which]
         neutral = self.interval is None and scale == 1.0
@@ -143,13 +145,18 @@ class ByHand:
             if HAS_GRAD_DTYPE:
                 p.grad_dtype = p.dtype
             p.grad = before
+            owner = self.masters.get(p, p)
+            if self.in_place and owner.grad is not None:
+                new = owner.grad * scale if new is None else owner.grad * scale + new
+                owner.grad = None
             if new is not None:
                 self.delayed[p] = self.delayed[p] + new if p in self.delayed else new
         self.delayed_scale = which
         if delay:
             return
         finite = self.finish_delayed()
-        if not neutral:
+        self.in_place = not moves
+        if moves and not neutral:
             self.move_scale(which, finite=finite)
 
     def move_scale(self, which: int, *, finite: bool) -> None:
@@ -241,7 +248,7 @@ class ByHand:
         """Clear gradients, and forget what overflowed."""
         self.finish_delayed()
         self.optimizer.zero_grad(set_to_none)
-        self.overflowed = False
+        self.overflowed = self.in_place = False
 
     def weights(self) -> list[torch.Tensor]:
         """The fp32 numbers behind the weights."""

@@ -192,7 +192,7 @@ class Trainer(RuleBasedStateMachine):
         delay=st.sampled_from([False, False, True]),
     )
     def backward(self, seed: int, which: int, overflow: bool, delay: bool) -> None:
-        """One backward pass of one batch, whose gradients may overflow, and may stay scaled for now."""
+        """One backward pass of one batch, whose gradients may overflow."""
         which %= 1 if self.setup.scaler else self.setup.losses
         overflow = overflow and not self.setup.neutral  # nobody would look
         delay = delay and not (self.setup.neutral and self.setup.level != "O2")  # autograd may add up in another order
@@ -210,11 +210,10 @@ class Trainer(RuleBasedStateMachine):
             return
         with amp.scale_loss(loss * factor, self.optimizer, loss_id=which, delay_unscale=delay) as scaled_loss:
             scaled_loss.backward()
-        self.hand.backward(expected * factor, which, delay=delay)
-        if not delay:
-            self.compare_gradients()
+        self.hand.backward(expected * factor, which, moves=not delay)
+        self.compare_gradients()
 
-    @precondition(lambda self: self.scaled if self.setup.scaler else not self.hand.delayed)
+    @precondition(lambda self: self.scaled or not self.setup.scaler)
     @rule(limit=st.sampled_from([0.01, 1.0]), door=st.sampled_from(["masters", "groups"]))
     def clip(self, limit: float, door: str) -> None:
         """Clip what there is."""

@@ -95,7 +95,7 @@ def test_a_pass_without_scale_and_masters_adds_up_in_place(dtype: torch.dtype) -
     before = p.grad
     gradients.begin([p], None)
     assert p.grad is before
-    assert not gradients.held
+    assert not gradients.saved
     gradients.finish([p], None, torch.zeros(()))
     assert p.grad is before
 
@@ -109,7 +109,7 @@ def test_what_was_set_aside_comes_back_where_a_pass_brings_nothing(dtype: torch.
         arrive(q, 128.0)
         gradients.finish([p, q], SCALE, torch.zeros(()))
         assert values(p, q) == [[1.0] * 2, [3.0] * 2]
-        assert not gradients.held
+        assert not gradients.saved
 
 
 def test_a_failed_pass_leaves_what_there_was() -> None:
@@ -120,7 +120,7 @@ def test_a_failed_pass_leaves_what_there_was() -> None:
     arrive(r, 5.0)
     gradients.restore()
     assert values(p, q, r) == [[1.0] * 2, [2.0] * 2, []]
-    assert not gradients.held
+    assert not gradients.saved
     gradients.begin([], SCALE)
     assert not gradients.arrived()
 
@@ -190,7 +190,7 @@ def test_a_shared_parameter_is_served_once(dtype: torch.dtype) -> None:
     first.begin([shared], SCALE, begun)
     second.begin([shared, own], SCALE, begun)
     assert begun == {id(shared), id(own)}
-    assert (first.held.keys(), second.held.keys()) == ({id(shared)}, {id(own)})
+    assert (first.saved.keys(), second.saved.keys()) == ({id(shared)}, {id(own)})
     arrive(shared, 128.0)
     arrive(own, 128.0)
     finished: set[int] = set()
@@ -212,9 +212,9 @@ def test_carried_gradients_stay_and_are_scaled_like_those_that_come() -> None:
         asked.extend(params)
         return [p for p in params if p is not goes]
 
-    gradients.begin([stays, goes, empty, half], SCALE, stays=carried)
-    assert [id(p) for p in asked] == [id(stays), id(goes)], "what becomes fp32 cannot stay"
-    assert values(stays, goes, half) == [[128.0] * 2, [], []]
+    gradients.begin([stays, goes, empty, half], SCALE, in_place=carried)
+    assert [id(p) for p in asked] == [id(stays), id(goes), id(half)]
+    assert values(stays, goes, half) == [[128.0] * 2, [], [512.0] * 2]
     assert not gradients.arrived(), "what stayed has not come"
     arrive(stays, 128.0)
     assert not gradients.arrived()
@@ -222,12 +222,13 @@ def test_carried_gradients_stay_and_are_scaled_like_those_that_come() -> None:
     assert gradients.arrived()
     gradients.finish([stays, goes, empty, half], SCALE, torch.zeros(()))
     assert values(stays, goes, empty, half) == [[2.0] * 2, [3.0] * 2, [], [4.0] * 2]
+    assert half.grad.dtype is FP32
 
 
 def test_carried_gradients_of_a_pass_without_scale_stay_as_they_are() -> None:
     p, half, gradients = param(1.0), param(1.0, BF16), wide()
-    gradients.begin([p, half], None, stays=everybody)
-    assert values(p, half) == [[1.0] * 2, []]
+    gradients.begin([p, half], None, in_place=everybody)
+    assert values(p, half) == [[1.0] * 2, [1.0] * 2]
 
 
 # ---- sparse
@@ -282,23 +283,31 @@ def test_gradients_come_in_the_dtype_that_was_chosen() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
-@pytest.mark.parametrize("delay", [False, True])
-def test_what_another_pass_will_be_added_to_comes_in_fp32(delay: bool) -> None:
+@pytest.mark.parametrize("scale", [None, SCALE])
+def test_gradients_come_in_fp32_unless_they_are_unscaled_into_it(scale: torch.Tensor | None) -> None:
     p = param(dtype=BF16)
-    wide().begin([p], SCALE, delay=delay)
-    assert p.grad_dtype is (FP32 if delay else None)
+    wide().begin([p], scale)
+    assert p.grad_dtype is (FP32 if scale is None else None)
+
+
+def test_before_grad_dtype_the_fp32_gradient_and_not_its_image_stays_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "HAS_GRAD_DTYPE", False)
+    p = param(dtype=FP16)
+    set_grads([p], [torch.full((2,), 2.0**-30)])  # the image is 0
+    wide().begin([p], torch.tensor(2.0**20), in_place=everybody)
+    assert values(p) == [[2.0**-10] * 2]
 
 
 def test_gradients_cleared_to_zeros_under_a_wrapper_are_of_the_parameter_s_dtype() -> None:
     p, q, single = param(dtype=BF16), param(dtype=BF16), param(1.0)
     set_grads([p], [torch.zeros(2)])
     gradients = Gradients(halves, wrapped=everybody)
-    gradients.held[id(q)] = torch.ones(2)
+    gradients.saved[id(q)] = torch.ones(2)
     gradients.clear([p, q, single])
     assert p.grad.dtype is BF16
     assert getattr(p, "grad_dtype", BF16) is BF16, "what comes next is added to it"
     assert values(p, q, single) == [[0.0] * 2, [], [1.0] * 2]
-    assert not gradients.held
+    assert not gradients.saved
     plain().clear([single])
     assert values(single) == [[1.0] * 2]
 

@@ -313,7 +313,7 @@ def test_an_interrupt_before_the_overflow_is_noted(held: bool, seed: int, monkey
         for world in worlds:
             world.block(5)
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

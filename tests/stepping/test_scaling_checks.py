@@ -164,7 +164,6 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Loop], None], str, str]] = {
     "clipped to 0.25": (O2, clip_to_a_quarter_in_the_block, CLIPPED, ""),
     "values clipped in the block": (O1, clip_values_in_the_block, CLIPPED, ""),
     "values clipped in the block, O2": (O2, clip_values_in_the_block, CLIPPED, ""),
-    "clipped while unscaling is delayed": (O1, clip_delayed, CLIPPED, "loop.optimizer.step()"),
 }
 
 
@@ -349,6 +348,7 @@ MEANT: dict[str, tuple[dict[str, Any], Callable[[Loop], None]]] = {
     "steps on zeros at O1": (O1, a_step_on_zeros),
     "cleared by the model": (O2, cleared_by_the_model),
     "delayed unscaling": (O2, delayed),
+    "clipped after a delayed pass, which is unscaled": (O1, clip_delayed),
     "no overflow check": (O1, unchecked),
     "a closure": ({"make": torch.optim.LBFGS}, a_closure),
     "a closure of SGD": (O1, a_closure),

@@ -42,8 +42,9 @@ def scale_loss(
         optimizers: those whose parameters get gradients from this backward pass.
         loss_id: which loss scaler to use, from 0 on and below ``num_losses`` of ``amp.initialize``.
         model: accepted for Apex's sake, not used.
-        delay_unscale: leave the gradients scaled and unscale them with the next undelayed pass (or the step). Never
-            necessary: gradients accumulate rightly without it.
+        delay_unscale: accepted for Apex's sake: gradients accumulate rightly without it, and they are unscaled at once
+            with it, too. The scale does not move until the next pass without it, and in the block of the next pass
+            ``p.grad`` has the gradients of both.
         delay_overflow_check: unscale, but neither move the scale nor skip a step for this pass.
 
     Returns:

@@ -5,17 +5,17 @@
            a backward pass             finish                  zero_grad
     none ------------------> scaled ------------> ready ------------------> none
                                                   |   ^
-                                            begin |   | finish adds what the pass brought to what was held;
+                                            begin |   | finish adds what the pass brought to what was saved;
                                                   v   | restore, after an error, puts it back as it was
-                                                   held
+                                                  saved
 
 - **none**: ``p.grad`` is None.
 - **scaled**: brought by backward passes and multiplied by the loss scale. So it is inside of a ``scale_loss`` block,
-  after one with ``delay_unscale``, and until a ``GradScaler`` unscales.
+  and until a ``GradScaler`` unscales.
 - **ready**: what the step will use. The gradient of a 16-bit parameter with a master is fp32 then, so that a user may
   take its norm and clip it: in 16 bits torch's ``clip_grad_norm_`` rounds the norm, and overflows in float16. It may
   stay in 16 bits (``narrow``) where the user has said that nobody clips by hand.
-- **held**: set aside while a block is open, so that the pass in the block brings only its own gradient.
+- **saved**: set aside while a block is open, so that the pass in the block brings only its own gradient.
 
 The dtype in which autograd delivers a gradient is ``p.grad_dtype``. It is fp32 for a parameter with a master, so that
 plain backward passes add up in fp32. In a block that scales it is whatever the pass computes, because the gradient is
@@ -129,16 +129,16 @@ class Gradients:
     Attributes:
         any_wide: whether ``wide`` may pick any.
         wide: as given.
-        held: the gradients that are set aside, by the identity of the parameter.
+        saved: the gradients that are set aside, by the identity of the parameter.
     """
 
     def __init__(self, wide: Chooser | None, *, narrow: bool = False, wrapped: Chooser = wrapped) -> None:
         self.any_wide = wide is not None
         self.wide: Chooser = _none if wide is None else wide
-        self.held: dict[int, torch.Tensor] = {}
+        self.saved: dict[int, torch.Tensor] = {}
         self._narrow = narrow
         self._wrapped = wrapped
-        self._begun: list[torch.Tensor] = []  # had no gradient in their place when the block was opened
+        self._pending: list[torch.Tensor] = []  # had no gradient in their place when the block was opened
         self._unscaler = Unscaler()
         self._clipper = Unscaler()
         self._checker = Unscaler()
@@ -151,9 +151,7 @@ class Gradients:
         params: Sequence[torch.Tensor],
         scale: torch.Tensor | None,
         seen: set[int] | None = None,
-        stays: Chooser | None = None,
-        *,
-        delay: bool = False,
+        in_place: Chooser | None = None,
     ) -> None:
         """Set aside the present gradients, so that a pass scaled by ``scale`` brings only its own.
 
@@ -162,8 +160,8 @@ class Gradients:
             scale: by what the gradients of the pass are to be divided. With None nothing is set aside, unless
                 gradients are to become fp32.
             seen: identities of parameters that another optimizer has set aside for this pass; extended.
-            stays: picks those whose gradients stay in place, multiplied by ``scale``, because ranks average them there.
-            delay: whether another pass will add to the gradients of this one.
+            in_place: picks those whose gradients stay in place, multiplied by ``scale``, because they are averaged
+                there with what the pass brings; None if there are none.
         """
         if scale is None and not self.any_wide:
             params = []
@@ -171,22 +169,22 @@ class Gradients:
             params = [p for p in params if id(p) not in seen]
             seen.update(map(id, params))
         there = [p for p in params if p.grad is not None]
-        if stays is not None:
-            wide = set(map(id, self.wide(there)))
-            staying = {id(p): p for p in stays([p for p in there if id(p) not in wide])}
-            for param in staying.values():
-                if scale is not None:
-                    param.grad.mul_(scale.to(param.device, non_blocking=True))  # type: ignore[union-attr]
-            there = [p for p in there if id(p) not in staying]
-        for param, grad in zip(there, get_grads(there), strict=True):
-            assert grad is not None
-            # A view may lie in a bucket of DistributedDataParallel, which the pass overwrites.
-            self.held[id(param)] = grad.clone() if is_view(grad) and grad.dtype is param.dtype else grad
-        # All are held before the first is taken away, so that an interrupt anywhere leaves what `restore` needs.
-        self._begun = [p for p in params if p.grad is None or id(p) in self.held] if stays is not None else list(params)
+        if there and in_place is not None:
+            staying = in_place(there)
+            if scale is not None:
+                self.multiply(staying, scale)
+            stays = set(map(id, staying))
+            there = [p for p in there if id(p) not in stays]
+        if there:
+            for param, grad in zip(there, get_grads(there), strict=True):
+                assert grad is not None
+                # A view may lie in a bucket of DistributedDataParallel, which the pass overwrites.
+                self.saved[id(param)] = grad.clone() if is_view(grad) and grad.dtype is param.dtype else grad
+        # All are saved before the first is taken away, so that an interrupt anywhere leaves what `restore` needs.
+        self._pending = [p for p in params if p.grad is None or id(p) in self.saved]
         for param in there:
             param.grad = None
-        self.expect(self._begun, as_computed=(scale is not None or self._narrow) and not delay)
+        self.expect(self._pending, as_computed=scale is not None or self._narrow)
 
     def expect(self, params: Sequence[torch.Tensor], *, as_computed: bool = False) -> None:
         """Choose the dtype in which the next pass delivers gradients to the parameters that have none.
@@ -210,22 +208,33 @@ class Gradients:
             for param in [p for p in empty if p.grad_dtype is not p.dtype and id(p) not in chosen]:
                 param.grad_dtype = param.dtype
 
+    @torch.no_grad()
+    def multiply(self, params: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
+        """Multiply the gradients that are there by a 0-dim tensor, in place."""
+        there = [p for p in params if p.grad is not None]
+        for param, grad in zip(there, get_grads(there), strict=True):
+            factor = scale.to(param.device, non_blocking=True)
+            if grad is param.grad:
+                grad.mul_(factor)  # type: ignore[union-attr]
+            else:
+                set_grads([param], [grad * factor])  # type: ignore[operator]
+
     def arrived(self) -> bool:
         """Whether the pass in the open block has brought any gradient to a parameter that had none."""
-        return any(p.grad is not None for p in self._begun)
+        return any(p.grad is not None for p in self._pending)
 
     def restore(self) -> None:
         """After ``begin``, when the pass failed: drop its gradients and put back those that were set aside."""
-        for param in self._begun:
+        for param in self._pending:
             param.grad = None
-            if id(param) in self.held:
-                set_grads([param], [self.held[id(param)]])
+            if id(param) in self.saved:
+                set_grads([param], [self.saved[id(param)]])
         self.forget()
 
     def forget(self) -> None:
-        """Drop what is held."""
-        self.held.clear()
-        self._begun = []
+        """Drop what is saved."""
+        self.saved.clear()
+        self._pending = []
 
     @torch.no_grad()
     def finish(
@@ -247,55 +256,73 @@ class Gradients:
             params = [p for p in params if id(p) not in seen]
             seen.update(map(id, params))
         self.finish_some(params, scale, found_inf)
-        self._begun = []
+        self._pending = []
 
     @torch.no_grad()
     def finish_some(self, params: Sequence[torch.Tensor], scale: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """``finish`` for some parameters while the pass goes on."""
         inv_scale = None if scale is None else reciprocal(scale)
         narrow: list[torch.Tensor] = []
-        if self.any_wide and (inv_scale is not None or self.held or not self._narrow):
+        if self.any_wide and (inv_scale is not None or self.saved or not self._narrow):
             wide = self.wide([p for p in params if p.grad is not None])
             narrow = [p for p in wide if p.grad.dtype in HALF_DTYPES]  # type: ignore[union-attr]
-        done = self._finish_narrow(narrow, inv_scale, found_inf) if narrow else set()
-        if inv_scale is not None:
-            rest = [p for p in params if id(p) not in done] if done else params
-            self._unscaler.unscale(self._unscaler.gather(rest), inv_scale, found_inf)
-        if self.held:
-            self._add_held(params)
+        if narrow:
+            self._unscale_into(narrow, params, inv_scale, found_inf)
+        elif inv_scale is not None:
+            self._unscaler.unscale(self._unscaler.gather(params), inv_scale, found_inf)
+        if self.saved:
+            self._add_saved(params)
 
-    def _finish_narrow(
-        self, params: list[torch.Tensor], inv_scale: torch.Tensor | None, found_inf: torch.Tensor
-    ) -> set[int]:
-        """Unscale 16-bit gradients into fp32 and add what was set aside. Returns whose are done, by identity."""
-        first: list[torch.Tensor] = []
+    def _unscale_into(
+        self,
+        narrow: list[torch.Tensor],
+        params: Sequence[torch.Tensor],
+        inv_scale: torch.Tensor | None,
+        found_inf: torch.Tensor,
+    ) -> None:
+        """Unscale gradients, those of some parameters into fp32, where what was set aside is added to them.
+
+        Args:
+            narrow: the parameters whose 16-bit gradients become fp32.
+            params: all whose gradients are unscaled; these among them.
+            inv_scale: 0-dim float32 tensor; None if the gradients are not scaled.
+            found_inf: as in ``finish``.
+        """
+        first: dict[int, torch.Tensor] = {}
         again: list[torch.Tensor] = []
-        for param in params:
+        for param in narrow:
             if param.grad.is_sparse:  # type: ignore[union-attr]
                 # Coalesced in fp32, where duplicates of an index cannot overflow.
                 set_grads([param], [param.grad.float().coalesce()])  # type: ignore[union-attr]
-            elif id(param) in self.held and not self.held[id(param)].is_sparse:
+            elif id(param) in self.saved and not self.saved[id(param)].is_sparse:
                 again.append(param)
             elif inv_scale is not None or not self._narrow:
-                first.append(param)
-        for slot, rows in (("first", first), ("again", again)):
-            if not rows:
-                continue
-            grads: list[torch.Tensor] = [param.grad for param in rows]  # type: ignore[misc]
-            if slot == "first":
-                targets = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
-            else:
-                targets = [self.held.pop(id(param)).float() for param in rows]
-            groups = self._groups.get(slot, rows, grads, targets)
-            accumulate = slot == "again"
-            multi_tensor.unscale_into(grads, targets, inv_scale, found_inf, accumulate=accumulate, groups=groups)
-            set_grads(rows, targets)
-        return {id(param) for param in (*first, *again)}
+                first[id(param)] = param
+        if again:
+            grads: list[torch.Tensor] = [param.grad for param in again]  # type: ignore[misc]
+            sums = [self.saved.pop(id(param)).float() for param in again]
+            groups = self._groups.get("again", again, grads, sums)
+            multi_tensor.unscale_into(grads, sums, inv_scale, found_inf, accumulate=True, groups=groups)
+            set_grads(again, sums)
+        if inv_scale is None:
+            rows = list(first.values())
+        else:
+            done = set(map(id, again))
+            rows = [p for p in params if p.grad is not None and id(p) not in done]
+        if rows:
+            grads = self._unscaler.gather(rows)
+            targets = [
+                torch.empty_like(grad, dtype=torch.float32) if id(param) in first else grad
+                for param, grad in zip(rows, grads, strict=True)
+            ]
+            groups = self._groups.get("first", rows, grads, targets)
+            multi_tensor.unscale_into(grads, targets, inv_scale, found_inf, accumulate=False, groups=groups)
+            set_grads(first.values(), [t for param, t in zip(rows, targets, strict=True) if id(param) in first])
 
-    def _add_held(self, params: Sequence[torch.Tensor]) -> None:
-        mine = [p for p in params if id(p) in self.held]
+    def _add_saved(self, params: Sequence[torch.Tensor]) -> None:
+        mine = [p for p in params if id(p) in self.saved]
         for param, grad in zip(mine, get_grads(mine), strict=True):
-            before = self.held.pop(id(param))
+            before = self.saved.pop(id(param))
             if grad is None:
                 set_grads([param], [before])
             elif grad.is_sparse or before.is_sparse or grad.dtype is not before.dtype:
@@ -352,8 +379,8 @@ class Gradients:
 
     def clear(self, params: Sequence[torch.Tensor]) -> None:
         """Called after the gradients were set to None or zero."""
-        self.held.clear()
-        self._begun = []
+        self.saved.clear()
+        self._pending = []
         if not self.any_wide:
             return
         zeroed = [p for p in params if p.grad is not None and p.grad.dtype is not p.dtype]

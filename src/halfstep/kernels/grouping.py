@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from .shards import FLATTENED, Domain, domain_of, locals_of
+from .shards import FLATTENED, ORDINARY, Domain, domain_of, locals_of
 
 __all__ = ["TensorGroups", "TensorGroupsCache", "group_rows"]
 
@@ -39,14 +39,17 @@ class TensorGroups:
 
     Attributes:
         domains: for each group, the processes over which its tensors are sharded.
+        cut: those among them that are not empty, each once.
     """
 
-    __slots__ = ("_rows", "domains")
+    __slots__ = ("_plain", "_rows", "cut", "domains")
 
     def __init__(self, *columns: Sequence[torch.Tensor], owners: Sequence[torch.Tensor] = ()) -> None:
         self._rows = group_rows(*columns)
-        cut = FLATTENED if FLATTENED in map(domain_of, owners) else ()
-        self.domains: list[Domain] = [domain_of(columns[0][rows[0]]) or cut for rows in self._rows]
+        self._plain = all(ORDINARY.issuperset(map(type, column)) for column in columns)
+        flat = FLATTENED if FLATTENED in map(domain_of, owners) else ()
+        self.domains: list[Domain] = [domain_of(columns[0][rows[0]]) or flat for rows in self._rows]
+        self.cut: list[Domain] = [domain for domain in dict.fromkeys(self.domains) if domain]
 
     def split(self, *columns: Sequence[torch.Tensor]) -> list[tuple[list[torch.Tensor], ...]]:
         """The groups of these lists, which must be of the kind that the groups were made for.
@@ -59,7 +62,7 @@ class TensorGroups:
             groups = [tuple([[column[i] for i in rows] for column in columns]) for rows in self._rows]
         else:
             groups = [tuple([column if isinstance(column, list) else list(column) for column in columns])]
-        return [tuple(map(locals_of, group)) for group in groups]
+        return groups if self._plain else [tuple(map(locals_of, group)) for group in groups]
 
 
 class TensorGroupsCache:

@@ -103,7 +103,8 @@ def unscale_(
     groups = groups or TensorGroups(tensors)
     for (group,) in groups.split(tensors):
         _unscale_group(group, inv_scale, found_inf)
-    _complete_flag(groups, found_inf)
+    for domain in groups.cut:
+        complete_max(found_inf, domain)
 
 
 def unscale_into(
@@ -118,8 +119,8 @@ def unscale_into(
     """``target = source * inv_scale``, or ``target += ...`` with ``accumulate``; the sources stay as they are.
 
     Args:
-        sources: gradients, usually of 16 bits.
-        targets: float32 tensors of the same shapes.
+        sources: gradients.
+        targets: float32 tensors of the same shapes, or the sources themselves, which are unscaled in place then.
         inv_scale: 0-dim float32 tensor, or None to copy without scaling and without looking for overflow.
         found_inf: set to 1.0 if a source is not finite.
         accumulate: add to the targets instead of overwriting them.
@@ -136,13 +137,14 @@ def unscale_into(
             torch._foreach_add_(dst, src)
             continue
         fresh = [torch.empty_like(t) for t in dst] if accumulate else dst
-        torch._foreach_copy_(fresh, src)
+        if fresh[0] is not src[0]:
+            torch._foreach_copy_(fresh, src)
         if inv_scale is not None:
             _unscale_group(fresh, inv_scale, found_inf)
         if accumulate:
             torch._foreach_add_(dst, fresh)
-    if inv_scale is not None:
-        _complete_flag(groups, found_inf)
+    for domain in groups.cut if inv_scale is not None else ():
+        complete_max(found_inf, domain)
 
 
 def norm(tensors: Tensors, p: float = 2.0, *, groups: TensorGroups | None = None) -> torch.Tensor:
@@ -281,11 +283,6 @@ def _unscale_group(group: list[torch.Tensor], inv_scale: torch.Tensor, found_inf
     local = torch.zeros((), dtype=torch.float32, device=device)
     foreach_unscale_(group, local, inv_scale)
     found_inf.copy_(torch.maximum(found_inf, local.to(found_inf.device, non_blocking=True)))
-
-
-def _complete_flag(groups: TensorGroups, found_inf: torch.Tensor) -> None:
-    for domain in dict.fromkeys(groups.domains):
-        complete_max(found_inf, domain)
 
 
 def _complete_norm(norms: list[torch.Tensor], p: float, domain: Domain, device: torch.device) -> torch.Tensor:

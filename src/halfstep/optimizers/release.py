@@ -38,7 +38,7 @@ class _Block(NamedTuple):
         scale: by what gradients of the pass are to be divided; None if they are not scaled.
         gradients: what was set aside before the pass.
         adds: whether anything was.
-        delays: whether the gradients stay as they are until a later pass.
+        delays: whether the parameters wait for the gradients of a later pass.
         before: how many parameters had stepped when it was opened.
     """
 
@@ -175,7 +175,7 @@ class GradientRelease:
 
     def begin(self, gradients: Gradients, scale: torch.Tensor | None, *, delay: bool) -> None:
         """A ``scale_loss`` block was opened; see ``_Block``."""
-        self._block = _Block(scale, gradients, bool(gradients.held), delay, len(self._stepped))
+        self._block = _Block(scale, gradients, bool(gradients.saved), delay, len(self._stepped))
         self._found = self._skip = None
 
     def finish(self, found_inf: torch.Tensor) -> bool:

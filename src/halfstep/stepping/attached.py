@@ -265,8 +265,6 @@ class AttachedOptimizer:
             self.replaced.refuse(optimizer)
         if passes.known is not None:
             passes.drop_brought()
-        if passes.delayed:
-            passes.unscale_delayed()
         if closure is None and ddp_hook.wrappers_seen:
             passes.sync()
         records = passes.end_window() if passes.records or ddp_hook.wrappers_seen else []

@@ -51,10 +51,9 @@ class BackwardPasses:
         sharing: weak references to the passes of other optimizers that share a parameter with this one.
         unsettled: whether a step was skipped, or may have been, and nobody has cleared its gradients since.
         scaling: the warnings about gradients that went past the loss scale.
-        got_gradients: whether any parameter had a gradient after the latest pass.
         known: the parameters at the latest pass; None before a scaled one.
-        delayed: whether gradients of delayed passes are there, still scaled.
-        delayed_scale: the scale that those have; None for none.
+        in_place: whether the next pass adds to the gradients where they are, because a pass with ``delay_unscale`` came
+            before it: some scripts average them by hand then, inside of the block of that next pass.
         scale: what the loss of the present pass, or of the latest, was multiplied by, a 0-dim tensor; None for none.
     """
 
@@ -70,9 +69,7 @@ class BackwardPasses:
         self.sharing: tuple[weakref.ref[BackwardPasses], ...] = ()
         self.unsettled = False
         self.scaling = ScalingChecks()
-        self.got_gradients = False
-        self.delayed = False
-        self.delayed_scale: torch.Tensor | None = None
+        self.in_place = False
         self.scale: torch.Tensor | None = None
         # The open block. Nobody but its `with` statement holds it: it is gone if an interrupt came before its exit.
         self._block: weakref.ref[object] | None = None
@@ -139,15 +136,13 @@ class BackwardPasses:
     ) -> None:
         """Set aside the present gradients, so that a backward pass scaled by ``scale`` brings only its own.
 
-        Gradients of delayed passes at the same scale stay in place, and the pass adds to them.
-
         Args:
             scale: the 0-dim tensor that the loss is multiplied by; None if it is not scaled.
             seen: identities of parameters that another optimizer has set aside for this pass; extended. None if there
                 is no other optimizer.
             block: which is opened; not kept alive.
             guard: called before a gradient is used inside of the pass; raises an error if it must not be.
-            delay: whether the gradients of this pass stay scaled until a later one.
+            delay: whether parameters wait for the gradients of a later pass, where passes step them.
 
         Raises:
             UsageError: if a block is open already.
@@ -168,24 +163,23 @@ class BackwardPasses:
             self.drop_brought(params)
         elif scale is not None:
             self.known = params
-        stays_in_place, alone = None, self.ranks.inside or not ddp_hook.wrappers_seen
+        alone = self.ranks.inside or not ddp_hook.wrappers_seen
         if not alone:
             self._discover_wrappers(params)
-            scale, stays_in_place = self.ranks.gradient_scale(scale), self.ranks.averaged_next
+            scale = self.ranks.gradient_scale(scale)
         gone = release is None or not release.has_stepped
         if gone and self.records and not self.ranks.reductions and all(param.grad is None for param in params):
             self.records = [record for record in self.records if record.scaler is None]  # of gradients that are gone
-        if self.delayed and (scale is not self.delayed_scale or self.ranks.will_sync):
-            self.unscale_delayed()
+        self.in_place = self.in_place and release is None and not self.ranks.will_sync
         self._block = weakref.ref(block)
-        if not self.delayed:
-            self.gradients.begin(params, scale, seen, stays_in_place, delay=delay)
+        stay = list if self.in_place else None if alone else self._averaged_next
+        self.gradients.begin(params, scale, seen, stay)
         if release is not None:
             release.begin(self.gradients, scale, delay=delay)
             release.guard = guard
-            self.gradients.expect(params, as_computed=not delay)
+            self.gradients.expect(params, as_computed=True)
         if not alone:
-            self.ranks.begin_backward(scale, params, self.gradients.held)
+            self.ranks.begin_backward(scale, params, self.gradients.saved)
 
     def settle(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Clear the gradients of a skipped step if they are still there, so that no later step takes them.
@@ -235,12 +229,12 @@ class BackwardPasses:
     def abandon(self) -> None:
         """After ``begin``, when the backward pass failed: drop what it brought and put back what was set aside.
 
-        If gradients went to other ranks, were added to those of delayed passes, or are unscaled in part, there is no
-        way back: the next step is skipped.
+        If gradients went to other ranks, were added to others in place, or are unscaled in part, there is no way back:
+        the next step is skipped.
         """
         params = self.params()
-        lost = self.ranks.abandon_backward(params) or self.delayed or bool(self._finishing)
-        self.delayed = False
+        lost = self.ranks.abandon_backward(params) or self.in_place or bool(self._finishing)
+        self.in_place = False
         if self._finishing is None:
             self.gradients.restore()
         else:
@@ -254,9 +248,7 @@ class BackwardPasses:
             self.note(BackwardRecord(found_inf, None, shared=not self.ranks.reductions))
         self.close()
 
-    def finish(
-        self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int] | None, *, delay: bool = False
-    ) -> None:
+    def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int] | None) -> bool:
         """After ``begin`` and the backward pass: unscale what it brought and add what was set aside.
 
         Until ``close`` an interrupt drops the gradients: they may be unscaled in part, or inf without a record.
@@ -265,41 +257,34 @@ class BackwardPasses:
             scale: as given to ``begin``.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN.
             seen: identities of parameters that another optimizer has finished in this pass; extended.
-            delay: leave the gradients scaled for now. The next pass without ``delay``, or ``step``, unscales them all.
+
+        Returns:
+            Whether any parameter has a gradient, or has stepped with one.
         """
         params = self.params()
         if scale is not None:
             self.scaling.scaled = True
             self.scaling.look_for_clipping(params, scale, _CLIP_AFTER)
         release = self.release
-        released = release is not None and release.finish(found_inf)
-        self.got_gradients = released or any(param.grad is not None for param in params)
+        found = (release is not None and release.finish(found_inf)) or any(param.grad is not None for param in params)
         if self.ranks.reductions:
             self.ranks.end_backward(params)
             scale = self.ranks.gradient_scale(scale)
-        self.delayed, self.delayed_scale = delay, scale
-        if not delay:
-            self._finishing = bool(self.gradients.held)
-            self.gradients.finish(params, scale, found_inf, seen)
+        self._finishing = self.in_place or bool(self.gradients.saved)
+        self.gradients.finish(params, scale, found_inf, seen)
+        return found
+
+    def multiply(self, scale: torch.Tensor) -> None:
+        """Scale the gradients again, as ``finish`` unscales them. An interrupt meanwhile drops them."""
+        self._finishing = True
+        self.gradients.multiply(self.params(), scale if (of := self.ranks.gradient_scale(scale)) is None else of)
+        self._finishing = None
 
     def check_scaling(self) -> None:
         """Warn if the gradients for a step have not come through the loss scale."""
         if not self.is_open:
             released = self.release is not None and self.release.has_stepped
             self.scaling.at_step(self.keeper.optimizer, released=released)
-
-    def unscale_delayed(self) -> None:
-        """Unscale the gradients of delayed passes. An overflow in them counts for the next step."""
-        self._finishing = True
-        self.delayed = False
-        found_inf = torch.zeros((), dtype=torch.float32, device=self.device)
-        params = self.params()
-        if self.delayed_scale is not None:
-            self.scaling.look_for_clipping(params, self.delayed_scale, _CLIP_AFTER)
-        self.gradients.finish(params, self.delayed_scale, found_inf)
-        if self.delayed_scale is not None:
-            self.note(BackwardRecord(found_inf, None, shared=not self.ranks.reductions))
-        self._finishing = None
 
     def note(self, record: BackwardRecord) -> None:
         """Note a pass for the next step of this optimizer, and of each that shares a parameter with it."""
@@ -352,7 +337,7 @@ class BackwardPasses:
                 self.release.abandon()
             self.close()
         self.gradients.clear(self.params())
-        self.delayed = self.unsettled = False
+        self.in_place = self.unsettled = False
         self.records.clear()
         if ddp_hook.wrappers_seen:
             self.ranks.clear()
@@ -372,11 +357,14 @@ class BackwardPasses:
         if self.release is not None:
             self.release.refuse_clipping("clip_master_grads")
         self.drop_brought()
-        if self.delayed:
-            self.unscale_delayed()
         self.sync(steps=False)
         norm = self.gradients.clip(self.params(), max_norm, norm_type)
         return torch.where(any_overflow(self.records) != 0, -1.0, norm) if self.records else norm
+
+    def _averaged_next(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of some parameters whose gradients the ranks average in place; none that is to be fp32."""
+        wide = set(map(id, self.gradients.wide(params)))
+        return self.ranks.averaged_next([p for p in params if id(p) not in wide])
 
     def _discover_wrappers(self, params: Sequence[torch.Tensor]) -> None:
         half = halves(params) if self.keeper.any else []
@@ -396,29 +384,34 @@ _MANY = 64
 
 
 def record_pass(
-    optimizers: Sequence[BackwardPasses], scaler: DeviceLossScaler, found_inf: torch.Tensor, scale: torch.Tensor
+    optimizers: Sequence[BackwardPasses],
+    scaler: DeviceLossScaler,
+    found_inf: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    moves: bool = True,
 ) -> None:
     """Note for the next step of each optimizer, and for the loss scale, whether a pass overflowed.
 
     The loss scale hears of it at once, unless other ranks do not have these gradients yet: then it hears when they are
-    averaged. A pass without gradients does not count: under FSDP2 without synchronization they come later.
+    averaged.
 
     Args:
         optimizers: whose parameters got gradients.
         scaler: the loss scale.
         found_inf: 0-dim float32 tensor, 1.0 if a gradient holds inf or NaN.
         scale: what the loss was multiplied by, a 0-dim tensor.
+        moves: whether the loss scale hears of it at all.
     """
-    if not any(passes.got_gradients for passes in optimizers):
-        for passes in optimizers:
-            passes.close()
-        return
     alone = not any(passes.ranks.reductions for passes in optimizers)
-    record = BackwardRecord(found_inf, scaler, shared=alone, dynamic=scaler.dynamic)
+    of = scaler if moves or alone else None
+    record = BackwardRecord(found_inf, of, shared=alone, dynamic=moves and scaler.dynamic)
     for passes in optimizers:
         passes.note(record)
         passes.scales[scaler] = scale
         passes.close()
+    if not moves:
+        return
     if alone:
         scaler.update(found_inf, lambda: first_bad_gradient([passes.keeper.optimizer for passes in optimizers]))
     elif not any(passes.ranks.has_unsynced for passes in optimizers):

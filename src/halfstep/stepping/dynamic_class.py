@@ -39,8 +39,6 @@ class _Attached:
     @eager
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, and what was found in them. Whether they become None or zero is as without ``amp``."""
-        if not set_to_none and self._amp_stash.passes.delayed:
-            self._amp_stash.passes.unscale_delayed()  # what was set aside for them becomes zeros, too
         super().zero_grad(*([] if set_to_none is None else [set_to_none]))  # type: ignore[misc]
         self._amp_stash.passes.clear()
 

@@ -50,7 +50,7 @@ class ScaledBackward:
         name: who asks, for the message of an error.
         found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. With None a static scale of
             1.0 neither scales nor looks for inf and NaN.
-        delay: leave the gradients scaled and the scale where it is.
+        delay: leave the scale where it is. The next pass adds to the gradients in place.
         check: False moves no scale and skips no step for this pass.
 
     Raises:
@@ -140,10 +140,12 @@ class ScaledBackward:
         if found_inf is None:
             found_inf = torch.zeros((), dtype=torch.float32, device=self._loss.device)
         seen: set[int] | None = set() if len(self._passes) > 1 else None
+        # A pass without gradients does not count: under FSDP2 without synchronization they come later.
+        found = [passes.finish(self._scale, found_inf, seen) for passes in self._passes]
         for passes in self._passes:
-            passes.finish(self._scale, found_inf, seen, delay=self._delay)
-        if self._scale is not None and self._check and not self._delay:
-            record_pass(self._passes, self._scaler, found_inf, self._scale)
+            passes.in_place = self._delay
+        if self._scale is not None and self._check and any(found):
+            record_pass(self._passes, self._scaler, found_inf, self._scale, moves=not self._delay)
         else:
             for passes in self._passes:
                 passes.close()

@@ -95,6 +95,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         self._found_inf: torch.Tensor | None = None
         self._stepped = False
         self._unscaled = False  # the gradients there are
+        self._scale: torch.Tensor | None = None  # that they are multiplied by, after ``update_master_grads=False``
         super().__init__(init_optimizer)
 
     # ---- the training step, in its order
@@ -107,7 +108,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             set_to_none: the same under torch's name.
         """
         self.optimizer.zero_grad(set_grads_to_None if set_to_none is None else set_to_none)
-        self._found_inf = None
+        self._found_inf = self._scale = None
         self._unscaled = False
 
     def backward(self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
@@ -125,19 +126,20 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         Raises:
             ArgumentTypeError: if the loss is no floating tensor.
         """
+        passes, engine = self._attached.passes, self.loss_scaler.engine
         found_inf = torch.zeros((), dtype=torch.float32, device=getattr(loss, "device", None))
-        with ScaledBackward(
-            loss,
-            [self._attached.passes],
-            self.loss_scaler.engine,
-            name=_NAME,
-            found_inf=found_inf,
-            delay=not update_master_grads,
-        ) as scaled_loss:
+        block = ScaledBackward(loss, [passes], engine, name=_NAME, found_inf=found_inf, check=update_master_grads)
+        if self._scale is not None:
+            self._unscale(self._scale, found_inf, moves=False)
+        with block as scaled_loss:
             scaled_loss.backward(retain_graph=retain_graph)
         self._unscaled = True
         if update_master_grads:
             self._note(found_inf)
+        else:
+            scale = engine.scale(loss.device)
+            passes.multiply(scale)
+            self._scale = scale
 
     def update_master_grads(self) -> None:
         """Unscale gradients that are still scaled, and move a dynamic scale.
@@ -145,19 +147,14 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
         Needed after ``backward(loss, update_master_grads=False)``, or after a backward pass of your own over
         ``loss * optimizer.loss_scale`` that followed ``zero_grad``. Does nothing if there are none.
         """
-        attached = self._attached
-        passes = attached.passes
-        used = self.loss_scaler.engine.scale(attached.device)
-        if passes.delayed:
-            scale = passes.delayed_scale
-        elif self._unscaled or all(param.grad is None for param in attached.params()):
-            return
-        else:
-            scale = used
+        attached, scale = self._attached, self._scale
+        if scale is None:
+            if self._unscaled or all(param.grad is None for param in attached.params()):
+                return
+            scale = self.loss_scaler.engine.scale(attached.device)
         found_inf = torch.zeros((), dtype=torch.float32, device=attached.device)
-        passes.finish(scale, found_inf, None)
+        self._unscale(scale, found_inf)
         self._unscaled = True
-        record_pass([passes], self.loss_scaler.engine, found_inf, used)
         self._note(found_inf)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -326,8 +323,21 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
     # ---- inside
 
     def _settle(self) -> None:
-        if self._attached.passes.delayed:
+        if self._scale is not None:
             self.update_master_grads()
+
+    def _unscale(self, scale: torch.Tensor, found_inf: torch.Tensor, *, moves: bool = True) -> None:
+        """Unscale gradients that are still scaled.
+
+        Args:
+            scale: 0-dim tensor that they are multiplied by.
+            found_inf: 0-dim float32 tensor, set to 1.0 if one is not finite.
+            moves: whether the loss scale moves by it.
+        """
+        passes = self._attached.passes
+        passes.finish(scale, found_inf, None)
+        self._scale = None
+        record_pass([passes], self.loss_scaler.engine, found_inf, scale, moves=moves)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         self._found_inf = None
