@@ -51,7 +51,7 @@ def train(rank: int, name: str, face: str, micros: int, steps: int, anew: bool) 
         for step in range(steps):
             made.clear()
             if anew:
-                optimizer._groups.clear()
+                optimizer._fused.groups.clear()
             for micro in range(micros):
                 model.set_requires_gradient_sync(micro == micros - 1)
                 loss = loss_of(model, data(rank, step, micro))

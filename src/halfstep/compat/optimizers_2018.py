@@ -164,7 +164,6 @@ class FusedAdamOf2018(FusedAdam):
         self.defaults["max_grad_norm"] = max_grad_norm
         for group in self.param_groups:
             group.setdefault("max_grad_norm", max_grad_norm)
-        self._clipped: dict[int, Number] = {}
 
     def attach(self, *args: Any, **kwargs: Any) -> GradientRelease:
         """As for any fused optimizer, where no group is clipped: that takes all gradients of a group."""
@@ -176,12 +175,8 @@ class FusedAdamOf2018(FusedAdam):
         return super().attach(*args, **kwargs)
 
     def _take(self, groups: Iterable[tuple[Hyper, GroupRows]], factor: Number, skip: torch.Tensor | None) -> None:
-        groups = list(groups)
-        self._clipped = {id(group): _clipped(group["max_grad_norm"], rows, factor) for group, rows in groups}
-        super()._take(groups, factor, skip)
-
-    def _step_rows(self, group: Hyper, rows: ParamRows, factor: Number, skip: torch.Tensor | None) -> None:
-        super()._step_rows(group, rows, self._clipped[id(group)], skip)
+        for group, rows in groups:
+            super()._take([(group, rows)], _clipped(group["max_grad_norm"], rows, factor), skip)
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
         beta1, beta2 = group["betas"]

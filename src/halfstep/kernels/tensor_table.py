@@ -126,7 +126,7 @@ class TensorTable:
         if list(map(torch.Tensor.stride, tensors)) != self._strides:
             return False
         self.columns[name] = (storage, (tensors,))
-        return self._addresses is None or self._addresses.renew(tensors)
+        return self._addresses is None or self._addresses.update(tensors)
 
     def release(self) -> None:
         """Let go of the first column, which ``renew`` brings anew: so gradients that are cleared are freed."""
@@ -169,22 +169,37 @@ class AddressTable:
         self.lengths = [t.numel() for t in self.parts[0]]
         self.values = torch.empty(0, dtype=torch.int64)
         self._replayed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._known = self._read()
-        self._write()
+        self._known: list[list[int]] = []
+        self.update(self.parts[0])
 
-    def renew(self, tensors: list[torch.Tensor]) -> bool:
-        """Take new tensors of the first column, and find out whether any other has moved.
+    def update(self, tensors: list[torch.Tensor]) -> bool:
+        """Take new tensors of the first column, and write their addresses where they are not the known ones.
 
         Returns:
             False if the memory of another column was replaced: its layout may have changed, too.
         """
         self.parts[0] = tensors
-        found = self._read()
-        if found != self._known:
-            if found[1:] != self._known[1:]:
-                return False
-            self._known = found
-            self._write()
+        found = [list(map(torch.Tensor.data_ptr, part)) for part in self.parts]
+        for i, copies in self.staged.items():
+            for addresses, scratch in zip(found, copies, strict=True):
+                addresses[i] = scratch.data_ptr()
+        if found == self._known:
+            return True
+        if self._known and found[1:] != self._known[1:]:
+            return False
+        self._known = found
+        flat = array.array("q", itertools.chain.from_iterable(found))
+        if not flat:
+            return True
+        host = torch.frombuffer(flat, dtype=torch.int64)
+        if self.device.type != "cuda":
+            self.values = host
+            return True
+        # A pinned buffer is kept until its copy has run, by torch's caching host allocator.
+        host = host.pin_memory()
+        self.values = host.to(self.device, non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():
+            self._replayed.append((host, self.values))  # a graph copies at every replay
         return True
 
     def tensors(self, part: int) -> list[torch.Tensor]:
@@ -202,28 +217,6 @@ class AddressTable:
         for i, copies in self.staged.items():
             for part in parts:
                 self.parts[part][i].copy_(copies[part])
-
-    def _read(self) -> list[list[int]]:
-        """The addresses of each part."""
-        found = [list(map(torch.Tensor.data_ptr, tensors)) for tensors in self.parts]
-        for i, copies in self.staged.items():
-            for addresses, scratch in zip(found, copies, strict=True):
-                addresses[i] = scratch.data_ptr()
-        return found
-
-    def _write(self) -> None:
-        flat = [address for addresses in self._known for address in addresses]
-        if not flat:
-            return
-        host = torch.frombuffer(array.array("q", flat), dtype=torch.int64)
-        if self.device.type != "cuda":
-            self.values = host
-            return
-        # A pinned buffer is kept until its copy has run, by torch's caching host allocator.
-        host = host.pin_memory()
-        self.values = host.to(self.device, non_blocking=True)
-        if torch.cuda.is_current_stream_capturing():
-            self._replayed.append((host, self.values))  # a graph copies at every replay
 
 
 class PointerTable:

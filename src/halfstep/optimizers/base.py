@@ -53,13 +53,10 @@ class FusedOptimizer(FusedState):
     that is 0, and ``grad_scale`` is divided out, both on the device.
 
     Attributes:
-        release: the gradient release that ``attach`` began; None if there is none.
-        on_gradients: called in each step with what every gradient looks like; see ``OnGradients``.
+        options, set_grad_none, grad_norm, release, copies, on_gradients: see ``FusedData``.
     """
 
     _step_supports_amp_scaling = True
-    release: GradientRelease | None = None
-    on_gradients: tuple[OnGradients, ...] = ()
 
     # ---- what a subclass says
 
@@ -108,26 +105,21 @@ class FusedOptimizer(FusedState):
             UsageError: for a sparse gradient.
         """
         scaler = kwargs.pop("grad_scaler", None)
-        if any(value is not None for value in kwargs.values()):
-            raise ArgumentTypeError(
-                f"{type(self).__name__}.step takes closure= and grad_scaler=, not {', '.join(kwargs)}. Gradients are "
-                "read from the parameters, 16-bit copies are written with master_weights=, and a scaler passes its "
-                "scale by torch's contract."
-            )
-        if closure is not None and not callable(closure):
-            raise ArgumentTypeError(
-                f"{type(self).__name__}.step takes a closure, a function that evaluates the model and returns the "
-                f"loss, not {closure!r} of type {type(closure).__name__}."
-            )
-        if self.release is not None:
-            self.release.begin_step(closure, scaler)
+        if kwargs or closure is not None:
+            self._check_arguments(closure, kwargs)
+        fused = self._fused
+        if fused.release is not None:
+            fused.release.begin_step(closure, scaler)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_all(scaler)
-        if self.release is not None:
-            self.release.end_step()
+        groups = self._gather()
+        if groups:
+            factor, skip = self._factor(groups, scaler)
+            self._take(groups, factor, skip)
+        if fused.release is not None:
+            fused.release.end_step()
         return loss
 
     def attach(
@@ -166,29 +158,9 @@ class FusedOptimizer(FusedState):
         handle = GradientRelease(self, scaler)
         if release:
             handle.start(model)
-            self._warn_once()
+            if not self._fused.warned:
+                self._warn_once()
         return handle
-
-    def _step_all(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Step every parameter that has a gradient."""
-        groups = self._gather()
-        all_rows = [rows for _, group_rows in groups for rows in group_rows.rows]
-        if not all_rows:
-            return
-        if not self._warned:
-            self._warn_once()
-        grad_scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        device = all_rows[0].device
-        skip = None if skip is None else skip.to(device, torch.float32, non_blocking=True).reshape(())
-        if scaler is not None and scaler.is_enabled():
-            grad_scale = scale_of(scaler)
-            skip = torch.zeros((), dtype=torch.float32, device=device)
-        factor, skip = self._factor(all_rows, grad_scale, skip, check=scaler is not None)
-        if self.options.max_grad_norm is not None and (given := getattr(self, "found_inf", None)) is not None:
-            given.copy_(skip)
-        if scaler is not None and scaler.is_enabled():
-            set_found_inf(scaler, self, {device: skip})
-        self._take(groups, factor, skip)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients: to None by default, or to zero if the optimizer was made with ``set_grad_none=False``."""
@@ -198,20 +170,38 @@ class FusedOptimizer(FusedState):
 
     # ---- inside
 
+    def _check_arguments(self, closure: object, others: dict[str, Any]) -> None:
+        """Refuse arguments that ``step`` does not take."""
+        if any(value is not None for value in others.values()):
+            raise ArgumentTypeError(
+                f"{type(self).__name__}.step takes closure= and grad_scaler=, not {', '.join(others)}. Gradients are "
+                "read from the parameters, 16-bit copies are written with master_weights=, and a scaler passes its "
+                "scale by torch's contract."
+            )
+        if closure is not None and not callable(closure):
+            raise ArgumentTypeError(
+                f"{type(self).__name__}.step takes a closure, a function that evaluates the model and returns the "
+                f"loss, not {closure!r} of type {type(closure).__name__}."
+            )
+
     def _gather(self) -> list[tuple[Hyper, GroupRows]]:
         """The rows of every group that has gradients, from the last step where nothing else changed."""
-        groups = []
-        first = 0
-        same_state = self._state_is_known()
+        fused, groups, first = self._fused, [], 0
+        # Whether every entry of the state is the one that it was. No tensor is hashed, which takes long.
+        (params, entries), state = fused.known_state, self.state
+        same_state = len(state) == len(params) and all(map(is_, state, params))
+        same_state = same_state and all(map(is_, state.values(), entries))
         for index, group in enumerate(self.param_groups):
             params = group["params"]
             positions = range(first, first + len(params))
-            hyper, rows = self._rows_of(self._groups.get(index), group, params, positions, same_state)
-            self._groups[index] = rows
+            hyper, rows = self._rows_of(fused.groups.get(index), group, params, positions, same_state)
+            fused.groups[index] = rows
             if rows.rows:
                 groups.append((hyper, rows))
             first += len(params)
-        self._seen = list(self.state), list(self.state.values())
+        fused.known_state = list(state), list(state.values())
+        if groups and not fused.warned:
+            self._warn_once()
         return groups
 
     def _rows_of(
@@ -231,44 +221,66 @@ class FusedOptimizer(FusedState):
             positions: the place of each in the optimizer.
             same_state: whether the entries of ``state`` are known to be those of that step.
         """
+        fused = self._fused
         hyper = self._hyper(group)
         layout = self._layout(hyper)
-        if self.options.rounding == "stochastic":
+        if fused.options.rounding == "stochastic":
             layout = {"step": NUMBER, **layout}
         copies: list[torch.Tensor | None] = [None] * len(params)
-        if self.copies is not None and self.copies.keeps:
-            copies = [None if p.grad is None else self.copies.begin_write(p) for p in params]
+        if fused.copies is not None and fused.copies.keeps:
+            copies = [None if p.grad is None else fused.copies.begin_write(p) for p in params]
         if known is None or not known.renew(params, self.state, layout, copies, known=same_state):
-            if self.copies is not None:
-                self.copies.watch(params)  # some may have come since
-            self._start_masters(params)
-            known = GroupRows(params, self.state, layout, self.options, positions, copies)
+            if fused.copies is not None:
+                fused.copies.watch(params)  # some may have come since
+            self._complete_state(hyper, params)
+            known = GroupRows(params, self.state, layout, fused.options, positions, copies)
         return hyper, known
 
     def _warn_once(self) -> None:
-        if not self._warned:
-            self._warned = True
-            if not self.options.master_weights and self.options.rounding == "nearest":
-                warn_of_lost_updates(type(self).__name__, self.param_groups)
-
-    def _state_is_known(self) -> bool:
-        """Whether ``state`` has the very entries it had in the last step. No tensor is hashed, which takes long."""
-        params, entries = self._seen
-        if len(self.state) != len(params):
-            return False
-        return all(map(is_, self.state, params)) and all(map(is_, self.state.values(), entries))
+        self._fused.warned = True
+        if not self.options.master_weights and self.options.rounding == "nearest":
+            warn_of_lost_updates(type(self).__name__, self.param_groups)
 
     def _factor(
-        self, all_rows: list[ParamRows], grad_scale: torch.Tensor | None, skip: torch.Tensor | None, *, check: bool
+        self, groups: Iterable[tuple[Hyper, GroupRows]], scaler: torch.amp.GradScaler | None
     ) -> tuple[Number, torch.Tensor | None]:
-        """What to multiply gradients by, and the flag, from at most one read of them."""
+        """The factor of the gradients and the flag of a step, from at most one read of the gradients.
+
+        With clipping or a scaler, the flag also goes to whoever gave one.
+        """
+        all_rows = [rows for _, group_rows in groups for rows in group_rows.rows]
         device = all_rows[0].device
+        given = getattr(self, "found_inf", None)
+        grad_scale, skip = getattr(self, "grad_scale", None), given
+        if skip is not None:
+            skip = skip.to(device, torch.float32, non_blocking=True).reshape(())
+        scales = scaler is not None and scaler.is_enabled()
+        if scales:
+            grad_scale, skip = scale_of(scaler), torch.zeros((), dtype=torch.float32, device=device)
         inverse: Number = 1.0
         if grad_scale is not None:
             inverse = in_scalar_dtype(grad_scale.to(device, non_blocking=True)).reshape(()).reciprocal()
-        limit, watched = self.options.max_grad_norm, self.on_gradients
-        if limit is None and not check and not watched:
+        if self.options.max_grad_norm is None and scaler is None and not self.on_gradients:
             return inverse, skip
+        factor, skip = self._read_gradients(all_rows, inverse, skip, check=scaler is not None)
+        if self.options.max_grad_norm is not None and given is not None:
+            given.copy_(skip)
+        if scales:
+            set_found_inf(scaler, self, {device: skip})
+        return factor, skip
+
+    def _read_gradients(
+        self, all_rows: list[ParamRows], inverse: Number, skip: torch.Tensor | None, *, check: bool
+    ) -> tuple[Number, torch.Tensor | None]:
+        """Read all gradients once: for the norm that clips, for inf and NaN, and for ``on_gradients``.
+
+        Args:
+            all_rows: those of the step.
+            inverse: what the gradients are to be multiplied by before they are clipped.
+            skip: the flag that was given; None for none.
+            check: whether to read them for inf and NaN if nothing else does.
+        """
+        device, limit, watched = all_rows[0].device, self.options.max_grad_norm, self.on_gradients
         sums = []
         for rows in all_rows:
             found = None if skip is None else torch.zeros((), dtype=torch.float32, device=rows.device)
@@ -283,7 +295,8 @@ class FusedOptimizer(FusedState):
         if limit is None:
             return inverse, skip
         norm = sum(sums[1:], sums[0]).sqrt()
-        if grad_scale is None:  # each op on a GPU costs the host as much as a hundred lines of Python
+        # Each op on a GPU costs the host as much as a hundred lines of Python.
+        if not isinstance(inverse, torch.Tensor):
             factor: Number = (limit / (norm + 1e-6)).clamp(max=1.0)
         else:
             norm = norm * inverse
@@ -293,23 +306,19 @@ class FusedOptimizer(FusedState):
 
     def _take(self, groups: Iterable[tuple[Hyper, GroupRows]], factor: Number, skip: torch.Tensor | None) -> None:
         """Step the rows of some groups, and let go of their gradients."""
+        copies = self._fused.copies
         for group, group_rows in groups:
             for rows in group_rows.rows:
-                self._step_rows(group, rows, factor, skip)
+                scale = factor
+                if isinstance(scale, torch.Tensor):
+                    scale = scale.to(rows.device, non_blocking=True)
+                flag = None if skip is None else skip.to(rows.device, non_blocking=True)
+                taken = rows.numbers.get("step")
+                t = None if taken is None else in_scalar_dtype(taken) + 1.0
+                self._update(group, rows, Step(t, -scale if group.get("maximize") else scale, flag))
+                if taken is not None:
+                    taken.add_(1.0 if flag is None else 1.0 - flag)
                 increment_version(rows.weights)  # kernels write to them behind autograd's back
                 rows.table.release()
-                if self.copies is not None and self.copies.keeps:
-                    self.copies.end_write(rows.params)
-
-    def _step_rows(self, group: Hyper, rows: ParamRows, factor: Number, skip: torch.Tensor | None) -> None:
-        if isinstance(factor, torch.Tensor):
-            factor = factor.to(rows.device, non_blocking=True)
-        if skip is not None:
-            skip = skip.to(rows.device, non_blocking=True)
-        if group.get("maximize"):
-            factor = -factor
-        taken = rows.numbers.get("step")
-        t = None if taken is None else in_scalar_dtype(taken) + 1.0
-        self._update(group, rows, Step(t, factor, skip))
-        if taken is not None:
-            taken.add_(1.0 if skip is None else 1.0 - skip)
+                if copies is not None and copies.keeps:
+                    copies.end_write(rows.params)

@@ -19,6 +19,7 @@ from ..masters.split import master_value
 from .adagrad import FusedAdagrad
 from .adam import FusedAdam
 from .base import FusedOptimizer, Hyper
+from .fused_state import FusedData
 from .options import FusedOptions, MasterForm
 from .schedulers import count_steps, counts_steps
 from .sgd import FusedSGD
@@ -43,16 +44,8 @@ class OfTorch(FusedOptimizer):
 
     plain: ClassVar[type[torch.optim.Optimizer]]
     _counts: ClassVar[bool] = True  # torch expects a ``step`` wherever there is state
-
-    options = FusedOptions()
-    set_grad_none = True
-    grad_norm = None
-    _warned = False
-
-    def __new__(cls, *_: Any, **__: Any) -> OfTorch:
-        optimizer = super().__new__(cls)
-        optimizer._groups, optimizer._started = {}, {}
-        return optimizer
+    _renamed: ClassVar[tuple[tuple[str, str], ...]] = ()  # our name of a hyperparameter, and torch's
+    _fixed: ClassVar[dict[str, Any]]  # hyperparameters that torch's class has not
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """As ``FusedOptimizer.step``, or as torch's own after ``unfuse``."""
@@ -87,8 +80,10 @@ class OfTorch(FusedOptimizer):
         super().__setstate__(state)
 
     def _hyper(self, group: Hyper) -> Hyper:
-        lr = group["lr"]
-        return {**group, "lr": lr.reshape(()) if isinstance(lr, torch.Tensor) else lr}
+        hyper = {**group, **self._fixed, **{ours: group[theirs] for ours, theirs in self._renamed}}
+        if isinstance(group["lr"], torch.Tensor):
+            hyper["lr"] = group["lr"].reshape(())
+        return hyper
 
 
 _hooked_step = torch.optim.Optimizer.profile_hook_step(FusedOptimizer.step)
@@ -97,9 +92,8 @@ _hooked_step = torch.optim.Optimizer.profile_hook_step(FusedOptimizer.step)
 class OfAdam(OfTorch, FusedAdam):
     """The common part of Adam and AdamW: in both the group says whether weight decay is decoupled."""
 
-    def _hyper(self, group: Hyper) -> Hyper:
-        decoupled = group["decoupled_weight_decay"]
-        return {**super()._hyper(group), "adam_w_mode": decoupled, "bias_correction": True}
+    _renamed: ClassVar = (("adam_w_mode", "decoupled_weight_decay"),)
+    _fixed: ClassVar = {"bias_correction": True}
 
 
 class Adam(OfAdam, torch.optim.Adam):
@@ -121,22 +115,21 @@ class SGD(OfTorch, FusedSGD, torch.optim.SGD):
 
     plain = torch.optim.SGD
     _counts = False
+    _fixed: ClassVar = {"wd_after_momentum": False}
     materialize_master_grads = True
     __init__ = torch.optim.SGD.__init__
-
-    def _hyper(self, group: Hyper) -> Hyper:
-        return {**super()._hyper(group), "wd_after_momentum": False}
 
 
 class Adagrad(OfTorch, FusedAdagrad, torch.optim.Adagrad):
     """``torch.optim.Adagrad`` with a fused step."""
 
     plain = torch.optim.Adagrad
+    _fixed: ClassVar = {"adagrad_w_mode": False}
     __init__ = torch.optim.Adagrad.__init__
 
     def _hyper(self, group: Hyper) -> Hyper:
         initial = self.defaults["initial_accumulator_value"]  # torch asks no group for it
-        return {**super()._hyper(group), "adagrad_w_mode": False, "initial_accumulator_value": initial}
+        return {**super()._hyper(group), "initial_accumulator_value": initial}
 
 
 _FUSED: dict[type[torch.optim.Optimizer], type[OfTorch]] = {cls.plain: cls for cls in (Adam, AdamW, SGD, Adagrad)}
@@ -190,7 +183,7 @@ def fuse(
         raise obstacle
     fused: Any = optimizer
     _become(fused, _FUSED[type(optimizer)])
-    fused.options, fused._groups, fused._started = options, {}, {}
+    fused._fused = FusedData(options)
     _drop_spoilt_masters(fused)
     return optimizer
 
@@ -226,9 +219,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
                 _restore(param, state, group, param.dtype if master is None else master.dtype, optimizer._counts)
                 if not state:
                     del optimizer.state[param]
-    ours = ("options", "set_grad_none", "grad_norm", "copies", "release", "_groups", "_seen", "_started", "_warned")
-    for name in ours:
-        vars(optimizer).pop(name, None)
+    del optimizer._fused
     _become(optimizer, optimizer.plain)
     return masters
 

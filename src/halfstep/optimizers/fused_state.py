@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,10 +19,53 @@ from ..masters.split import master_value, take_back_rounding
 from .options import FusedOptions
 from .param_rows import GroupRows
 
-__all__ = ["FusedState", "Hyper"]
+if TYPE_CHECKING:
+    from .release import GradientRelease
+
+__all__ = ["FusedData", "FusedState", "Hyper"]
+
+_Self = TypeVar("_Self", bound="FusedState")
 
 Hyper = dict[str, Any]
 """A parameter group: its hyperparameters by name."""
+
+
+@dataclass(slots=True, eq=False)
+class FusedData:
+    """Everything that a fused optimizer has and torch's has not. It is the one attribute that we put on its instances.
+
+    Attributes:
+        options: how weights and state are stored, and whether a step clips.
+        set_grad_none: what ``zero_grad()`` does by default.
+        grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
+        warned: whether the warning about lost updates has been given, or need not be.
+        release: the gradient release that ``attach`` began; None if there is none.
+        copies: the 16-bit casts of its fp32 weights, if it was told that there are any; see ``keep_copies``.
+        on_gradients: functions that are called with the gradients of each step; see ``OnGradients``.
+        started: the fp32 values that masters start from, by the identity of the parameter, until its first step.
+        groups: the rows of each parameter group, by its place, as the last step left them.
+        known_state: the keys and the entries of ``state`` after the last step.
+    """
+
+    options: FusedOptions = field(default_factory=FusedOptions)
+    set_grad_none: bool = True
+    grad_norm: torch.Tensor | None = None
+    warned: bool = False
+    release: GradientRelease | None = None
+    copies: WeightCopies | None = None
+    on_gradients: tuple[Callable[..., None], ...] = ()
+    started: dict[int, torch.Tensor] = field(default_factory=dict)
+    groups: dict[int, GroupRows] = field(default_factory=dict)
+    known_state: tuple[list[Any], list[Any]] = ([], [])
+
+
+_SAVED = {"options": "options", "set_grad_none": "set_grad_none", "grad_norm": "grad_norm", "_warned": "warned"}
+"""What a pickle holds of ``FusedData``: the name that it has there, and that of the field."""
+
+
+def _field(name: str) -> Any:
+    """A property of an optimizer that is a field of its ``FusedData``."""
+    return property(attrgetter(f"_fused.{name}"), lambda self, value: setattr(self._fused, name, value))
 
 
 class FusedState(torch.optim.Optimizer):
@@ -34,21 +78,26 @@ class FusedState(torch.optim.Optimizer):
         set_grad_none: what ``zero_grad()`` does by default.
 
     Attributes:
-        options: see ``FusedOptions``.
-        copies: the 16-bit casts of its fp32 weights, if it was told that there are any; see ``keep_copies``.
-        grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
+        options, set_grad_none, grad_norm, release, copies, on_gradients: see ``FusedData``.
     """
 
-    copies: WeightCopies | None = None
-    _seen: tuple[list[Any], list[Any]] = ([], [])
+    _fused: FusedData
+
+    options: FusedOptions = _field("options")
+    set_grad_none: bool = _field("set_grad_none")
+    grad_norm: torch.Tensor | None = _field("grad_norm")
+    release: GradientRelease | None = _field("release")
+    copies: WeightCopies | None = _field("copies")
+    on_gradients: tuple[Callable[..., None], ...] = _field("on_gradients")
+
+    def __new__(cls: type[_Self], *_: Any, **__: Any) -> _Self:
+        """An instance that a pickle can fill."""
+        optimizer = super().__new__(cls)
+        optimizer._fused = FusedData()
+        return optimizer
 
     def __init__(self, params: Any, defaults: Hyper, options: FusedOptions, *, set_grad_none: bool = True) -> None:
-        self.options = options
-        self.set_grad_none = set_grad_none
-        self.grad_norm: torch.Tensor | None = None
-        self._groups: dict[int, GroupRows] = {}
-        self._started: dict[int, torch.Tensor] = {}  # where masters start from, by the identity of the parameter
-        self._warned = False
+        self.options, self.set_grad_none = options, set_grad_none
         self._check(defaults)
         super().__init__(params, defaults)
 
@@ -75,18 +124,18 @@ class FusedState(torch.optim.Optimizer):
         """
         if not self.options.master_weights and self.options.rounding == "nearest":
             self.options = replace(self.options, master_weights=True)
-            self._groups.clear()
+            self._fused.groups.clear()
         if self.options.master_weights:
             mine = [p for group in self.param_groups for p in group["params"] if p.dtype in HALF_DTYPES]
             given = started or {}
-            self._started = {id(p): given[id(p)].to(torch.float32) for p in mine if id(p) in given}
+            self._fused.started = {id(p): given[id(p)].to(torch.float32) for p in mine if id(p) in given}
 
     def master_value(self, param: torch.Tensor) -> torch.Tensor:
         """A new float32 tensor: the value of a parameter's master; without a master, of the parameter."""
         state = self.state.get(param, {})
-        if "master" in state or "remainder" in state or id(param) not in self._started:
+        if "master" in state or "remainder" in state or id(param) not in self._fused.started:
             return master_value(param, state)
-        return self._start(param, self._started[id(param)])
+        return self._start(param, self._fused.started[id(param)])
 
     @torch.no_grad()
     def write_master(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -99,15 +148,15 @@ class FusedState(torch.optim.Optimizer):
             state["remainder"].copy_(low)
             return high
         elif self.options.master_weights:
-            start = self._started[id(param)] = value.to(param.device, torch.float32, copy=True)
+            start = self._fused.started[id(param)] = value.to(param.device, torch.float32, copy=True)
             # A remainder that is loaded after this belongs to the weight that ``split`` makes.
             return split(start)[0] if self._will_split(param) else start.to(param.dtype)
         return value.to(param.dtype)
 
     def unused_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The parameters that have not stepped yet, with the fp32 values that their masters start from."""
-        params = (p for group in self.param_groups for p in group["params"])
-        return [(p, self._started[id(p)]) for p in params if id(p) in self._started]
+        started = self._fused.started
+        return [(p, started[id(p)]) for group in self.param_groups for p in group["params"] if id(p) in started]
 
     def keep_copies(self, dtype: torch.dtype, keep: bool) -> WeightCopies:
         """Read 16-bit gradients of fp32 weights that forward passes cast to a dtype; with ``keep`` write the casts."""
@@ -166,8 +215,8 @@ class FusedState(torch.optim.Optimizer):
                     if "remainder" in state:
                         take_back_rounding(param, state["remainder"], masters[id(param)])
                     elif "master" not in state:
-                        self._started[id(param)] = masters[id(param)]  # the state is of an optimizer without any
-            self._groups.clear()
+                        self._fused.started[id(param)] = masters[id(param)]  # the state is of one without any
+            self._fused.groups.clear()
 
         before = self.register_load_state_dict_pre_hook(capture)
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
@@ -178,27 +227,35 @@ class FusedState(torch.optim.Optimizer):
             after.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("options", "set_grad_none", "grad_norm", "_warned")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+        return {**super().__getstate__(), **{name: getattr(self._fused, where) for name, where in _SAVED.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         known = set(state.get("defaults") or self.defaults)
-        super().__setstate__(state)
+        super().__setstate__({name: value for name, value in state.items() if name not in _SAVED})
+        for name in _SAVED.keys() & state.keys():
+            setattr(self._fused, _SAVED[name], state[name])
         if "differentiable" not in known:
             self.defaults.pop("differentiable", None)  # torch adds it to whatever it restores
-        self._groups, self._seen = {}, ([], [])
-        self.__dict__.setdefault("_started", {})
+        self._fused.groups, self._fused.known_state = {}, ([], [])
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
     # ---- inside
 
-    def _start_masters(self, params: Iterable[torch.Tensor]) -> None:
-        """Let masters that are made in this step start from what they were given."""
-        for param in params if self._started else ():
-            if param.grad is not None and id(param) in self._started:
-                start, state = self._started.pop(id(param)), self.state[param]
+    def _complete_state(self, group: Hyper, params: Iterable[torch.Tensor]) -> None:
+        """Let masters that are made in this step start from what they were given.
+
+        A subclass may add what else the state of some parameters needs before the tables of a step are made.
+
+        Args:
+            group: their hyperparameters.
+            params: some of the parameters of a group.
+        """
+        started = self._fused.started
+        for param in params if started else ():
+            if param.grad is not None and id(param) in started:
+                start, state = started.pop(id(param)), self.state[param]
                 if "master" not in state and "remainder" not in state:
                     state["master"] = self._start(param, start)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars
 from .base import FusedOptimizer, Hyper, Step
 from .options import FusedOptions, MasterForm, check_hyperparameters
-from .param_rows import NUMBER, GroupRows, ParamRows, StateLayout, StateSpec
+from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
 
 __all__ = ["FusedSGD", "momentum_sgd", "sgd", "sgd_scalars"]
 
@@ -160,19 +160,12 @@ class FusedSGD(FusedOptimizer):
                 "dampening."
             )
 
-    def _rows_of(
-        self,
-        known: GroupRows | None,
-        group: Hyper,
-        params: list[torch.Tensor],
-        positions: Sequence[int],
-        same_state: bool = False,
-    ) -> tuple[Hyper, GroupRows]:
+    def _complete_state(self, group: Hyper, params: Iterable[torch.Tensor]) -> None:
         for param in params if group["dampening"] else ():
             state = self.state.get(param, {})
             if isinstance(state.get("momentum_buffer"), torch.Tensor):  # torch's, or from before there was dampening
                 state.setdefault("step", torch.tensor(1.0, dtype=torch.float32))
-        return super()._rows_of(known, group, params, positions, same_state)
+        super()._complete_state(group, params)
 
     def _layout(self, group: Hyper) -> StateLayout:
         if not group["momentum"]:
