@@ -10,7 +10,7 @@ from ..casting.dynamo import eager
 from ..core.checks import check_flag
 from ..core.errors import ArgumentIndexError, ArgumentTypeError
 from ..stepping.scaled_backward import ScaledBackward
-from .session import as_list, session_of
+from .session import session_of
 
 __all__ = ["scale_loss"]
 
@@ -58,7 +58,7 @@ def scale_loss(
         ArgumentTypeError: if the loss is no floating tensor, ``loss_id`` no whole number, or a switch neither True nor
             False.
     """
-    session, attached = session_of(as_list(optimizers, "amp.scale_loss"), "amp.scale_loss")
+    session, attached = session_of(optimizers, "amp.scale_loss")
     if not session.options.enabled:
         return nullcontext(loss)
     scalers = session.loss_scalers
@@ -69,11 +69,9 @@ def scale_loss(
             f"loss_id={loss_id}, but amp.initialize was called with num_losses={len(scalers)}; count losses from 0, "
             "and pass num_losses= as many as there are losses with a scale of their own."
         )
-    return ScaledBackward(
-        loss,
-        [one.passes for one in attached],
-        scalers[loss_id],
-        name="amp.scale_loss",
-        delay=check_flag("delay_unscale", delay_unscale),
-        check=not check_flag("delay_overflow_check", delay_overflow_check),
-    )
+    delay, check = False, True
+    if delay_unscale is not False or delay_overflow_check is not False:
+        delay = check_flag("delay_unscale", delay_unscale)
+        check = not check_flag("delay_overflow_check", delay_overflow_check)
+    passes = [one.passes for one in attached]
+    return ScaledBackward(loss, passes, scalers[loss_id], name="amp.scale_loss", delay=delay, check=check)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,18 +58,21 @@ def require_session(caller: str) -> Session:
     return latest.session
 
 
-def session_of(optimizers: Sequence[object], caller: str) -> tuple[Session, list[AttachedOptimizer]]:
-    """The session of some optimizers, and what is kept about each; nothing is when amp is disabled.
+def session_of(optimizers: object, caller: str) -> tuple[Session, list[AttachedOptimizer]]:
+    """The session of an optimizer or of a list of them, and what is kept about each; nothing is when amp is disabled.
 
     Raises:
+        ArgumentTypeError: for something else than an optimizer.
         UsageError: before ``amp.initialize``, or for an optimizer that it did not return.
     """
-    if len(set(map(id, optimizers))) < len(optimizers):
+    given = optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,)
+    if len(set(map(id, given))) < len(given):
         raise UsageError(f"{caller} was given an optimizer twice; pass each once.")
     found = []
-    for optimizer in optimizers:
+    for optimizer in given:
         attached = attached_to(optimizer)
         if attached is None or attached.session is None:
+            check_optimizer(optimizer, caller)
             current = require_session(caller)
             if not current.options.enabled:
                 return current, []
@@ -87,20 +90,17 @@ def session_of(optimizers: Sequence[object], caller: str) -> tuple[Session, list
     return session, found
 
 
-def as_list(optimizers: Any, caller: str) -> list[Any]:
-    """One optimizer or several, as a list.
+def check_optimizer(given: object, caller: str) -> None:
+    """Check that an argument is an optimizer, or a wrapper that has the groups of one.
 
     Raises:
         ArgumentTypeError: for anything else.
     """
-    found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    for optimizer in found:
-        if not hasattr(optimizer, "param_groups"):
-            raise ArgumentTypeError(
-                f"{caller} needs an optimizer or a list of them, not {type(optimizer).__name__}; "
-                "pass those that amp.initialize returned."
-            )
-    return found
+    if not hasattr(given, "param_groups"):
+        raise ArgumentTypeError(
+            f"{caller} needs an optimizer or a list of them, not {type(given).__name__}; pass those that "
+            "amp.initialize returned."
+        )
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -118,11 +118,12 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         into it goes to the master and to the weight with the next step, forward pass of the model, ``state_dict()`` or
         call of this. Of a parameter that another rank steps (``ZeroRedundancyOptimizer``) the parameter itself.
     """
-    attached = attached_to(optimizer)
-    if attached is not None:
-        yield from attached.keeper.master_params()
-        return
-    for each in as_list(optimizer, "amp.master_params"):
+    for each in optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,):
+        attached = attached_to(each)
+        if attached is not None:
+            yield from attached.keeper.master_params()
+            continue
+        check_optimizer(each, "amp.master_params")
         for group in each.param_groups:
             yield from group["params"]
 
