@@ -96,6 +96,9 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             rounding what goes in and what comes out, where the device has no 16-bit units; True everywhere, False
             nowhere.
 
+    Attributes:
+        casting: what the scope does to ops; it is a scope by itself, too.
+
     Warns:
         PrecisionWarning: once, where the hardware has no units for the dtype and ``emulate=False``.
 
@@ -148,14 +151,14 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             lists: Any = _printed(custom_white_list, custom_black_list, level, use_promote)
         else:
             lists = OpLists.custom(custom_white_list, custom_black_list, level=level, use_promote=use_promote)
-        self._casting = OpCasting(half, lists, enabled=enabled, devices=devices, emulate=emulate)
+        self.casting = OpCasting(half, lists, enabled=enabled, devices=devices, emulate=emulate)
 
     def __enter__(self) -> auto_cast:
-        self._casting.__enter__()
+        self.casting.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._casting.__exit__(*exc)
+        self.casting.__exit__(*exc)
 
     def __call__(self, function: F) -> F:
         """Decorate a function: it runs inside the scope."""

@@ -24,7 +24,7 @@ from ..core.loading import load_whole
 from .callbacks import Callback, call, calling, check_running
 from .configs import LIST_KEYS, SCALER_KEYS, read_configs
 from .data import as_list, as_loader, batch_size_of, inputs_and_labels, length_of
-from .metrics import Metrics
+from .metrics import compute_metrics, name_metrics, reset_metrics
 from .summary import summarize
 
 __all__ = ["Model"]
@@ -57,7 +57,7 @@ class Model:
         self.stop_training = False
         self._optimizer: torch.optim.Optimizer | None = None
         self._loss: Callable[..., Any] | None = None
-        self._metrics = Metrics(None)
+        self._metrics: dict[str, Any] = {}
         self._scope: AbstractContextManager[Any] = nullcontext()
         self._scaler = GradScaler(enable=False)
 
@@ -105,14 +105,14 @@ class Model:
             raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
         if loss is not None and not callable(loss):
             raise ArgumentTypeError(f"loss must be callable, not {type(loss).__name__}.")
-        named = Metrics(metrics)
+        named = name_metrics(metrics)
         level, configs = read_configs(amp_configs)
         scope: AbstractContextManager[Any] = nullcontext()
         scaler = GradScaler(enable=False)
         if level != "O0":
             half = default_half(self._device()) if configs.get("dtype") is None else parse_dtype(configs["dtype"])
             casts = {key: configs[key] for key in ("emulate", *LIST_KEYS) if key in configs}
-            scope = auto_cast(level=level, dtype=half, **casts)
+            scope = auto_cast(level=level, dtype=half, **casts).casting
             scaling = {key: configs[key] for key in SCALER_KEYS if key in configs}
             scaler = GradScaler(enable=half == torch.float16 or bool(scaling), **scaling)
             if level == "O2":
@@ -128,6 +128,7 @@ class Model:
         Returns:
             The loss: a detached fp32 scalar on the device.
         """
+        self._need_optimizer()
         return self._train_batch(as_list(inputs), as_list(labels), update, 1.0)
 
     @torch.no_grad()
@@ -135,14 +136,15 @@ class Model:
         """The loss of one batch in eval mode, as ``train_batch`` returns it. Metrics are updated."""
         self._need_loss()
         self.network.eval()
-        return self._losses(as_list(inputs), as_list(labels))
+        return self._compute_loss(as_list(inputs), as_list(labels))
 
     @torch.no_grad()
     def predict_batch(self, inputs: Any) -> Any:
         """The network's outputs for one batch, in eval mode."""
         self.network.eval()
+        (moved,) = self._moved(as_list(inputs))
         with self._scope:
-            return self.network(*self._moved(as_list(inputs)))
+            return self.network(*moved)
 
     # ---- many batches
 
@@ -313,7 +315,7 @@ class Model:
     # ---- inside
 
     def _train_epoch(self, loader: Iterable[Any], accumulate: int, called: list[Callback]) -> dict[str, Any]:
-        self._metrics.reset(self._device())
+        reset_metrics(self._metrics, self._device())
         batches = iter(loader)
         step = 0
         logs: dict[str, Any] = {}
@@ -324,10 +326,10 @@ class Model:
                 logs = {"loss": self._train_batch(inputs, labels, place == len(window), sum(sizes) / size)}
                 call(called, "on_train_batch_end", step, logs)
                 step += 1
-        return {name: value.item() for name, value in logs.items()} | (self._metrics.compute() if step else {})
+        return {name: value.item() for name, value in logs.items()} | (compute_metrics(self._metrics) if step else {})
 
     def _evaluate(self, loader: Iterable[Any], called: list[Callback]) -> dict[str, Any]:
-        self._metrics.reset(self._device())
+        reset_metrics(self._metrics, self._device())
         call(called, "on_eval_begin", {})
         total, samples = 0.0, 0
         for step, batch in enumerate(loader):
@@ -337,47 +339,44 @@ class Model:
             size = batch_size_of(labels)
             total += loss.item() * size
             samples += size
-        logs = {"loss": total / samples} | self._metrics.compute() if samples else {}
+        logs = {"loss": total / samples} | compute_metrics(self._metrics) if samples else {}
         call(called, "on_eval_end", logs)
         return logs
 
     def _train_batch(self, inputs: list[Any], labels: list[Any], update: bool, share: float) -> torch.Tensor:
-        optimizer = self._need_optimizer()
+        assert self._optimizer is not None
         self.network.train()
-        loss = self._losses(inputs, labels)
+        loss = self._compute_loss(inputs, labels)
         self._scaler.scale(loss / share).backward()
         if update:
-            self._scaler.step(optimizer)
+            self._scaler.step(self._optimizer)
             self._scaler.update()
-            optimizer.zero_grad()
+            self._optimizer.zero_grad()
         return loss.detach()
 
-    def _losses(self, inputs: list[Any], labels: list[Any]) -> torch.Tensor:
-        loss_fn = self._need_loss()
-        labels = self._moved(labels)
+    def _compute_loss(self, inputs: list[Any], labels: list[Any]) -> torch.Tensor:
+        assert self._loss is not None
+        inputs, labels = self._moved(inputs, labels)
         with self._scope:
-            outputs = [_in_fp32(part) for part in as_list(self.network(*self._moved(inputs)))]
-            loss: torch.Tensor = loss_fn(*outputs, *labels)
-        self._metrics.update([part.detach() for part in outputs], labels)
+            found = as_list(self.network(*inputs))
+            outputs = [x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF_DTYPES else x for x in found]
+            loss: torch.Tensor = self._loss(*outputs, *labels)
+        for metric in self._metrics.values():
+            metric.update(*[output.detach() for output in outputs], *labels)
         return loss.float()
 
-    def _need_optimizer(self) -> torch.optim.Optimizer:
+    def _need_optimizer(self) -> None:
         if self._optimizer is None or self._loss is None:
             raise UsageError("Training needs an optimizer and a loss; give both to Model.prepare(optimizer, loss).")
-        return self._optimizer
 
-    def _need_loss(self) -> Callable[..., Any]:
+    def _need_loss(self) -> None:
         if self._loss is None:
             raise UsageError("There is no loss; give one to Model.prepare(optimizer, loss).")
-        return self._loss
 
     def _device(self) -> torch.device:
         return next((p.device for p in self.network.parameters()), torch.device("cpu"))
 
-    def _moved(self, parts: list[Any]) -> list[Any]:
+    def _moved(self, *lists: list[Any]) -> list[list[Any]]:
+        """Inputs and labels, with their tensors on the device of the network."""
         device = self._device()
-        return [part.to(device) if isinstance(part, torch.Tensor) else part for part in parts]
-
-
-def _in_fp32(part: Any) -> Any:
-    return part.float() if isinstance(part, torch.Tensor) and part.dtype in HALF_DTYPES else part
+        return [[part.to(device) if isinstance(part, torch.Tensor) else part for part in parts] for parts in lists]
