@@ -143,10 +143,11 @@ def _executor() -> Loop:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     program = static.capture(model, LOSS, BATCH)
     static.amp.decorate(sgd, level="O2", dtype="float16", emulate=True).minimize(program.loss)
+    executor = static.Executor()
 
     def loop(batches: Batches) -> None:
         for batch in batches:
-            static.Executor().run(program, dict(zip(program.feed_names, batch, strict=True)), [program.loss])
+            executor.run(program, dict(zip(program.feed_names, batch, strict=True)), [program.loss])
 
     return loop
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +18,7 @@ from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.oplists import OpLists
 from ...graph.cast_pass import GUARD, cast_graph
 from ...stepping.attached import attach
-from .capture import Program, Value, loss_of
+from .capture import Program, Trainer, Value, loss_of
 from .tape import Variable
 
 __all__ = ["CustomOpLists", "MixedPrecisionOptimizer", "decorate", "fp16_guard"]
@@ -178,7 +178,7 @@ def _decorate_new(
     return MixedPrecisionOptimizer(optimizer, amp_lists, scaler, half, level, use_amp_guard, use_promote, masters)
 
 
-class MixedPrecisionOptimizer:
+class MixedPrecisionOptimizer(Trainer):
     """An optimizer that trains a captured program in mixed precision; ``decorate`` makes it.
 
     Attributes:
@@ -201,7 +201,7 @@ class MixedPrecisionOptimizer:
         masters: bool = True,
     ) -> None:
         lists = amp_lists or CustomOpLists()
-        self.optimizer, self.scaler = optimizer, scaler
+        super().__init__(optimizer, scaler)
         self._half, self._level, self._guarded, self._masters = half, level, guarded, masters
         self._black = lists.black_varnames
         self._lists = OpLists.custom(
@@ -272,13 +272,3 @@ class MixedPrecisionOptimizer:
         """Call ``amp_init`` at O2; a second call does nothing."""
         if self._level == "O2":
             self.amp_init()
-
-    def train(self, module: Callable[..., Any], feed: list[torch.Tensor]) -> tuple[Any, ...]:
-        """One step: forward, scaled backward, and an update unless it overflowed."""
-        self.prepare()
-        results: tuple[Any, ...] = module(*feed)
-        self.scaler.scale(results[0].float()).backward()  # a 16-bit loss could overflow when it is scaled
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        return results

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
+from ...amp.grad_scaler import GradScaler
 from ...casting.emulation import narrow
 from ...casting.scope import NO_CASTING
 from ...core.checks import check_kind
@@ -34,14 +35,29 @@ class Value:
     name: str
 
 
-class Trainer(Protocol):
-    """Trains a program."""
+class Trainer:
+    """The optimizer and the loss scale that train a program: its training step.
+
+    Attributes:
+        optimizer: over parameters of the program.
+        scaler: the loss scale; a disabled one for training in fp32.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
+        self.optimizer, self.scaler = optimizer, scaler
 
     def prepare(self) -> None:
-        """Get the parameters ready for the graph, before each run."""
+        """Get the parameters ready for the graph, before each run. A graph without casts takes them as they are."""
 
     def train(self, module: Callable[..., Any], feed: list[torch.Tensor]) -> tuple[Any, ...]:
-        """Take one step, and return the outputs of the graph."""
+        """Take one step: forward, scaled backward, and an update unless it overflowed; returns the graph's outputs."""
+        self.prepare()
+        results: tuple[Any, ...] = module(*feed)
+        self.scaler.scale(results[0]).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return results
 
 
 class _ModelAndLoss(nn.Module):
@@ -225,7 +241,7 @@ class Program:
         """Train with a torch optimizer, in fp32, from now on; ``static.amp.decorate`` is for 16 bits."""
         check_kind("minimize: optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         assert self.loss
-        self.train_with(_Fp32Trainer(optimizer))
+        self.train_with(Trainer(optimizer, GradScaler(enable=False)))
 
     def train_with(self, trainer: Trainer, casting: Casting | None = None) -> None:
         """Have a trainer take the steps from now on, in the graph with casts if there is one."""
@@ -326,21 +342,6 @@ def loss_of(given: Value | Variable) -> Value:
             "minimize takes program.loss, of a program from static.capture, or what was computed from static.data."
         )
     return given
-
-
-class _Fp32Trainer:
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def prepare(self) -> None:
-        """Nothing to do."""
-
-    def train(self, module: Callable[..., Any], feed: list[torch.Tensor]) -> tuple[Any, ...]:
-        results: tuple[Any, ...] = module(*feed)
-        results[0].backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return results
 
 
 def load(path: str | PathLike[str]) -> Program:

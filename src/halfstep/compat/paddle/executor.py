@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from ...casting.current import thread
 from ...casting.scope import NO_CASTING
 from ...core.checks import check_flag
 from ...core.errors import ArgumentTypeError, ArgumentValueError
+from ...core.oplists.tables import NATIVE
 from .building import default_main_program
 from .capture import Program, Value
 from .tape import Variable
@@ -77,7 +80,7 @@ class Executor:
         extra, positions = program.positions(() if fetch_list is None else fetch_list)
         if program.is_empty:
             return []
-        with NO_CASTING:  # the casts are in the program
+        with _without_casts():
             module = program.module(extra, self.compiled)
             if program.trainer is not None and train:
                 results = program.trainer.train(module, inputs)
@@ -87,6 +90,12 @@ class Executor:
                 with torch.no_grad():
                     results = module(*inputs)
         return [results[i].detach() for i in positions]
+
+
+def _without_casts() -> AbstractContextManager[object]:
+    """A scope for a program, which has its casts in its graph: what casts in this thread is turned off, if anything."""
+    casts = thread.current is not None or any(map(torch.is_autocast_enabled, NATIVE))
+    return NO_CASTING if casts else nullcontext()
 
 
 def _device(given: torch.device | str) -> torch.device:
