@@ -7,6 +7,7 @@ import collections
 import copy
 import dataclasses
 import gc
+import inspect
 import io
 import logging
 import pickle
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep import amp
+from halfstep.amp.options import ARGUMENTS
 from halfstep.core.dtypes import dtype_name
 from halfstep.core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from halfstep.core.policy import Policy
@@ -359,6 +361,14 @@ def test_policy_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_may_not_stand_beside_a_policy(name: str, value: Any, words: str) -> None:
     with pytest.raises(UsageError, match=rf"policy= and {name}=.* were both given.*{words}.*Only loss_scale="):
         amp.initialize(*fresh(), policy=Policy.from_level("O3"), verbosity=0, **{name: value})
+
+
+def test_the_table_of_arguments_says_what_initialize_takes() -> None:
+    parameters = inspect.signature(amp.initialize).parameters
+    names = {field.name for field in dataclasses.fields(Policy)}
+    for name, argument in ARGUMENTS.items():
+        assert parameters[name].default == argument.default
+        assert argument.field is None or argument.field in names
 
 
 O1, O2 = Policy.from_level("O1"), Policy.from_level("O2")

@@ -11,10 +11,10 @@ from torch import nn
 from ..casting import modules
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.scope import OpCasting
-from ..core.checks import check_flag
+from ..core.checks import check_flag, check_switch
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.policy import Policy
+from ..core.policy import Policy, check_keep_casts
 from ..core.torch_compat import InstanceNorm
 from ..optimizers.base import FusedOptimizer
 from ..stepping.prepare import check, prepare
@@ -146,12 +146,7 @@ def decorate(
     )
     check_emulate(emulate)
     check_flag("fused", fused)
-    check_flag("keep_casts", keep_casts)
-    if keep_casts and level != "O1":
-        raise UsageError(
-            "keep_casts=True keeps the 16-bit casts of fp32 weights from step to step, and at O2 the weights "
-            'themselves are 16-bit; leave it out, or use level="O1".'
-        )
+    check_keep_casts(keep_casts, level == "O1", "at O2 the weights themselves are 16-bit", 'level="O1"')
     if level == "O2" and emulate is False:
         warn_of_slow_devices(model_list, half)
     casting = OpCasting(
@@ -194,12 +189,9 @@ def _check_dtype(name: str, value: torch.dtype | str, allowed: tuple[torch.dtype
 
 
 def _check_masters(master_weight: Any, master_grad: Any, optimizers: list[torch.optim.Optimizer]) -> bool:
-    """Whether the optimizers get masters."""
-    if not isinstance(master_weight, (bool, type(None))) or not isinstance(master_grad, bool):
-        raise ArgumentTypeError(
-            f"master_weight={master_weight!r} must be True, False or None, "
-            f"and master_grad={master_grad!r} must be True or False."
-        )
+    """Check what was asked for; True if the optimizers get masters."""
+    check_switch("master_weight", master_weight, or_none=True)
+    check_switch("master_grad", master_grad)
     if master_grad and master_weight is False:
         raise UsageError(
             "master_grad=True keeps fp32 gradients of 16-bit parameters, which torch's optimizers step with only "

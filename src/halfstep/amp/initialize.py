@@ -188,18 +188,20 @@ def initialize(
     recipe = resolve(
         policy,
         default_half(device_of(model_list)),
-        opt_level=opt_level,
-        dtype=dtype,
-        cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
-        op_lists=op_lists,
-        custom_white_list=custom_white_list,
-        custom_black_list=custom_black_list,
-        keep_casts=keep_casts,
+        {
+            "opt_level": opt_level,
+            "dtype": dtype,
+            "cast_model_type": cast_model_type,
+            "patch_torch_functions": patch_torch_functions,
+            "keep_batchnorm_fp32": keep_batchnorm_fp32,
+            "master_weights": master_weights,
+            "loss_scale": loss_scale,
+            "cast_model_outputs": cast_model_outputs,
+            "op_lists": op_lists,
+            "custom_white_list": custom_white_list,
+            "custom_black_list": custom_black_list,
+            "keep_casts": keep_casts,
+        },
     )
     policy, half = recipe.policy, recipe.half
     check_count("num_losses", num_losses)

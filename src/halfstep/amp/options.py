@@ -4,20 +4,20 @@ them, or a policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from ..core.checks import check_flag
+from ..core.checks import check_switch
 from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.loss_scale import LossScaleSpec, check_loss_scale
 from ..core.oplists import OpLists
-from ..core.policy import LEVELS, Policy, check_policy, parse_level
+from ..core.policy import LEVELS, Policy, check_keep_casts, check_policy, parse_level
 
-__all__ = ["Properties", "Recipe", "resolve"]
+__all__ = ["ARGUMENTS", "Properties", "Recipe", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class Properties:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the arguments of ``amp.initialize`` came to.
+    """The policy that the arguments of ``amp.initialize`` describe, with Apex's names for it.
 
     Attributes:
-        policy: what is done.
+        policy: the dtypes, op lists, masters and loss scale.
         half: the 16-bit dtype, also where the policy has none.
         options: the policy under Apex's names.
         defaults: of the level, before the overrides; None if a policy was given.
@@ -98,7 +98,7 @@ class Recipe:
     defaults: Properties | None
 
     def banner(self) -> str:
-        """What is said at verbosity 1: the level, its defaults, and what the overrides made of them; or the policy."""
+        """The text at verbosity 1: the level, its defaults, and these with the overrides; or the policy."""
         if self.defaults is None:
             lines = [f"Policy {self.policy}.", *("  " + line for line in self.options.describe())]
         else:
@@ -113,34 +113,13 @@ class Recipe:
         return "\n".join(lines)
 
 
-def resolve(
-    policy: Policy | None,
-    device_half: torch.dtype,
-    *,
-    opt_level: Any,
-    dtype: Any,
-    loss_scale: Any,
-    cast_model_outputs: Any,
-    op_lists: OpLists | None,
-    custom_white_list: Iterable[object] | None,
-    custom_black_list: Iterable[object] | None,
-    keep_casts: bool,
-    **overrides: Any,
-) -> Recipe:
-    """What the arguments of ``amp.initialize`` come to.
+def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str, Any]) -> Recipe:
+    """The recipe that some arguments of ``amp.initialize`` describe.
 
     Args:
-        policy: a policy, which takes the place of everything below but for ``loss_scale``.
+        policy: a policy, which takes the place of the others but for ``loss_scale``.
         device_half: the 16-bit dtype where none is named.
-        opt_level: the level; the rest overrides it where it is not None.
-        dtype: the 16-bit dtype.
-        loss_scale: as users give it.
-        cast_model_outputs: a floating dtype or its name.
-        op_lists: op lists for O1.
-        custom_white_list: what to move in them.
-        custom_black_list: likewise.
-        keep_casts: whether steps write the 16-bit casts of weights, at O1.
-        **overrides: of the fields of ``Properties``.
+        given: a value for each of ``ARGUMENTS``.
 
     Raises:
         UsageError: for arguments, or parts of a policy, that contradict each other.
@@ -148,82 +127,52 @@ def resolve(
         ArgumentTypeError: for a value of the wrong type.
     """
     if policy is not None:
-        beside = {
-            "opt_level": None if opt_level == "O1" else opt_level,  # the default
-            "dtype": dtype,
-            "cast_model_outputs": cast_model_outputs,
-            "op_lists": op_lists,
-            "custom_white_list": custom_white_list,
-            "custom_black_list": custom_black_list,
-            "keep_casts": keep_casts or None,
-            **overrides,
-        }
-        return _from_policy(policy, loss_scale, beside, device_half)
-    level, half = parse_level(opt_level, None if dtype is None else parse_half(dtype))
+        return _from_policy(policy, device_half, given)
+    dtype = given["dtype"]
+    level, half = parse_level(given["opt_level"], None if dtype is None else parse_half(dtype))
     half = half or device_half
     defaults = Properties.of(Policy.from_level(level, half))
-    given = {name: value for name, value in {**overrides, "loss_scale": loss_scale}.items() if value is not None}
-    options = replace(defaults, **{name: CHECKS[name](value, level) for name, value in given.items()})
-    lists = _check_lists(level, options, op_lists, custom_white_list, custom_black_list)
-    check_flag("keep_casts", keep_casts)
-    if keep_casts and not options.patch_torch_functions:
-        raise UsageError(
-            f"keep_casts=True keeps the 16-bit casts of fp32 weights from step to step, and at {level} no weight is "
-            'cast; leave it out, or use opt_level="O1".'
-        )
-    described = options.policy(half, cast_model_outputs, lists)
+    overrides = {name: each.check(given[name], level) for name, each in ARGUMENTS.items() if each.check is not None}
+    options = replace(defaults, **{name: value for name, value in overrides.items() if value is not None})
+    lists = _check_lists(level, options, given["op_lists"], given["custom_white_list"], given["custom_black_list"])
+    keep_casts = check_keep_casts(
+        given["keep_casts"], options.patch_torch_functions, f"at {level} no weight is cast", 'opt_level="O1"'
+    )
+    described = options.policy(half, given["cast_model_outputs"], lists)
     return Recipe(described.replace(keep_casts=keep_casts), half, options, defaults)
 
 
-# ---- from a policy
-
-
-def _from_policy(policy: Policy, loss_scale: Any, beside: dict[str, Any], device_half: torch.dtype) -> Recipe:
+def _from_policy(policy: Policy, device_half: torch.dtype, given: Mapping[str, Any]) -> Recipe:
     if not isinstance(policy, Policy):
         raise ArgumentTypeError(
             f"policy must be a halfstep.Policy, not {policy!r}; Policy.from_level(level, dtype) makes that of a level, "
             "and Policy.parse(text) reads one."
         )
-    for name, value in beside.items():
-        if value is not None:
-            field = _FIELDS.get(name)
-            instead = "it has everything that a level decides" if field is None else f"put it into its {field}"
+    for name, each in ARGUMENTS.items():
+        if name != "loss_scale" and each.is_given(given[name]):
+            instead = f"put it into its {each.field}" if each.field else "it has everything that a level decides"
             raise UsageError(
-                f"policy= and {name}={value!r} were both given. Drop one of them; of the policy, {instead} "
+                f"policy= and {name}={given[name]!r} were both given. Drop one of them; of the policy, {instead} "
                 "(Policy.from_level, policy.replace). Only loss_scale= may stand beside a policy."
             )
-    if loss_scale is not None:
-        policy = policy.replace(loss_scale=loss_scale)
-    policy = policy.replace(loss_scale=check_loss_scale(policy.loss_scale))
+    scale = policy.loss_scale if given["loss_scale"] is None else given["loss_scale"]
+    policy = policy.replace(loss_scale=check_loss_scale(scale))
     check_policy(policy)
     dtypes = (policy.compute_dtype, policy.param_dtype, policy.output_dtype)
     half = next((each for each in dtypes if each in HALF_DTYPES), None) or device_half
     return Recipe(policy, half, Properties.of(policy), None)
 
 
-_FIELDS = {
-    "cast_model_type": "param_dtype",
-    "patch_torch_functions": "op_lists",
-    "keep_batchnorm_fp32": "keep_batchnorm_fp32",
-    "master_weights": "master_weights",
-    "cast_model_outputs": "output_dtype",
-    "op_lists": "op_lists",
-    "keep_casts": "keep_casts",
-    "custom_white_list": "op_lists",
-    "custom_black_list": "op_lists",
-}
-"""Which field of a policy says what an argument says."""
-
-
-# ---- from a level and what overrides it
+# ---- the properties of a level: None, at any level, leaves what the level says
 
 
 def _cast_model_type(value: Any, level: str) -> Any:
-    if value is not False and not isinstance(value, torch.dtype):
+    if value is None or value is False:
+        return value
+    if not isinstance(value, torch.dtype):
         raise ArgumentTypeError(f"cast_model_type={value!r} must be a torch.dtype, or False to leave the model alone.")
-    if value is not False:
-        parse_dtype(value, "cast_model_type")
-    if level == "O1" and value not in (False, torch.float32):
+    parse_dtype(value, "cast_model_type")
+    if level == "O1" and value is not torch.float32:
         raise UsageError(
             f"opt_level O1 casts around operations and leaves the weights fp32, so cast_model_type={value} contradicts "
             "it; leave it out, or use O2 or O3 to cast the model."
@@ -231,46 +180,76 @@ def _cast_model_type(value: Any, level: str) -> Any:
     return value
 
 
-def _patch_torch_functions(value: Any, level: str) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentTypeError(f"patch_torch_functions={value!r} must be True, False or None.")
+def _patch_torch_functions(value: Any, level: str) -> Any:
+    check_switch("patch_torch_functions", value, or_none=True)
     if value and level != "O1":
         raise UsageError(f"patch_torch_functions=True works only at opt_level O1, and this is {level}.")
     return value
 
 
-def _keep_batchnorm_fp32(value: Any, level: str) -> bool:
-    if level == "O1":
+def _keep_batchnorm_fp32(value: Any, level: str) -> Any:
+    if value is not None and level == "O1":
         raise UsageError(
             f"At opt_level O1 all weights stay fp32, batchnorm too, so keep_batchnorm_fp32={value!r} has no meaning; "
             "it must be None."
         )
     if value in ("True", "False"):  # command lines hand strings over
         return bool(value == "True")
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, type(None))):
         raise ArgumentValueError(
             f"keep_batchnorm_fp32={value!r} must be a boolean, the string 'True' or 'False', or None."
         )
     return value
 
 
-def _master_weights(value: Any, level: str) -> bool:
-    if level == "O1":
+def _master_weights(value: Any, level: str) -> Any:
+    if value is not None and level == "O1":
         raise UsageError(
             f"At opt_level O1 the weights themselves are fp32, so master_weights={value!r} has no meaning; drop it."
         )
-    if not isinstance(value, bool):
-        raise ArgumentTypeError(f"master_weights={value!r} must be True, False or None.")
+    check_switch("master_weights", value, or_none=True)
     return value
 
 
-CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "cast_model_type": _cast_model_type,
-    "patch_torch_functions": _patch_torch_functions,
-    "keep_batchnorm_fp32": _keep_batchnorm_fp32,
-    "master_weights": _master_weights,
-    "loss_scale": lambda value, level: check_loss_scale(value),
+def _loss_scale(value: Any, level: str) -> LossScaleSpec | None:
+    return None if value is None else check_loss_scale(value)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of ``amp.initialize`` that is a part of a recipe.
+
+    Attributes:
+        field: the field of ``Policy`` that says the same; None for an argument that decides several.
+        check: called with a value and a level; returns the property of the level, or raises. None for an argument that
+            is no property of Apex's.
+        default: the value of an argument that was not given.
+    """
+
+    field: str | None = None
+    check: Callable[[Any, str], Any] | None = None
+    default: Any = None
+
+    def is_given(self, value: Any) -> bool:
+        """True if a value is not the one that the argument has by default."""
+        return value is not None and (self.default is None or value != self.default)
+
+
+ARGUMENTS = {
+    "opt_level": Argument(default="O1"),
+    "dtype": Argument(),
+    "cast_model_type": Argument("param_dtype", _cast_model_type),
+    "patch_torch_functions": Argument("op_lists", _patch_torch_functions),
+    "keep_batchnorm_fp32": Argument("keep_batchnorm_fp32", _keep_batchnorm_fp32),
+    "master_weights": Argument("master_weights", _master_weights),
+    "loss_scale": Argument("loss_scale", _loss_scale),
+    "cast_model_outputs": Argument("output_dtype"),
+    "op_lists": Argument("op_lists"),
+    "custom_white_list": Argument("op_lists"),
+    "custom_black_list": Argument("op_lists"),
+    "keep_casts": Argument("keep_casts", default=False),
 }
+"""The arguments of ``amp.initialize`` that describe a recipe, by name."""
 
 
 def _show(value: Any) -> str:

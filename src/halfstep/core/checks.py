@@ -19,6 +19,7 @@ __all__ = [
     "check_kind",
     "check_number",
     "check_optimizer_state",
+    "check_switch",
     "is_device",
 ]
 
@@ -60,8 +61,18 @@ def check_flag(name: str, value: Any) -> bool:
     raise ArgumentTypeError(f"{name}={value!r} must be True or False.{hint}")
 
 
+def check_switch(name: str, value: object, *, or_none: bool = False) -> None:
+    """Check that a value is True or False itself, or, with ``or_none``, None.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+    """
+    if not isinstance(value, bool) and not (or_none and value is None):
+        raise ArgumentTypeError(f"{name}={value!r} must be {'True, False or None' if or_none else 'True or False'}.")
+
+
 def is_device(value: object) -> bool:
-    """Whether a value is the name of a device, such as "cuda" or "cpu:0"."""
+    """True for the name of a device, such as "cuda" or "cpu:0"."""
     try:
         return isinstance(value, str) and bool(torch.device(value).type)
     except RuntimeError:

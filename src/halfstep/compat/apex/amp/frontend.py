@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ....amp import init as _init
 from ....amp import initialize as _initialize
 from ....amp import load_state_dict, master_params, state_dict
-from ....amp.options import CHECKS
+from ....amp.options import ARGUMENTS
 from ....amp.options import Properties as _Resolved
 from ....core.errors import ArgumentValueError, UsageError
 from ....core.loss_scale import DynamicLossScale
@@ -141,8 +141,9 @@ class Properties:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.options:
             raise ArgumentValueError(f"{name!r} is none of the properties {', '.join(self.options)}.")
-        if name in CHECKS and value is not None and self.opt_level is not None:
-            value = CHECKS[name](value, self.opt_level)
+        check = ARGUMENTS[name].check if name in ARGUMENTS else None
+        if check is not None and self.opt_level is not None:
+            value = check(value, self.opt_level)
         self.options[name] = value
 
 
