@@ -245,9 +245,12 @@ def observed() -> set[Mark]:
 def in_one_call() -> set[Mark]:
     with Stage(torch.optim.SGD).watched() as stage:
         amp.initialize(stage.model, stage.optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
-        step = halfstep.TrainStep(stage.model, LOSS, stage.optimizer)
-        step(X, Y)
+        halfstep.TrainStep(stage.model, LOSS, stage.optimizer)(X, Y)
     found = stage.found
+    with Stage(torch.optim.SGD).watched() as stage:
+        halfstep.TrainStep(stage.model, LOSS, stage.optimizer, cuda_graph=True)
+        stage.see()
+    found |= stage.found
     with Stage(torch.optim.SGD).watched() as stage:
         network = halfstep.Model(stage.model)
         network.prepare(stage.optimizer, LOSS, amp_configs="O2")

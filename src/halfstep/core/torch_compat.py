@@ -335,9 +335,9 @@ def node_sequence_number(node: Any) -> int:
     return node._sequence_nr()  # type: ignore[no-any-return]
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> int:
-    """How many hooks there are on the step of an optimizer, not counting those on all optimizers."""
-    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """The hooks on the step of an optimizer, without those on all optimizers."""
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
 
 
 def wrap_step(optimizer: torch.optim.Optimizer) -> None:

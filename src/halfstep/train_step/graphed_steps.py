@@ -16,8 +16,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -56,10 +55,8 @@ class _Passes:
     signature: Signature
 
 
-class _StepCount:
-    """How often the step of an optimizer was called; replays do not call it. There is one for each optimizer."""
-
-    _known: ClassVar[WeakKeyDictionary[torch.optim.Optimizer, _StepCount]] = WeakKeyDictionary()
+class StepCount:
+    """A hook that counts the calls of an optimizer's step. Replays do not call it."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -68,12 +65,13 @@ class _StepCount:
         self.taken += 1
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> _StepCount:
-        """That of an optimizer."""
-        if optimizer not in cls._known:
-            cls._known[optimizer] = count = cls()
+    def of(cls, optimizer: torch.optim.Optimizer) -> StepCount:
+        """The count of an optimizer, which all recorded steps of it share."""
+        count = next((hook for hook in step_hooks(optimizer) if isinstance(hook, cls)), None)
+        if count is None:
+            count = cls()
             optimizer.register_step_post_hook(count)
-        return cls._known[optimizer]
+        return count
 
 
 class _Refused(Exception):  # noqa: N818 - not an error: the step is taken in another way
@@ -97,8 +95,8 @@ class GraphedSteps:
         self._changes = 0
         self._update: CudaGraph | None = None
         self._rates: list[tuple[torch.Tensor | None, list[float]]] = []
-        self._settled = -1  # ``_steps_taken`` after the latest step that met the gradients where graphs leave them
-        self._steps = _StepCount.of(step.optimizer)
+        self._settled = -1  # ``_steps.taken`` after the latest step that met the gradients where graphs leave them
+        self._steps = StepCount.of(step.optimizer)
         self._hidden: GradientSlot | None = None  # has the gradients of this window while the parameters do not
         self._forget()
 
@@ -305,7 +303,7 @@ class GraphedSteps:
     # ---- what graphs cannot see
 
     def _obstacle(self, batch: tuple[Any, ...], params: list[torch.Tensor]) -> str | None:
-        """Why steps cannot be recorded here and now."""
+        """The reason why steps cannot be recorded here and now; None if they can."""
         leaves, _ = tree_flatten(batch)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.device != params[0].device:
@@ -319,7 +317,7 @@ class GraphedSteps:
             p.requires_grad and id(p) not in mine for m in self._step.modules() for p in m.parameters(recurse=False)
         ):
             return "the model has trainable parameters that the optimizer does not step"
-        if observers or step_hooks(self._step.optimizer) > 1:
+        if observers or any(hook is not self._steps for hook in step_hooks(self._step.optimizer)):
             return "somebody watches the optimizer's steps, which replays do not call"
         if self._changes > _MOST_CHANGES:
             return f"what the graphs had recorded changed {self._changes} times ({self._changed})"
