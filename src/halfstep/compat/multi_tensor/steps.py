@@ -77,7 +77,18 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """Adam for lists ``[gradients, parameters, exp_avg, exp_avg_sq]``; mode 0 is L2, 1 is AdamW. Obeys."""
-    _adam(noop_flag, take(lists, 4), lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
+    grads, params, exp_avg, exp_avg_sq = take(lists, 4)
+    group = {
+        "lr": lr.reshape(()) if isinstance(lr, torch.Tensor) else lr,
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "adam_w_mode": mode,
+        "bias_correction": bias_correction,
+    }
+    scalars = adam_scalars(group, as_float64(step), 1.0)
+    state: dict[str, Any] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    ops.run(adam, scalars, skip=skip_of(noop_flag, params), grad=grads, param=params, **state)
 
 
 def multi_tensor_adam_capturable(
@@ -97,7 +108,8 @@ def multi_tensor_adam_capturable(
     """``multi_tensor_adam`` that multiplies the gradients by ``inv_scale`` first, and leaves them so. Obeys."""
     found = take(lists, 4)
     unscale(noop_flag, found[0], inv_scale)
-    _adam(noop_flag, found, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
+    numbers = (lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
+    multi_tensor_adam(chunk_size, noop_flag, found, *numbers)
 
 
 def multi_tensor_adam_capturable_master(
@@ -116,9 +128,8 @@ def multi_tensor_adam_capturable_master(
 ) -> None:
     """``multi_tensor_adam_capturable`` with a fifth list of fp32 masters, which the parameters follow. Obeys."""
     grads, params, exp_avg, exp_avg_sq, masters = take(lists, 5)
-    unscale(noop_flag, grads, inv_scale)
-    moved = [grads, masters, exp_avg, exp_avg_sq]
-    _adam(noop_flag, moved, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
+    numbers = (lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, inv_scale)
+    multi_tensor_adam_capturable(chunk_size, noop_flag, [grads, masters, exp_avg, exp_avg_sq], *numbers)
     ops.copy(masters, params)
 
 
@@ -306,29 +317,3 @@ def multi_tensor_lamb_stage2_cuda(
     if not (weight_decay or use_nvlamb):
         rate = torch.full_like(rate, lr)
     ops.run(ops.axpby_kernel, {"a": 1.0, "b": -rate}, x=params, y=updates, target=params)
-
-
-def _adam(
-    flag: torch.Tensor,
-    lists: list[list[torch.Tensor]],
-    lr: Number,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: Number,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    grads, params, exp_avg, exp_avg_sq = lists
-    group = {
-        "lr": lr.reshape(()) if isinstance(lr, torch.Tensor) else lr,
-        "betas": (beta1, beta2),
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "adam_w_mode": mode,
-        "bias_correction": bias_correction,
-    }
-    scalars = adam_scalars(group, as_float64(step), 1.0)
-    state: dict[str, Any] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    ops.run(adam, scalars, skip=skip_of(flag, params), grad=grads, param=params, **state)

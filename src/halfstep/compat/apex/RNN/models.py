@@ -26,7 +26,38 @@ __all__ = [
 ]
 
 
-class stackedRNN(nn.Module):  # noqa: N801 - Apex's name
+class _Layers(nn.Module):
+    """Recurrent layers, wherever they are below this module; each keeps its state."""
+
+    def _cells(self) -> list[RNNCell]:
+        return [module for module in self.modules() if isinstance(module, RNNCell)]
+
+    def init_hidden(self, bsz: int) -> None:
+        """A state of zeros for every layer that has none for this batch size."""
+        for cell in self._cells():
+            cell.init_hidden(bsz)
+
+    def init_inference(self, bsz: int) -> None:
+        """``init_hidden``."""
+        self.init_hidden(bsz)
+
+    def reset_hidden(self, bsz: int) -> None:
+        """A state of zeros for every layer."""
+        for cell in self._cells():
+            cell.reset_hidden(bsz)
+
+    def detach_hidden(self) -> None:
+        """Cut the graph behind every layer's state."""
+        for cell in self._cells():
+            cell.detach_hidden()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew."""
+        for cell in self._cells():
+            cell.reset_parameters()
+
+
+class stackedRNN(_Layers):  # noqa: N801 - Apex's name
     """Recurrent layers on top of each other. The state stays in the layers from one call to the next.
 
     Args:
@@ -90,35 +121,8 @@ class stackedRNN(nn.Module):  # noqa: N801 - Apex's name
             hiddens = [[list(step) for step in zip(*states, strict=True)] for states in hiddens]
         return (x.transpose(0, 1) if self.batch_first else x), hiddens
 
-    def _cells(self) -> list[RNNCell]:
-        return list(self.rnns)  # type: ignore[arg-type]
 
-    def init_hidden(self, bsz: int) -> None:
-        """A state of zeros for every layer that has none for this batch size."""
-        for cell in self._cells():
-            cell.init_hidden(bsz)
-
-    def init_inference(self, bsz: int) -> None:
-        """``init_hidden``."""
-        self.init_hidden(bsz)
-
-    def reset_hidden(self, bsz: int) -> None:
-        """A state of zeros for every layer."""
-        for cell in self._cells():
-            cell.reset_hidden(bsz)
-
-    def detach_hidden(self) -> None:
-        """Cut the graph behind every layer's state."""
-        for cell in self._cells():
-            cell.detach_hidden()
-
-    def reset_parameters(self) -> None:
-        """Draw all weights anew."""
-        for cell in self._cells():
-            cell.reset_parameters()
-
-
-class bidirectionalRNN(nn.Module):  # noqa: N801 - Apex's name
+class bidirectionalRNN(_Layers):  # noqa: N801 - Apex's name
     """Two stacks, one for each direction, that know nothing of each other; their outputs are put side by side.
 
     Args:
@@ -145,30 +149,6 @@ class bidirectionalRNN(nn.Module):  # noqa: N801 - Apex's name
         out, states = self.fwd(input, collect_hidden)
         back, back_states = self.bckwrd(input, collect_hidden, reverse=True)
         return torch.cat([out, back], -1), _side_by_side(states, back_states)
-
-    def init_hidden(self, bsz: int) -> None:
-        """As ``stackedRNN``."""
-        self.fwd.init_hidden(bsz)
-        self.bckwrd.init_hidden(bsz)
-
-    def init_inference(self, bsz: int) -> None:
-        """As ``stackedRNN``."""
-        self.init_hidden(bsz)
-
-    def reset_hidden(self, bsz: int) -> None:
-        """As ``stackedRNN``."""
-        self.fwd.reset_hidden(bsz)
-        self.bckwrd.reset_hidden(bsz)
-
-    def detach_hidden(self) -> None:
-        """As ``stackedRNN``."""
-        self.fwd.detach_hidden()
-        self.bckwrd.detach_hidden()
-
-    def reset_parameters(self) -> None:
-        """As ``stackedRNN``."""
-        self.fwd.reset_parameters()
-        self.bckwrd.reset_parameters()
 
 
 def _side_by_side(a: Any, b: Any) -> Any:
