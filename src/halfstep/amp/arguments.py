@@ -21,7 +21,7 @@ Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | LARC | list[Any
 
 
 def as_models(caller: str, models: Any) -> list[nn.Module]:
-    """One model or a list of them, as a list.
+    """The list of models that an argument holds, which is one model or a list.
 
     Raises:
         ArgumentTypeError: for anything else.
@@ -41,7 +41,7 @@ def as_models(caller: str, models: Any) -> list[nn.Module]:
 
 
 def as_optimizers(caller: str, optimizers: Any, *, wrapped: bool = False) -> list[Any]:
-    """None, one optimizer or a list of them, as a list; with ``wrapped`` also wrappers that are no optimizers.
+    """The list of optimizers that an argument holds: None, one or a list; ``wrapped`` also allows wrappers of them.
 
     Raises:
         ArgumentTypeError: for anything else.
@@ -73,7 +73,7 @@ _PLACES = {"model": "nn.Module", "optimizer": "optim.Optimizer"}
 
 
 def returned(models: Any, optimizers: Any) -> Any:
-    """What ``initialize`` and ``decorate`` return: the arguments, in the same shape."""
+    """The result of ``initialize`` and ``decorate``: their arguments, in the same shape."""
     return models if optimizers is None else (models, optimizers)
 
 

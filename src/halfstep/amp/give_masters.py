@@ -57,6 +57,6 @@ def give_masters(
 
 
 def has_masters(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``amp`` has prepared an optimizer and given it fp32 masters."""
+    """True if ``amp`` has prepared an optimizer and given it fp32 masters."""
     attached = attached_to(optimizer)
     return attached is not None and attached.keeper.any

@@ -1,4 +1,4 @@
-"""The sessions: what each call of ``amp.initialize`` set up, and how later calls find it.
+"""Sessions: the options and loss scalers of one call of ``amp.initialize``, and how later calls find them.
 
 The optimizers hold their session, so its memory is freed with them. The module holds only the latest one, for the calls
 that name no optimizer: ``amp.state_dict()`` and ``amp.load_state_dict()``.
@@ -59,7 +59,7 @@ def require_session(caller: str) -> Session:
 
 
 def session_of(optimizers: object, caller: str) -> tuple[Session, list[AttachedOptimizer]]:
-    """The session of an optimizer or of a list of them, and what is kept about each; nothing is when amp is disabled.
+    """The session of an optimizer or of a list of them, and the record of each; there is none if amp is disabled.
 
     Raises:
         ArgumentTypeError: for something else than an optimizer.
@@ -129,7 +129,7 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def steps_skipped(optimizer: torch.optim.Optimizer) -> int:
-    """How many steps of an optimizer were skipped because gradients overflowed. Reads the device."""
+    """The number of steps of an optimizer that were skipped because gradients overflowed. Reads the device."""
     _, found = session_of([optimizer], "amp.steps_skipped")
     return found[0].stepping.skipped if found else 0
 

@@ -1,4 +1,4 @@
-"""What ``GradScaler.step`` returns."""
+"""``StepResult``, which ``GradScaler.step`` returns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["StepResult"]
 
 @dataclass(slots=True, eq=False)
 class StepResult:
-    """What ``GradScaler.step`` did: ``bool(result)`` says whether the optimizer stepped.
+    """The outcome of ``GradScaler.step``: ``bool(result)`` is True if the optimizer stepped.
 
     Attributes:
-        returned: what ``optimizer.step`` returned, the loss if it was given a closure. None if the step was skipped.
+        returned: the result of ``optimizer.step``, the loss if it was given a closure. None if the step was skipped.
     """
 
     _found_inf: torch.Tensor = field(repr=False)
@@ -23,9 +23,9 @@ class StepResult:
 
     @property
     def stepped(self) -> torch.Tensor:
-        """Whether it stepped, as a 0-dim bool tensor on the device. Reads nothing."""
+        """A 0-dim bool tensor on the device, True if the optimizer stepped. Reads nothing."""
         return self._found_inf == 0
 
     def __bool__(self) -> bool:
-        """Whether it stepped. Reads the device."""
+        """True if the optimizer stepped. Reads the device."""
         return not self._found_inf.item()

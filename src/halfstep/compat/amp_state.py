@@ -16,7 +16,7 @@ class StateHandle:
     disable_casts = staticmethod(disable_casts)
 
     def is_active(self) -> bool:
-        """Whether ops are cast."""
+        """True if ops are cast."""
         return session_casting() is not None
 
     def _clear_cache(self) -> None:

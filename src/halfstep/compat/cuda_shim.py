@@ -42,7 +42,7 @@ class _Event:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """True: everything has happened."""
         return True
 
     def wait(self, stream: Any = None) -> None:
@@ -72,7 +72,7 @@ class _Stream:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """Whether everything has happened."""
+        """True: everything has happened."""
         return True
 
     def record_event(self, event: _Event | None = None) -> _Event:
@@ -127,7 +127,7 @@ def _block(*args: Any, **kwargs: Any) -> Any:
 
 
 def _memory() -> int:
-    """How many bytes this machine has."""
+    """The number of bytes that this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -183,7 +183,7 @@ def _moved(value: Any) -> Any:
 
 
 def _asked_by_script() -> bool:
-    """Whether the script asks, or a library that it uses, and not torch or halfstep, which need the truth."""
+    """True if the script asks, or a library that it uses; torch and halfstep need the truth."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("halfstep.casting."):
         frame = frame.f_back  # ops of models at O1 come through there

@@ -79,7 +79,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
 
     @property
     def cur_iter(self) -> int:
-        """How many steps there were."""
+        """The number of steps so far."""
         return self.loss_scaler.engine.cur_iter
 
     @cur_iter.setter
@@ -88,7 +88,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
 
     @property
     def last_overflow_iter(self) -> int:
-        """Which of them overflowed last, counted from 0; -1 if none did. Reads the device."""
+        """The number of the last step that overflowed, counted from 0; -1 if none did. Reads the device."""
         return int(self.loss_scaler.engine.last_overflow)
 
     @property

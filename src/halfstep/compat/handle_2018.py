@@ -110,16 +110,16 @@ def init(
 
 
 class NoOpHandle:
-    """What ``amp.init(enabled=False)`` returns: every call works and nothing happens."""
+    """The handle of ``amp.init(enabled=False)``: every call works and nothing happens."""
 
     has_cache = False
-    """Whether casts of weights are kept for a second use."""
+    """True if casts of weights are kept for a second use."""
     verbose = False
-    """Whether each cast is logged."""
+    """True if each cast is logged."""
     _alive = False
 
     def is_active(self) -> bool:
-        """Whether ops are being cast."""
+        """True if ops are cast."""
         return False
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
@@ -187,7 +187,7 @@ class AmpHandle(NoOpHandle):
         begin_session(casting)
 
     def is_active(self) -> bool:
-        """Whether this thread casts ops and the handle was not deactivated."""
+        """True if this thread casts ops and the handle was not deactivated."""
         join_session()
         return self._alive and active_casting() is not None
 

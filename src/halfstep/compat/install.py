@@ -49,7 +49,7 @@ class SecondNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run already; importing it under a second name must not change where it says it is from."""
+        """Do nothing but keep the module's own spec: it has run already, and has a place of its own."""
         assert module.__spec__ is not None
         second = module.__spec__.name
         module.__spec__ = module.__spec__.loader_state

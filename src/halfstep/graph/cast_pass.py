@@ -228,7 +228,7 @@ class _CastPass:
                 self.demand[source, reader] = self.label[reader]
 
     def _must_stay(self, node: fx.Node) -> bool:
-        """Whether fp32 numbers go through a node to a reader of fp32, so that they may not be rounded on the way.
+        """True if fp32 numbers go through a node to a reader of fp32: they must not be rounded on the way.
 
         An output of the graph keeps the dtype that it has without casts.
         """
@@ -331,7 +331,7 @@ def _in_place(name: str) -> bool:
 
 
 def _several(node: fx.Node) -> bool:
-    """Whether an op gives several tensors, which getitem takes apart."""
+    """True for an op that gives several tensors, which getitem takes apart."""
     return any(user.target is operator.getitem and _floating(user) for user in node.users)
 
 

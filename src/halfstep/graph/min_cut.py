@@ -1,4 +1,4 @@
-"""Where casts are fewest: a minimum cut between the values that are 16-bit and those that are fp32.
+"""The places with the fewest casts: a minimum cut between the values that are 16-bit and those that are fp32.
 
 Operations that only move data give the same numbers in either dtype, so theirs is free to choose. Each value is cast at
 most once, whatever the number of its readers; that makes the sum of casts a cut (Boykov and Kolmogorov, PAMI 2004).

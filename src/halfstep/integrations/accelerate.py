@@ -31,7 +31,7 @@ class HalfstepOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the latest step was skipped, also by a fused optimizer. Reads the device."""
+        """True if the latest step was skipped, also by a fused optimizer. Reads the device."""
         return not self._result
 
 

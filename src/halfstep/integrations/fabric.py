@@ -80,7 +80,7 @@ class HalfstepFabricPrecision(RecipePrecision):
         super().backward(self.scaler.scale(tensor), model, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Before clipping."""
+        """Divide gradients by the loss scale, before they are clipped."""
         self.scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

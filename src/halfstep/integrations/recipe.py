@@ -92,7 +92,7 @@ class Recipe:
 
     @property
     def casts_weights(self) -> bool:
-        """Whether weights become 16-bit ones."""
+        """True if the weights become 16-bit ones."""
         return self._level == "O2" if self._policy is None else self._policy.param_dtype is self.half
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -154,7 +154,7 @@ class Recipe:
 
     @staticmethod
     def has_masters_of(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> bool:
-        """Whether an optimizer has masters and trains exactly these parameters, frozen ones aside."""
+        """True if an optimizer has masters and trains exactly these parameters, frozen ones aside."""
         own = [param for group in optimizer.param_groups for param in group["params"]]
         mine, given = ({id(param) for param in each if param.requires_grad} for each in (own, params))
         return amp.has_masters(optimizer) and mine == given
@@ -171,7 +171,7 @@ class Recipe:
 
 
 def _holds_constants(module: nn.Module) -> bool:
-    """Whether a module has nothing but buffers that are not saved."""
+    """True for a module that has nothing but buffers that are not saved."""
     return (
         next(module.parameters(), None) is None and next(module.buffers(), None) is not None and not module.state_dict()
     )

@@ -35,43 +35,43 @@ class Callback:
     params: Mapping[str, int | None]
 
     def on_train_begin(self, logs: Logs) -> None:
-        """Before the first epoch."""
+        """Called before the first epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
-        """Before the first batch of an epoch."""
+        """Called before the first batch of an epoch."""
 
     def on_train_batch_begin(self, step: int, logs: Logs) -> None:
-        """Before a batch."""
+        """Called before a batch."""
 
     def on_train_batch_end(self, step: int, logs: Logs) -> None:
-        """After a batch; ``logs`` has its ``loss``."""
+        """Called after a batch; ``logs`` has its ``loss``."""
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """After an epoch and its evaluation; ``logs`` has its loss and metrics, and the evaluation's as ``eval_...``.
+        """Called after an epoch and its evaluation; ``logs`` has the loss and metrics of both (``eval_...``).
 
         ``self.model.stop_training = True`` ends the training here, or after any batch.
         """
 
     def on_train_end(self, logs: Logs) -> None:
-        """After the last epoch; ``logs`` are those of that epoch."""
+        """Called after the last epoch; ``logs`` are those of that epoch."""
 
     def on_eval_begin(self, logs: Logs) -> None:
-        """Before an evaluation."""
+        """Called before an evaluation."""
 
     def on_eval_batch_end(self, step: int, logs: Logs) -> None:
-        """After a batch of an evaluation; ``logs`` has its ``loss``."""
+        """Called after a batch of an evaluation; ``logs`` has its ``loss``."""
 
     def on_eval_end(self, logs: Logs) -> None:
-        """After an evaluation; ``logs`` is what ``evaluate`` returns."""
+        """Called after an evaluation; ``logs`` is what ``evaluate`` returns."""
 
     def on_predict_begin(self, logs: Logs) -> None:
-        """Before a prediction."""
+        """Called before a prediction."""
 
     def on_predict_batch_end(self, step: int, logs: Logs) -> None:
-        """After a batch of a prediction; ``logs`` has its ``outputs``."""
+        """Called after a batch of a prediction; ``logs`` has its ``outputs``."""
 
     def on_predict_end(self, logs: Logs) -> None:
-        """After a prediction."""
+        """Called after a prediction."""
 
 
 def check_running(batch_size: object, num_workers: object, verbose: object, callbacks: object) -> None:
@@ -213,7 +213,7 @@ class ProgressBar(Callback):
 
 
 def _width(progress: Progress) -> int:
-    """How many columns a bar needs with all that stands beside it."""
+    """The number of columns that a bar needs with all that stands beside it."""
     console = progress.console
     table = progress.make_tasks_table(progress.tasks)
     return console.measure(table, options=console.options.update(width=10_000)).maximum

@@ -36,7 +36,7 @@ def as_loader(data: Any, batch_size: int, shuffle: bool, num_workers: int) -> It
 
 
 def _has_samples(data: Sequence[Any]) -> bool:
-    """Whether a list holds samples and not batches: the label of its first item is a single number."""
+    """True for a list of samples, not of batches: the label of its first item is a single number."""
     parts = as_list(data[0]) if data else []
     return len(parts) > 1 and (isinstance(parts[-1], (int, float)) or getattr(parts[-1], "ndim", None) == 0)
 
@@ -54,7 +54,7 @@ def inputs_and_labels(batch: Any) -> tuple[list[Any], list[Any]]:
 
 
 def batch_size_of(parts: list[Any]) -> int:
-    """How many samples a batch holds, by the first dimension of its last part.
+    """The number of samples in a batch: the first dimension of its last part.
 
     Raises:
         ArgumentTypeError: if that has no length.
@@ -70,7 +70,7 @@ def batch_size_of(parts: list[Any]) -> int:
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
-    """How many batches a loader has; None if it does not know."""
+    """The number of batches of a loader; None if it does not know."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:  # a DataLoader over a stream has a __len__, which raises this too

@@ -114,7 +114,7 @@ class Program:
 
 
 def _obstacle(params: list[torch.Tensor]) -> str | None:
-    """Why the passes of these parameters cannot be one graph, if that is known before trying."""
+    """The reason why the passes of these parameters cannot be one graph, if it is known before trying."""
     if not params:
         return "no parameter of the optimizer requires gradients"
     if any(map(is_sharded, params)) or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):

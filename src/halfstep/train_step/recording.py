@@ -30,7 +30,7 @@ class CudaGraph:
 
     @staticmethod
     def obstacle(device: torch.device) -> str | None:
-        """Why nothing can be recorded on a device."""
+        """The reason why nothing can be recorded on a device; None if it can."""
         return None if device.type == "cuda" else f"CUDA graphs run on CUDA, and the parameters are on {device}"
 
     @staticmethod
@@ -72,7 +72,7 @@ class GradientSlot:
     flag: torch.Tensor | None
 
     def accepts(self, grads: Sequence[torch.Tensor | None], flag: torch.Tensor | None) -> bool:
-        """Whether gradients are of the kind that is kept here."""
+        """True for gradients of the kind that is kept here."""
         kinds = [None if g is None else (g.dtype, g.shape, g.stride()) for g in grads]
         own = [None if g is None else (g.dtype, g.shape, g.stride()) for g in self.grads]
         return kinds == own and (flag is None) == (self.flag is None)

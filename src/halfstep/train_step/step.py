@@ -226,7 +226,7 @@ class TrainStep:
         return [] if attached is None or attached.session is None else attached.session.loss_scalers[:1]
 
     def unrecordable(self) -> str | None:
-        """Why a step cannot be recorded; None if it can."""
+        """The reason why a step cannot be recorded; None if it can."""
         name = type(self.optimizer).__name__
         if release_of(self.optimizer) is not None:
             return f"{name} steps inside of the backward pass"
@@ -255,7 +255,7 @@ class TrainStep:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Before the last pass of a window ranks need not exchange gradients, and released ones are kept."""
+        """A block for a pass before the last of its window: ranks exchange no gradients, and released ones are kept."""
         release, model = release_of(self.optimizer), self.model
         with ExitStack() as around:
             if release is not None:

@@ -37,7 +37,7 @@ class Steps(Protocol):
         """The settings that the caller may change between steps."""
 
     def unrecordable(self) -> str | None:
-        """Why a step cannot be recorded, if it cannot."""
+        """The reason why a step cannot be recorded; None if it can."""
 
 
 def surroundings(step: Steps, params: list[torch.Tensor]) -> tuple[dict[str, object], object]:

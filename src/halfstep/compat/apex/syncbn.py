@@ -26,7 +26,7 @@ Maybe = torch.Tensor | None
 
 
 def _last(x: torch.Tensor) -> torch.Tensor:
-    """In fp32, channels last."""
+    """A tensor in fp32, with its channels last."""
     return x.float().movedim(1, -1)
 
 

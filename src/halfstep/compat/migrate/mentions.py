@@ -1,4 +1,4 @@
-"""Where a file speaks of Apex without importing it: in comments, in strings, and by its name as a string."""
+"""The places where a file speaks of Apex without importing it: comments, strings, and its name as a string."""
 
 from __future__ import annotations
 

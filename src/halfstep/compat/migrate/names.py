@@ -1,4 +1,4 @@
-"""Where the names of Apex are in halfstep."""
+"""The place that each name of Apex has in halfstep."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _KEPT_AS_MODULES = {"apex.parallel.LARC": "halfstep.apex.parallel"}
 
 
 def is_apex(name: str) -> bool:
-    """Whether a dotted name begins with Apex or one of its extensions."""
+    """True if a dotted name begins with Apex or one of its extensions."""
     return name.partition(".")[0] in ("apex", *EXTENSIONS)
 
 
@@ -99,13 +99,13 @@ def module_of(name: str) -> str:
 
 
 def resolves(name: str) -> bool:
-    """Whether a dotted name of halfstep would be found."""
+    """True if a dotted name of halfstep would be found."""
     return _find(name)[1]
 
 
 @functools.cache
 def exists(module: str, name: str | None = None) -> bool:
-    """Whether halfstep has a module, and a name in it that can be imported from it."""
+    """True if halfstep has a module and, if a name is given, that name can be imported from it."""
     if not _is_module(module) or name in (None, "*"):
         return _is_module(module)
     return _get(importlib.import_module(module), str(name)) is not _NOTHING or _is_module(f"{module}.{name}")
@@ -143,7 +143,7 @@ def _is_module(name: str) -> bool:
 
 
 def _has(value: object, names: list[str]) -> bool:
-    """Whether a module or class has a name; of anything else nothing can be said, and it has."""
+    """True if a module or class has a name. What another object has is not known: it counts as there."""
     for name in names:
         if not isinstance(value, (ModuleType, type)):
             return True

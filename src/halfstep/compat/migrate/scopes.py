@@ -1,4 +1,4 @@
-"""Which expressions of a file mean something of a package: what it imported, and where it uses that.
+"""The expressions of a file that mean something of a package: its imports, and the uses of what they bind.
 
 Plain ``ast``: a syntax tree that keeps comments takes a hundred times as long to read.
 """

@@ -21,21 +21,21 @@ class Text:
         self._changes: list[tuple[int, int, bytes]] = []
 
     def start(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword) -> int:
-        """Where a node begins."""
+        """The position at which a node begins."""
         return self._lines[node.lineno - 1] + node.col_offset
 
     def end(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword) -> int:
-        """Where a node ends."""
+        """The position at which a node ends."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self._lines[node.end_lineno - 1] + node.end_col_offset
 
     def line_start(self, at: int) -> int:
-        """Where the line of a place begins."""
+        """The position at which the line of a position begins."""
         return self.bytes.rfind(b"\n", 0, at) + 1
 
     def line_end(self, at: int) -> int:
-        """Where the line of a place ends, before its line break."""
+        """The position at which the line of a position ends, before its line break."""
         end = self.bytes.find(b"\n", at)
         end = len(self.bytes) if end < 0 else end
         return end - 1 if self.bytes[end - 1 : end] == b"\r" and end > at else end

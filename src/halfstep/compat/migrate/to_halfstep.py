@@ -174,7 +174,7 @@ def _binds_apex(node: ast.Import) -> bool:
 
 
 def _add_argument(text: Text, call: ast.Call, new: str) -> None:
-    """One argument more, laid out as the one before it."""
+    """Add an argument to a call, laid out as the one before it."""
     close = text.end(call) - 1
     arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
     if not arguments:

@@ -33,7 +33,7 @@ class _Current(threading.local):
 
 
 class Scope:
-    """Where Paddle keeps the values of parameters. Here they are the model's own, so that it holds nothing."""
+    """The holder of parameters in Paddle. It is empty here: parameters are the model's own."""
 
 
 _current = _Current()
@@ -58,7 +58,7 @@ def disable_static() -> None:
 
 
 def in_static_mode() -> bool:
-    """Whether ``enable_static`` is in force."""
+    """True after ``enable_static``, until ``disable_static``."""
     return "minimize" in vars(torch.optim.Optimizer)
 
 
@@ -140,5 +140,5 @@ def program_guard(main_program: Program, startup_program: Program | None = None)
 
 
 def global_scope() -> Scope:
-    """What ``amp_init(scope=)`` takes."""
+    """A scope for ``amp_init(scope=)``."""
     return _scope

@@ -230,7 +230,7 @@ class Program:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it computes nothing."""
+        """True if the program computes nothing."""
         return self._exported is None
 
     def parameters(self) -> list[nn.Parameter]:
@@ -259,7 +259,7 @@ class Program:
         return "\n".join([*lines, f"casts: {self.casting.casts_before} before, {self.casting.casts_after} after"])
 
     def module(self, fetched: Sequence[str] = (), compiled: bool = False) -> Any:
-        """What runs: it returns the loss, the outputs, and the values of the nodes whose names are ``fetched``.
+        """The function that runs: it returns the loss, the outputs, and the values of the nodes named in ``fetched``.
 
         Raises:
             ArgumentValueError: for a name that no node has.

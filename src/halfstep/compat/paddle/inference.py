@@ -138,7 +138,7 @@ def _for_inference(
 
 
 def _is_needed(node: fx.Node) -> bool:
-    """Whether a node whose result nobody reads does something all the same: it writes to a value, not to a buffer."""
+    """True for a node that is needed though nobody reads its result: it writes to a value, not to a buffer."""
     if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
         return False
     written = node.args[0]

@@ -77,21 +77,21 @@ class Variable(torch.Tensor):
 
 @dataclass(frozen=True)
 class _Result:
-    """In the arguments of a recorded call: the result of an earlier one, or an input."""
+    """A placeholder in the arguments of a recorded call: the result of an earlier one, or an input."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class _State:
-    """In the arguments of a recorded call: a parameter, a buffer or another tensor with numbers."""
+    """A placeholder in the arguments of a recorded call: a parameter, a buffer or another tensor with numbers."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class _Size:
-    """In the arguments of a recorded call: a number that depends on the sizes of inputs."""
+    """A placeholder in the arguments of a recorded call: a number that depends on the sizes of inputs."""
 
     expression: Any
 
@@ -161,7 +161,7 @@ class Tape:
         )
 
     def leaves(self) -> list[Variable]:
-        """What was computed and is read by no call."""
+        """The computed values that no call reads."""
         return [value for i, value in enumerate(self.values) if i not in self._read and value.name not in self.inputs]
 
     # ---- recording

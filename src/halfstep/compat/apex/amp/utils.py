@@ -30,7 +30,7 @@ __getattr__ = refusing(__name__)
 
 
 def is_cuda_enabled() -> bool:
-    """Whether torch was built with CUDA."""
+    """True if torch was built with CUDA."""
     return torch.version.cuda is not None
 
 
@@ -40,12 +40,12 @@ def get_cuda_version() -> tuple[int, ...]:
 
 
 def is_nested(x: object) -> bool:
-    """Whether it is a tuple or list."""
+    """True for a tuple or list."""
     return isinstance(x, (tuple, list))
 
 
 def is_fp_tensor(x: Any) -> bool:
-    """Whether it is a floating tensor, or a tuple or list of such."""
+    """True for a floating tensor, or a tuple or list of such."""
     if isinstance(x, (tuple, list)):
         return all(map(is_fp_tensor, x))
     return isinstance(x, torch.Tensor) and x.is_floating_point()
@@ -67,7 +67,7 @@ def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
 
 
 def has_func(mod: Any, fn: str) -> bool:
-    """Whether a module or dictionary has a name."""
+    """True if a module or dictionary has a name."""
     return fn in mod if isinstance(mod, dict) else hasattr(mod, fn)
 
 
@@ -75,12 +75,12 @@ def has_func(mod: Any, fn: str) -> bool:
 
 
 def is_tensor_like(x: object) -> bool:
-    """Whether it is a tensor."""
+    """True for a tensor."""
     return isinstance(x, torch.Tensor)
 
 
 def is_floating_point(x: torch.Tensor) -> bool:
-    """Whether a tensor is floating."""
+    """True for a floating tensor."""
     return x.is_floating_point()
 
 

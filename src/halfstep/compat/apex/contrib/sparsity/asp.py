@@ -118,7 +118,7 @@ class ASP:
 
     @classmethod
     def already_init_asp_model(cls) -> bool:
-        """Whether there is a model."""
+        """True if there is a model."""
         return cls._model is not None
 
     @classmethod
@@ -173,7 +173,7 @@ class ASP:
 
     @classmethod
     def is_sparsity_enabled(cls) -> bool:
-        """Whether the weights are pruned.
+        """True if the weights are pruned.
 
         Raises:
             UsageError: if some are and some are not.
@@ -214,7 +214,7 @@ class ASP:
 
 
 def _fits(weight: torch.Tensor, name: str) -> bool:
-    """Whether the sparse units of a GPU take a weight of this shape."""
+    """True if the sparse units of a GPU take a weight of this shape."""
     fits = weight.requires_grad and weight.dim() > 1 and weight.shape[0] % 8 == weight.shape[1] % 16 == 0
     if not fits:
         logger.info("ASP: %s of shape %s stays dense.", name, tuple(weight.shape))
