@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,31 +13,12 @@ from torch import nn
 import halfstep
 from halfstep import amp, fp16_utils, optimizers, static
 from halfstep.casting.scope import session_casting
-from halfstep.core.errors import HalfstepError
 from halfstep.core.torch_compat import module_hooks
 
-__all__ = ["World", "Wrong", "same", "snapshot"]
+__all__ = ["World", "same", "snapshot"]
 
 World = SimpleNamespace
-"""The objects of a row, by name."""
-
-
-class Wrong(NamedTuple):
-    """One wrong use.
-
-    Attributes:
-        name: what is wrong, as a reader would type it.
-        setup: makes the objects.
-        use: does it.
-        error: what must be raised.
-        words: what the message must have in it: what was given, what is allowed, what to do.
-    """
-
-    name: str
-    setup: Callable[[], World]
-    use: Callable[[World], Any]
-    error: type[HalfstepError]
-    words: tuple[str, ...]
+"""The objects that a wrong use is done to, by name."""
 
 
 def net() -> nn.Module:
@@ -72,6 +53,43 @@ def scaled() -> World:
     return world
 
 
+def pending() -> World:
+    """Gradients that are scaled."""
+    world = scaled()
+    world.scaler.scale(world.loss).backward()
+    return world
+
+
+def stepped() -> World:
+    """A scaler whose iteration is over."""
+    world = pending()
+    world.scaler.step(world.optimizer)
+    world.scaler.update()
+    world.optimizer.zero_grad()
+    return world
+
+
+def unscaled() -> World:
+    """A scaler that has unscaled."""
+    world = pending()
+    world.scaler.unscale_(world.optimizer)
+    return world
+
+
+def taken() -> World:
+    """A scaler that has stepped and is not updated."""
+    world = unscaled()
+    world.scaler.step(world.optimizer)
+    return world
+
+
+def two_models() -> World:
+    """A second model, with nothing but dropout."""
+    world = plain()
+    world.second = nn.Dropout()
+    return world
+
+
 def handled() -> World:
     """The handle of 2018, and an optimizer wrapped by it."""
     world = plain()
@@ -81,12 +99,32 @@ def handled() -> World:
     return world
 
 
+def used_up() -> World:
+    """The handle, after all losses of a step."""
+    world = handled()
+    with world.wrapped.scale_loss(world.loss) as scaled_loss:
+        scaled_loss.backward()
+    return world
+
+
+def used() -> World:
+    """The handle, after a step of its optimizer."""
+    world = used_up()
+    world.wrapped.step()
+    return world
+
+
 def old() -> World:
     """``FP16_Optimizer`` around Adam over a half model."""
     model = nn.Linear(4, 2).half()
     inner = torch.optim.Adam(model.parameters())
     optimizer = fp16_utils.FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
     return World(model=model, inner=inner, optimizer=optimizer, loss=torch.ones((), requires_grad=True))
+
+
+def weights() -> World:
+    """One parameter."""
+    return World(weight=nn.Parameter(torch.ones(3)))
 
 
 def fused() -> World:
