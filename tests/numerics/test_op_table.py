@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from halfstep import amp, numerics
 from halfstep.casting.current import thread
 from halfstep.numerics import OpTable
-from halfstep.numerics.ops import OpCall, watching_ops
+from halfstep.observe.ops import OpCall
+from halfstep.observe.watch import Watch
 from tests.support.processes import Ranks
 
 
@@ -145,7 +146,7 @@ def test_under_ddp_names_are_those_of_the_model(ranks: Ranks) -> None:
 
 def test_a_notice_sees_every_op_with_its_result() -> None:
     seen: list[OpCall] = []
-    with watching_ops(seen.append):
+    with Watch(None, ops=seen.append):
         torch.ones(3).add_(1).sum().item()
     assert [call.name for call in seen if not call.op.is_view] == ["ones", "add_", "sum", "_local_scalar_dense"]
     assert [None if call.output is None else call.output.dtype for call in seen][-2:] == [torch.float32, None]

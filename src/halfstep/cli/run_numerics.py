@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..core.torch_compat import compiled_from
 from ..numerics import Monitor, Row, save_rows, write_report
 from ..numerics.monitor import TENSORS
-from ..numerics.owners import OUTSIDE
+from ..observe.names import OUTSIDE
 from ..stepping.attached import AttachedOptimizer, creation_callbacks, observers
 
 __all__ = ["monitored"]

@@ -4,6 +4,7 @@
 ``compare_step`` and ``compare`` say which module adds the error of 16 bits. ``op_table`` counts the ops of one step.
 """
 
+from ..observe.row import Row, load_rows, merge_rows, save_rows
 from .compare_runs import compare
 from .compare_step import compare_step
 from .comparison import Comparison, Entry, ModuleError
@@ -11,7 +12,6 @@ from .comparison_report import write_comparison
 from .monitor import Monitor
 from .op_table import CastRow, OpRow, OpTable, op_table
 from .report import write_report
-from .row import Row, load_rows, merge_rows, save_rows
 
 __all__ = [
     "CastRow",

@@ -10,8 +10,8 @@ import torch
 
 from ..core.text import listed
 from ..findings.finding import Finding, grouped, share
-from .owners import OUTSIDE, owner_of
-from .row import Row
+from ..observe.names import OUTSIDE, owner_of
+from ..observe.row import Row
 from .step_size import StepSizes
 from .zero_gradients import ZeroGradients
 

@@ -12,8 +12,8 @@ import torch
 
 from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..findings.samples import grid_flags
+from ..observe.ops import USER
 from .comparison import Entry, entry_of
-from .ops import USER
 from .recording import Record
 
 __all__ = ["entries_of", "first_not_finite"]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..core.errors import ArgumentValueError
+from ..observe.names import OUTSIDE, ROOT, owner_of
+from ..observe.row import Row, load_rows
 from .comparison import Comparison, Entry, entry_of
-from .owners import OUTSIDE, ROOT, owner_of
-from .row import Row, load_rows
 
 __all__ = ["compare"]
 

@@ -13,11 +13,11 @@ from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.loss_scale import make_loss_scale
 from ..core.policy import Policy, check_policy
+from ..observe.names import qualified_names
+from ..observe.watch import Watch
 from .blame import entries_of, first_not_finite
 from .comparison import Comparison
-from .ops import OpWatch, entered
-from .owners import Owners, qualified_names
-from .recording import Record, Recorder, ReferenceWatch
+from .recording import Record, Recorder
 from .trial_runs import Dice, as_candidate, as_reference, refuse, run_step
 
 __all__ = ["compare_step"]
@@ -89,20 +89,19 @@ def compare_step(
     refuse(model)
     names, dice = qualified_names(model), Dice(model)
 
-    def run(recorder: Recorder, watch: OpWatch, scale: float) -> bool:
-        recorder.watch = watch
+    def run(recorder: Recorder, scale: float, compute_in: torch.dtype | None = None) -> bool:
         recorder.begin(names)
-        with dice.same(), entered(watch):
+        with dice.same(), Watch(names, ops=recorder.notice, casts=True, compute_in=compute_in):
             scaled = run_step(model, step, scale, recorder.begin_backward)
         recorder.end(model)
         return scaled
 
     wide, narrow = Recorder(samples, reference), Recorder(samples)
     with as_reference(model, reference):
-        run(wide, ReferenceWatch(wide.notice, Owners(model), reference), 1.0)
+        run(wide, 1.0, reference)
     scale = _scale(policy, wide.records)
     with as_candidate(model, policy):
-        scaled = run(narrow, OpWatch(narrow.notice, Owners(model)), scale)
+        scaled = run(narrow, scale)
     entries, unmatched = entries_of(narrow.records, wide.records, scale if scaled else 1.0)
     about: dict[str, Any] = {"ops of one run only": unmatched} if unmatched else {}
     if scaled and scale != 1.0:

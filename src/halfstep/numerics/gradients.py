@@ -11,8 +11,8 @@ import torch
 from ..core.scalars import scalar_dtype
 from ..kernels.shards import local
 from ..kernels.tensor_table import Number
+from ..observe.row import Row
 from ..optimizers.param_rows import ParamRows
-from .row import Row
 from .survey import Fetched
 
 __all__ = ["GradientTotals"]

@@ -18,14 +18,14 @@ from ..core.torch_compat import backward_pass_id, scale_of
 from ..findings.finding import Finding, log
 from ..gradients.async_reader import capturing
 from ..kernels.tensor_table import Number
+from ..observe.names import ROOT, qualified_names
+from ..observe.row import Row, save_rows
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.param_rows import ParamRows
 from ..stepping.attached import AttachedOptimizer, attached_to, observers
 from .alarms import Alarms
 from .gradients import GradientTotals
-from .owners import ROOT, qualified_names
 from .report import write_report
-from .row import Row, save_rows
 from .sampled_step import Hook, Named, SampledStep
 from .step_rows import StepRows
 

@@ -8,20 +8,17 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError
 from ..core.text import counted
-from ..core.torch_compat import OpOverload
-from .ops import Cast, OpCall, op_name, watching_ops
+from ..observe.names import qualified_names
+from ..observe.ops import Cast, OpCall
+from ..observe.watch import Watch
 from .text import aligned
 
 __all__ = ["CastRow", "OpRow", "OpTable", "op_table"]
-
-_MOVES = frozenset(("_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"))
-"""Ops that compute nothing, beside views."""
 
 _FORMATS = ("float64", "float32", "bfloat16", "float16")
 
@@ -147,33 +144,21 @@ def op_table(step: Callable[[], Any], model: nn.Module | None = None) -> OpTable
     """
     if not isinstance(model, (nn.Module, NoneType)):
         raise ArgumentTypeError(f"op_table takes a torch.nn.Module as model, or None, not {type(model).__name__}.")
-    calls: dict[tuple[str, bool, OpOverload, torch.dtype | None], int] = defaultdict(int)
+    rows: dict[tuple[str, bool, str], OpRow] = {}
     casts: dict[tuple[str, bool, Cast], int] = defaultdict(int)
 
     def notice(call: OpCall) -> None:
-        if call.op.is_view:
-            return
-        cast = watch.cast_of(call)
-        if cast is not None:
-            casts[call.module, call.backward, cast] += 1
-            return
-        output = call.output
-        calls[call.module, call.backward, call.op, None if output is None else output.dtype] += 1
+        if call.cast is not None:
+            casts[call.module, call.backward, call.cast] += 1
+        elif call.computes:
+            key, output = (call.module, call.backward, call.name), call.output
+            row = rows.setdefault(key, OpRow(call.module, call.name, call.backward))
+            column = "none" if output is None else dtype_name(output.dtype)
+            row.calls[column] = row.calls.get(column, 0) + 1
 
-    with watching_ops(notice, model) as watch:
+    with Watch(None if model is None else qualified_names(model), ops=notice, casts=True):
         step()
-    return OpTable(_op_rows(calls), _cast_rows(casts))
-
-
-def _op_rows(calls: dict[tuple[str, bool, OpOverload, torch.dtype | None], int]) -> list[OpRow]:
-    rows: dict[tuple[str, bool, str], OpRow] = {}
-    for (module, backward, op, dtype), count in calls.items():
-        name = op_name(op)
-        if name not in _MOVES and op.namespace != "profiler":
-            row = rows.setdefault((module, backward, name), OpRow(module, name, backward))
-            column = "none" if dtype is None else dtype_name(dtype)
-            row.calls[column] = row.calls.get(column, 0) + count
-    return list(rows.values())
+    return OpTable(rows.values(), _cast_rows(casts))
 
 
 def _cast_rows(casts: dict[tuple[str, bool, Cast], int]) -> list[CastRow]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .row import Row
+from ..observe.row import Row
 
 __all__ = ["Grid", "Tensor", "grids", "tensors_of"]
 

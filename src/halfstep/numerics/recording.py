@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,11 @@ from torch import nn
 from ..casting.scope import active_casting
 from ..core.oplists.names import spellings
 from ..core.oplists.tables import FLOAT, words
-from ..core.torch_compat import OpOverload, schema_of, tree_flatten, tree_unflatten
 from ..findings.samples import can_sample, sample
-from .ops import Cast, Functions, OpCall, OpWatch
-from .owners import OUTSIDE, Owners
+from ..observe.names import OUTSIDE
+from ..observe.ops import Cast, OpCall
 
-__all__ = ["INPUT", "Record", "Recorder", "ReferenceWatch"]
+__all__ = ["INPUT", "Record", "Recorder"]
 
 _PASS_ON = frozenset(("_to_copy", "copy_", "lift_fresh", "detach"))
 """Ops that hand on values, perhaps in another dtype. A run in one dtype does not have all of them."""
@@ -96,7 +95,6 @@ class Recorder:
         self._made: dict[int, int] = {}
         self._signs: dict[torch.device, torch.Tensor] = {}
         self._pauses = False
-        self.watch: OpWatch | None = None
 
     def begin(self, names: dict[nn.Module, str]) -> None:
         """Write down the parameters and buffers that a run begins with."""
@@ -122,8 +120,7 @@ class Recorder:
             if name in _MAKE and name != "_unsafe_view":  # perhaps where another tensor was before
                 self._made.pop(_place(call.result), None)
             return
-        running = None if self.watch is None else self.watch.functions.running
-        wide = not call.backward and _should_be_wide(name, running)
+        wide = not call.backward and _should_be_wide(name, call.function)
         inputs = tuple(dict.fromkeys(self._came_from(call.module, call.args, call.kwargs)))
         results = call.result if call.result is not None else call.args[:1]
         for index, tensor in enumerate(_floating(results)):
@@ -144,10 +141,9 @@ class Recorder:
                 terms = [term for term in call.args[:2] if term.shape == tensor.shape]
                 record.source = self._sample(terms[0]) + self._sample(terms[1]) if len(terms) == 2 else None
             elif record.passes_on and name != "add_":
-                record.cast = None if self.watch is None else self.watch.cast_of(call)
-                source = call.args[1 if name == "copy_" else 0]
-                if record.cast is not None and source.shape == tensor.shape:
-                    record.source = self._sample(source)
+                record.cast = call.cast
+                if record.cast is not None and call.source.shape == tensor.shape:
+                    record.source = self._sample(call.source)
             self._write(record, tensor)
 
     def end(self, model: nn.Module) -> None:
@@ -245,64 +241,3 @@ def _floating(values: Any) -> Iterable[torch.Tensor]:
 def _place(tensor: torch.Tensor) -> int:
     """Where the memory of a tensor begins: views of a tensor have its place."""
     return tensor.untyped_storage().data_ptr()
-
-
-class ReferenceWatch(OpWatch):
-    """A mode in which every op computes in one wide dtype, whatever casts and factories ask for.
-
-    Args:
-        notice: called after each op.
-        owners: knows the module of an op.
-        dtype: torch.float32 or torch.float64.
-    """
-
-    only_watches = False
-
-    def __init__(self, notice: Any, owners: Owners, dtype: torch.dtype) -> None:
-        super().__init__(notice, owners)
-        self._dtype = dtype
-        self.functions = _WideFunctions(dtype)
-
-    def run(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one op on wide arguments. What it writes to keeps its dtype."""
-        args, kwargs = _widened(args, kwargs, self._dtype, list(_written(op, args, kwargs)))
-        return op(*args, **kwargs)
-
-
-class _WideFunctions(Functions):
-    """Gives functions wide arguments: some refuse those of several dtypes before any op runs."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        _, in_place = spellings().get(func, ("", True))
-        if not in_place and kwargs.get("out") is None:
-            args, kwargs = _widened(args, kwargs, self._dtype)
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that an op writes to."""
-    for i, each in enumerate(schema_of(op).arguments):
-        if each.is_write:
-            yield args[i] if i < len(args) else kwargs.get(each.name)
-
-
-def _widened(args: Any, kwargs: Any, dtype: torch.dtype, kept: Sequence[Any] = ()) -> tuple[Any, Any]:
-    """Arguments with their floating tensors and dtypes in a dtype, but for wider ones, and those to keep."""
-
-    def is_narrow(value: Any) -> bool:
-        found = value.dtype if isinstance(value, torch.Tensor) else value
-        return isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize < dtype.itemsize
-
-    leaves, tree = tree_flatten((args, kwargs))
-    if not any(map(is_narrow, leaves)):
-        return args, kwargs
-    keep = set(map(id, tree_flatten(list(kept))[0]))
-    for i, leaf in enumerate(leaves):
-        if is_narrow(leaf) and id(leaf) not in keep:
-            leaves[i] = leaf.to(dtype) if isinstance(leaf, torch.Tensor) else dtype
-    return tree_unflatten(leaves, tree)  # type: ignore[no-any-return]

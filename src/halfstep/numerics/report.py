@@ -14,6 +14,7 @@ import torch
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentValueError
 from ..core.text import counted, listed
+from ..observe.row import Row
 from ..pages import (
     Band,
     Line,
@@ -34,7 +35,6 @@ from ..pages import (
 )
 from .alarms import Alarms, first_bad
 from .overview import Grid, Tensor, grids, tensors_of
-from .row import Row
 
 __all__ = ["write_report"]
 

@@ -29,8 +29,8 @@ from ..gradients.ledger import get_grads
 from ..kernels.shards import local
 from ..kernels.storage import join
 from ..kernels.tensor_table import Number
-from .compiled import compiled_code_eager
-from .owners import ROOT
+from ..observe.compiled import compiled_code_eager
+from ..observe.names import ROOT
 from .survey import About, Callers, Inputs, Survey, Surveyed, can_survey, spread
 
 __all__ = ["Hook", "Named", "SampledStep"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..observe.names import OUTSIDE, ROOT
+from ..observe.row import Row, merge_rows
 from .gradients import Totals
-from .owners import OUTSIDE, ROOT
-from .row import Row, merge_rows
 from .survey import Inputs, SampledTensor, Surveyed
 
 __all__ = ["StepRows"]

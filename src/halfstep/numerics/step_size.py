@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
 from ..findings.finding import Finding, grouped, share
-from .row import Row
+from ..observe.row import Row
 
 __all__ = ["StepSizes"]
 

@@ -15,7 +15,7 @@ import torch
 
 from ..core.scalars import scalar_dtype
 from ..kernels.shards import local
-from .row import PROBE, Row
+from ..observe.row import PROBE, Row
 
 __all__ = ["About", "Callers", "Fetched", "Inputs", "SampledTensor", "Survey", "Surveyed", "can_survey", "spread"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ..findings.finding import Finding, grouped
 from ..findings.gradients import ZERO_GRADIENTS_FIX
-from .owners import OUTSIDE, owner_of
-from .row import Row
+from ..observe.names import OUTSIDE, owner_of
+from ..observe.row import Row
 
 __all__ = ["ZeroGradients"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from ...core.oplists import resolve
 from ...core.oplists.tables import PADDLE_NAMES, pairs
 from ...core.torch_compat import current_node
-from ...numerics.ops import OpCall, op_name
+from ...observe.ops import OpCall
 
 __all__ = ["canonical", "list_name", "listed", "log_name", "op_of"]
 
@@ -71,7 +71,7 @@ def log_name(name: str) -> str:
 
 def op_of(call: OpCall) -> str:
     """The canonical name of what runs an op; in a backward pass, of the op whose gradient it is."""
-    name = op_name(call.op)
+    name = call.name
     dims = call.args[0].dim() - 2 if "convolution" in name else 2
     if not call.backward:
         return canonical(name, dims)

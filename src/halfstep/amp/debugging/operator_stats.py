@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from ...numerics.ops import OpCall, first_tensor, op_name
+from ...observe.ops import OpCall, first_tensor
+from ...observe.watch import Watch
 from .names import list_name, op_of
-from .watching import Watching
 
 __all__ = ["collect_operator_stats", "disable_operator_stats_collection", "enable_operator_stats_collection"]
 
 _WIDTH = 120
 _COLUMNS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _OTHER = 3
-_MOVES = frozenset(("_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"))
 
 
 class _Collection:
@@ -26,21 +25,16 @@ class _Collection:
 
     def __init__(self) -> None:
         self.counts: dict[str, list[int]] = {}
-        self.watching = Watching(self._count)
+        self.watch = Watch({}, ops=self._count)
 
     def _count(self, call: OpCall) -> None:
-        name = op_name(call.op)
-        if call.backward or call.op.is_view or name in _MOVES or call.op.namespace == "profiler":
+        if call.backward or not call.computes:
             return
         op = list_name(op_of(call))
-        if op == "cast":
-            source, target = call.args[1 if name == "copy_" else 0].dtype, call.result.dtype
-            if source is target:
-                return
-            dtype = source
-        else:
-            dtype = _computes_in(call)
-        self.counts.setdefault(op, [0, 0, 0, 0])[_COLUMNS.get(dtype, _OTHER)] += 1
+        dtype = call.source.dtype if op == "cast" else _computes_in(call)
+        if op == "cast" and dtype is call.result.dtype:
+            return
+        self.counts.setdefault(op, [0, 0, 0, 0])[_OTHER if dtype is None else _COLUMNS.get(dtype, _OTHER)] += 1
 
     def table(self) -> str:
         title = "<" + " op list ".center(_WIDTH, "-") + ">"
@@ -77,7 +71,7 @@ def enable_operator_stats_collection() -> None:
     if _collecting:
         return
     _collecting.append(_Collection())
-    _collecting[0].watching.begin()
+    _collecting[0].watch.begin()
 
 
 def disable_operator_stats_collection() -> None:
@@ -85,7 +79,7 @@ def disable_operator_stats_collection() -> None:
     if not _collecting:
         return
     collection = _collecting.pop()
-    collection.watching.end()
+    collection.watch.end()
     sys.stdout.write(collection.table())
 
 

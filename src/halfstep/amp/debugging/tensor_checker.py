@@ -11,17 +11,14 @@ from typing import Any, TypeVar
 import torch
 
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ...numerics.ops import OpCall, op_name
+from ...observe.ops import OpCall
+from ...observe.watch import Watch
 from .checks import Checked, DebugMode, can_check, check_mode, facts_of, read
 from .names import listed, log_name, op_of
-from .watching import Watching
 
 __all__ = ["TensorCheckerConfig", "check_layer_numerics", "disable_tensor_checker", "enable_tensor_checker"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_UNSET = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"))
-"""Ops whose results are not numbers yet."""
 
 
 class TensorCheckerConfig:
@@ -91,11 +88,11 @@ class _Checker:
 
     def __init__(self, config: TensorCheckerConfig) -> None:
         self._config = config
-        self.watching = Watching(self._check)
+        self.watch = Watch({}, ops=self._check)
 
     def _check(self, call: OpCall) -> None:
         config = self._config
-        if call.op.is_view or op_name(call.op) in _UNSET or not config.checks(op := op_of(call)):
+        if call.op.is_view or call.is_empty or not config.checks(op := op_of(call)):
             return
         name = log_name(op) + ("_grad" if call.backward else "")
         for tensor in _tensors(call.result):
@@ -144,13 +141,13 @@ def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
     disable_tensor_checker()
     if checker_config.update_and_check_step_id():
         _checking.append(_Checker(checker_config))
-        _checking[0].watching.begin()
+        _checking[0].watch.begin()
 
 
 def disable_tensor_checker() -> None:
     """Check no longer. Without ``enable_tensor_checker`` nothing happens."""
     if _checking:
-        _checking.pop().watching.end()
+        _checking.pop().watch.end()
 
 
 def check_layer_numerics(forward: F) -> F:
@@ -177,10 +174,7 @@ def check_layer_numerics(forward: F) -> F:
         if not isinstance(args[0], torch.Tensor):
             raise UsageError(f"First input of this layer must be tensor. It is a {type(args[0]).__name__}.")
         checker = _Checker(TensorCheckerConfig(enable=True))
-        checker.watching.begin()
-        try:
+        with checker.watch:
             return forward(self, *args, **kwargs)
-        finally:
-            checker.watching.end()
 
     return checked  # type: ignore[return-value]

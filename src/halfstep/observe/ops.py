@@ -1,0 +1,326 @@
+"""The modes that see functions of torch and ops, forward and backward, and who makes each cast. ``Watch`` enters them.
+
+A dispatch mode sees the ops below autograd, as they run on the device.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..casting.scope import active_casting
+from ..core.oplists.names import spellings
+from ..core.torch_compat import (
+    OpOverload,
+    TorchDispatchMode,
+    current_node,
+    dispatch_mode_at,
+    dispatch_mode_count,
+    is_any_autocast_enabled,
+    is_torchs_mode,
+    next_sequence_number,
+    node_sequence_number,
+    pop_dispatch_mode,
+    schema_of,
+    tree_flatten,
+    tree_unflatten,
+)
+
+__all__ = ["CASTING", "TORCH", "USER", "Cast", "FunctionCall", "FunctionMode", "OpCall", "OpMode", "first_tensor"]
+
+CASTING, USER, TORCH = "casting", "user", "torch"
+"""Who makes casts: halfstep or native autocast; a call such as ``x.float()`` in the user's code; torch by itself."""
+
+_CONVERSIONS = frozenset(("to", "type", "type_as", "half", "bfloat16", "float", "double", "copy_", "_to_copy"))
+"""Functions that a user casts with."""
+
+_PASS_ON = ("torch.", "halfstep.numerics.", "halfstep.observe.", "halfstep.casting.dispatch")
+
+_CASTS = frozenset(("_to_copy", "copy_"))
+
+_EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"))
+
+
+class Cast(NamedTuple):
+    """A cast of a floating tensor to another floating dtype.
+
+    Attributes:
+        source: the dtype that it had.
+        target: the dtype that it got.
+        made_by: ``CASTING``, ``USER`` or ``TORCH``. The gradient of a cast is made by who made the cast.
+        asked_by: the function whose arguments were cast; empty for a cast of a user, or of a module's inputs.
+        bytes: how many were read and written.
+    """
+
+    source: torch.dtype
+    target: torch.dtype
+    made_by: str
+    asked_by: str
+    bytes: int
+
+
+class FunctionCall(NamedTuple):
+    """A call of a function of torch that has returned."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+class OpCall(NamedTuple):
+    """A call of an op.
+
+    Attributes:
+        op: as in ``torch.ops.aten.addmm.default``.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: what it returned.
+        module: the qualified name of its module.
+        backward: whether it was called by a backward pass.
+        function: the function of torch that has called it; None if there is none, or functions are not watched.
+        cast: the cast that it is; None for any other op. Who made it is known if functions are watched.
+    """
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    module: str
+    backward: bool
+    function: Callable[..., Any] | None = None
+    cast: Cast | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the op without its namespace and overload, as in ``addmm``."""
+        return _name(self.op)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether its result is not numbers yet."""
+        return self.name in _EMPTY
+
+    @property
+    def computes(self) -> bool:
+        """Whether it computes or copies numbers, which views and what is empty yet do not."""
+        moves = self.op.is_view or self.is_empty or self.name == "_unsafe_view"
+        return not moves and self.op.namespace != "profiler"
+
+    @property
+    def source(self) -> torch.Tensor:
+        """The tensor that a copy or cast is made of."""
+        return self.args[1 if self.name == "copy_" else 0]  # type: ignore[no-any-return]
+
+    @property
+    def output(self) -> torch.Tensor | None:
+        """The first tensor of the result; for an op that returns nothing and writes to tensors, the first of those."""
+        return first_tensor(self.result if self.result is not None else self.args)
+
+
+def _name(op: OpOverload) -> str:
+    return schema_of(op).name.rpartition(":")[2]
+
+
+def first_tensor(values: Any) -> torch.Tensor | None:
+    """The first tensor in a tree of lists and tuples."""
+    if isinstance(values, torch.Tensor):
+        return values
+    if isinstance(values, (list, tuple)):
+        return next((found for value in values if (found := first_tensor(value)) is not None), None)
+    return None
+
+
+def _user_modes() -> list[Any]:
+    """The dispatch modes of this thread, the top one last. torch keeps its own, such as FakeTensorMode, apart."""
+    modes = (dispatch_mode_at(i) for i in range(dispatch_mode_count()))
+    return [mode for mode in modes if not is_torchs_mode(mode)]
+
+
+def _take_off(mode: Any, pop: Callable[[], object]) -> None:
+    """Take a mode off the stack: those above it are off meanwhile, with the flags that torch keeps about them."""
+    modes = _user_modes()
+    above = modes[modes.index(mode) + 1 :]
+    for each in reversed(above):
+        TorchDispatchMode.__exit__(each, None, None, None)  # not what its class does besides
+    pop()
+    for each in above:
+        TorchDispatchMode.__enter__(each)
+
+
+class FunctionMode(TorchFunctionMode):
+    """Knows which function of torch is running, which may call several ops, and whether it began under autocast.
+
+    Args:
+        notice: called after each function; None if nobody asks.
+        compute_in: as of ``Watch``. Some functions refuse arguments of several dtypes before any op runs.
+
+    Attributes:
+        running: the function; None if none is.
+        autocast: whether native autocast was on when it was called.
+    """
+
+    def __init__(self, notice: Callable[[FunctionCall], object] | None, compute_in: torch.dtype | None) -> None:
+        super().__init__()
+        self._notice = notice
+        self._dtype = compute_in
+        self.running: Callable[..., Any] | None = None
+        self.autocast = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._dtype is not None and kwargs.get("out") is None and not spellings().get(func, ("", True))[1]:
+            args, kwargs = _widened(args, kwargs, self._dtype)
+        outer = self.running, self.autocast
+        self.running, self.autocast = func, is_any_autocast_enabled()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.running, self.autocast = outer
+        if self._notice is not None:
+            self._notice(FunctionCall(func, args, kwargs, result))
+        return result
+
+
+class _Noticing(threading.local):
+    """Whether this thread is in a function that is told of an op. Its own ops are no ops of the step."""
+
+    on = False
+
+
+_noticing = _Noticing()
+
+
+class OpMode(TorchDispatchMode):
+    """A dispatch mode that tells of each op. It may end before modes that were entered later: those stay.
+
+    Args:
+        notice: called after each op, until it raises.
+        where: gives the module that runs, and whether in a backward pass.
+        functions: knows the function that runs.
+        compute_in: as of ``Watch``.
+
+    Attributes:
+        only_watches: whether it leaves results as they are, so that copies of weights may be used again.
+    """
+
+    def __init__(
+        self,
+        notice: Callable[[OpCall], object],
+        where: Callable[[], tuple[str, bool]],
+        functions: FunctionMode | None,
+        compute_in: torch.dtype | None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.only_watches = compute_in is None
+        self._notice: Callable[[OpCall], object] | None = notice
+        self._where = where
+        self._functions = functions
+        self._dtype = compute_in
+        self._casts: dict[int, tuple[str, str]] = {}
+        self._beneath: list[Any] = []
+
+    def __enter__(self) -> OpMode:
+        self._beneath = _user_modes()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the stack of modes from whatever place. torch takes off the top one, whichever ends."""
+        modes = _user_modes()
+        if self not in modes:
+            # A mode beneath has ended first, and torch has taken this one off in its place.
+            left = [mode for mode in modes if mode in self._beneath]
+            if left:
+                _take_off(left[-1], lambda: pop_dispatch_mode(None))
+            return
+        _take_off(self, lambda: TorchDispatchMode.__exit__(self, None, None, None))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap the method below; nothing is compiled while this mode is on
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._dtype is not None:  # what an op writes to keeps its dtype
+            args, kwargs = _widened(args, kwargs, self._dtype, list(_written(func, args, kwargs)))
+        result = func(*args, **kwargs)
+        if self._notice is None or _noticing.on:
+            return result
+        _noticing.on = True
+        try:
+            function = None if self._functions is None else self._functions.running
+            call = OpCall(func, args, kwargs, result, *self._where(), function)
+            self._notice(call._replace(cast=self._cast_of(call)) if call.name in _CASTS else call)
+        except BaseException:
+            self._notice = None  # the mode can only leave the stack where nothing runs
+            raise
+        finally:
+            _noticing.on = False
+        return result
+
+    def _cast_of(self, call: OpCall) -> Cast | None:
+        source, target = call.source, call.result
+        if source.dtype is target.dtype or not (source.is_floating_point() and target.is_floating_point()):
+            return None
+        size = source.numel() * source.element_size() + target.numel() * target.element_size()
+        return Cast(source.dtype, target.dtype, *self._maker(call), size)
+
+    def _maker(self, call: OpCall) -> tuple[str, str]:
+        """Who made a cast, and the function that asked for it."""
+        node, caller = current_node(), _caller()
+        if call.backward:
+            number = -1 if node is None else node_sequence_number(node)
+            return self._casts.get(number, (CASTING if caller == CASTING else TORCH, ""))
+        recomputed = node is not None  # the function that runs is ``backward``
+        function = "" if recomputed else getattr(call.function, "__name__", "")
+        if function in _CONVERSIONS:
+            made = (caller, "")
+        else:
+            autocast = self._functions is not None and self._functions.autocast
+            casting = caller == CASTING or recomputed or autocast or active_casting() is not None
+            made = (CASTING if casting else TORCH, function)
+        return self._casts.setdefault(next_sequence_number() - 1, made)
+
+
+def _caller() -> str:
+    """Whose code has called torch: halfstep's (not the modes that pass calls on), FSDP2's, or the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("torch.distributed."):
+            return TORCH
+        if not name.startswith(_PASS_ON):
+            return CASTING if name.startswith("halfstep.") else USER
+        frame = frame.f_back
+    return USER
+
+
+def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that an op writes to."""
+    for i, each in enumerate(schema_of(op).arguments):
+        if each.is_write:
+            yield args[i] if i < len(args) else kwargs.get(each.name)
+
+
+def _widened(args: Any, kwargs: Any, dtype: torch.dtype, kept: Sequence[Any] = ()) -> tuple[Any, Any]:
+    """Arguments with their floating tensors and dtypes in a dtype, but for wider ones, and those to keep."""
+
+    def is_narrow(value: Any) -> bool:
+        found = value.dtype if isinstance(value, torch.Tensor) else value
+        return isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize < dtype.itemsize
+
+    leaves, tree = tree_flatten((args, kwargs))
+    if not any(map(is_narrow, leaves)):
+        return args, kwargs
+    keep = set(map(id, tree_flatten(list(kept))[0]))
+    for i, leaf in enumerate(leaves):
+        if is_narrow(leaf) and id(leaf) not in keep:
+            leaves[i] = leaf.to(dtype) if isinstance(leaf, torch.Tensor) else dtype
+    return tree_unflatten(leaves, tree)  # type: ignore[no-any-return]

@@ -1,0 +1,231 @@
+"""``Watch``: what a step runs, told as it runs: calls of modules, of functions of torch and of ops.
+
+In a forward pass an op belongs to the module that runs, in a backward pass to the one that ran forward. Autograd
+numbers the nodes of its graph in the order in which ops make them. So the numbers at which modules begin and end tell,
+for any node of the backward pass, which module has made it. Nothing is kept for a single op.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..core.torch_compat import children_of, current_node, next_sequence_number, node_sequence_number
+from .compiled import compiled_code_eager
+from .names import OPTIMIZER, OUTSIDE
+from .ops import FunctionCall, FunctionMode, OpCall, OpMode
+
+__all__ = ["Hook", "ModuleCall", "ModuleListener", "Watch"]
+
+_LEAF = 2**63
+"""Nodes of leaves have numbers above this."""
+
+
+class ModuleCall:
+    """A call of a module, or the step of an optimizer, that has not returned yet.
+
+    Attributes:
+        of: the module or optimizer.
+        name: its qualified name.
+        recomputed: whether a checkpoint computes it again, in a backward pass.
+        note: of who listens: whatever belongs to this call.
+    """
+
+    __slots__ = ("name", "note", "of", "recomputed")
+
+    def __init__(self, of: Any, name: str, recomputed: bool) -> None:
+        self.of, self.name, self.recomputed = of, name, recomputed
+        self.note: Any = None
+
+
+class ModuleListener(Protocol):
+    """Is told of the calls of modules."""
+
+    def entered(self, call: ModuleCall, args: Any, kwargs: Any) -> object:
+        """A module is called, before its other hooks run."""
+
+    def returned(self, call: ModuleCall, args: Any, output: Any) -> object:
+        """It has returned; the output of one that an error has ended is None."""
+
+
+class Watch:
+    """A watch of what this thread runs, and of its backward passes, from ``begin`` to ``end`` or in a ``with`` block.
+
+    Several may be on at once, and end in any order; one with ``functions`` or ``casts`` is to be used as a block. All
+    runs as it would without, and nothing is left when the watch ends. Compiled code runs eagerly meanwhile, so that its
+    modules and ops are seen.
+
+    Args:
+        names: the modules that are watched and told apart, as of ``qualified_names``. None watches all that run. Their
+            names then begin with the class of the outermost one.
+        modules: is told of calls of modules.
+        functions: called after each call of a function of torch, which may run several ops.
+        ops: called after each op, below autograd, as it runs on the device. It may look at tensors and must not change
+            them. Ops that it runs are not told. After an error of its nothing is told any more.
+        casts: whether calls of ops know the function that runs them, and casts who made them.
+        compute_in: a dtype in which every op and function computes, whatever casts and factories ask for.
+
+    Attributes:
+        running: the calls of modules that have not returned, the outermost first.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[nn.Module, str] | None,
+        *,
+        modules: ModuleListener | None = None,
+        functions: Callable[[FunctionCall], object] | None = None,
+        ops: Callable[[OpCall], object] | None = None,
+        casts: bool = False,
+        compute_in: torch.dtype | None = None,
+    ) -> None:
+        self.running: list[ModuleCall] = []
+        self._names = names
+        self._modules, self._ops = modules, ops
+        self._modes: list[Any] = []
+        function_mode = None
+        if functions is not None or casts:
+            function_mode = FunctionMode(functions, compute_in)
+            self._modes.append(function_mode)
+        if ops is not None:
+            self._modes.append(OpMode(ops, self.now, function_mode, compute_in))
+        self._leaves = {id(p): name for m, name in (names or {}).items() for p in m.parameters(recurse=False)}
+        self._home = threading.get_ident()
+        self._starts = [0]
+        self._began = [OUTSIDE]
+        self._open = ExitStack()
+
+    def begin(self) -> Watch:
+        """From here on what runs is told."""
+        # What is compiled has no hooks. Whoever never imported the compiler has compiled nothing.
+        if self._modes or "torch._dynamo" in sys.modules:
+            self._open.enter_context(compiled_code_eager)
+        self._hook_modules()
+        if self._ops is not None:
+            self._open.callback(register_optimizer_step_pre_hook(self._enter_optimizer).remove)
+            self._open.callback(register_optimizer_step_post_hook(self._leave_optimizer).remove)
+        self._mark()
+        for mode in self._modes:
+            self._open.enter_context(mode)
+        return self
+
+    def end(self) -> None:
+        """No longer."""
+        self._open.close()
+
+    def __enter__(self) -> Watch:
+        return self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def now(self) -> tuple[str, bool]:
+        """The name of the module that runs what runs now, and whether that is a part of a backward pass.
+
+        What a checkpoint computes again belongs to a forward pass.
+        """
+        node = current_node()
+        if node is None:
+            return (self.running[-1].name if self.running else OUTSIDE), False
+        if self.running and self.running[-1].recomputed:
+            return self.running[-1].name, False
+        number = node_sequence_number(node)
+        if number >= _LEAF:
+            return self._leaves.get(id(getattr(node, "variable", None)), OUTSIDE), True
+        return self._began[bisect_right(self._starts, number) - 1], True
+
+    def enter(self, of: Any, name: str) -> ModuleCall:
+        """Note that a module or optimizer begins. To be called where a watch begins inside of a module."""
+        call = ModuleCall(of, name, current_node() is not None)
+        if threading.get_ident() == self._home or call.recomputed:
+            self.running.append(call)
+            self._mark()
+        return call
+
+    # ---- inside
+
+    def _hook_modules(self) -> None:
+        # An op that another hook of the module runs, such as a cast of its inputs, is an op of the module.
+        for module, name in (self._names or {}).items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                enter, leave = partial(self._enter_module, name), partial(self._leave_module, name)
+                before = module.register_forward_pre_hook(Hook(enter), prepend=True, with_kwargs=True)
+                self._open.callback(before.remove)
+                self._open.callback(module.register_forward_hook(Hook(leave), always_call=True).remove)
+        if self._names is None:
+            enter, leave = partial(self._enter_module, None), partial(self._leave_module, None)
+            self._open.callback(register_module_forward_pre_hook(enter).remove)
+            self._open.callback(register_module_forward_hook(leave, always_call=True).remove)
+
+    def _enter_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.enter(optimizer, OPTIMIZER)
+
+    def _leave_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._leave(optimizer)
+
+    def _enter_module(self, name: str | None, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        call = self.enter(module, self._name(module) if name is None else name)
+        if self._modules is not None:
+            self._modules.entered(call, args, kwargs or {})
+
+    def _leave_module(self, name: str | None, module: nn.Module, args: Any, output: Any) -> None:
+        call = self._leave(module)
+        if self._modules is not None:
+            call = call or ModuleCall(module, name or type(module).__name__, current_node() is not None)
+            self._modules.returned(call, args, output)
+
+    def _leave(self, of: Any) -> ModuleCall | None:
+        """Close what was opened last, and what an error has left open inside of it."""
+        place = next((i for i in reversed(range(len(self.running))) if self.running[i].of is of), None)
+        if place is None:
+            return None
+        call = self.running[place]
+        del self.running[place:]
+        self._mark()
+        return call
+
+    def _mark(self) -> None:
+        """From here on new nodes belong to another module. Other threads have numbers of their own."""
+        if self._ops is not None and threading.get_ident() == self._home:
+            number, name = next_sequence_number(), self.running[-1].name if self.running else OUTSIDE
+            if self._starts[-1] == number:
+                self._began[-1] = name
+            else:
+                self._starts.append(number)
+                self._began.append(name)
+
+    def _name(self, module: nn.Module) -> str:
+        """The name of a module by the way to it from the outermost one that runs."""
+        outer = self.running[-1] if self.running else None
+        if outer is None or not isinstance(outer.of, nn.Module):
+            return type(module).__name__
+        own = next((key for key, child in children_of(outer.of).items() if child is module), type(module).__name__)
+        return f"{outer.name}.{own}"
+
+
+class Hook:
+    """A function as a hook of a module. In a copy or pickle of the module it does nothing: that one is not watched."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function."""
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[Callable[..., object]]]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
