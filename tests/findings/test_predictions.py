@@ -12,7 +12,7 @@ from torch import nn
 import halfstep
 from halfstep import optimizers
 from halfstep.findings.facts import Facts
-from halfstep.findings.samples import MOST_TENSORS, draw
+from halfstep.observe.samples import MOST_TENSORS, draw
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -18,6 +18,7 @@ from ..core.inner_optimizers import bare
 from ..core.policy import Policy
 from ..core.torch_compat import buffers_of, children_of, parameters_of
 from ..gradients.loss_scaler import DeviceLossScaler
+from ..observe.samples import Reading, can_sample, grid_flags, sample
 from ..stepping.attached import attached_to
 from .finding import grouped
 from .forward import Forward
@@ -25,7 +26,6 @@ from .gradients import ask_gradients
 from .groups import Group, dtypes_of
 from .lost import LostUpdates
 from .moments import SecondMoment, second_moments
-from .samples import Reading, can_sample, grid_flags, sample
 
 __all__ = ["Facts"]
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.torch_compat import buffers_of, children_of, tree_flatten
-from .samples import grid_flags, sample
+from ..observe.samples import grid_flags, sample
 from .statistics import Statistics
 
 __all__ = ["Forward", "is_norm", "is_router", "run", "watching_forward"]

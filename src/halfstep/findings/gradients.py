@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..gradients.ledger import get_grads
-from .samples import Reading, can_sample, sample
+from ..observe.samples import Reading, can_sample, sample
 
 __all__ = ["ZERO_GRADIENTS_FIX", "ask_gradients", "gradients_of"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..observe.samples import Drawn, Reading, can_sample, column, draw, samples_in
 from .groups import Group
-from .samples import Drawn, Reading, can_sample, column, draw, samples_in
 from .updates import columns_of, decays_apart, rounds_once, update_of
 
 __all__ = ["LostUpdates", "half_ulp"]

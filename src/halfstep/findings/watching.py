@@ -13,12 +13,13 @@ from ..core.errors import ArgumentTypeError
 from ..core.inner_optimizers import bare
 from ..gradients.async_reader import AsyncReader, capturing
 from ..gradients.ledger import get_grads
+from ..observe.samples import Drawn, can_sample, column, draw, samples_in
+from ..observe.updates import numbers_behind
 from ..stepping.attached import attached_to
 from .finding import Finding, grouped, log
 from .rules_of_optimizer import lost
-from .samples import Drawn, can_sample, column, draw, samples_in
 
-__all__ = ["Watch", "numbers_behind", "watch"]
+__all__ = ["Watch", "watch"]
 
 logger = logging.getLogger("halfstep")
 
@@ -164,16 +165,6 @@ class _Sampled:
         if len(after) > len(self._before):  # masters were made in this step
             lost = torch.zeros_like(lost)
         return torch.stack([self._weights @ lost.float(), self._weights @ self._moving.float()])
-
-
-def numbers_behind(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the value of a parameter: itself, with a split master's remainder, or its plain master."""
-    attached = attached_to(optimizer)
-    plain = None if attached is None or attached.keeper.plain is None else attached.keeper.plain.of(param)
-    state = optimizer.state.get(param) or {}
-    if plain is not None or "master" in state:
-        return [plain if plain is not None else state["master"]]
-    return [param, state["remainder"]] if "remainder" in state else [param]
 
 
 def _skipped(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Tensor:

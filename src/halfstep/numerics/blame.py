@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.dtypes import HALF_DTYPES, dtype_name
-from ..findings.samples import grid_flags
 from ..observe.ops import USER
+from ..observe.samples import grid_flags
 from .comparison import Entry, entry_of
 from .recording import Record
 

@@ -11,9 +11,9 @@ import torch
 from ..core.scalars import scalar_dtype
 from ..kernels.shards import local
 from ..kernels.tensor_table import Number
+from ..observe.fetched import Fetched
 from ..observe.row import Row
 from ..optimizers.param_rows import ParamRows
-from .survey import Fetched
 
 __all__ = ["GradientTotals"]
 

@@ -20,13 +20,14 @@ from ..gradients.async_reader import capturing
 from ..kernels.tensor_table import Number
 from ..observe.names import ROOT, qualified_names
 from ..observe.row import Row, save_rows
+from ..observe.watch import Hook
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.param_rows import ParamRows
 from ..stepping.attached import AttachedOptimizer, attached_to, observers
 from .alarms import Alarms
 from .gradients import GradientTotals
 from .report import write_report
-from .sampled_step import Hook, Named, SampledStep
+from .sampled_step import Named, SampledStep
 from .step_rows import StepRows
 
 __all__ = ["TENSORS", "Monitor"]
@@ -112,7 +113,7 @@ class Monitor:
         self._sample = sample
         self._scaler = scaler
         self._root = model
-        self._modules: list[tuple[str, nn.Module]] = []
+        self._modules: dict[nn.Module, str] = {}
         self._names: dict[int, str] = {}
         self._params: list[torch.Tensor] = []  # so that no other tensor gets the id of one of them
         self._hooks: list[Any] = []  # for as long as it is attached
@@ -138,9 +139,8 @@ class Monitor:
         self._look_at_model()
         optimizer = self._optimizer
         if optimizer is None:
-            self._hooks = [
-                self._root.register_forward_pre_hook(Hook(self._before_forward), prepend=True, with_kwargs=True)
-            ]
+            before = Hook(self._before_forward)
+            self._hooks = [self._root.register_forward_pre_hook(before, prepend=True, with_kwargs=True)]
             return self
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_plain_step),
@@ -260,10 +260,9 @@ class Monitor:
                 step.before_update(optimizer, params)
 
     def _end_update(self, skipped: torch.Tensor | None) -> None:
-        step, optimizer = self._open, self._optimizer
-        if step is not None and optimizer is not None:
+        if self._open is not None:
             with NO_CASTING:
-                step.after_update(optimizer)
+                self._open.after_update()
         self._finish(skipped)
         self._next += 1
         self._poll(wait=False)
@@ -282,8 +281,8 @@ class Monitor:
             self._finish(None)
             self._poll(wait=False)
             self._begin()
-            if self._open is not None and self._wanted(ROOT):
-                self._open.enter_root(root, args, kwargs)
+            if self._open is not None:
+                self._open.begin_inside(root, args, kwargs)
             self._next += 1
 
     def _begin(self) -> None:
@@ -321,8 +320,7 @@ class Monitor:
         """Layers may have come, and parameters may have been replaced."""
         modules = {name: module for module, name in qualified_names(self._model).items()}
         self._root = modules[ROOT]  # inside of all wrappers
-        wanted = ((name, module) for name, module in modules.items() if self._wanted(name))
-        self._modules = [(name, module) for name, module in wanted if not isinstance(module, torch.jit.ScriptModule)]
+        self._modules = {module: name for name, module in modules.items() if self._wanted(name)}
         self._names, self._params = {}, []
         for name, module in modules.items():
             for part, param in module.named_parameters(recurse=False):

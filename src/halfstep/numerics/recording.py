@@ -13,9 +13,9 @@ from torch import nn
 from ..casting.scope import active_casting
 from ..core.oplists.names import spellings
 from ..core.oplists.tables import FLOAT, words
-from ..findings.samples import can_sample, sample
 from ..observe.names import OUTSIDE
 from ..observe.ops import Cast, OpCall
+from ..observe.samples import can_sample, sample
 
 __all__ = ["INPUT", "Record", "Recorder"]
 

@@ -1,7 +1,7 @@
 """Statistics of the tensors of one step, computed where they lie, and read when the device has computed them.
 
-Of each tensor the largest magnitude is found in all of it. The rest is counted in a sample: every n-th element, as they
-lie in memory. Exponents are taken from the bits of a float, which is 20 times faster than a logarithm.
+Of each tensor the largest magnitude is found in all of it. The rest is counted in a sample: every n-th element.
+Exponents are taken from the bits of a float, which is 20 times faster than a logarithm.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import torch
 
 from ..core.scalars import scalar_dtype
 from ..kernels.shards import local
+from ..observe.fetched import Fetched
 from ..observe.row import PROBE, Row
+from ..observe.samples import sample
 
-__all__ = ["About", "Callers", "Fetched", "Inputs", "SampledTensor", "Survey", "Surveyed", "can_survey", "spread"]
+__all__ = ["About", "Callers", "Inputs", "SampledTensor", "Survey", "Surveyed", "can_survey"]
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _ZERO, _NAN, _INF, _KINDS = 256, 257, 255, 258
@@ -117,8 +119,8 @@ class Survey:
         Returns:
             Its number among the tensors of the step, in the order in which they were looked at.
         """
-        here = _flat(local(tensor.detach()))
-        values = spread(here, self._count)
+        here = local(tensor.detach())
+        values = sample(here, self._count)
         extremes = here.aminmax() if values.numel() < here.numel() else None
         return self.add_values(about, dtype or tensor.dtype, here.numel(), values, scale, extremes, callers)
 
@@ -298,22 +300,6 @@ def can_survey(tensor: Any) -> bool:
     )
 
 
-def spread(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """At most ``count`` elements at even distances, in the order of memory; a view, unless memory has holes.
-
-    The distance is odd, so that the elements are not all of one column of a matrix.
-    """
-    flat = _flat(local(tensor.detach()))
-    size = flat.numel()
-    return flat if size <= count else flat[:: -(-size // count) | 1]
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_contiguous():
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    return tensor.reshape(-1)
-
-
 class Inputs:
     """The answers whether tensors that went into modules are finite, on their way to the host."""
 
@@ -334,30 +320,6 @@ class Inputs:
             for number, (least, largest) in zip(numbers, fetched.get().tolist(), strict=True)
             if not (math.isfinite(least) and math.isfinite(largest)) and (least, largest) != (-math.inf, 0.0)
         }
-
-
-class Fetched:
-    """A tensor on its way to the host."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._passed: torch.Event | None = None
-        self._host = tensor
-        if tensor.device.type != "cpu":
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._passed = torch.Event(tensor.device)
-            self._passed.record(torch.accelerator.current_stream(tensor.device))
-
-    @property
-    def ready(self) -> bool:
-        """Whether ``get`` need not wait."""
-        return self._passed is None or self._passed.query()
-
-    def get(self) -> torch.Tensor:
-        """The tensor on the host."""
-        if self._passed is not None:
-            self._passed.synchronize()
-        return self._host
 
 
 def _stacked(extremes: Iterable[_Extremes]) -> torch.Tensor:

@@ -49,8 +49,8 @@ class Row:
         exponents: of the sample, how many magnitudes lie in [2**exponent, 2 * 2**exponent), by exponent. Empty without
             ``bins``.
         scale: the loss scale in these numbers, which was divided out; 1.0 if there was none.
-        probe: some values at evenly spread places of its memory, the same ones for the same shape and layout, to
-            compare two runs by. It is empty in a merged row.
+        probe: some values at evenly spread places, the same ones for the same shape, to compare two runs by. It is
+            empty in a merged row.
         merged: of how many rows it is the sum; of gradients, of how many steps.
         began_in: of an output with inf or NaN the module inside of which they began: the innermost one that runs and
             got nothing but finite numbers. "(step)" if even the model got others; empty if it is not known.

@@ -1,0 +1,73 @@
+"""What a step adds to the numbers behind parameters: samples of them before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.storage import join
+from ..stepping.attached import attached_to
+from .samples import column, samples_in
+
+__all__ = ["BeforeStep", "Change", "numbers_behind"]
+
+
+def numbers_behind(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the value of a parameter: itself, with a split master's remainder, or its plain master."""
+    attached = attached_to(optimizer)
+    plain = None if attached is None or attached.keeper.plain is None else attached.keeper.plain.of(param)
+    state = optimizer.state.get(param) or {}
+    if plain is not None or "master" in state:
+        return [plain if plain is not None else state["master"]]
+    return [param, state["remainder"]] if "remainder" in state else [param]
+
+
+class Change(NamedTuple):
+    """The change that a step made to some parameters on one device.
+
+    Attributes:
+        params: the parameters.
+        lengths: how many samples there are of each.
+        before: the samples of all of them, one after the other, in the dtype that the step computes in.
+        after: the same elements after the step.
+    """
+
+    params: Sequence[torch.Tensor]
+    lengths: Sequence[int]
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+class BeforeStep:
+    """A sample of the numbers behind parameters, taken before a step changes them.
+
+    Args:
+        optimizer: steps them.
+        params: the parameters.
+        counts: how many elements of each are sampled, at most.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+        self._optimizer = optimizer
+        groups: dict[tuple[Any, ...], list[tuple[torch.Tensor, int]]] = {}
+        for param, count in zip(params, counts, strict=True):
+            kinds = [number.dtype for number in numbers_behind(optimizer, param)]
+            groups.setdefault((param.device, *kinds), []).append((param, count))
+        self._groups = [(group, self._values(group)) for group in groups.values()]
+
+    @torch.no_grad()
+    def changes(self) -> Iterator[Change]:
+        """What the step has changed, but for parameters that got their masters in it."""
+        for group, before in self._groups:
+            after = self._values(group)
+            if after.dtype is before.dtype:
+                yield Change([p for p, _ in group], [samples_in(p, n) for p, n in group], before, after)
+
+    @torch.no_grad()
+    def _values(self, group: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+        """In one tensor, so that it is one comparison."""
+        numbers = zip(*(numbers_behind(self._optimizer, param) for param, _ in group), strict=True)
+        columns = [column(tensors, [count for _, count in group]) for tensors in numbers]
+        return join(*columns) if len(columns) == 2 else columns[0]
