@@ -59,7 +59,6 @@ __all__ = [
     "steps_skipped",
 ]
 
-
 _OF_APEX = {"init": "handle_2018", "_amp_state": "amp_state"}
 """Names that few scripts use, and where they are."""
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...observe.ops import OpCall, first_tensor
-from ...observe.watch import Watch
+from ..observe.ops import OpCall, first_tensor
+from ..observe.watch import Watch
 from .names import list_name, op_of
 
 __all__ = ["collect_operator_stats", "disable_operator_stats_collection", "enable_operator_stats_collection"]

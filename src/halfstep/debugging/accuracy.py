@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from ...core.errors import ArgumentValueError
-from ...pages import Markup, dense_table, header, paragraph, section, small, write_page, write_text
+from ..core.errors import ArgumentValueError
+from ..pages import Markup, dense_table, header, paragraph, section, small, write_page, write_text
 
 __all__ = ["compare_accuracy"]
 

@@ -6,10 +6,10 @@ import functools
 import re
 from typing import Any
 
-from ...core.oplists import resolve
-from ...core.oplists.tables import PADDLE_NAMES, pairs
-from ...core.torch_compat import current_node
-from ...observe.ops import OpCall
+from ..core.oplists import resolve
+from ..core.oplists.tables import PADDLE_NAMES, pairs
+from ..core.torch_compat import current_node
+from ..observe.ops import OpCall
 
 __all__ = ["canonical", "list_name", "listed", "log_name", "op_of"]
 

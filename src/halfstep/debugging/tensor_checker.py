@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ...observe.ops import OpCall
-from ...observe.watch import Watch
+from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..observe.ops import OpCall
+from ..observe.watch import Watch
 from .checks import Checked, DebugMode, can_check, check_mode, facts_of, read
 from .names import listed, log_name, op_of
 

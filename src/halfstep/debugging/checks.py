@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core.errors import ArgumentTypeError, HalfstepError
+from ..core.errors import ArgumentTypeError, HalfstepError
 
 __all__ = ["Checked", "DebugMode", "check_numerics"]
 
