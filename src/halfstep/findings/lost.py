@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..core.scalars import in_scalar_dtype
 from ..observe.samples import Drawn, Reading, can_sample, column, draw, samples_in
 from .groups import Group
-from .updates import columns_of, decays_apart, rounds_once, update_of
+from .updates import state_names, updated_weights
 
 __all__ = ["LostUpdates", "half_ulp"]
 
@@ -98,6 +99,13 @@ def _steps(param: torch.Tensor, group: Group) -> bool:
     return not state or param.grad is not None or bool(state.get(param))
 
 
+def _steps_taken(state: Mapping[str, Any]) -> float | torch.Tensor:
+    """How many steps a parameter with this state has taken; a tensor where a device has the number."""
+    step = state.get("step", 1.0 if state else 0.0)
+    on_device = isinstance(step, torch.Tensor) and step.device.type != "cpu"
+    return step if on_device else float(step)
+
+
 @torch.no_grad()
 def _lost_of(group: Group, batch: Sequence[Drawn]) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Of some parameters of a group: how much is lost and how much moves, in shares of all, and by how much it fails.
@@ -106,31 +114,29 @@ def _lost_of(group: Group, batch: Sequence[Drawn]) -> tuple[torch.Tensor, torch.
         A tensor with both shares, and for each element what the learning rate is to be multiplied by. None if
         the update of this optimizer is not known, or its state does not tell it.
     """
-    update = update_of(group.optimizer)
-    if update is None:
+    names = state_names(group.optimizer)
+    if names is None:
         return None
     params, shares, counts = zip(*batch, strict=True)
     state: list[Any] = [group.optimizer.state.get(p) or {} for p in params]
-    columns = {"param": column(params, counts).float()}
-    for name in columns_of(group.optimizer):
+    narrow = column(params, counts)
+    columns = {"param": in_scalar_dtype(narrow)}
+    for name in names:
         if all(isinstance(entry.get(name), torch.Tensor) for entry in state):
-            columns[name] = column((entry[name] for entry in state), counts).float()
+            columns[name] = in_scalar_dtype(column((entry[name] for entry in state), counts))
     if all(p.grad is not None for p in params):
-        columns["grad"] = column((p.grad for p in params), counts).float()
-    step = state[0].get("step", 1)
-    t = step if isinstance(step, torch.Tensor) and step.device.type != "cpu" else max(float(step), 1.0)
-    change = update(group.hyper, columns, t)
-    if change is None:
+        columns["grad"] = in_scalar_dtype(column((p.grad for p in params), counts))
+    taken = _steps_taken(state[0])
+    stepped = isinstance(taken, torch.Tensor) or taken > 0
+    t = in_scalar_dtype(torch.as_tensor(taken if stepped else 1.0))
+    updated = updated_weights(group.optimizer, group.hyper, columns, t, stepped=stepped)
+    if updated is None:
         return None
-    weights = columns["param"]
-    if decays_apart(group.hyper) and rounds_once(group.optimizer, group.hyper):
-        change = change + weights * (group.hyper["lr"] * group.hyper["weight_decay"])
-    dtype = params[0].dtype
-    moves = change != 0
-    lost = ((weights - change).to(dtype) == weights) & moves
+    moves = updated != columns["param"]
+    lost = (updated.to(narrow.dtype) == narrow) & moves
     lengths = list(map(samples_in, params, counts))
     each = torch.tensor([s / max(n, 1) for n, s in zip(lengths, shares, strict=True)], dtype=torch.float32)
-    share = each.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(weights.device, non_blocking=True)
+    share = each.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(narrow.device, non_blocking=True)
     sums = torch.stack([share @ lost.float(), share @ moves.float()])
-    ratio = half_ulp(weights, dtype).div_(change.abs())
+    ratio = half_ulp(narrow.float(), narrow.dtype) / (updated - columns["param"]).abs()
     return sums, ratio

@@ -9,7 +9,7 @@ import torch
 
 from ..core.dtypes import HALF_DTYPES
 from .groups import Group
-from .updates import columns_of
+from .updates import state_names
 
 __all__ = ["SecondMoment", "second_moments"]
 
@@ -51,5 +51,5 @@ def _dtype_of(group: Group, param: torch.Tensor) -> torch.dtype | None:
     state = group.optimizer.state.get(param)
     if state:
         return next((state[name].dtype for name in _NAMES if isinstance(state.get(name), torch.Tensor)), None)
-    makes = not hasattr(group.optimizer, "keep_masters") and not set(_NAMES).isdisjoint(columns_of(group.optimizer))
+    makes = not hasattr(group.optimizer, "keep_masters") and not set(_NAMES).isdisjoint(state_names(group.optimizer) or ())
     return param.dtype if makes and group.halves else None

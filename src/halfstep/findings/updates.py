@@ -1,67 +1,75 @@
-"""The update that a known optimizer makes of its weights, from its state and learning rate alone."""
+"""The update that a known optimizer makes of its weights: the expression of its fused form, run on samples.
+
+Expressions are those of ``optimizers``. Those of RMSprop and Lion, which have no fused form, are here.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["Update", "columns_of", "decays_apart", "rounds_once", "update_of"]
+from ..kernels.expr import ElementwiseKernel, elementwise_kernel, trace
+from ..kernels.tensor_table import Scalars
+from ..optimizers.adagrad import adagrad, adagrad_scalars
+from ..optimizers.adam import adam, adam_scalars, amsgrad
+from ..optimizers.base import Hyper
+from ..optimizers.sgd import momentum_sgd, sgd, sgd_scalars
 
-Update = Callable[[Mapping[str, Any], Mapping[str, torch.Tensor], Any], Any]
-"""Called with a parameter group, fp32 columns by name ("param", "grad" and what the state has), and the step number.
-Gives the absolute change of each weight, None where the columns do not tell."""
+__all__ = ["decays_apart", "rounds_once", "state_names", "updated_weights"]
 
-
-def _adam(group: Mapping[str, Any], columns: Mapping[str, torch.Tensor], t: Any) -> Any:
-    """Kingma and Ba, arXiv 1412.6980. The first step of Adam moves every weight by the learning rate."""
-    lr = group["lr"]
-    first, second = columns.get("exp_avg"), columns.get("max_exp_avg_sq", columns.get("exp_avg_sq"))
-    if first is None or second is None:
-        return torch.ones_like(columns["param"]) * lr
-    if group.get("bias_correction", True):
-        beta1, beta2 = group["betas"]
-        first = first / (1 - beta1**t)
-        second = second / (1 - beta2**t)
-    return first.div_(second.sqrt().add_(group["eps"])).mul_(lr)
+Update = tuple[ElementwiseKernel, Scalars]
+"""The expression of an update, and the numbers in it."""
 
 
-def _sgd(group: Mapping[str, Any], columns: Mapping[str, torch.Tensor], t: Any) -> Any:
-    grad, buffer, momentum = columns.get("grad"), columns.get("momentum_buffer"), group["momentum"]
-    if grad is not None and group["weight_decay"]:
-        grad = grad + columns["param"] * group["weight_decay"]
-    if momentum and buffer is not None:
-        step = grad + buffer * momentum if group["nesterov"] and grad is not None else buffer
-        return step * group["lr"]
-    return None if grad is None else grad * group["lr"]
+def _adam(group: Hyper, t: torch.Tensor) -> Update:
+    as_fused = {"adam_w_mode": group.get("decoupled_weight_decay"), "bias_correction": True, **group}
+    return amsgrad if group["amsgrad"] else adam, adam_scalars(as_fused, t, 1.0)
 
 
-def _adagrad(group: Mapping[str, Any], columns: Mapping[str, torch.Tensor], t: Any) -> Any:
-    grad, total = columns.get("grad"), columns.get("sum")
-    if grad is None or total is None:
-        return None
-    lr = group["lr"] / (1 + (t - 1) * group.get("lr_decay", 0.0))
-    return grad / (total.sqrt() + group["eps"]) * lr
+def _sgd(group: Hyper, t: torch.Tensor) -> Update:
+    as_fused = {"wd_after_momentum": False, **group}
+    return momentum_sgd if group["momentum"] else sgd, sgd_scalars(as_fused, 1.0, 1.0)
 
 
-def _rmsprop(group: Mapping[str, Any], columns: Mapping[str, torch.Tensor], t: Any) -> Any:
-    grad, buffer = columns.get("grad"), columns.get("momentum_buffer")
-    if group["momentum"] and buffer is not None:
-        return buffer * group["lr"]
-    square, mean = columns.get("square_avg"), columns.get("grad_avg")
-    if grad is None or square is None:
-        return None
-    square = square if mean is None else square - mean * mean
-    return grad / (square.sqrt() + group["eps"]) * group["lr"]
+def _adagrad(group: Hyper, t: torch.Tensor) -> Update:
+    return adagrad, adagrad_scalars({"adagrad_w_mode": False, "lr_decay": 0.0, **group}, t, 1.0)
 
 
-def _lion(group: Mapping[str, Any], columns: Mapping[str, torch.Tensor], t: Any) -> Any:
-    """Chen et al., arXiv 2302.06675: every weight moves by the learning rate."""
-    return torch.ones_like(columns["param"]) * group["lr"]
+@elementwise_kernel()
+def rmsprop(
+    grad: Any, param: Any, square_avg: Any, grad_avg: Any, momentum_buffer: Any,
+    *, factor: Any, l2: Any, old: Any, new: Any, centered: Any, momentum: Any, lr: Any, eps: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """One element of RMSprop as torch has it (Hinton, 2012; Graves, arXiv 1308.0850, if centered)."""
+    grad = grad * factor + param * l2
+    square_avg = square_avg * old + grad * grad * new
+    grad_avg = grad_avg * old + grad * new
+    variance = square_avg - grad_avg * grad_avg * centered
+    momentum_buffer = momentum_buffer * momentum + grad / (variance.sqrt() + eps)
+    kept = {"square_avg": square_avg, "grad_avg": grad_avg, "momentum_buffer": momentum_buffer}
+    return {"param": param - momentum_buffer * lr, **kept}
 
 
-_KNOWN: dict[str, tuple[Update, tuple[str, ...]]] = {
+def _rmsprop(group: Hyper, t: torch.Tensor) -> Update:
+    numbers = {"factor": 1.0, "l2": group["weight_decay"], "old": group["alpha"], "new": 1.0 - group["alpha"]}
+    numbers |= {"centered": float(group["centered"]), **{name: group[name] for name in ("momentum", "lr", "eps")}}
+    return rmsprop, numbers
+
+
+@elementwise_kernel()
+def lion(param: Any, *, lr: Any) -> dict[str, Any]:
+    """One element of Lion (Chen et al., arXiv 2302.06675), whose every step is as large as the learning rate."""
+    return {"param": param - lr}
+
+
+def _lion(group: Hyper, t: torch.Tensor) -> Update:
+    return lion, {"lr": group["lr"]}
+
+
+_KNOWN: dict[str, tuple[Callable[[Hyper, torch.Tensor], Update], tuple[str, ...]]] = {
     "Adam": (_adam, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
     "SGD": (_sgd, ("momentum_buffer",)),
     "Adagrad": (_adagrad, ("sum",)),
@@ -70,8 +78,17 @@ _KNOWN: dict[str, tuple[Update, tuple[str, ...]]] = {
 }
 _KNOWN |= {f"Fused{name}": _KNOWN[name] for name in ("Adam", "SGD", "Adagrad")}
 
+_OPS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "sqrt": torch.sqrt,
+    "maximum": torch.maximum,
+}
 
-def _known(optimizer: torch.optim.Optimizer) -> tuple[Update, tuple[str, ...]] | None:
+
+def _known(optimizer: torch.optim.Optimizer) -> tuple[Callable[[Hyper, torch.Tensor], Update], tuple[str, ...]] | None:
     for cls in type(optimizer).__mro__:
         whose = cls.__module__.partition(".")[0]
         if cls.__name__ in _KNOWN and (whose in ("torch", "halfstep") or cls.__name__ == "Lion"):
@@ -79,16 +96,62 @@ def _known(optimizer: torch.optim.Optimizer) -> tuple[Update, tuple[str, ...]] |
     return None
 
 
-def update_of(optimizer: torch.optim.Optimizer) -> Update | None:
-    """The update of torch's Adam, AdamW, SGD, Adagrad and RMSprop, of their fused forms, and of what is called Lion."""
+def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:
+    """The entries of the state that its update reads; None if the update is not known.
+
+    Known are torch's Adam, AdamW, SGD, Adagrad and RMSprop, their fused forms, and what is called Lion.
+    """
     found = _known(optimizer)
-    return None if found is None else found[0]
+    return None if found is None else found[1]
 
 
-def columns_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The entries of the state that its update reads."""
+def updated_weights(
+    optimizer: torch.optim.Optimizer,
+    group: Hyper,
+    columns: Mapping[str, torch.Tensor],
+    t: torch.Tensor,
+    *,
+    stepped: bool,
+) -> torch.Tensor | None:
+    """The weights after an update of those in ``columns``, before they are rounded; None where that is not known.
+
+    A state that has stepped is taken as the one that the update has left: what its expression stores there is not
+    computed again. Before the first step a state is 0, and of Adam's expression any gradient makes the same step.
+
+    Args:
+        optimizer: whose ``state_names`` are known.
+        group: a parameter group of it.
+        columns: "param", and where they are there "grad" and the entries of the state, in one dtype.
+        t: which step this is, counted from 1, in a ``scalar_dtype``.
+        stepped: whether the state is that after a step.
+    """
     found = _known(optimizer)
-    return () if found is None else found[1]
+    assert found is not None
+    hyper = dict(group)
+    if decays_apart(group) and not rounds_once(optimizer, group):
+        hyper["weight_decay"] = 0.0  # torch multiplies by it before, and rounds
+    kernel, numbers = found[0](hyper, t)
+    known = trace(kernel)
+    param, grad = columns["param"], columns.get("grad")
+    left: dict[int, torch.Tensor] = {}
+    if stepped:
+        left = {at: columns[name] for name, at in known.stores.items() if name in columns and name != "param"}
+    else:
+        grad = torch.ones_like(param) if grad is None and "exp_avg_sq" in known.columns else grad
+        columns = {**dict.fromkeys(known.columns, torch.zeros_like(param)), **columns, "grad": grad}
+
+    def value(at: int) -> Any:
+        op, args = known.nodes[at].op, known.nodes[at].args
+        if at in left or op == "load":
+            return left[at] if at in left else columns.get(args[0])
+        if op == "scalar" or op == "const":
+            return numbers[args[0]] if op == "scalar" else args[0]
+        operands = [value(int(each)) for each in args]
+        if op == "mul" and any(isinstance(each, (int, float)) and each == 0 for each in operands):
+            return 0.0  # so a gradient that enters with the factor 0 need not be there
+        return None if any(each is None for each in operands) else _OPS[op](*operands)
+
+    return value(known.stores["param"])
 
 
 def decays_apart(group: Mapping[str, Any]) -> bool:
