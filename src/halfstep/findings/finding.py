@@ -57,13 +57,18 @@ def grouped(sizes: Mapping[str, int]) -> str:
     """
     groups: dict[str, int] = {}
     for name, size in sizes.items():
-        group = _NUMBER.sub("*", name.rpartition(".")[0] or name) if len(sizes) > 1 else name
+        group = _without_numbers(name.rpartition(".")[0] or name) if len(sizes) > 1 else name
         groups[group] = groups.get(group, 0) + size
     largest = sorted(groups, key=lambda group: -groups[group])
     tensors = counted(len(sizes), "tensor")
     total = sum(sizes.values())
     weights = f"{total} weight{'s' if total != 1 else ''}" if total < 100_000 else f"{total:.2g} weights"
     return f"{listed(largest)} ({tensors}, {weights})"
+
+
+@functools.lru_cache(1024)
+def _without_numbers(name: str) -> str:
+    return _NUMBER.sub("*", name)
 
 
 def share(fraction: float) -> str:

@@ -5,6 +5,7 @@ Nothing remains of it: it runs without gradients, and the random state and all b
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -49,7 +50,12 @@ _ON_GRID = 64
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module normalizes: torch's norms, and classes called so (``LlamaRMSNorm``)."""
-    return re.search(r"norm(\d?d)?$", type(module).__name__, re.IGNORECASE) is not None
+    return _is_norm(type(module).__name__)
+
+
+@functools.lru_cache(1024)
+def _is_norm(name: str) -> bool:
+    return re.search(r"norm(\d?d)?$", name, re.IGNORECASE) is not None
 
 
 def is_router(name: str, names: Container[str]) -> bool:

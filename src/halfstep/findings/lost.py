@@ -139,4 +139,4 @@ def _lost_of(group: Group, batch: Sequence[Drawn]) -> tuple[torch.Tensor, torch.
     share = each.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(narrow.device, non_blocking=True)
     sums = torch.stack([share @ lost.float(), share @ moves.float()])
     ratio = half_ulp(narrow.float(), narrow.dtype) / (updated - columns["param"]).abs()
-    return sums, ratio
+    return sums, ratio.float()

@@ -36,20 +36,25 @@ class SecondMoment:
 def second_moments(groups: Sequence[Group]) -> Iterator[SecondMoment]:
     """All of them. Where a group has no 16-bit weights without masters, its first parameter speaks for the rest."""
     for group in groups:
+        state = group.optimizer.state
+        made = _is_made(group)
         keeps = group.hyper["betas"][1] if "betas" in group.hyper else group.hyper.get("alpha")
         if not isinstance(keeps, float):
             continue
         there: dict[torch.dtype, list[torch.Tensor]] = {}
         for param in group.halves or group.params[:1]:
-            dtype = _dtype_of(group, param)
+            entry = state.get(param)
+            if entry:
+                name = next((name for name in _NAMES if name in entry), "")
+                dtype = getattr(entry.get(name), "dtype", None)
+            else:
+                dtype = param.dtype if made else None
             if dtype in HALF_DTYPES:
                 there.setdefault(dtype, []).append(param)
         yield from (SecondMoment(group, params, dtype, keeps) for dtype, params in there.items())
 
 
-def _dtype_of(group: Group, param: torch.Tensor) -> torch.dtype | None:
-    state = group.optimizer.state.get(param)
-    if state:
-        return next((state[name].dtype for name in _NAMES if isinstance(state.get(name), torch.Tensor)), None)
-    makes = not hasattr(group.optimizer, "keep_masters") and not set(_NAMES).isdisjoint(state_names(group.optimizer) or ())
-    return param.dtype if makes and group.halves else None
+def _is_made(group: Group) -> bool:
+    """Whether the first step of the optimizer makes a second moment in the dtype of its 16-bit weights."""
+    made = not set(_NAMES).isdisjoint(state_names(group.optimizer) or ())
+    return made and bool(group.halves) and not hasattr(group.optimizer, "keep_masters")

@@ -105,7 +105,8 @@ def lost_weight_decay(facts: Facts) -> Iterator[Finding]:
         if not group.halves or not decays_apart(group.hyper) or isinstance(lr, torch.Tensor) or not lr:
             continue
         decay = lr * group.hyper["weight_decay"]
-        params = [p for p in group.halves if 0 < decay < torch.finfo(p.dtype).eps / 4]
+        fine = {dtype for dtype in group.dtypes if 0 < decay < torch.finfo(dtype).eps / 4}
+        params = [p for p in group.halves if p.dtype in fine]
         if params:
             grid = torch.finfo(params[0].dtype).eps / 4
             once = rounds_once(group.optimizer, group.hyper)

@@ -107,7 +107,7 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:
 
 def updated_weights(
     optimizer: torch.optim.Optimizer,
-    group: Hyper,
+    group: Mapping[str, Any],
     columns: Mapping[str, torch.Tensor],
     t: torch.Tensor,
     *,
@@ -132,26 +132,28 @@ def updated_weights(
         hyper["weight_decay"] = 0.0  # torch multiplies by it before, and rounds
     kernel, numbers = found[0](hyper, t)
     known = trace(kernel)
-    param, grad = columns["param"], columns.get("grad")
+    loads: dict[str, torch.Tensor | None] = dict(columns)
     left: dict[int, torch.Tensor] = {}
     if stepped:
         left = {at: columns[name] for name, at in known.stores.items() if name in columns and name != "param"}
     else:
-        grad = torch.ones_like(param) if grad is None and "exp_avg_sq" in known.columns else grad
-        columns = {**dict.fromkeys(known.columns, torch.zeros_like(param)), **columns, "grad": grad}
+        param = columns["param"]
+        any_gradient = torch.ones_like(param) if "exp_avg_sq" in known.columns else None
+        loads = {**dict.fromkeys(known.columns, torch.zeros_like(param)), "grad": any_gradient, **columns}
 
     def value(at: int) -> Any:
         op, args = known.nodes[at].op, known.nodes[at].args
         if at in left or op == "load":
-            return left[at] if at in left else columns.get(args[0])
+            return left[at] if at in left else loads.get(str(args[0]))
         if op == "scalar" or op == "const":
-            return numbers[args[0]] if op == "scalar" else args[0]
+            return numbers[str(args[0])] if op == "scalar" else args[0]
         operands = [value(int(each)) for each in args]
         if op == "mul" and any(isinstance(each, (int, float)) and each == 0 for each in operands):
             return 0.0  # so a gradient that enters with the factor 0 need not be there
         return None if any(each is None for each in operands) else _OPS[op](*operands)
 
-    return value(known.stores["param"])
+    weights: torch.Tensor | None = value(known.stores["param"])
+    return weights
 
 
 def decays_apart(group: Mapping[str, Any]) -> bool:

@@ -48,10 +48,12 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-@torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that lies in this process, sharing its memory; all of it if it is not sharded."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
