@@ -6,14 +6,21 @@ import runpy
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from ..findings import Finding
+from ..amp.grad_scaler import GradScaler
+from ..compat.cuda_shim import cuda_on_cpu
+from ..compat.install import install
+from ..findings import Finding
+from ..findings.checking import findings_of
+from ..findings.forward import Forward
+from ..observe.watch import ModuleCall
 
 __all__ = ["check_script"]
 
@@ -22,41 +29,64 @@ class _FirstStep(BaseException):
     """Ends the script. No ``except Exception`` of the script catches it."""
 
 
-class _Seen:
-    """The models that a script called, outermost ones only, and its loss scalers."""
+class _Run(Forward):
+    """A record of what a script runs until its first step.
+
+    Attributes:
+        models: the modules that it called itself, outermost ones only.
+        scalers: its loss scalers.
+        optimizer: the first one that has stepped.
+    """
 
     def __init__(self) -> None:
-        self.models: list[torch.nn.Module] = []
+        super().__init__()
+        self.models: list[nn.Module] = []
         self.scalers: list[Any] = []
         self.optimizer: torch.optim.Optimizer | None = None
-        self._depth = 0
 
-    def enter(self, module: torch.nn.Module, args: Any) -> None:
-        """A module is called."""
-        if not self._depth and not any(module is model for model in self.models):
-            self.models.append(module)
-        self._depth += 1
-
-    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """It has returned, or failed."""
-        self._depth -= 1
+    def entered(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
+        """As a listener: a module is called."""
+        if self.running[0] is call and not any(call.of is model for model in self.models):
+            self.models.append(call.of)
 
     def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped."""
         self.optimizer = optimizer
         raise _FirstStep
 
-    def trained(self) -> torch.nn.Module | None:
+    def trained(self) -> nn.Module | None:
         """The model that has most of the optimizer's parameters; of those without any, the one with most gradients."""
         if self.optimizer is None:
             return None
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
 
-        def parts(model: torch.nn.Module) -> tuple[int, int]:
+        def parts(model: nn.Module) -> tuple[int, int]:
             params = list(model.parameters())
             return sum(id(p) in held for p in params), sum(p.grad is not None for p in params)
 
         return max(self.models, key=parts, default=None)
+
+    @contextmanager
+    def noting_scalers(self) -> Iterator[None]:
+        """Within the block scalers are noted when they scale a loss."""
+        classes: list[Any] = [torch.amp.GradScaler, GradScaler]
+        own = [cls.scale for cls in classes]
+
+        def noting(scale: Any) -> Any:
+            def noted(scaler: Any, outputs: Any) -> Any:
+                if not any(scaler is known for known in self.scalers):
+                    self.scalers.append(scaler)
+                return scale(scaler, outputs)
+
+            return noted
+
+        for cls, scale in zip(classes, own, strict=True):
+            cls.scale = noting(scale)
+        try:
+            yield
+        finally:
+            for cls, scale in zip(classes, own, strict=True):
+                cls.scale = scale
 
 
 def check_script(script: Path, args: tuple[str, ...], device: str | None = None) -> list[Finding] | None:
@@ -70,65 +100,20 @@ def check_script(script: Path, args: tuple[str, ...], device: str | None = None)
     Returns:
         The findings; None if no optimizer has stepped, or if no model was called.
     """
-    from ..compat.cuda_shim import cuda_on_cpu
-    from ..compat.install import install
-    from ..findings.checking import findings_of
-    from ..findings.forward import Forward, watching_forward
-
     install()
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
-    forward = Forward()
-    with _watched() as seen:
-        with cuda_on_cpu() if device == "cpu" else nullcontext(), watching_forward(forward), _quiet():
-            with suppress(_FirstStep):
-                runpy.run_path(str(script), run_name="__main__")
-        model = seen.trained()
-        if model is None:
-            return None
-        return findings_of(model, [seen.optimizer], scalers=seen.scalers, forward=forward)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Torch warns of compiled modules while all modules are watched."""
-    with warnings.catch_warnings():
+    seen = _Run()
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_post_hook(seen.end).remove)
+        stack.enter_context(seen.noting_scalers())
+        stack.enter_context(cuda_on_cpu() if device == "cpu" else nullcontext())
+        stack.enter_context(seen.watching())
+        stack.enter_context(warnings.catch_warnings())  # torch warns of compiled modules while all modules are watched
         warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
-        yield
-
-
-@contextmanager
-def _watched() -> Iterator[_Seen]:
-    """Within the block models, scalers and the first step are noticed."""
-    import torch
-    from torch.nn.modules import module
-    from torch.optim import optimizer
-
-    from ..amp.grad_scaler import GradScaler
-
-    seen = _Seen()
-    hooks = [
-        module.register_module_forward_pre_hook(seen.enter),
-        module.register_module_forward_hook(seen.leave, always_call=True),
-        optimizer.register_optimizer_step_post_hook(seen.end),
-    ]
-    classes: list[Any] = [torch.amp.GradScaler, GradScaler]
-    own = [cls.scale for cls in classes]
-
-    def noting(scale: Any) -> Any:
-        def noted(self: Any, outputs: Any) -> Any:
-            if not any(self is scaler for scaler in seen.scalers):
-                seen.scalers.append(self)
-            return scale(self, outputs)
-
-        return noted
-
-    for cls, scale in zip(classes, own, strict=True):
-        cls.scale = noting(scale)
-    try:
-        yield seen
-    finally:
-        for cls, scale in zip(classes, own, strict=True):
-            cls.scale = scale
-        for hook in hooks:
-            hook.remove()
+        stack.enter_context(suppress(_FirstStep))
+        runpy.run_path(str(script), run_name="__main__")
+    model = seen.trained()
+    if model is None:
+        return None
+    return findings_of(model, [seen.optimizer], scalers=seen.scalers, forward=seen)

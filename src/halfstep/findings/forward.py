@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.torch_compat import buffers_of, children_of, tree_flatten
+from ..observe.names import ROOT, qualified_names
+from ..observe.ops import FunctionCall
 from ..observe.samples import grid_flags, sample
+from ..observe.watch import ModuleCall, Watch
 from .statistics import Statistics
 
-__all__ = ["Forward", "is_norm", "is_router", "run", "watching_forward"]
+__all__ = ["Forward", "is_norm", "is_router", "run"]
 
 LOSSES = frozenset(
     (
@@ -64,10 +64,14 @@ def is_router(name: str, names: Container[str]) -> bool:
     return last == "router" or (last in ("gate", "gating") and f"{parent}.experts".lstrip(".") in names)
 
 
-class Forward(TorchFunctionMode):
-    """A record of one forward pass. As a mode it sees every function of torch, and the dtype of its result.
+class Forward:
+    """A record of one forward pass.
+
+    Args:
+        model: whose modules are watched; None watches all there are.
 
     Attributes:
+        running: the calls of modules that have not returned, the outermost first.
         dtypes: the 16-bit dtypes of results.
         losses: loss functions that computed in 16 bits, as "module: function".
         statistics: roots of sums of squares that were computed in 16 bits, as norms by hand have them, likewise.
@@ -78,11 +82,8 @@ class Forward(TorchFunctionMode):
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__()
-        self._names: dict[int, str] = {}
-        if model is not None:
-            self._names = {id(module): name for name, module in model.named_modules()}
-        self._open: list[nn.Module] = []
+        self._names = None if model is None else qualified_names(model)
+        self.running: list[ModuleCall] = []
         self._squares = Statistics()
         self.dtypes: set[torch.dtype] = set()
         self.losses: dict[str, torch.dtype] = {}
@@ -92,38 +93,39 @@ class Forward(TorchFunctionMode):
         self.flags: list[tuple[str, torch.Tensor]] = []
         self.loss_dtype: torch.dtype | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype in HALF_DTYPES:
-            name = getattr(func, "__name__", "")
-            self.dtypes.add(result.dtype)
+    @contextmanager
+    def watching(self) -> Iterator[Forward]:
+        """Within the block calls of modules and functions of torch are noted. What is compiled runs eagerly."""
+        with Watch(self._names, modules=self, functions=self._note_function) as watch:
+            self.running = watch.running
+            yield self
+
+    def entered(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
+        """As a listener: a module is called."""
+
+    def returned(self, call: ModuleCall, args: Any, output: Any) -> None:
+        """As a listener: a module has returned."""
+        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        self.dtypes.update(t.dtype for t in tensors if is_half(t))
+        if tensors and is_half(tensors[0]) and is_router(call.name, set((self._names or {}).values())):
+            self.routers.setdefault(call.name, tensors[0].dtype)
+        if len(tensors) == 1 and not children_of(call.of):
+            self._compare(call.name, [a for a in args if isinstance(a, torch.Tensor)], tensors[0])
+
+    def _note_function(self, call: FunctionCall) -> None:
+        if isinstance(call.result, torch.Tensor) and call.result.dtype in HALF_DTYPES:
+            self.dtypes.add(call.result.dtype)
+            name = getattr(call.function, "__name__", "")
             if name in LOSSES:
-                self.losses.setdefault(f"{self._here()}{name}", result.dtype)
-        root = self._squares.see(func, args, kwargs or {}, result)
+                self.losses.setdefault(f"{self._here()}{name}", call.result.dtype)
+        root = self._squares.see(call)
         if root is not None:
             self.statistics.setdefault(f"{self._here()}{root.op}", root.dtype)
             self.overflows.append((f"{self._here()}{root.op}", root.is_inf))
-        return result
 
     def _here(self) -> str:
-        name = self._names.get(id(self._open[-1]), type(self._open[-1]).__name__) if self._open else ""
-        return f"{name}: " if name else ""
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """A module begins."""
-        self._open.append(module)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A module ends, perhaps with an error, which leaves no output."""
-        while self._open and self._open.pop() is not module:
-            pass
-        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        name = self._names.get(id(module), type(module).__name__)
-        self.dtypes.update(t.dtype for t in tensors if is_half(t))
-        if tensors and is_half(tensors[0]) and is_router(name, set(self._names.values())):
-            self.routers.setdefault(name, tensors[0].dtype)
-        if len(tensors) == 1 and not children_of(module):
-            self._compare(name, [a for a in args if isinstance(a, torch.Tensor)], tensors[0])
+        name = self.running[-1].name if self.running else ROOT
+        return "" if name == ROOT else f"{name}: "
 
     def _compare(self, name: str, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         """Note an output that may lie on a grid where no input does."""
@@ -142,29 +144,6 @@ class Forward(TorchFunctionMode):
         self.loss_dtype = loss.dtype
         if loss.dtype is torch.float32:
             self.flags.append(("the loss", grid_flags(loss.detach().reshape(1))))
-
-
-@contextmanager
-def watching_forward(forward: Forward, model: nn.Module | None = None) -> Iterator[Forward]:
-    """Within the block calls of modules and functions of torch are seen. What is compiled runs eagerly.
-
-    Args:
-        forward: notes what it sees.
-        model: whose modules are watched; None watches all there are.
-    """
-    hooks: list[RemovableHandle] = []
-    for module in () if model is None else model.modules():
-        hooks.append(module.register_forward_pre_hook(forward.enter))
-        hooks.append(module.register_forward_hook(forward.leave, always_call=True))
-    if model is None:
-        hooks.append(register_module_forward_pre_hook(forward.enter))
-        hooks.append(register_module_forward_hook(forward.leave, always_call=True))
-    try:
-        with torch.compiler.set_stance("force_eager"), forward:
-            yield forward
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def run(model: nn.Module, batch: Any) -> Forward:
@@ -188,7 +167,7 @@ def run(model: nn.Module, batch: Any) -> Forward:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(torch.no_grad())
         try:
-            with watching_forward(forward, model):
+            with forward.watching():
                 result = call()
             forward.note_loss(result)
         finally:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..core.scalars import in_scalar_dtype
-from ..observe.samples import Drawn, Reading, can_sample, column, draw, samples_in
+from ..observe.samples import Drawn, Reading, can_sample, column, draw, element_shares, samples_in
 from .groups import Group
 from .updates import state_names, updated_weights
 
@@ -134,9 +134,7 @@ def _lost_of(group: Group, batch: Sequence[Drawn]) -> tuple[torch.Tensor, torch.
         return None
     moves = updated != columns["param"]
     lost = (updated.to(narrow.dtype) == narrow) & moves
-    lengths = list(map(samples_in, params, counts))
-    each = torch.tensor([s / max(n, 1) for n, s in zip(lengths, shares, strict=True)], dtype=torch.float32)
-    share = each.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(narrow.device, non_blocking=True)
+    share = element_shares(shares, list(map(samples_in, params, counts)), narrow.device)
     sums = torch.stack([share @ lost.float(), share @ moves.float()])
     ratio = half_ulp(narrow.float(), narrow.dtype) / (updated - columns["param"]).abs()
     return sums, ratio.float()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core.dtypes import HALF_DTYPES
 from ..core.oplists.names import spellings
+from ..observe.ops import FunctionCall
 
 __all__ = ["Root", "Statistics"]
 
@@ -55,9 +55,10 @@ class Statistics:
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
-    def see(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Root | None:
+    def see(self, call: FunctionCall) -> Root | None:
         """Look at one call of a function of torch. Returns the ``Root``, if the call was one of such a statistic."""
-        name = spellings().get(func, (getattr(func, "__name__", ""), False))[0]
+        function, args, kwargs, result = call
+        name = spellings().get(function, (getattr(function, "__name__", ""), False))[0]
         if name in _VARIANCES and isinstance(result, (torch.Tensor, tuple)):
             first = result if isinstance(result, torch.Tensor) else result[0]
             if first.dim() and first.dtype in HALF_DTYPES:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
+from collections import deque
 from typing import Any
 
 import torch
@@ -11,17 +11,16 @@ import torch
 from ..core.checks import check_count
 from ..core.errors import ArgumentTypeError
 from ..core.inner_optimizers import bare
-from ..gradients.async_reader import AsyncReader, capturing
+from ..gradients.async_reader import capturing
 from ..gradients.ledger import get_grads
-from ..observe.samples import Drawn, can_sample, column, draw, samples_in
-from ..observe.updates import numbers_behind
+from ..observe.fetched import Fetched
+from ..observe.samples import Drawn, can_sample, draw, element_shares, sample
+from ..observe.updates import BeforeStep
 from ..stepping.attached import attached_to
 from .finding import Finding, grouped, log
 from .rules_of_optimizer import lost
 
 __all__ = ["Watch", "watch"]
-
-logger = logging.getLogger("halfstep")
 
 
 def watch(optimizer: Any, every: int = 100) -> Watch:
@@ -69,8 +68,8 @@ class Watch:
         self._optimizer = weakref.ref(optimizer)
         self._every = every
         self._steps = 0
-        self._before: list[_Sampled] | None = None
-        self._late = AsyncReader(2)
+        self._before: _Before | None = None
+        self._late: deque[Fetched] = deque()
         self._worst: Finding | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._begin),
@@ -97,25 +96,21 @@ class Watch:
         params = [p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point()]
         params = [p for p in params if can_sample(p)]
         params = [p for p, grad in zip(params, get_grads(params), strict=True) if grad is not None]
-        if not params or capturing(params[0].device):
-            return
-        alike: dict[tuple[Any, ...], list[Drawn]] = {}
-        for drawn in draw(params):
-            kinds = [number.dtype for number in numbers_behind(optimizer, drawn.tensor)]
-            alike.setdefault((drawn.tensor.device, *kinds), []).append(drawn)
-        self._before = [_Sampled(optimizer, each) for each in alike.values()]
+        if params and not capturing(params[0].device):
+            self._before = _Before(optimizer, draw(params))
 
     @torch.no_grad()
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         before, self._before = self._before, None
-        if before is None:
-            return
-        counts = [sampled.counts(optimizer) for sampled in before]
-        total = torch.stack([each.to(counts[0].device, non_blocking=True) for each in counts]).sum(0)
-        self._late.post(*(total * (1.0 - _skipped(optimizer, total.device))))
+        counts = [] if before is None else before.counts()
+        if counts:
+            home = counts[0].device
+            total = torch.stack([each.to(home, non_blocking=True) for each in counts]).sum(0)
+            self._late.append(Fetched(total * (1.0 - _skipped(optimizer, home))))
 
     def _poll(self, *, wait: bool) -> None:
-        for lost_share, moving in self._late.poll(wait=wait):
+        while self._late and (wait or self._late[0].ready):
+            lost_share, moving = self._late.popleft().get().tolist()
             if moving:
                 self._report(lost_share / moving)
 
@@ -134,37 +129,26 @@ class Watch:
             log([found], by="halfstep.watch")
 
 
-class _Sampled:
-    """A sample of some parameters before a step: of the numbers behind them, and where their gradients are not 0.
-
-    Args:
-        optimizer: steps them.
-        drawn: parameters on one device, whose numbers are of the same kinds.
-    """
+class _Before:
+    """A sample of what some parameters are before a step, and of where their gradients are not 0."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, drawn: list[Drawn]) -> None:
-        self._params, shares, self._counts = zip(*drawn, strict=True)
-        grads = [grad for grad in get_grads(self._params) if grad is not None]
-        self._moving = column(grads, self._counts) != 0
-        lengths = list(map(samples_in, self._params, self._counts))
-        each = torch.tensor([share / max(n, 1) for share, n in zip(shares, lengths, strict=True)], dtype=torch.float32)
-        weights = each.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-        self._weights = weights.to(self._moving.device, non_blocking=True)
-        self._before = self._columns(optimizer)
+        params, self._shares, elements = zip(*drawn, strict=True)
+        grads = [grad for grad in get_grads(params) if grad is not None]
+        self._place = {id(param): i for i, param in enumerate(params)}
+        self._moving = [sample(grad, count) != 0 for grad, count in zip(grads, elements, strict=True)]
+        self._values = BeforeStep(optimizer, params, elements)
 
-    def _columns(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        numbers = zip(*(numbers_behind(optimizer, p) for p in self._params), strict=False)
-        return [column(tensors, self._counts) for tensors in numbers]
-
-    def counts(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """How much was lost, and how much has a gradient, as shares of all sampled parameters."""
-        after = self._columns(optimizer)
-        lost = self._moving
-        for old, new in zip(self._before, after, strict=False):
-            lost = lost & (old == new)
-        if len(after) > len(self._before):  # masters were made in this step
-            lost = torch.zeros_like(lost)
-        return torch.stack([self._weights @ lost.float(), self._weights @ self._moving.float()])
+    def counts(self) -> list[torch.Tensor]:
+        """How much the step has lost, and how much has a gradient: for each device, as shares of all parameters."""
+        found = []
+        for change in self._values.changes():
+            places = [self._place[id(param)] for param in change.params]
+            moving = torch.cat([self._moving[i] for i in places])
+            shares = element_shares([self._shares[i] for i in places], change.lengths, moving.device)
+            lost = moving & (change.before == change.after)
+            found.append(torch.stack([shares @ lost.float(), shares @ moving.float()]))
+        return found
 
 
 def _skipped(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Tensor:

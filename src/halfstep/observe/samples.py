@@ -14,7 +14,18 @@ import torch
 from ..core.torch_compat import is_fake, is_traceable_wrapper_subclass
 from ..kernels.shards import ORDINARY, is_sharded, local
 
-__all__ = ["MOST_TENSORS", "Drawn", "Reading", "can_sample", "column", "draw", "grid_flags", "sample", "samples_in"]
+__all__ = [
+    "MOST_TENSORS",
+    "Drawn",
+    "Reading",
+    "can_sample",
+    "column",
+    "draw",
+    "element_shares",
+    "grid_flags",
+    "sample",
+    "samples_in",
+]
 
 MOST_TENSORS = 128
 """How many tensors are sampled."""
@@ -86,6 +97,18 @@ def _stride(size: int, count: int) -> int:
 def column(tensors: Iterable[torch.Tensor], counts: Iterable[int]) -> torch.Tensor:
     """The samples of several tensors, one after the other."""
     return torch.cat(list(map(sample, tensors, counts)))
+
+
+def element_shares(shares: Iterable[float], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The share of all elements that each element of a ``column`` stands for.
+
+    Args:
+        shares: those of its tensors.
+        lengths: how many samples there are of each.
+        device: of the result.
+    """
+    each = torch.tensor([s / max(n, 1) for s, n in zip(shares, lengths, strict=True)], dtype=torch.float32)
+    return each.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(device, non_blocking=True)
 
 
 def grid_flags(values: torch.Tensor) -> torch.Tensor:
