@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from halfstep import OpLists, amp, optimizers, static
 from halfstep.casting import dynamo, rules
-from halfstep.casting.current import thread
+from halfstep.casting.current import leave_traced, thread
 from halfstep.casting.dispatch import function_modes
-from halfstep.casting.scope import NO_CASTING, OpCasting, leave_model, session_casting, thread_mode
+from halfstep.casting.scope import NO_CASTING, OpCasting, leave, session_casting
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.core.torch_compat import tracer_follows_autocast
 
@@ -513,14 +513,14 @@ def test_a_scope_behind_a_graph_break_decides_and_gives_back(explicit: bool) -> 
                 assert outside() is dtype
             assert outside() is BF16
         if explicit:
-            dynamo.leave()
+            leave_traced()
         else:
-            leave_model(object())  # the hook of the model, which is not compiled
+            leave(object())  # the hook of the model, which is not compiled
 
     behind_a_graph_break(body)
     assert (outside(), torch.is_autocast_enabled("cpu")) == (FP32, False)
     assert torch._C._len_torch_function_stack() == before
-    leave_model(object())
+    leave(object())
     assert outside() is FP32
 
 
@@ -534,12 +534,12 @@ def test_a_model_in_compiled_code_changes_nothing_where_a_scope_decides_or_its_c
         modes = function_modes()
         dynamo.enter_model(mine)
         assert function_modes() == modes
-        dynamo.leave()
+        leave_traced()
         dynamo.enter_scope(mine)
         dynamo.enter_model(other)
         assert outside() is BF16
         for expected in (BF16, BF16, FP32, FP32):
-            dynamo.leave()
+            leave_traced()
             assert outside() is expected
 
     behind_a_graph_break(body)
@@ -604,7 +604,12 @@ def test_an_exempted_model(compiled: bool) -> None:
 # ---- outside of models
 
 
-TORCHS_OWN = (torch.autograd.backward, torch.autograd.grad, torch_checkpoint.CheckpointFunction)
+def replaceable() -> tuple[Any, ...]:
+    """Names of torch that have wrappers while ops are cast."""
+    return (torch.autograd._engine_run_backward, torch_checkpoint.CheckpointFunction)
+
+
+TORCHS_OWN = replaceable()
 
 
 def torch_is_untouched() -> bool:
@@ -612,8 +617,12 @@ def torch_is_untouched() -> bool:
     session_casting()
     with amp.disable_casts():
         pass
-    own = (torch.autograd.backward, torch.autograd.grad, torch_checkpoint.CheckpointFunction)
-    return own == TORCHS_OWN and not function_modes() and not torch.is_autocast_enabled("cpu") and not thread.open
+    return (
+        replaceable() == TORCHS_OWN
+        and not function_modes()
+        and not torch.is_autocast_enabled("cpu")
+        and not thread.open
+    )
 
 
 @pytest.fixture
@@ -762,7 +771,7 @@ def test_a_copy_does_not_bring_back_a_session_that_has_ended() -> None:
 def test_a_session_that_ends_inside_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector may run while the mode handles an op, and is then not on the stack."""
     model = bring_up("O1", FP16)
-    table = thread_mode().table
+    table = thread.mode.table
     monkeypatch.setitem(table, torch.relu, lambda mode, func, args, kwargs: (gc.collect(), func(*args))[1])
     model.itself = [model]  # only the collector finds it
     del model
@@ -792,7 +801,7 @@ def test_a_session_that_ends_where_native_autocast_is_off_for_a_while(inside: st
             return x
 
         assert outside() is BF16
-        rules.without_native(thread_mode(), collect, (x,), {})
+        rules.without_native(thread.mode, collect, (x,), {})
     else:
         x.sum().backward()
     assert outside() is FP32

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ..casting.modules import exempt
-from ..casting.scope import clear_casts, deactivate, disable_casts
+from ..casting.scope import deactivate, disable_casts
 from ..casting.user_functions import (
     float_function,
     half_function,
@@ -13,6 +13,7 @@ from ..casting.user_functions import (
     register_half_function,
     register_promote_function,
 )
+from ..casting.weight_cache import clear_casts
 from ..core.errors import PrecisionWarning, UnsafeOpError
 from ..core.hardware import is_bfloat16_supported, is_float16_supported
 from ..masters.model import master_model

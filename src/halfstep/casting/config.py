@@ -12,10 +12,8 @@ from ..core.hardware import accelerator
 from ..core.oplists import OpLists
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import traced_as_constant
-from .dispatch import CastMode
 from .emulation import Emulate, EmulatedKinds, emulated_kinds
 from .rule_table import build_table
-from .weight_cache import WeightCache
 
 __all__ = ["CastingConfig", "config_of", "derive"]
 
@@ -66,6 +64,7 @@ class CastingConfig:
         native: types of the devices on which native autocast does a part of the work.
         emulated: which 16-bit ops run in fp32 kernels.
         is_noop: whether nothing is done to any op.
+        table: makes the table of rules; with ``explicit=True`` one that leaves nothing to native autocast.
     """
 
     def __init__(
@@ -105,36 +104,15 @@ class CastingConfig:
         }
         self.key, self.native, self.emulated = derive(**self.settings)
         self.is_noop = not enabled and not self.emulated
+        kinds = frozenset(kind for _, _, kind in self.emulated)
+        self.table = functools.partial(
+            build_table, self.lists if enabled else None, self.devices, kinds, verbose=verbose
+        )
         _by_key.setdefault(self.key, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The machine that reads a pickle says what is emulated there.
         return functools.partial(type(self), **self.settings), ()
-
-    def apply_to(self, mode: CastMode, cache: WeightCache | None, *, explicit: bool = False) -> None:
-        """Make a mode do this.
-
-        Args:
-            mode: the mode.
-            cache: where to keep copies of weights.
-            explicit: leave nothing to native autocast; see ``build_table``. An exported graph must hold every cast,
-                and native autocast leaves no trace in it.
-        """
-        mode.emulated = self.emulated
-        mode.table = build_table(
-            self.lists if self.enabled else None,
-            self.devices,
-            frozenset(kind for _, _, kind in mode.emulated),
-            explicit=explicit,
-            verbose=self.verbose,
-        )
-        mode.dtype = self.dtype
-        mode.devices = self.devices
-        mode.native = self.native
-        mode.explicit = explicit
-        mode.cache = cache if self.cache else None
-        mode.verbose = self.verbose
-        mode.allow_banned = self.allow_banned
 
 
 @traced_as_constant

@@ -5,48 +5,87 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..core.oplists.tables import NATIVE
+from ..core.torch_compat import exit_autocast
 from .config import CastingConfig
-from .dispatch import CastMode, SessionEnd, function_modes, is_installed, place, set_function_modes
+from .dispatch import CastMode, SessionEnd, function_modes, place, set_function_modes
 from .torch_patches import Patches
 from .weight_cache import WeightCache
 
-__all__ = ["Scope", "ThreadState", "is_current", "restore", "restore_native", "set_current", "thread"]
+__all__ = [
+    "Saved",
+    "Scope",
+    "close",
+    "close_interrupted",
+    "is_current",
+    "leave_traced",
+    "native_state",
+    "push_traced",
+    "restore",
+    "save",
+    "set_current",
+    "set_native",
+    "thread",
+    "without_ours",
+]
+
+_EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
+
+Native = list[tuple[str, bool, torch.dtype]]
+"""Types of devices, and whether and in which dtype native autocast is on there."""
 
 
-class Scope:
-    """An open scope of a thread, and the state that its end puts back.
+@dataclasses.dataclass
+class Saved:
+    """What was current in a thread before a scope, or before its first session.
 
-    Args:
-        explicit: whether it is the user's.
-        owner: who opened it and will close it.
-        frame: of the call that opened it; None for a ``with`` block.
+    Attributes:
+        casting: the casting, or None.
+        key: see ``ThreadState``.
+        session: the session whose casting it was.
+        explicit: see ``ThreadState``.
+        native: the state of native autocast, on the devices on which it changes.
+        native_cache: whether native autocast kept its casts.
+        installed: whether the mode was on torch's stack.
+        traced: the whole stack, if modes that compiled code had put there were on it; otherwise None.
     """
 
-    def __init__(self, explicit: bool, owner: object = None, frame: FrameType | None = None) -> None:
-        self.explicit = explicit
-        self.owner = owner
-        self.frame = frame
-        self.restores = False  # whether it changed anything
-        self.patches: list[Patches] = []  # what it holds
+    casting: CastingConfig | None
+    key: str
+    session: SessionEnd | None
+    explicit: bool
+    native: Native
+    native_cache: bool
+    installed: bool
+    traced: list[TorchFunctionMode] | None
 
-    def save(self, devices: Iterable[str]) -> None:
-        """Save the present state; that of native autocast on these devices."""
-        self.restores = True
-        self.current, self.key, self.session = thread.current, thread.key, thread.mode.session
-        self.native = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
-        self.native_cache = torch.is_autocast_cache_enabled()
-        self.installed = is_installed(thread.mode)
-        # After a graph break, modes that compiled code has put there are on the stack.
-        modes = function_modes() if thread.traced else []
-        self.traced = modes if any(isinstance(m, CastMode) and m is not thread.mode for m in modes) else None
+
+@dataclasses.dataclass(eq=False)
+class Scope:
+    """An open scope of a thread.
+
+    Attributes:
+        owner: who opened it and will close it.
+        frame: of the call that opened it; None for a ``with`` block.
+        saved: what its end puts back; None if it changed nothing.
+        patches: names of torch that it has replaced.
+    """
+
+    owner: object
+    frame: FrameType | None
+    saved: Saved | None = None
+    patches: list[Patches] = dataclasses.field(default_factory=list)
 
 
 class ThreadState(threading.local):
@@ -71,7 +110,7 @@ class ThreadState(threading.local):
         self.open: list[Scope] = []
         self.traced: list[Any] = []
         self.session: SessionEnd | None = None
-        self.before: Scope | None = None
+        self.before: Saved | None = None
         self.mode = CastMode()
         self.cache = WeightCache()
 
@@ -90,50 +129,130 @@ def is_current(casting: CastingConfig) -> bool:
 
 
 def set_current(
-    casting: CastingConfig, devices: Iterable[str], session: SessionEnd | None = None, *, in_op: bool = False
+    casting: CastingConfig | None,
+    devices: Iterable[str],
+    session: SessionEnd | None = None,
+    *,
+    in_op: bool = False,
 ) -> None:
     """Make a casting current: of these devices, native autocast is on for the casting's own and off for the others.
 
     Args:
-        casting: the casting.
+        casting: the casting; None does nothing.
         devices: types of devices.
         session: the session whose casting it is; every op asks whether it is over.
         in_op: whether the mode runs an op, after which it is on torch's stack again.
     """
+    native = () if casting is None else casting.native
     for device in devices:
-        torch.set_autocast_enabled(device, device in casting.native)
-        if device in casting.native:
+        torch.set_autocast_enabled(device, device in native)
+        if casting is not None and device in native:
             torch.set_autocast_dtype(device, casting.dtype)
-    _tell_mode(casting, session)
-    all_native = casting.lists.level == "native" or not thread.mode.table
-    torch.set_autocast_cache_enabled(casting.enabled and casting.cache and all_native)
+    thread.current, thread.key = casting, "" if casting is None or casting.is_noop else casting.key
+    thread.mode.follow(casting, thread.cache, session, explicit=torch.compiler.is_exporting())
+    if casting is not None:
+        all_native = casting.lists.level == "native" or not thread.mode.table
+        torch.set_autocast_cache_enabled(casting.enabled and casting.cache and all_native)
     if not in_op:
         place(thread.mode, thread.mode.is_needed)
 
 
-def restore_native(scope: Scope) -> None:
-    """Put back the state of native autocast that a scope saved."""
-    for device, enabled, dtype in scope.native:
+def native_state(devices: Iterable[str]) -> Native:
+    """The state of native autocast on some types of devices."""
+    return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+
+
+def set_native(state: Native) -> None:
+    """Put back a state of native autocast."""
+    for device, enabled, dtype in state:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
 
 
-def restore(scope: Scope) -> None:
-    """Put back what a scope saved."""
-    restore_native(scope)
-    torch.set_autocast_cache_enabled(scope.native_cache)
-    _tell_mode(scope.current, scope.session)
-    thread.key = scope.key
-    place(thread.mode, scope.installed and thread.mode.is_needed)
-    if scope.traced is not None:
-        set_function_modes(scope.traced)
+def save(devices: Iterable[str]) -> Saved:
+    """What is current; the state of native autocast on these types of devices."""
+    mode, modes = thread.mode, function_modes()
+    traced = thread.traced and any(isinstance(each, CastMode) and each is not mode for each in modes)
+    return Saved(
+        casting=thread.current,
+        key=thread.key,
+        session=mode.session,
+        explicit=thread.explicit,
+        native=native_state(devices),
+        native_cache=torch.is_autocast_cache_enabled(),
+        installed=mode in modes,
+        traced=modes if traced else None,
+    )
 
 
-def _tell_mode(casting: CastingConfig | None, session: SessionEnd | None) -> None:
-    """Make the thread's mode do what a casting says."""
-    thread.current, thread.mode.session = casting, session
-    thread.key = "" if casting is None or casting.is_noop else casting.key
-    if casting is None:
-        thread.mode.table = {}
-    else:
-        casting.apply_to(thread.mode, thread.cache, explicit=torch.compiler.is_exporting())
+def restore(saved: Saved) -> None:
+    """Put back what was current."""
+    set_native(saved.native)
+    torch.set_autocast_cache_enabled(saved.native_cache)
+    thread.current, thread.key, thread.explicit = saved.casting, saved.key, saved.explicit
+    thread.mode.follow(saved.casting, thread.cache, saved.session, explicit=torch.compiler.is_exporting())
+    place(thread.mode, saved.installed and thread.mode.is_needed)
+    if saved.traced is not None:
+        set_function_modes(saved.traced)
+
+
+def close(owner: object) -> bool:
+    """Close the latest scope of an owner, and those that were opened inside of it and not closed, if there is one."""
+    if owner not in [scope.owner for scope in thread.open]:
+        return False
+    scope = None
+    while scope is None or scope.owner is not owner:
+        scope = thread.open.pop()
+        for patches in scope.patches:
+            patches.release(scope)
+        if scope.saved is not None:
+            restore(scope.saved)
+    return True
+
+
+def close_interrupted() -> None:
+    """Close the scopes of calls whose second hooks did not run: of a KeyboardInterrupt, or a step that failed."""
+    while thread.open and not _is_running(thread.open[-1]):
+        close(thread.open[-1].owner)
+    if thread.traced and not any(frame.f_code.co_filename.endswith(_EVAL_FRAME) for frame in _frames()):
+        while thread.traced:
+            leave_traced()
+
+
+def _is_running(scope: Scope) -> bool:
+    """Whether the call that opened a scope is still running. A ``with`` block always is."""
+    return scope.frame is None or any(frame is scope.frame for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    """The calls that are running in this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+# ---- scopes that compiled code has entered
+
+
+def push_traced(mode: CastMode, key: str, explicit: bool, native: list[Any]) -> None:
+    """Put a mode in force while Dynamo traces; what it has entered of native autocast ends with it."""
+    before = function_modes()
+    thread.traced.append((before, thread.key, thread.explicit, native))
+    set_function_modes([*without_ours(before), mode])
+    thread.key, thread.explicit = key, explicit
+
+
+def leave_traced() -> None:
+    """Put back what was before the latest scope that compiled code has entered."""
+    record = thread.traced.pop()
+    if record is not None:
+        before, thread.key, thread.explicit, native = record
+        set_function_modes(before)
+        for entered in native:
+            exit_autocast(entered)
+
+
+def without_ours(modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:
+    """The modes that are not ours."""
+    return [mode for mode in modes if not isinstance(mode, CastMode)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -27,13 +27,15 @@ from ..core.torch_compat import (
 from .emulation import EmulatedKinds
 from .weight_cache import WeightCache
 
+if TYPE_CHECKING:
+    from .config import CastingConfig
+
 __all__ = [
     "CastMode",
     "Rule",
     "SessionEnd",
     "dispatcher_name",
     "function_modes",
-    "is_installed",
     "method_name",
     "place",
     "set_function_modes",
@@ -82,6 +84,7 @@ class CastMode(TorchFunctionMode):
     Attributes:
         table: the rule of each callable; see ``build_table``.
         session: the O1 session that the mode follows, which may be over at any op; None in a scope, and if compiled.
+        is_needed: whether it must be on torch's stack.
         dtype: the 16-bit dtype; see ``half_of``.
         devices: types of the devices whose tensors are cast.
         native: those of them on which native autocast does a part of the work. Where someone turns it off, nothing is
@@ -97,6 +100,7 @@ class CastMode(TorchFunctionMode):
         super().__init__()
         self.table: Mapping[Callable[..., Any] | str, Rule] = {}
         self.session: SessionEnd | None = None
+        self.is_needed = False
         self.dtype = torch.bfloat16
         self.devices: tuple[str, ...] = ()
         self.native: tuple[str, ...] = ()
@@ -122,10 +126,35 @@ class CastMode(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         return rule(self, func, args, kwargs or {})
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether it must be on torch's stack."""
-        return bool(self.table) or self.session is not None
+    def follow(
+        self,
+        casting: CastingConfig | None,
+        cache: WeightCache | None = None,
+        session: SessionEnd | None = None,
+        *,
+        explicit: bool = False,
+    ) -> None:
+        """Do what a casting says.
+
+        Args:
+            casting: None does nothing.
+            cache: where to keep copies of weights, if the casting keeps them.
+            session: see ``session``.
+            explicit: leave nothing to native autocast; see ``build_table``. An exported graph must hold every cast, and
+                native autocast leaves no trace in it.
+        """
+        self.session = session
+        self.table = {} if casting is None else casting.table(explicit=explicit)
+        self.is_needed = bool(self.table) or session is not None
+        if casting is not None:
+            self.dtype = casting.dtype
+            self.devices = casting.devices
+            self.native = casting.native
+            self.explicit = explicit
+            self.emulated = casting.emulated
+            self.cache = cache if casting.cache else None
+            self.verbose = casting.verbose
+            self.allow_banned = casting.allow_banned
 
     def casts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is cast: its device is one of ours, and nobody turned native autocast off inside."""
@@ -162,11 +191,11 @@ class CastMode(TorchFunctionMode):
         if tensor.dtype is not torch.float32 or self.cache is None:
             return tensor
         half = self.half_of(tensor)
-        return tensor if half is None else self.cache.get(tensor, half)
+        return tensor if half is None else self.cache.cast(tensor, half)
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """The function modes on this thread's stack, the innermost last."""
+    """The function modes on this thread's stack, the innermost last. A mode that runs an op is not among them."""
     return [function_mode_at(i) for i in range(function_mode_count())]
 
 
@@ -178,11 +207,6 @@ def set_function_modes(modes: list[TorchFunctionMode]) -> None:
         push_function_mode(mode)
 
 
-def is_installed(mode: CastMode) -> bool:
-    """Whether a mode is on the stack; inside its own ``__torch_function__`` it is not."""
-    return mode in [function_mode_at(i) for i in range(function_mode_count())]
-
-
 def place(mode: CastMode, wanted: bool) -> None:
     """Put a mode on the stack, or take it off, wherever it is.
 
@@ -190,7 +214,7 @@ def place(mode: CastMode, wanted: bool) -> None:
     ``torch.set_default_device`` enters its context, which insists on the bottom of the stack; ``with torch.device``
     pushes one that was not entered, and takes off whatever is on top (torch 2.11 to 2.13).
     """
-    modes = [function_mode_at(i) for i in range(function_mode_count())]
+    modes = function_modes()
     others = [each for each in modes if each is not mode]
     if wanted != (len(others) < len(modes)):
         if wanted:

@@ -9,34 +9,28 @@ Scopes are traced: they may use attributes of the thread, constants and the stac
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import (
     FrameAction,
     FrameExecStrategy,
     enter_autocast,
-    exit_autocast,
     never_traced,
     set_code_exec_strategy,
     traced_as_constant,
     tracer_follows_autocast,
 )
 from .config import CastingConfig, config_of
-from .current import is_current, thread
-from .dispatch import CastMode, function_modes, set_function_modes
+from .current import is_current, push_traced, thread
+from .dispatch import CastMode
 
-__all__ = ["abandon", "eager", "enter_model", "enter_scope", "is_running", "leave", "not_by_itself", "without_ours"]
+__all__ = ["eager", "enter_model", "enter_scope", "not_by_itself"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-_EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
 
 _modes: dict[str, CastMode] = {}
 
@@ -69,15 +63,10 @@ def _prepare_mode(key: str, explicit: bool) -> str:
     name = f"{key} {explicit}"
     if name not in _modes:
         mode = _modes[name] = CastMode()
-        config_of(key).apply_to(mode, None, explicit=explicit)
+        mode.follow(config_of(key), explicit=explicit)
         if explicit:
             mode.native = ()
     return name
-
-
-def without_ours(modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:
-    """The modes that are not ours."""
-    return [mode for mode in modes if not isinstance(mode, CastMode)]
 
 
 def enter_scope(casting: CastingConfig) -> None:
@@ -86,7 +75,7 @@ def enter_scope(casting: CastingConfig) -> None:
     mode = _modes[_prepare_mode(casting.key, explicit)]
     devices = () if explicit else [device for device in mode.devices if device in NATIVE]
     native = [enter_autocast(device, mode.dtype, device in mode.native, False) for device in devices]
-    _push(mode, casting.key, True, native)
+    push_traced(mode, casting.key, True, native)
 
 
 def enter_model(casting: CastingConfig) -> None:
@@ -96,35 +85,4 @@ def enter_model(casting: CastingConfig) -> None:
         thread.traced.append(None)
     else:
         explicit = not casting.keeps_autocast or bool(thread.key)  # as in eager mode
-        _push(_modes[_prepare_mode(casting.key, explicit)], casting.key, False, [])
-
-
-def _push(mode: CastMode, key: str, explicit: bool, native: list[Any]) -> None:
-    before = function_modes()
-    thread.traced.append((before, thread.key, thread.explicit, native))
-    set_function_modes([*without_ours(before), mode])
-    thread.key, thread.explicit = key, explicit
-
-
-def leave() -> None:
-    """Put back what was before the latest ``enter_scope`` or ``enter_model``."""
-    record = thread.traced.pop()
-    if record is not None:
-        before, thread.key, thread.explicit, native = record
-        set_function_modes(before)
-        for entered in native:
-            exit_autocast(entered)
-
-
-def is_running() -> bool:
-    """Whether compiled code is running in this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith(_EVAL_FRAME):
-        frame = frame.f_back
-    return frame is not None
-
-
-def abandon() -> None:
-    """Put back what was before compiled code that was interrupted after a graph break."""
-    while thread.traced:
-        leave()
+        push_traced(_modes[_prepare_mode(casting.key, explicit)], casting.key, False, [])

@@ -30,8 +30,9 @@ from ..gradients.master_registry import master_of, write_master
 from ..kernels.shards import is_sharded
 from . import dynamo
 from .containers import cast_tree
+from .current import leave_traced
 from .dynamo import not_by_itself
-from .scope import OpCasting, enter_model, join_session, keep_session, leave_model, moved_to
+from .scope import OpCasting, enter, join_session, keep_session, leave, moved_to
 
 __all__ = [
     "PARALLEL",
@@ -122,7 +123,7 @@ class ModuleHooks:
         elif self.casting is not None:
             if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in self.casting.devices:
                 self._move(module)
-            enter_model(self.casting, self, sys._getframe(1), explicit=self.explicit)
+            enter(self.casting, self, sys._getframe(1), explicit=self.explicit)
         return None if self.inputs is None else (args, kwargs)
 
     @not_by_itself
@@ -130,9 +131,9 @@ class ModuleHooks:
         """After the forward, also if it failed."""
         if self.casting is not None:
             if torch.compiler.is_dynamo_compiling():
-                dynamo.leave()
+                leave_traced()
             else:
-                leave_model(self)
+                leave(self)
         return None if self.outputs is None else cast_tree(output, self.outputs)
 
     def _move(self, module: nn.Module) -> None:

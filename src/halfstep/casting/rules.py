@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ def _from_cache(
     mode: CastMode, cache: WeightCache, weight: torch.Tensor, target: torch.dtype, name: str, *, wide: bool = False
 ) -> torch.Tensor:
     casts = cache.casts
-    copy = cache.get(weight, target, wide)
+    copy = cache.cast(weight, target, wide)
     if mode.verbose and cache.casts != casts and weight.dtype is not target:
         _log_cast(name, weight.dtype, target)
     return copy
@@ -274,34 +274,45 @@ def emulated(
     half = None if kwargs.get("out") is not None else _emulated_dtype(mode, args, kwargs, kind, lowers)
     if half is None:
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
-    args = [_rounded(mode, half, name, a) for a in args]
-    kwargs = {key: _rounded(mode, half, name, a) for key, a in kwargs.items()}
+    args = _rounded(mode, half, name, args)
+    kwargs = dict(zip(kwargs, _rounded(mode, half, name, kwargs.values()), strict=True)) if kwargs else kwargs
     if _is_dynamo_compiling() or is_any_autocast_enabled():
         result = _call_without_native(mode, func, args, kwargs)
     else:
         result = func(*args, **kwargs)
-    if isinstance(result, torch.Tensor):
-        return narrow(result, half) if result.dtype is torch.float32 else result
-    return map_tensors(lambda tensor: narrow(tensor, half) if tensor.dtype is torch.float32 else tensor, result)
+    if not isinstance(result, torch.Tensor):
+        return map_tensors(lambda tensor: narrow(tensor, half) if tensor.dtype is torch.float32 else tensor, result)
+    if result.dtype is not torch.float32:
+        return result
+    return narrow(result, half) if _is_compiling() else result.to(half)
 
 
-def _rounded(mode: CastMode, half: torch.dtype, name: str, value: Any) -> Any:
-    """An argument with its tensors rounded to 16 bits, in fp32."""
-    if not isinstance(value, torch.Tensor):
-        inside = functools.partial(_rounded, mode, half, name)
-        return map_tensors(inside, value) if isinstance(value, _CONTAINERS) else value
-    if value.dtype not in _CASTABLE:
-        return value
-    is_weight = type(value) is Parameter or (value.requires_grad and value.is_leaf)  # as _is_weight
-    if is_weight and mode.cache is not None and not _is_compiling():
-        return (
-            _from_cache(mode, mode.cache, value, half, name, wide=True)
-            if mode.verbose
-            else mode.cache.get(value, half, True)
-        )
-    if mode.verbose and value.dtype is not half:
-        _log_cast(name, value.dtype, half)
-    return widen(value if value.dtype is half else narrow(value, half))
+def _rounded(mode: CastMode, half: torch.dtype, name: str, values: Iterable[Any]) -> list[Any]:
+    """Arguments with their tensors rounded to 16 bits, in fp32."""
+    compiling, cache = _is_compiling(), mode.cache
+    rounded = []
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            if isinstance(value, _CONTAINERS):
+                value = map_tensors(lambda tensor: _rounded(mode, half, name, [tensor])[0], value)
+        elif value.dtype not in _CASTABLE:
+            pass
+        elif (
+            cache is not None and not compiling and value.is_leaf and (value.requires_grad or type(value) is Parameter)
+        ):
+            if mode.verbose:
+                value = _from_cache(mode, cache, value, half, name, wide=True)
+            else:
+                value = cache.cast(value, half, wide=True)
+        else:
+            if mode.verbose and value.dtype is not half:
+                _log_cast(name, value.dtype, half)
+            if compiling:
+                value = widen(value if value.dtype is half else narrow(value, half))
+            else:
+                value = value.to(half).float()
+        rounded.append(value)
+    return rounded
 
 
 def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str, lowers: bool) -> torch.dtype | None:

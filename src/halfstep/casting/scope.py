@@ -26,30 +26,39 @@ import torch
 from ..core.oplists.tables import NATIVE
 from . import dynamo, weight_copies
 from .config import CastingConfig
-from .current import Scope, is_current, restore, set_current, thread
-from .dispatch import CastMode, is_installed, set_function_modes
-from .sessions import Session, add, in_autocast, join, latest_session, leave_sessions, sessions
-from .torch_patches import around_casts, around_recomputation, changing_first, checkpoint_function
-from .weight_cache import clear_in_all_threads
+from .current import (
+    Scope,
+    close,
+    close_interrupted,
+    is_current,
+    leave_traced,
+    native_state,
+    restore,
+    save,
+    set_current,
+    set_native,
+    thread,
+    without_ours,
+)
+from .dispatch import function_modes, set_function_modes
+from .torch_patches import Patches, changing_first, checkpoint_function
+from .weight_cache import forget_casts
 
 __all__ = [
     "NO_CASTING",
     "OpCasting",
-    "Session",
     "active_casting",
     "begin_session",
     "clear_cache",
-    "clear_casts",
     "deactivate",
     "disable_casts",
     "end_session",
-    "enter_model",
+    "enter",
     "join_session",
     "keep_session",
-    "leave_model",
+    "leave",
     "moved_to",
     "session_casting",
-    "thread_mode",
 ]
 
 
@@ -64,14 +73,14 @@ class OpCasting(CastingConfig):
         if torch.compiler.is_dynamo_compiling():
             dynamo.enter_scope(self)
         else:
-            _enter(self, explicit=True, owner=self)
+            enter(self, self, explicit=True)
         return self
 
     def __exit__(self, *exc: object) -> None:
         if torch.compiler.is_dynamo_compiling():
-            dynamo.leave()
+            leave_traced()
         else:
-            _leave(self)
+            leave(self)
 
 
 NO_CASTING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
@@ -81,106 +90,54 @@ NO_CASTING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
 # ---- scopes of one thread
 
 
-def _enter(casting: CastingConfig, *, explicit: bool, owner: object, frame: FrameType | None = None) -> None:
-    if thread.open or thread.traced:
-        _close_interrupted()
-    scope = Scope(explicit, owner, frame)
+def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None, *, explicit: bool = False) -> None:
+    """Make a casting current: of a model while it runs, unless an explicit scope is around it, or in an explicit scope.
+
+    Args:
+        casting: one that is not enabled casts nothing, and may emulate.
+        owner: who will leave again.
+        frame: of the call of the model; None for a ``with`` block.
+        explicit: whether it wins over explicit scopes around it.
+    """
+    if casting.enabled and not explicit:
+        join_session()
+    elif thread.open or thread.traced:
+        close_interrupted()
+    scope = Scope(owner, frame)
     if explicit or not (thread.explicit or (is_current(casting) and not torch.compiler.is_exporting())):
-        _begin(scope, casting)
+        outer = () if thread.current is None else thread.current.native
+        # A torch.autocast of the user's around this is turned off, but for models that have no casts of their own.
+        mine = [] if casting.keeps_autocast else [d for d in casting.devices if d in NATIVE]
+        scope.saved = save(dict.fromkeys((*casting.native, *outer, *mine)))
+        scope.patches = [
+            *([around_casts] if casting.enabled else []),
+            *([] if casting.is_noop else [around_recomputation]),
+        ]
+        for patches in scope.patches:
+            patches.hold(scope)
+        if scope.saved.traced is not None:
+            set_function_modes(without_ours(scope.saved.traced))
+        set_current(casting, [device for device, _, _ in scope.saved.native])
         thread.explicit = explicit
     thread.open.append(scope)
 
 
-def _begin(scope: Scope, casting: CastingConfig) -> None:
-    outer = () if thread.current is None else thread.current.native
-    # A torch.autocast of the user's around this is turned off, but for models that have no casts of their own.
-    mine = [] if casting.keeps_autocast else [d for d in casting.devices if d in NATIVE]
-    scope.save(dict.fromkeys((*casting.native, *outer, *mine)))
-    scope.patches = [*([around_casts] if casting.enabled else []), *([] if casting.is_noop else [around_recomputation])]
-    for patches in scope.patches:
-        patches.hold(scope)
-    if scope.traced is not None:
-        set_function_modes(dynamo.without_ours(scope.traced))
-    set_current(casting, [device for device, _, _ in scope.native])
-
-
-def _leave(owner: object) -> bool:
-    """Close the latest scope of an owner, if there is one; the thread goes on with the one around, or a session."""
-    closed = _close(owner)
-    if closed and not thread.open:
-        if thread.session is None:
+def leave(owner: object) -> None:
+    """Put back what was current before the latest scope of an owner: its block has ended, or its model has run."""
+    if close(owner):
+        if not thread.open and thread.session is None:
             thread.cache.clear()
             torch.clear_autocast_cache()
-        join_session()
-    return closed
-
-
-def _close(owner: object) -> bool:
-    """Close the latest scope of an owner, and those that were opened inside of it and not closed, if there is one."""
-    if owner not in [scope.owner for scope in thread.open]:
-        return False
-    while _close_latest().owner is not owner:
-        pass
-    return True
-
-
-def _close_latest() -> Scope:
-    scope = thread.open.pop()
-    if scope.restores:
-        for patches in scope.patches:
-            patches.release(scope)
-        restore(scope)
-        thread.explicit = next((each.explicit for each in reversed(thread.open) if each.restores), False)
-    return scope
-
-
-def enter_model(casting: OpCasting, owner: object, frame: FrameType, *, explicit: bool = False) -> None:
-    """Make the casting of a model's level current while the model runs, unless an explicit scope is around it.
-
-    Args:
-        casting: the model's; one that is not enabled casts nothing, and may emulate.
-        owner: who will leave again.
-        frame: of the call of the model.
-        explicit: whether it wins over explicit scopes around it.
-    """
-    if casting.enabled:
-        join_session()
-    _enter(casting, explicit=explicit, owner=owner, frame=frame)
-
-
-def leave_model(owner: object) -> None:
-    """Put back what was current before ``enter_model``: the model has run, or failed."""
-    if not _leave(owner) and thread.traced:  # it was entered in compiled code, before a graph break
-        dynamo.leave()
-
-
-def _close_interrupted() -> None:
-    """Close the scopes of calls whose second hooks did not run: of a KeyboardInterrupt, or a step that failed."""
-    while thread.open and not _is_running(thread.open[-1]):
-        _close_latest()
-    if thread.traced and not dynamo.is_running():
-        dynamo.abandon()
-
-
-def _is_running(scope: Scope) -> bool:
-    """Whether the call that opened a scope is still running. A ``with`` block always is."""
-    if scope.frame is None:
-        return True
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not scope.frame:
-        frame = frame.f_back
-    return frame is not None
+        if not thread.open and (sessions or thread.session is not None):
+            join_session()
+    elif thread.traced:  # it was entered in compiled code, before a graph break
+        leave_traced()
 
 
 def active_casting() -> OpCasting | None:
     """The current casting of this thread, or None if nothing is cast."""
     current = thread.current
     return current if isinstance(current, OpCasting) and current.enabled else None
-
-
-def thread_mode() -> CastMode:
-    """The mode that casts in this thread, whether or not it is on the stack."""
-    return thread.mode
 
 
 @contextmanager
@@ -191,36 +148,73 @@ def disable_casts() -> Iterator[None]:
 
 
 def clear_cache() -> None:
-    """Forget the 16-bit casts of this iteration."""
+    """Forget this thread's 16-bit casts of this iteration."""
     thread.cache.clear()
     torch.clear_autocast_cache()
-
-
-def clear_casts() -> None:
-    """Cast every weight anew at its next use: call it after a write to weights that torch does not know of.
-
-    ::
-
-        for p, average in zip(model.parameters(), averages):
-            p.data.copy_(average)
-        amp.clear_casts()
-
-    At O1 and inside of ``amp.auto_cast`` a weight is cast once, and the cast is used until the next backward pass or
-    step; with ``keep_casts=True`` until the weight changes. Writes by optimizers, by ``load_state_dict`` and in place
-    are noticed, and so is other memory. A write through ``.data``, through a detached tensor or an array that shares
-    the memory, or by another process is not. The call is cheap, and holds for every thread.
-    """
-    clear_in_all_threads()
-    torch.clear_autocast_cache()
-    weight_copies.clear_kept()
 
 
 # ---- sessions of the process
 
 
+class Session:
+    """Casts in the whole process, outside of models, as Apex had them: what O1 and its handle do.
+
+    Args:
+        casting: what is done to ops.
+        owners: models and optimizers, held weakly. The session is over when all of them are gone; without any it ends
+            by ``end_session``.
+    """
+
+    def __init__(self, casting: CastingConfig, owners: Iterable[object] = ()) -> None:
+        self.casting = casting
+        self.owners: list[Callable[[], object]] = [weakref.ref(owner) for owner in owners] or [lambda: self]
+
+    def is_over(self) -> bool:
+        """Whether nobody needs it any more."""
+        if self.owners and self.owners[0]() is None:
+            self.owners = [owner for owner in self.owners if owner() is not None]
+        return not self.owners
+
+    def leave(self) -> None:
+        """An op of this thread has found that the session is over: the next session is current, or nothing.
+
+        The mode runs the op, so it cannot be taken off torch's stack. A ``torch.autocast`` block of the user's that is
+        around the op has native autocast as it should be. ``join_session`` does the rest.
+        """
+        following = next((session for session in reversed(sessions) if not session.is_over()), None)
+        if following is not None and not _in_autocast():
+            _join(following, in_op=True)
+            return
+        set_current(None, (), in_op=True)
+        thread.cache.in_session = False
+        if thread.before is not None and not _in_autocast():
+            set_native(thread.before.native)
+
+
+sessions: list[Session] = []
+"""The sessions that were not found to be over, the latest last."""
+
+
+def _latest_session() -> Session | None:
+    """The latest session that is not over, or None. Torch's own functions are put back if there is none."""
+    for session in [session for session in sessions if session.is_over()]:
+        if session in sessions:
+            sessions.remove(session)
+        around_casts.release(session)
+        around_recomputation.release(session)
+    return sessions[-1] if sessions else None
+
+
+def _add(session: Session, at: int) -> None:
+    """Begin a session, which has this place among the others."""
+    around_casts.hold(session)
+    around_recomputation.hold(session)
+    sessions.insert(at, session)
+
+
 def session_casting() -> CastingConfig | None:
     """The casting of the latest session, or None."""
-    session = latest_session()
+    session = _latest_session()
     return None if session is None else session.casting
 
 
@@ -231,7 +225,7 @@ def begin_session(casting: OpCasting, owners: Iterable[object] = ()) -> None:
         casting: what to do; the latest session decides.
         owners: see ``Session``.
     """
-    add(Session(casting, owners))
+    _add(Session(casting, owners), len(sessions))
     join_session()
 
 
@@ -267,7 +261,7 @@ def moved_to(device_type: str, casting: OpCasting) -> OpCasting:
         if session.casting is casting:
             moved = Session(new)
             moved.owners, session.owners = session.owners, []
-            add(moved, at=place + 1)
+            _add(moved, place + 1)
     join_session()
     return new
 
@@ -280,41 +274,63 @@ def join_session() -> None:
     if torch.compiler.is_dynamo_compiling():
         return
     if thread.open or thread.traced:
-        _close_interrupted()
+        close_interrupted()
     if not torch.is_grad_enabled():
         thread.cache.clear()
-    latest = latest_session() if sessions else None
+    latest = _latest_session() if sessions else None
     if thread.session is latest or thread.open:
         return
-    if thread.mode.is_needed and not is_installed(thread.mode):
+    if thread.mode.is_needed and thread.mode not in function_modes():
         return  # the mode runs an op, after which it is on torch's stack again
-    if thread.session is not None and thread.session.is_over() and in_autocast():
+    if thread.session is not None and thread.session.is_over() and _in_autocast():
         return  # native autocast is the user's until that block ends
     torch.clear_autocast_cache()
-    if latest is None:
-        leave_sessions()
-    else:
-        join(latest)
+    if latest is not None:
+        _join(latest)
+    elif thread.before is not None:  # as it was before the thread joined its first session
+        thread.cache.clear()
+        restore(thread.before)
+        thread.session = thread.before = None
+        thread.cache.in_session = False
+
+
+def _join(session: Session, *, in_op: bool = False) -> None:
+    """Make the casting of a session current in this thread; ``in_op`` as of ``set_current``."""
+    thread.cache.clear()
+    native = session.casting.native
+    if thread.before is None:
+        thread.before = save(native)
+    before = thread.before
+    set_native(before.native)
+    known = [device for device, _, _ in before.native]
+    before.native += native_state(device for device in native if device not in known)
+    set_current(session.casting, native, session, in_op=in_op)
+    thread.session = session
+    thread.cache.in_session = True
+
+
+def _in_autocast() -> bool:
+    """Whether this thread is in a ``torch.autocast`` block (a checkpoint has one), which restores what it found."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
 
 
 # ---- functions of torch that have wrappers while a casting is current anywhere
 
 
-def _uncast(backward: Callable[..., Any]) -> Callable[..., Any]:
+def _uncast(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward pass without casts: its ops have the dtypes that forward chose."""
 
-    @functools.wraps(backward)
+    @functools.wraps(run_backward)
     def uncast(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return backward(*args, **kwargs)
-        latest_session()
+        _latest_session()
         weight_copies.widen_gradients()
         try:
             if active_casting() is None:
-                return backward(*args, **kwargs)
+                return run_backward(*args, **kwargs)
             clear_cache()
             with NO_CASTING:
-                return backward(*args, **kwargs)
+                return run_backward(*args, **kwargs)
         except BaseException:
             weight_copies.drop_failed_pass()
             raise
@@ -329,23 +345,22 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
     """
     if torch.compiler.is_dynamo_compiling():
         return None
-    weight_copies.before_step(optimizer)
+    weight_copies.widen_gradients(optimizer)  # only the owner of a weight reads its 16-bit gradient
     if active_casting() is None:
         return None
     args = tuple(_remember(each) if callable(each) else each for each in args)
     if kwargs.get("closure") is not None:
         kwargs = {**kwargs, "closure": _remember(kwargs["closure"])}
-    _enter(NO_CASTING, explicit=True, owner=optimizer, frame=sys._getframe(1))  # a step that fails has no second hook
+    enter(NO_CASTING, optimizer, sys._getframe(1), explicit=True)  # a step that fails has no second hook
     return args, kwargs
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Put back the casts, and forget those of weights: a fused step writes to weights without a new version."""
     if not torch.compiler.is_dynamo_compiling():
-        _close(optimizer)
+        close(optimizer)
     weight_copies.after_step(optimizer)
-    clear_in_all_threads()
-    torch.clear_autocast_cache()
+    forget_casts()
 
 
 def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -353,36 +368,40 @@ def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
     casting, explicit = thread.current, thread.explicit
     if casting is None:
         return function
-    native = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in casting.native]
+    native = native_state(casting.native)
 
     @functools.wraps(function, updated=())
     def remembering(*args: Any, **kwargs: Any) -> Any:
         if thread.current is casting:
             return function(*args, **kwargs)
         owner = object()
-        _enter(casting, explicit=True, owner=owner)
+        enter(casting, owner, explicit=True)
         thread.explicit = explicit
-        for device, enabled, dtype in native:  # the user may have turned it off, or to another dtype, inside
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
+        set_native(native)  # the user may have turned it off, or to another dtype, inside
         try:
             return function(*args, **kwargs)
         finally:
-            _leave(owner)
+            leave(owner)
 
     return remembering
 
 
-around_casts.wraps = {
-    ("torch.autograd", "backward"): _uncast,
-    ("torch.autograd", "grad"): _uncast,
-    # torch.compile would cast in backward passes what it casts in forward.
-    ("torch._functorch.config", "backward_pass_autocast"): lambda own: "off",
-}
-around_casts.step_hooks = (_before_step, _after_step)
-around_recomputation.wraps = {
-    ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator"): changing_first(_remember),
-    ("torch.utils.checkpoint", "CheckpointFunction"): checkpoint_function(_remember),
-    # It runs replicas in threads of its own.
-    ("torch.nn.parallel.data_parallel", "parallel_apply"): changing_first(lambda ms: [_remember(m) for m in ms]),
-}
+around_casts = Patches(
+    {
+        ("torch.autograd", "_engine_run_backward"): _uncast,
+        # torch.compile would cast in backward passes what it casts in forward.
+        ("torch._functorch.config", "backward_pass_autocast"): lambda own: "off",
+    },
+    (_before_step, _after_step),
+)
+"""Held while ops are cast: a backward pass and a step run without casts."""
+
+around_recomputation = Patches(
+    {
+        ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator"): changing_first(_remember),
+        ("torch.utils.checkpoint", "CheckpointFunction"): checkpoint_function(_remember),
+        # It runs replicas in threads of its own.
+        ("torch.nn.parallel.data_parallel", "parallel_apply"): changing_first(lambda ms: [_remember(m) for m in ms]),
+    }
+)
+"""Held while ops are cast or emulated: what runs later, or in another thread, does as it would here."""

@@ -14,7 +14,8 @@ from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.oplists.names import spellings
 from . import rules
 from .composites import refresh_globals
-from .scope import NO_CASTING, active_casting, thread_mode
+from .current import thread
+from .scope import NO_CASTING, active_casting
 
 __all__ = [
     "Registration",
@@ -82,7 +83,7 @@ def register_promote_function(module: Any, name: str) -> Registration:
 def _call(rule: str, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if active_casting() is None:
         return function(*args, **kwargs)
-    return _RULES[rule](name, thread_mode(), function, args, kwargs)
+    return _RULES[rule](name, thread.mode, function, args, kwargs)
 
 
 def _wrap(function: F, rule: str) -> F:

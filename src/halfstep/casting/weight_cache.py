@@ -7,9 +7,9 @@ import weakref
 import torch
 
 from ..core.torch_compat import dispatch_mode_at, dispatch_mode_count, functorch_level, jit_tracing_state
-from .weight_copies import attach_gradient, copy_of
+from .weight_copies import attach_gradient, clear_kept, copy_of
 
-__all__ = ["WeightCache", "clear_in_all_threads"]
+__all__ = ["WeightCache", "clear_casts", "forget_casts"]
 
 _Key = tuple[int, bool]
 """The identity of the weight, and whether the copy is widened again."""
@@ -26,10 +26,29 @@ _is_grad_enabled = torch.is_grad_enabled
 _clears = 0
 
 
-def clear_in_all_threads() -> None:
-    """Have the cache of every thread forget its copies at its next use."""
+def forget_casts() -> None:
+    """Have the cache of every thread forget its casts at its next use, and native autocast those of this thread."""
     global _clears
     _clears += 1
+    torch.clear_autocast_cache()
+
+
+def clear_casts() -> None:
+    """Cast every weight anew at its next use: call it after a write to weights that torch does not know of.
+
+    ::
+
+        for p, average in zip(model.parameters(), averages):
+            p.data.copy_(average)
+        amp.clear_casts()
+
+    At O1 and inside of ``amp.auto_cast`` a weight is cast once, and the cast is used until the next backward pass or
+    step; with ``keep_casts=True`` until the weight changes. Writes by optimizers, by ``load_state_dict`` and in place
+    are noticed, and so is other memory. A write through ``.data``, through a detached tensor or an array that shares
+    the memory, or by another process is not. The call is cheap, and holds for every thread.
+    """
+    forget_casts()
+    clear_kept()
 
 
 def _is_recorded() -> bool:
@@ -38,7 +57,7 @@ def _is_recorded() -> bool:
     return any(not getattr(mode, "only_watches", False) for mode in modes)
 
 
-class WeightCache:
+class WeightCache(dict[_Key, _Entry]):
     """The 16-bit casts of leaf tensors. An entry lives as long as its weight, and until the next backward pass or step.
 
     It is good for one version of the weight and one address: a weight that was written in place, or that got other
@@ -53,20 +72,13 @@ class WeightCache:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[_Key, _Entry] = {}
+        super().__init__()
         self._clears = _clears
         self.casts = 0
         self.in_session = False
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def clear(self) -> None:
-        """Forget every copy."""
-        self._entries.clear()
-
-    def get(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False) -> torch.Tensor:
-        """The weight in ``dtype``, from the cache if the weight has not changed.
+    def cast(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False) -> torch.Tensor:
+        """The weight in ``dtype``, as it was cast before if the weight has not changed.
 
         Args:
             weight: a leaf.
@@ -76,7 +88,8 @@ class WeightCache:
         if self._clears != _clears:
             self.clear()
             self._clears = _clears
-        entry = self._entries.get((id(weight), wide))
+        key, recording = (id(weight), wide), (dispatch_mode_count() and _is_recorded()) or jit_tracing_state()
+        entry = None if recording else self.get(key)
         if entry is not None:
             version, address, kept, has_graph, inference, cast, _ = entry
             if (
@@ -85,14 +98,9 @@ class WeightCache:
                 and address == weight.data_ptr()
                 and (has_graph == weight.requires_grad or not _is_grad_enabled())
                 and (not inference or torch.is_inference_mode_enabled())
-                and not ((dispatch_mode_count() and _is_recorded()) or jit_tracing_state())
             ):
                 return cast
-        return self._make(weight, dtype, wide)
-
-    def _make(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool) -> torch.Tensor:
-        recording = (dispatch_mode_count() and _is_recorded()) or jit_tracing_state() or functorch_level() is not None
-        temporary = recording or weight.is_inference()
+        temporary = recording or functorch_level() is not None or weight.is_inference()
         copy = None if temporary or weight.dtype is dtype else copy_of(weight)
         if copy is None or copy.dtype is not dtype or not (copy.keeps or self.in_session):
             self.casts += 1
@@ -106,10 +114,9 @@ class WeightCache:
         if wide:
             cast = cast.float()
         if not temporary:
-            if len(self._entries) >= _MOST:
+            if len(self) >= _MOST:
                 self.clear()
-            key, entries = (id(weight), wide), self._entries
-            gone = weakref.ref(weight, lambda _: entries.pop(key, None))
+            gone = weakref.ref(weight, lambda _: self.pop(key, None))
             address = weight.data_ptr()
-            entries[key] = (weight._version, address, dtype, cast.requires_grad, cast.is_inference(), cast, gone)
+            self[key] = (weight._version, address, dtype, cast.requires_grad, cast.is_inference(), cast, gone)
         return cast

@@ -7,7 +7,6 @@ a way that changes neither (through ``.data``, a detached handle, another proces
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ __all__ = [
     "WeightCopies",
     "after_step",
     "attach_gradient",
-    "before_step",
     "clear_kept",
     "copy_of",
     "drop_failed_pass",
@@ -34,6 +32,7 @@ _MIN_ELEMENTS = 2**14  # a smaller weight is cast, and its gradient widened, as 
 
 _FP32 = torch.float32
 _UNWRITTEN = -1  # the version of a copy that a step has begun to write
+_NO_PASS = -1
 
 
 class _Copy:
@@ -47,6 +46,9 @@ class _Copy:
         value: the cast; None while none is kept.
         version: of the weight that ``value`` is the cast of.
         address: of its memory.
+        narrow: whether the weight has got a 16-bit gradient since gradients were last widened.
+        backward_pass: the number of the pass that brought it.
+        grad: that gradient, while its pass runs.
     """
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype, owner: torch.optim.Optimizer, keeps: bool) -> None:
@@ -57,6 +59,13 @@ class _Copy:
         self.value: torch.Tensor | None = None
         self.version = _UNWRITTEN
         self.address = 0
+        self.narrow = False
+        self.backward_pass = _NO_PASS
+        self.grad: torch.Tensor | None = None
+
+    def forget_grad(self) -> None:
+        """The pass is over."""
+        self.grad = None
 
     def kept(self, weight: torch.Tensor) -> torch.Tensor | None:
         """The value, if the weight is as it was; otherwise it is dropped."""
@@ -159,34 +168,15 @@ class _CastWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """The gradient as it is; autograd casts it to ``weight.grad_dtype``."""
-        weight = ctx.weight
-        if getattr(weight, "grad_dtype", _FP32) is _FP32:
+        copy = copy_of(ctx.weight)
+        if getattr(ctx.weight, "grad_dtype", _FP32) is _FP32:
             return grad, None, None  # autograd widens it before it adds anything
         number = backward_pass_id()
-        if number not in _passes:
-            _passes[number] = {}
-            queue_after_backward(functools.partial(_forget_pass, number))
-        if id(weight) in _passes[number] or not ctx.narrow:
+        if copy is None or copy.backward_pass == number or not ctx.narrow:
             return grad.float(), None, None
-        _passes[number][id(weight)] = grad.detach()
-        _narrow[id(weight)] = weight
+        copy.narrow, copy.backward_pass, copy.grad = True, number, grad.detach()
+        queue_after_backward(copy.forget_grad)
         return grad, None, None
-
-
-_passes: dict[int, dict[int, torch.Tensor]] = {}
-"""For each backward pass that is running, the 16-bit gradients that it brought, by the identity of the weight."""
-
-_narrow: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-"""The weights that have got 16-bit gradients since gradients were last widened, by their identity."""
-
-
-def _forget_pass(number: int) -> None:
-    _passes.pop(number, None)
-
-
-def drop_failed_pass() -> None:
-    """A backward pass has raised an error, so nobody else will forget what it brought."""
-    _passes.clear()
 
 
 def copy_of(weight: torch.Tensor) -> _Copy | None:
@@ -208,32 +198,29 @@ def clear_kept() -> None:
         copy.value = None
 
 
-def widen_gradients(weights: Iterable[torch.Tensor] | None = None) -> None:
+def drop_failed_pass() -> None:
+    """A backward pass has raised an error, so nobody else will forget what it brought."""
+    for copy in list(_copies.values()):
+        copy.forget_grad()
+
+
+def widen_gradients(owner: torch.optim.Optimizer | None = None) -> None:
     """Widen the 16-bit gradients of fp32 weights, before something adds to them or needs the dtype of the weight.
 
     Args:
-        weights: of these; None for all that there are.
+        owner: whose own weights are left as they are.
     """
-    for weight in list(_narrow.values()) if weights is None else weights:
-        if weight.grad is not None and is_half(weight.grad):
-            set_grads([weight], [weight.grad.float()])
-    if weights is None:
-        _narrow.clear()
-
-
-def _of_others(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The weights that an optimizer steps and another one owns."""
-    params = [p for group in optimizer.param_groups for p in group["params"]] if _copies else []
-    return [p for p in params if (copy := copy_of(p)) is not None and copy.owner() is not optimizer]
-
-
-def before_step(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer is about to step: only the owner of a weight reads its 16-bit gradient."""
-    if _narrow:
-        widen_gradients(_of_others(optimizer))
+    for copy in [copy for copy in _copies.values() if copy.narrow]:
+        weight = copy.weight()
+        if owner is None or copy.owner() is not owner:
+            copy.narrow = False
+            if weight is not None and weight.grad is not None and is_half(weight.grad):
+                set_grads([weight], [weight.grad.float()])
 
 
 def after_step(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer has stepped. A ``fused=True`` of torch's gives weights no new version (torch 2.13)."""
-    for weight in _of_others(optimizer):
-        _copies[id(weight)].value = None
+    for param in [p for group in optimizer.param_groups for p in group["params"]] if _copies else []:
+        copy = copy_of(param)
+        if copy is not None and copy.owner() is not optimizer:
+            copy.value = None

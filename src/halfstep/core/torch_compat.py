@@ -121,7 +121,6 @@ __all__ = [
     "pop_function_mode",
     "public_hook",
     "push_function_mode",
-    "put_back_in_compiler",
     "qualified_name",
     "queue_after_backward",
     "rebuild_buckets",
@@ -238,25 +237,6 @@ def compile_with_autograd(method: F, backend: str = "inductor") -> F | None:
                 gc.enable()
 
     return call  # type: ignore[return-value]
-
-
-def put_back_in_compiler(replaced: Iterable[tuple[Any, Any]]) -> None:
-    """Give ``torch.compile`` back functions of torch that had wrappers in their places.
-
-    Dynamo knows torch's functions by the objects that it found under their names when it first compiled anything. If
-    that was the wrapper, it would refuse the original for as long as the process lives.
-
-    Args:
-        replaced: each wrapper and its original.
-    """
-    rules = getattr(sys.modules.get("torch._dynamo.trace_rules"), "get_torch_obj_rule_map", None)
-    variable = getattr(sys.modules.get("torch._dynamo.variables.torch"), "TorchInGraphFunctionVariable", None)
-    tables_of = (rules, getattr(variable, "_get_handlers", None))
-    tables = [table_of() for table_of in tables_of if table_of is not None and table_of.cache_info().currsize]
-    for wrapper, original in replaced if tables else ():
-        for table in tables:
-            if callable(original) and wrapper in table:
-                table[original] = table.pop(wrapper)
 
 
 def traced_as_constant(function: F) -> F:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..casting.sessions import latest_session
 from ..core.torch_compat import compile_errors, compile_with_autograd, tensor_hooks
 from ..gradients.ledger import add_grads
 from ..kernels.shards import is_sharded
@@ -65,7 +64,6 @@ class Program:
         Returns:
             The detached loss.
         """
-        latest_session()  # Dynamo must not find torch's functions wrapped for a session that is over
         if self._runs == "compiled" and (obstacle := _obstacle(params)):
             self._go_on("in parts", obstacle)
         runs, reason = self._runs, self._reason
