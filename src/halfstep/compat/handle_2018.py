@@ -29,8 +29,9 @@ from ..core.logs import show_log
 from ..core.loss_scale import LossScale, LossScaleSpec, StaticLossScale, make_loss_scale
 from ..core.oplists import OpLists
 from ..gradients.loss_scaler import DeviceLossScaler
+from ..optimizers.class_swap import rebase
 from ..stepping.attached import AttachedOptimizer, attach, attached_to, share_overflows
-from ..stepping.dynamic_class import undress
+from ..stepping.dynamic_class import base_of
 from ..stepping.optimizer_wrapper import ForwardingOptimizer
 from ..stepping.scaled_backward import ScaledBackward, check_loss
 
@@ -256,7 +257,7 @@ class AmpHandle(NoOpHandle):
         for optimizer in list(self._attached):
             attached = attached_to(optimizer)
             if attached is not None and not attached.keeper.any:
-                undress(optimizer, attached)
+                rebase(optimizer, base_of(optimizer))
         end_session(self._casting)
 
 

@@ -13,18 +13,18 @@ import torch
 
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
-from ..core.torch_compat import is_traceable_wrapper_subclass, wrap_step
+from ..core.torch_compat import is_traceable_wrapper_subclass
 from ..kernels.shards import is_sharded
 from ..masters.split import master_value
 from .adagrad import FusedAdagrad
 from .adam import FusedAdam
 from .base import FusedOptimizer, Hyper
+from .class_swap import counts_steps, rebase
 from .fused_state import FusedData
 from .options import FusedOptions, MasterForm
-from .schedulers import count_steps, counts_steps
 from .sgd import FusedSGD
 
-__all__ = ["can_fuse", "fuse", "unfuse"]
+__all__ = ["OfTorch", "can_fuse", "fuse", "fused_base", "unfuse"]
 
 _DTYPES = {torch.float64, torch.float32, *HALF_DTYPES}
 _MASTERS = {"remainder": torch.int16, "master": torch.float32}
@@ -53,6 +53,7 @@ class OfTorch(FusedOptimizer):
         return own(self, closure, **kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap hooks around it: both of its ways have them
+    _unhooked_step = FusedOptimizer.step
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # type: ignore[override]
         """As torch's."""
@@ -181,11 +182,15 @@ def fuse(
     obstacle = _obstacle(optimizer)
     if obstacle is not None:
         raise obstacle
-    fused: Any = optimizer
-    _become(fused, _FUSED[type(optimizer)])
-    fused._fused = FusedData(options)
-    _drop_spoilt_masters(fused)
+    rebase(optimizer, fused_base(optimizer, options))
     return optimizer
+
+
+def fused_base(optimizer: torch.optim.Optimizer, options: FusedOptions | None = None) -> type[OfTorch]:
+    """The fused class of an optimizer that ``can_fuse`` takes, after what the class needs was put on the optimizer."""
+    optimizer._fused = FusedData(options or FusedOptions())  # type: ignore[attr-defined]
+    _drop_spoilt_masters(optimizer)
+    return _FUSED[type(optimizer)]
 
 
 @torch.no_grad()
@@ -220,7 +225,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
                 if not state:
                     del optimizer.state[param]
     del optimizer._fused
-    _become(optimizer, optimizer.plain)
+    rebase(optimizer, optimizer.plain, getattr(optimizer, "_amp_stash", None))
     return masters
 
 
@@ -254,15 +259,6 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> HalfstepError | None:
                     "need dense ones. Leave this optimizer as it is, or use nn.Embedding(sparse=False)."
                 )
     return None
-
-
-def _become(optimizer: Any, cls: type[torch.optim.Optimizer]) -> None:
-    """Change the class, with torch's hooks around its step, and a scheduler's mark on it if there was one."""
-    marked = counts_steps(optimizer)
-    optimizer.__class__ = cls
-    wrap_step(optimizer)  # the first of its class may be this one
-    if marked:
-        count_steps(optimizer)
 
 
 def _drop_spoilt_masters(optimizer: torch.optim.Optimizer) -> None:

@@ -25,11 +25,12 @@ from ..gradients.held_masters import WITH_MEMORY, settle
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
 from ..optimizers.base import FusedOptimizer
-from ..optimizers.fuse import OfTorch, unfuse
+from ..optimizers.class_swap import rebase
+from ..optimizers.fuse import OfTorch, fused_base, unfuse
 from ..optimizers.param_rows import SparseGradient
 from .backward import BackwardPasses, any_overflow
 from .closure import ClosureOverflowed, guarded
-from .dynamic_class import dress, undress
+from .dynamic_class import class_over
 from .replaced import ReplacedParameters
 from .step import Stepping
 
@@ -59,8 +60,13 @@ def attached_to(optimizer: object) -> AttachedOptimizer | None:
     return found if isinstance(found, AttachedOptimizer) else None
 
 
-def attach(optimizer: torch.optim.Optimizer, **options: Any) -> AttachedOptimizer:
-    """Take over the step of an optimizer; the options are those of ``AttachedOptimizer``.
+def attach(optimizer: torch.optim.Optimizer, *, fused: bool = False, **options: Any) -> AttachedOptimizer:
+    """Take over the step of an optimizer.
+
+    Args:
+        optimizer: any that is not attached.
+        fused: make it a fused one of the same arithmetic, too, which ``can_fuse`` says is possible.
+        **options: those of ``AttachedOptimizer``.
 
     Raises:
         UsageError: if it is attached already.
@@ -70,9 +76,7 @@ def attach(optimizer: torch.optim.Optimizer, **options: Any) -> AttachedOptimize
             f"This {type(optimizer).__name__} has been through amp.initialize, amp.decorate, FP16_Optimizer or "
             "amp.init once and can go only once; make a new optimizer to start over."
         )
-    attached = AttachedOptimizer(optimizer, **options)
-    dress(optimizer, attached)
-    return attached
+    return AttachedOptimizer(optimizer, base=fused_base(optimizer) if fused else type(optimizer), **options)
 
 
 def share_overflows(attached: Sequence[AttachedOptimizer]) -> None:
@@ -104,10 +108,10 @@ creation_callbacks: list[Callable[[AttachedOptimizer], None]] = []
 class AttachedOptimizer:
     """The masters, the backward passes and the step of one optimizer.
 
-    Without ``attach`` it serves whoever calls its ``step`` instead of the optimizer's.
-
     Args:
         optimizer: any; this must not outlive it.
+        base: the class before whose methods the optimizer gets ours. With None it keeps its class and its methods, and
+            whoever makes this calls its ``step`` instead of the optimizer's.
         masters, copies, originals, own: see ``MasterKeeper``.
         models: those that it trains, if they are known.
         verbose: whether to log what is skipped.
@@ -120,10 +124,13 @@ class AttachedOptimizer:
         session: whoever attached it may leave its own state here.
     """
 
+    class_over = staticmethod(class_over)
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         *,
+        base: type[torch.optim.Optimizer] | None = None,
         masters: bool | Literal["elsewhere"] = False,
         copies: tuple[torch.dtype, bool] | None = None,
         originals: dict[int, torch.Tensor] | None = None,
@@ -132,11 +139,13 @@ class AttachedOptimizer:
         verbose: bool = True,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self.stepping = Stepping(optimizer)
+        if base is not None:
+            rebase(optimizer, base, self)
         self.keeper = MasterKeeper(optimizer, masters, copies, originals, own=own)
         self.passes = BackwardPasses(self.keeper)
         self.passes.models = tuple(map(weakref.ref, models))
         self.replaced = ReplacedParameters(self.passes.models)
-        self.stepping = Stepping(optimizer)
         self.session: Any = None
         self.verbose = verbose
         for callback in creation_callbacks:
@@ -310,13 +319,11 @@ class AttachedOptimizer:
         """Go on with torch's own step, which takes sparse gradients, on plain masters."""
         optimizer: Any = self.optimizer
         logger.info("%s goes on without its fused step, which takes no sparse gradients", type(optimizer).__name__)
-        undress(optimizer, self)
         started = [*self.keeper.started(), *unfuse(optimizer).items()]
         held = self.keeper.held
         self.keeper = MasterKeeper(optimizer, self.keeper.any, None, {id(param): value for param, value in started})
         self.keeper.held = held
         self.passes.keeper, self.passes.gradients = self.keeper, self.keeper.gradients
-        dress(optimizer, self)
         # Unlike the fused step, torch's own does not read flags on the device.
         if found_inf is not None and found_inf.item():
             return self.stepping.skip()

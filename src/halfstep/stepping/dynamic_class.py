@@ -17,12 +17,10 @@ from ..casting.containers import map_tensors, tensors_in
 from ..casting.dynamo import eager
 from ..core.checks import check_optimizer_state
 from ..optimizers.base import FusedOptimizer
-from ..optimizers.schedulers import count_steps, counts_steps
 
-__all__ = ["base_of", "dress", "undress"]
+__all__ = ["base_of", "class_over"]
 
 _hooking = torch.optim.Optimizer.profile_hook_step
-_HOOKED: Any = _hooking(torch.optim.Optimizer.step)
 
 
 class _Attached:
@@ -87,7 +85,7 @@ class _Attached:
 _CLASSES: weakref.WeakKeyDictionary[type, dict[bool, type]] = weakref.WeakKeyDictionary()
 
 
-def _class_below(base: type, hooked: bool) -> type:
+def class_over(base: type, hooked: bool) -> type:
     """A subclass of an optimizer class that has our methods, with torch's hooks around ``step`` or without."""
     made = _CLASSES.setdefault(base, {})
     if hooked not in made:
@@ -134,32 +132,6 @@ def _wrapped(step: Callable[..., Any]) -> Callable[..., Any]:
         return step(self, *args, **kwargs)
 
     return unhooked
-
-
-def dress(optimizer: Any, attached: Any) -> None:
-    """Give an optimizer the class with our methods. Torch's step hooks run around ``step``, once."""
-    base: Any = type(optimizer)
-    counts_only = counts_steps(optimizer)
-    attached.stepping.replaced = on_instance = vars(optimizer).pop("step", None)
-    hooked = getattr(base.step, "__code__", None) is _HOOKED.__code__
-    plain = base.step.__wrapped__ if hooked else base.step
-    if on_instance is None or counts_only:
-        attached.stepping.own = plain
-    else:
-        hooked = False  # the one on the instance runs the hooks itself
-        attached.stepping.own = lambda _, *args, **kwargs: on_instance(*args, **kwargs)
-    optimizer.__class__ = _class_below(base, hooked)
-    optimizer._amp_stash = attached
-
-
-def undress(optimizer: Any, attached: Any) -> None:
-    """Give an optimizer its own class back."""
-    optimizer.__class__ = base_of(optimizer)
-    if attached.stepping.replaced is not None:
-        optimizer.step = attached.stepping.replaced
-    elif any("initial_lr" in group for group in optimizer.param_groups):
-        count_steps(optimizer)  # for a scheduler made while it was attached
-    del optimizer._amp_stash
 
 
 def counts_calls(optimizer: object) -> bool:

@@ -24,7 +24,7 @@ from ..core.torch_compat import HAS_GRAD_DTYPE, is_flattened
 from ..gradients.ledger import set_grads
 from ..gradients.master_registry import keeper_of
 from ..kernels.launch import backend_for
-from ..optimizers.fuse import can_fuse, fuse
+from ..optimizers.fuse import can_fuse
 from ..optimizers.release import release_of
 from .attached import AttachedOptimizer, attach, attached_to, share_overflows
 
@@ -173,11 +173,11 @@ def prepare_optimizer(
         inner.passes.ranks.inside = True
     elif inner_optimizer(optimizer) is not None:
         own = False  # a wrapper whose step may write to weights has to find the masters in their places
-    elif masters and fused and _gains(optimizer):
-        fuse(optimizer)
+        fused = False
     casts_weights = policy.op_lists is not None and policy.compute_dtype is not None
     attached = attach(
         optimizer,
+        fused=masters and fused and sharded is None and _gains(optimizer),
         masters="elsewhere" if masters and sharded is not None else masters,
         copies=(policy.compute_dtype, policy.keep_casts) if casts_weights else None,
         originals=originals,

@@ -25,17 +25,17 @@ class Stepping:
         optimizer: this must not outlive it.
 
     Attributes:
-        own: the step that is taken, where that is not what ``optimizer.step`` says: a function of the optimizer. Bound
-            to it, this would keep it alive until the garbage collector runs.
-        replaced: a ``step`` that was on the instance before it was attached; None if there was none.
+        original_step: the step of the class that the optimizer had before it was attached, without torch's hooks; None
+            if it was not. Bound to the optimizer, this would keep it alive until the garbage collector runs.
+        instance_step: a ``step`` that somebody had put on the instance before; it is taken instead.
         calls: how many steps were taken or skipped.
         grad_scale: by what a step that takes flags divides its gradients; None if they are unscaled.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.own: Callable[..., Any] | None = None
-        self.replaced: Callable[..., Any] | None = None
+        self.original_step: Callable[..., Any] | None = None
+        self.instance_step: Callable[..., Any] | None = None
         self.calls = 0
         self.grad_scale: torch.Tensor | None = None
         # In torch's older contract ``step`` gets the scaler itself; such an optimizer reads no flags.
@@ -83,7 +83,9 @@ class Stepping:
             What the step returns.
         """
         optimizer: Any = self._optimizer()
-        step: Any = optimizer.step if self.own is None else partial(self.own, optimizer)
+        step: Any = self.instance_step
+        if step is None:
+            step = optimizer.step if self.original_step is None else partial(self.original_step, optimizer)
         self._latest = False
         flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf
         torch_sgd = isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, FusedOptimizer)
