@@ -303,6 +303,35 @@ def test_data_of_another_shape_is_refused() -> None:
 
 
 @with_both_masters
+def test_an_error_while_a_master_is_settled_loses_no_write(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = start(fused=fused)
+    master = master_of(optimizer)
+    with torch.no_grad():
+        master.fill_(FINE)
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MasterKeeper, "stored", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(X)
+    assert master_of(optimizer) is master
+    assert torch.equal(model.state_dict()["weight"], torch.full((3, 4), FINE))
+
+
+@with_both_masters
+def test_a_weight_that_is_frozen_in_training_still_has_its_master(fused: bool) -> None:
+    model, optimizer = start(fused=fused)
+    step(model, optimizer)
+    with torch.no_grad():
+        master_of(optimizer).fill_(FINE)
+    model.weight.requires_grad_(False)
+    assert torch.equal(master_of(optimizer), torch.full((3, 4), FINE))
+    assert master_of(optimizer).dtype is torch.float32
+
+
+@with_both_masters
 def test_it_prints_and_lies_in_memory_as_any_parameter(fused: bool) -> None:
     model, optimizer = start(fused=fused)
     value = nn.Parameter(model.state_dict()["weight"].clone())

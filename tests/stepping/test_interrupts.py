@@ -236,8 +236,6 @@ def check_step(world: tuple[str, torch.dtype, str], after: str, every: int, file
     assert counter.lines > 20
     for at in range(0, counter.lines, every):
         found, interrupter = interrupted(world, one_step, at, files)
-        if interrupter.where.endswith("in_place"):
-            continue  # Ctrl-C may come between the end of a block and the first line of its `finally`
         before = found.weights()
         _AFTER[after](found)
         optimizer, params = found.optimizer, list(found.model.parameters())
@@ -253,7 +251,7 @@ def check_step(world: tuple[str, torch.dtype, str], after: str, every: int, file
 
 @pytest.mark.parametrize("after", ["zero_grad", "step"])
 def test_masters_leave_the_optimizer_after_an_interrupted_step(after: str) -> None:
-    check_step(("O2", torch.float16, "RMSprop"), after, every=3, files=(f"{_ROOT}/masters/plain.py",))
+    check_step(("O2", torch.float16, "RMSprop"), after, every=3, files=(f"{_ROOT}/masters/",))
 
 
 @pytest.mark.exhaustive

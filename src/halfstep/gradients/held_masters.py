@@ -172,9 +172,13 @@ class HeldMasters:
     def settle(self, weight: torch.Tensor | None, *, refresh: bool) -> None:
         """``settle`` for these masters."""
         for key in list(self._in_memory) if weight is None else self._in_memory.keys() & {id(weight)}:
-            held = self._in_memory.pop(key)
-            if held.settle(refresh=refresh):
-                self._in_memory[key] = held
+            try:
+                is_held = self._in_memory[key].settle(refresh=refresh)
+            except UsageError:
+                del self._in_memory[key]  # it can be the master no more; after any other error it still is
+                raise
+            if not is_held:
+                del self._in_memory[key]
         if not self._in_memory:
             WITH_MEMORY.discard(self)
 

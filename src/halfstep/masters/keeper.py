@@ -111,7 +111,16 @@ class MasterKeeper:
 
     def has(self, param: torch.Tensor) -> bool:
         """Whether a parameter of the optimizer has a master."""
-        return self.any and is_half(param) and param.requires_grad
+        if not self.any or not is_half(param):
+            return False
+        return param.requires_grad or self._keeps(param)
+
+    def _keeps(self, param: torch.Tensor) -> bool:
+        """Whether there is a master already: a parameter that is frozen goes on having the one it has."""
+        if self.plain is not None:
+            return self.plain.keeps(param)
+        keeps = getattr(self.optimizer, "keeps_master", None)
+        return keeps is not None and keeps(param)
 
     def master_params(self) -> Iterator[torch.Tensor]:
         """The tensors that the step updates: of a parameter with a master its ``MasterParameter``, else itself."""
@@ -188,21 +197,21 @@ class MasterKeeper:
         optimizer: Any = self._optimizer()
         widen(halves([p for group in optimizer.param_groups for p in group["params"]]))
         try:
-            self.plain.enter(optimizer)
-            yield
-        except KeyError as error:
-            if error.args and self.plain.has_in_place(error.args[0]):
-                raise UsageError(
-                    f"{type(optimizer).__name__}.step looked up a weight in a dict of its own, by the parameter. "
-                    "At O2 fp32 masters have the places of 16-bit parameters while it steps. Keep what belongs to a "
-                    "weight in self.state[p], which goes with it, or by its index in the group."
-                ) from error
-            raise
-        finally:
             try:
-                self.plain.leave()
+                self.plain.enter(optimizer)
+                yield
+            except KeyError as error:
+                if error.args and self.plain.has_in_place(error.args[0]):
+                    raise UsageError(
+                        f"{type(optimizer).__name__}.step looked up a weight in a dict of its own, by the parameter. "
+                        "At O2 fp32 masters have the places of 16-bit parameters while it steps. Keep what belongs to "
+                        "a weight in self.state[p], which goes with it, or by its index in the group."
+                    ) from error
+                raise
             finally:
-                self.plain.leave()  # again, if Ctrl-C has stopped it half way
+                self.plain.leave()
+        finally:
+            self.plain.leave()  # again, if Ctrl-C has come before the first line of the other, or within
             if WITH_MEMORY:
                 settle()
 

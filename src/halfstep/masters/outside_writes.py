@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
 import torch
 
+from ..core.errors import UsageError
 from ..kernels.expr import elementwise_kernel
 from ..kernels.grouping import group_rows
 from ..kernels.launch import launch
 from ..kernels.shards import local
-from ..kernels.storage import dense, plain
+from ..kernels.storage import dense, honoured, plain
 from ..kernels.tensor_table import TensorTable
 
 __all__ = ["OutsideWrites", "StepWrites"]
+
+logger = logging.getLogger("halfstep")
+
+_CHECKED = 8  # steps
+_IDLE = 3  # steps in a row that change no master, after which this is said
 
 
 @elementwise_kernel()
@@ -65,6 +72,8 @@ class StepWrites:
     def __init__(self) -> None:
         self._known: set[int] = set()  # weights whose masters a step has written to, by identity
         self._before: list[_Before] = []
+        self._unchecked = _CHECKED
+        self._idle = -1  # steps in a row that changed no master; the first one may have changed no version all the same
 
     def begin(
         self, weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
@@ -72,27 +81,63 @@ class StepWrites:
         """Before a step: note the weights that have gradients and are not known."""
         if not self._known.issuperset(map(id, weights)):
             rows = zip(weights, masters, grads, strict=True)
-            self._before = [_Before(w, m) for w, m, grad in rows if grad is not None and id(w) not in self._known]
+            unknown = [(w, m) for w, m, grad in rows if grad is not None and id(w) not in self._known]
+            self._before = [_Before(w, m, by_value=w.device.type == "cpu" or self._idle >= 0) for w, m in unknown]
 
-    def end(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """After it: the weights that it wrote to and whose masters it left as they were, with these."""
+    def check(self, optimizer: Any) -> None:
+        """After one of the first steps of an optimizer whose step is its own: it has to change masters.
+
+        Raises:
+            UsageError: if the step wrote to a parameter that has a gradient and not to its master.
+        """
+        if not self._before or not self._unchecked:
+            return
+        self._unchecked -= 1
+        moved = [each.master_has_moved() for each in self._before]
+        for each, has_moved in zip(self._before, moved, strict=True):
+            if each.weight_has_new_version() and not has_moved:
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step wrote to a 16-bit weight, of shape {tuple(each.weight.shape)}, "
+                    "and not to its fp32 master, which is in its param_groups while it steps: it keeps a list of the "
+                    "weights of its own, and small updates would be lost. Have it go through self.param_groups, or "
+                    "train at O1, where the weights are fp32."
+                )
+        if any(moved):
+            self._idle = -1
+        elif any(group.get("lr") != 0.0 for group in optimizer.param_groups):
+            self._idle += 1
+        if self._idle == _IDLE:
+            self._unchecked = 0
+            logger.warning(
+                "%d steps of %s had gradients and changed no fp32 master. If it steps weights by a list or a copy of "
+                "its own, have it go through self.param_groups, where the masters are while it steps.",
+                _IDLE,
+                type(optimizer).__name__,
+            )
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """After a step: copy what it wrote to weights into their masters, where it left these as they were."""
         before, self._before = self._before, []
-        self._known.update(id(each.weight) for each in before if each.master_has_moved())
-        return [(each.weight, each.master) for each in before if each.only_weight_has_moved()]
+        for each in before:
+            if each.master_has_moved():
+                self._known.add(id(each.weight))
+            elif each.weight_has_moved():
+                each.master.copy_(honoured(each.master, each.weight))
 
 
 class _Before:
     """The state of a weight and its master before a step.
 
-    On a CPU their values tell which of them the step has written to. On another device a look at values would wait
-    for the device. There versions tell it, but the fused and foreach steps of torch do not count them up.
+    Versions tell what a step has written to, but a write through ``.data`` changes none, nor do the fused and foreach
+    steps of torch. Values tell it always. On another device than a CPU a look at them waits for the device.
     """
 
-    def __init__(self, weight: torch.Tensor, master: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, master: torch.Tensor, *, by_value: bool) -> None:
         self.weight, self.master = weight, master
         self._versions = weight._version, master._version
         self._values: tuple[torch.Tensor, torch.Tensor] | None = None
-        if weight.device.type == "cpu":
+        if by_value:
             self._values = local(weight.detach()).clone(), local(master.detach()).clone()
 
     def master_has_moved(self) -> bool:
@@ -101,13 +146,15 @@ class _Before:
             return True
         return self._values is not None and not _same(local(self.master.detach()), self._values[1], torch.int32)
 
-    def only_weight_has_moved(self) -> bool:
-        """Whether the step has written to the weight, and not to the master."""
+    def weight_has_new_version(self) -> bool:
+        """Whether the step has written to the weight, and not through ``.data``."""
+        return self.weight._version != self._versions[0]
+
+    def weight_has_moved(self) -> bool:
+        """Whether the step has written to the weight."""
         if self._values is None:
-            moved = self.weight._version != self._versions[0]
-        else:
-            moved = not _same(local(self.weight.detach()), self._values[0], torch.int16)
-        return moved and not self.master_has_moved()
+            return self.weight_has_new_version()
+        return not _same(local(self.weight.detach()), self._values[0], torch.int16)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor, bits: torch.dtype) -> bool:

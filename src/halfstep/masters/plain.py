@@ -34,6 +34,9 @@ class PlainMasters:
     Args:
         originals: the fp32 weights that parameters were rounded from, by the identity of the parameter. Masters start
             from these, or else from the parameter.
+
+    Attributes:
+        step_writes: the writes of the present step to parameters and not to masters.
     """
 
     def __init__(self, originals: dict[int, torch.Tensor] | None = None) -> None:
@@ -50,7 +53,7 @@ class PlainMasters:
         self._states: dict[int, _States] = defaultdict(_States)  # by the identity of the optimizer
         self._holders: list[tuple[Any, _States]] = []  # while masters are in place: optimizers whose state is swapped
         self._groups = TensorGroupsCache()
-        self._step_writes = StepWrites()
+        self.step_writes = StepWrites()
 
     def keeps(self, param: torch.Tensor) -> bool:
         """Whether there is a master of a parameter."""
@@ -129,7 +132,7 @@ class PlainMasters:
         self._lists = lists  # from here on there is something to undo
         for master, grad in zip(self._masters, grads, strict=True):
             master.grad = grad
-        self._step_writes.begin(self._params, self._masters, grads)
+        self.step_writes.begin(self._params, self._masters, grads)
         for params, before in lists:
             params[:] = [of.get(id(p), p) for p in before]  # in place: LBFGS keeps the list
         self._holders = [(holder, self._states[id(holder)]) for holder in state_holders(optimizer)]
@@ -157,7 +160,7 @@ class PlainMasters:
         self._grads = []
         for master in self._masters:
             master.grad = None
-        self._honour_writes_of_step()
+        self.step_writes.end()
         self.round()
         self._lists = []
 
@@ -190,12 +193,6 @@ class PlainMasters:
             self._refuse_cast()
         if not self._lists:
             self._outside_writes.honour(self._params, self._masters)
-
-    @torch.no_grad()
-    def _honour_writes_of_step(self) -> None:
-        """Copy what a step wrote to parameters into their masters, which it left as they were."""
-        for param, master in self._step_writes.end():
-            master.copy_(honoured(master, param))
 
     def _refuse_cast(self) -> None:
         i, param = next((i, p) for i, p in enumerate(self._params) if p.dtype is not self._dtypes[i])

@@ -137,6 +137,10 @@ class FusedState(torch.optim.Optimizer):
             return master_value(param, state)
         return self._start(param, self._fused.started[id(param)])
 
+    def keeps_master(self, param: torch.Tensor) -> bool:
+        """Whether a parameter has a master."""
+        return not {"master", "remainder"}.isdisjoint(self.state.get(param, ())) or id(param) in self._fused.started
+
     @torch.no_grad()
     def write_master(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Set the master of a parameter to a value of any floating dtype. Returns what to write to the parameter."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
+from ..core.inner_optimizers import package_of_step
 from ..masters.plain import PlainMasters
 from ..optimizers.base import FusedOptimizer
-from .first_steps import FirstSteps
 
 __all__ = ["Stepping"]
 
@@ -40,7 +40,7 @@ class Stepping:
         self.grad_scale: torch.Tensor | None = None
         # In torch's older contract ``step`` gets the scaler itself; such an optimizer reads no flags.
         self._wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
-        self._first_steps = FirstSteps(optimizer)
+        self._is_foreign = package_of_step(optimizer) not in ("torch", "halfstep")
         self._skipped = 0
         self._skipped_on_device: torch.Tensor | None = None
         self._latest: torch.Tensor | bool = False
@@ -100,12 +100,9 @@ class Stepping:
             optimizer.grad_scale = given if scale is None else scale if given is None else scale * given
             optimizer.found_inf = found_inf
         try:
-            if closure is not None:
-                returned = step(closure, *args, **kwargs)
-            else:
-                first = self._first_steps
-                with first.check(optimizer, plain) if plain is not None and first.left else nullcontext():
-                    returned = step(*args, **kwargs)
+            returned = step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
+            if closure is None and plain is not None and self._is_foreign:
+                plain.step_writes.check(optimizer)
         finally:
             if found_inf is not None:
                 del optimizer.grad_scale, optimizer.found_inf
