@@ -29,7 +29,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for key, value in vars(module).items():
             if isinstance(value, list):
                 monkeypatch.setattr(module, key, list(value))
-    monkeypatch.setattr(frontend, "_told", set())
+    monkeypatch.setattr(frontend, "_logged", set())
     yield
     ours.deactivate()
 

@@ -18,7 +18,7 @@ from halfstep.compat.cuda_shim import cuda_on_cpu
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cuda_shim, "_told", set())
+    monkeypatch.setattr(cuda_shim, "_logged", set())
     with cuda_on_cpu():
         yield
 

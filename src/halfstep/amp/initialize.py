@@ -211,7 +211,7 @@ def initialize(
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
     check("amp.initialize", model_list, optimizer_list, policy.param_dtype, module_filter=module_filter)
     if verbosity > 0:
-        _tell_of_halves(model_list, policy)
+        _log_half_params(model_list, policy)
     if policy.compute_dtype in HALF_DTYPES and emulate is False:
         warn_of_slow_devices(model_list, policy.compute_dtype)
 
@@ -250,7 +250,7 @@ def initialize(
     return returned(models, optimizers)
 
 
-def _tell_of_halves(models: list[nn.Module], policy: Policy) -> None:
+def _log_half_params(models: list[nn.Module], policy: Policy) -> None:
     """Say that a model has come in 16 bits: its masters can only start from there."""
     halves = [(name, p.dtype) for model in models for name, p in model.named_parameters() if is_half(p)]
     if halves and policy.param_dtype is not torch.float32:

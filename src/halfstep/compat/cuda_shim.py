@@ -106,15 +106,15 @@ def _answer(value: Any) -> Callable[..., Any]:
     return answer
 
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def _pretend(name: str, value: Any) -> Callable[..., Any]:
     """A function with an answer that is not true, which says so once."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
-        if name not in _told:
-            _told.add(name)
+        if name not in _logged:
+            _logged.add(name)
             logger.warning("torch.cuda.%s is always %r on the CPU.", name, value)
         return value
 

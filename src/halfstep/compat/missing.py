@@ -114,7 +114,9 @@ def refusing(module: str) -> Callable[[str], Any]:
     """
     path = module.removeprefix(_TREE)
     table = _INSTEAD.get(path)
-    instead = {name: told for names, told in table.items() for name in names.split()} if isinstance(table, dict) else {}
+    instead = (
+        {name: advice for names, advice in table.items() for name in names.split()} if isinstance(table, dict) else {}
+    )
 
     def getattr_(name: str) -> NoReturn:
         if name in instead:

@@ -25,7 +25,7 @@ _NO_MEANING = {
 }
 """Arguments that torch's reducer has no use for, and their defaults."""
 
-_told: set[str] = set()
+_warned_of: set[str] = set()
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
@@ -88,8 +88,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if not gradient_predivide_factor > 0:
             raise ArgumentValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} must be above zero.")
         useless = [name for name, default in _NO_MEANING.items() if given[name] != default]
-        if useless and not _told.issuperset(useless):
-            _told.update(useless)
+        if useless and not _warned_of.issuperset(useless):
+            _warned_of.update(useless)
             warnings.warn(
                 f"DistributedDataParallel: {', '.join(useless)} have no meaning for torch's reducer; leave them out.",
                 stacklevel=2,

@@ -39,7 +39,7 @@ def emulate_products(
         emulate: see ``casting.emulation``.
         opaque: as of ``emulation.narrow``.
     """
-    wide: dict[fx.Node, fx.Node] = {}
+    in_fp32: dict[fx.Node, fx.Node] = {}
     for node in halves:
         kind, device = CLASS_OF.get(op_name(node)), _device(node)
         if node.op != "call_function" or kind is None or device is None:
@@ -47,10 +47,10 @@ def emulate_products(
         if (device, half, kind) not in emulated_kinds((device,), half, emulate):
             continue
         for source in [source for source in node.all_input_nodes if source in floating]:
-            if source not in wide:
+            if source not in in_fp32:
                 with graph.inserting_after(source):
-                    wide[source] = graph.call_function(widen, (source, opaque))
-            node.replace_input_with(source, wide[source])
+                    in_fp32[source] = graph.call_function(widen, (source, opaque))
+            node.replace_input_with(source, in_fp32[source])
         parts = [user for user in node.users if user.target is operator.getitem and user in floating]
         for result in parts or [node]:
             with graph.inserting_after(result):

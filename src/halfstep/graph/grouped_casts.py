@@ -22,9 +22,9 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         there = [grad for grad in grads if grad is not None]
-        wide = [torch.empty_like(grad, dtype=torch.float32) for grad in there]
-        torch._foreach_copy_(wide, there)
-        found = iter(wide)
+        in_fp32 = [torch.empty_like(grad, dtype=torch.float32) for grad in there]
+        torch._foreach_copy_(in_fp32, there)
+        found = iter(in_fp32)
         return None, *(None if grad is None else next(found) for grad in grads)
 
 

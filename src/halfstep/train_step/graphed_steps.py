@@ -7,7 +7,7 @@ A step is recorded in two parts, so that batches of many kinds share the second:
 
 Each kind of batch first takes ordinary steps, which let libraries choose their algorithms and allocate. Recording runs
 nothing; what was recorded is replayed at once, so every step trains. What lies outside of the graphs is compared at
-each call (``_look_around``); where it changed, everything is recorded anew.
+each call (``_compare_surroundings``); where it changed, everything is recorded anew.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ class GraphedSteps:
         self._changes = 0
         self._update: CudaGraph | None = None
         self._rates: list[tuple[torch.Tensor | None, list[float]]] = []
-        self._settled = -1  # ``_steps.taken`` after the latest step that met the gradients where graphs leave them
+        # The number of steps after the latest that found the gradients where graphs leave them; -1 for none.
+        self._steps_at_update = -1
         self._steps = StepCount.of(step.optimizer)
-        self._hidden: GradientSlot | None = None  # has the gradients of this window while the parameters do not
+        self._pending: GradientSlot | None = None  # has the gradients of this window while the parameters do not
         self._forget()
 
     def __call__(self, batch: tuple[Any, ...], signature: Signature, position: int, *, last: bool) -> torch.Tensor:
@@ -105,7 +106,7 @@ class GraphedSteps:
 
         Args:
             batch: for the step.
-            signature: of the batch; it is told how the step ran.
+            signature: of the batch; how the step ran is written into it.
             position: how many calls of the window came before.
             last: whether the optimizer steps.
 
@@ -131,8 +132,8 @@ class GraphedSteps:
         self, batch: tuple[Any, ...], signature: Signature, position: int, reason: str | None, *, last: bool
     ) -> torch.Tensor:
         if position:
-            self._reveal()
-        self._hidden = None
+            self._restore_gradients()
+        self._pending = None
         before = signature.reason
         signature.runs, signature.reason = "eager", None
         loss = self._step.backward(batch, signature, last=last)
@@ -149,8 +150,8 @@ class GraphedSteps:
     def _graphed(
         self, batch: tuple[Any, ...], signature: Signature, position: int, params: list[torch.Tensor], *, last: bool
     ) -> torch.Tensor:
-        self._look_around(params)
-        self._bring_in(position, params)
+        self._compare_surroundings(params)
+        self._load_gradients(position, params)
         leaves, structure = tree_flatten(batch)
         passes = self._passes.get((id(signature), position))
         if passes is None:
@@ -159,29 +160,29 @@ class GraphedSteps:
             if isinstance(value, torch.Tensor):
                 place.copy_(value, non_blocking=True)
         passes.graph.replay()
-        self._hidden = self._slots[min(position, 1)]
+        self._pending = self._slots[min(position, 1)]
         loss = passes.loss.clone()
         signature.runs, signature.reason = "CUDA graph", None
         signature.replays += 1
         if last:
             self._graphed_update()
         else:
-            self._reveal()  # the caller may look at the gradients, step or clear them
+            self._restore_gradients()  # the caller may look at the gradients, step or clear them
         return loss
 
-    def _bring_in(self, position: int, params: list[torch.Tensor]) -> None:
+    def _load_gradients(self, position: int, params: list[torch.Tensor]) -> None:
         """Put the gradients of the calls before in this window where the graphs of this position look for them."""
         if position == 0:
-            self._hidden = None
+            self._pending = None
             if any(p.grad is not None for p in params):
                 raise _Refused("parameters have gradients from before the step")
         else:
             slot = self._slots.get(position - 1)
-            grads, flag = self._visible()
+            grads, flag = self._gradients()
             if slot is None or not slot.accepts(grads, flag):
                 raise _Refused("an earlier call in this window had no graph")
             slot.take(grads, flag)
-            self._hide(slot)
+            self._take_gradients(slot)
 
     def _record_passes(
         self, leaves: list[Any], structure: Any, signature: Signature, position: int, *, last: bool
@@ -190,41 +191,41 @@ class GraphedSteps:
             raise _Refused(f"{_MOST_GRAPHS} kinds of batches have graphs already")
         places = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         index = min(position, 1)
-        incoming = self._hidden
+        incoming = self._pending
 
         def passes() -> tuple[torch.Tensor, GradientSlot]:
             loss = self._step.backward(tree_unflatten(places, structure), signature, last=last)
-            grads, flag = self._visible()
+            grads, flag = self._gradients()
             slot = self._slots.get(index) or GradientSlot(grads, flag)
             if not slot.accepts(grads, flag):
                 raise _Refused("its gradients are of another kind than those of the graphs before")
             slot.take(grads, flag)
             return loss, slot
 
-        self._reveal()
+        self._restore_gradients()
         _forget_casts()  # a graph must cast weights anew in each replay, and nobody else may use what it cast
         if isinstance(self._step.optimizer, FusedOptimizer):
             self._step.optimizer.drop_copies()
         try:
             graph, (loss, slot) = self._record(passes)
         finally:  # nothing ran: what is there is what came in
-            self._hide(incoming)
+            self._take_gradients(incoming)
             _forget_casts()
         self._slots[index] = slot
         made = self._passes[id(signature), position] = _Passes(graph, places, loss, signature)
         return made
 
     def _graphed_update(self) -> None:
-        """Update from the hidden gradients."""
-        if self._settled != self._steps.taken:
+        """Update from the pending gradients."""
+        if self._steps_at_update != self._steps.taken:
             # One ordinary step tells the optimizer where the gradients are, which takes copies from the host.
             self._update = None
-            self._reveal()
+            self._restore_gradients()
             self._step.update()
-            self._settled = self._steps.taken
+            self._steps_at_update = self._steps.taken
             return
         if self._update is None:
-            self._reveal()
+            self._restore_gradients()
             try:
                 with self._rates_on_device():
                     self._update, _ = self._record(self._step.update)
@@ -233,7 +234,7 @@ class GraphedSteps:
                     f"TrainStep(cuda_graph=True): the step of {type(self._step.optimizer).__name__} cannot be recorded "
                     f"({refused}), and is half recorded now. Make it capturable, or use cuda_graph=False."
                 ) from refused
-            self._settled = self._steps.taken
+            self._steps_at_update = self._steps.taken
         elif (attached := attached_to(self._step.optimizer)) is not None:
             attached.stepping.calls += 1  # the recording was a call itself
         for group, (rate, known) in zip(self._step.optimizer.param_groups, self._rates, strict=True):
@@ -243,7 +244,7 @@ class GraphedSteps:
         self._update.replay()
         increment_version(self._params())  # casts of the weights that somebody keeps are out of date
         settle()
-        self._hidden = None
+        self._pending = None
 
     def _record(self, function: Callable[[], T]) -> tuple[CudaGraph, T]:
         graph = CudaGraph(self._pool)
@@ -273,34 +274,34 @@ class GraphedSteps:
             for group, lr in zip(optimizer.param_groups, given, strict=True):
                 group["lr"] = lr
 
-    # ---- what the parameters show
+    # ---- the gradients of the parameters
 
     def _params(self) -> list[torch.Tensor]:
         return [p for group in self._step.optimizer.param_groups for p in group["params"]]
 
-    def _visible(self) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+    def _gradients(self) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
         """The gradients of the parameters, and whether one of the passes since the last step overflowed."""
         attached = attached_to(self._step.optimizer)
         records = [] if attached is None else attached.passes.records
         return get_grads(self._params()), any_overflow(records) if records else None
 
-    def _reveal(self) -> None:
+    def _restore_gradients(self) -> None:
         """Give the parameters the gradients that replays have left in a slot."""
-        if self._hidden is None:
+        if self._pending is None:
             return
-        pairs = [(p, g) for p, g in zip(self._params(), self._hidden.grads, strict=True) if g is not None]
+        pairs = [(p, g) for p, g in zip(self._params(), self._pending.grads, strict=True) if g is not None]
         set_grads([p for p, _ in pairs], [g for _, g in pairs])
         attached = attached_to(self._step.optimizer)
-        if attached is not None and self._hidden.flag is not None:
-            attached.passes.records = [BackwardRecord(self._hidden.flag, None, shared=True)]
-        self._hidden = None
+        if attached is not None and self._pending.flag is not None:
+            attached.passes.records = [BackwardRecord(self._pending.flag, None, shared=True)]
+        self._pending = None
 
-    def _hide(self, slot: GradientSlot | None) -> None:
+    def _take_gradients(self, slot: GradientSlot | None) -> None:
         """Take the gradients from the parameters; those of the window are in a slot, if there are any."""
         self._step.optimizer.zero_grad(set_to_none=True)
-        self._hidden = slot
+        self._pending = slot
 
-    # ---- what graphs cannot see
+    # ---- changes that graphs cannot see
 
     def _obstacle(self, batch: tuple[Any, ...], params: list[torch.Tensor]) -> str | None:
         """The reason why steps cannot be recorded here and now; None if they can."""
@@ -323,7 +324,7 @@ class GraphedSteps:
             return f"what the graphs had recorded changed {self._changes} times ({self._changed})"
         return self._step.unrecordable()
 
-    def _look_around(self, params: list[torch.Tensor]) -> None:
+    def _compare_surroundings(self, params: list[torch.Tensor]) -> None:
         """Forget all graphs if something that they do not read themselves has changed."""
         now, kept = surroundings(self._step, params)
         if self._surroundings is not None and (changed := [k for k, v in now.items() if v != self._surroundings[k]]):
@@ -335,7 +336,7 @@ class GraphedSteps:
     def _forget(self) -> None:
         self._passes: dict[tuple[int, int], _Passes] = {}
         self._slots: dict[int, GradientSlot] = {}
-        self._update, self._rates, self._settled = None, [], -1
+        self._update, self._rates, self._steps_at_update = None, [], -1
 
 
 def _forget_casts() -> None:

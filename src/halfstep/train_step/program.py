@@ -42,7 +42,7 @@ class Program:
         self._runs = "compiled"
         self._reason: str | None = None
         if self._whole is None:
-            self._go_on("in parts", f"torch {torch.__version__} cannot put a backward pass into a graph")
+            self._fall_back("in parts", f"torch {torch.__version__} cannot put a backward pass into a graph")
 
     def backward(
         self,
@@ -56,7 +56,7 @@ class Program:
 
         Args:
             batch: for the loss.
-            signature: of the batch, which is told how it ran.
+            signature: of the batch; how it ran is written into it.
             params: get gradients.
             scaled: the block around a backward pass.
             share: what the loss is divided by.
@@ -65,7 +65,7 @@ class Program:
             The detached loss.
         """
         if self._runs == "compiled" and (obstacle := _obstacle(params)):
-            self._go_on("in parts", obstacle)
+            self._fall_back("in parts", obstacle)
         runs, reason = self._runs, self._reason
         while True:
             try:
@@ -77,7 +77,7 @@ class Program:
             except compile_errors() as error:
                 runs, reason = "in parts" if runs == "compiled" else "eager", _first_line(error)
         if runs != self._runs:  # only now is it known that the batch itself was not wrong
-            self._go_on(runs, reason)
+            self._fall_back(runs, reason)
         signature.runs, signature.reason = runs, reason
         return loss
 
@@ -106,7 +106,7 @@ class Program:
             scaled_loss.backward()
         return loss.detach()
 
-    def _go_on(self, runs: str, reason: str | None) -> None:
+    def _fall_back(self, runs: str, reason: str | None) -> None:
         self._runs, self._reason = runs, reason
         logger.warning("TrainStep(compiled=True) runs %s: %s", runs, reason)
 

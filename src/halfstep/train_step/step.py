@@ -185,7 +185,7 @@ class TrainStep:
 
     def backward(self, batch: tuple[Any, ...], signature: Signature, *, last: bool) -> torch.Tensor:
         """Forward and backward passes; returns the detached loss."""
-        with nullcontext() if last else self._keeping():
+        with nullcontext() if last else self._accumulating():
             if self._program is not None:
                 return self._program.backward(batch, signature, self._trained(), self._scaled, self.accumulate)
             loss = self.loss(batch)
@@ -254,7 +254,7 @@ class TrainStep:
         return nullcontext(loss)
 
     @contextmanager
-    def _keeping(self) -> Iterator[None]:
+    def _accumulating(self) -> Iterator[None]:
         """A block for a pass before the last of its window: ranks exchange no gradients, and released ones are kept."""
         release, model = release_of(self.optimizer), self.model
         with ExitStack() as around:

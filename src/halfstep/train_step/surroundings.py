@@ -54,12 +54,12 @@ def surroundings(step: Steps, params: list[torch.Tensor]) -> tuple[dict[str, obj
     scalers, modules, settings = step.loss_scalers(), step.modules(), step.settings()
     state = [v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
     numbers = [{k: _compared(k, v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    held = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+    tensors = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     scales = [scaler.state(device).scale for scaler in scalers]
     autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     now: dict[str, object] = {
         "parameters, buffers or their hooks": [
-            (t.data_ptr(), t.requires_grad, tensor_hooks(t)) for t in (*params, *held)
+            (t.data_ptr(), t.requires_grad, tensor_hooks(t)) for t in (*params, *tensors)
         ],
         "modules, their modes or hooks": [(id(m), m.training, module_hooks(m)) for m in modules],
         "the optimizer's state": list(map(id, state)),

@@ -122,7 +122,7 @@ def program_guard(main_program: Program, startup_program: Program | None = None)
     """Have ``static.data`` add to another program inside.
 
     Args:
-        main_program: ``static.Program()``, or one that was begun.
+        main_program: ``static.Program()``, or one that is being built.
         startup_program: what ``default_startup_program()`` gives inside.
 
     Raises:

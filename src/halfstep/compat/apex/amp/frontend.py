@@ -83,7 +83,7 @@ _SCALE = {
 }
 """The field of ``DynamicLossScale`` that each sets."""
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def _without_ascend(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -94,8 +94,8 @@ def _without_ascend(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
             "it out and wrap the model in torch.nn.parallel.DistributedDataParallel after amp.initialize."
         )
     hints = sorted(name for name in _HINTS if kwargs.get(name) is not None)
-    if hints and not _told.issuperset(hints):
-        _told.update(hints)
+    if hints and not _logged.issuperset(hints):
+        _logged.update(hints)
         logger.info("amp.initialize: %s are not needed here and change nothing.", ", ".join(hints))
     left = {name: value for name, value in kwargs.items() if name not in _HINTS and name not in _SCALE}
     return left, {name: kwargs[name] for name in _SCALE if kwargs.get(name) is not None}

@@ -42,8 +42,8 @@ def _layer_norm(
 ) -> torch.Tensor:
     if weight is None or weight.dtype is x.dtype is out:
         return F.layer_norm(x, _shape(shape), weight, bias, eps).to(out)
-    wide = None if bias is None else bias.float()
-    return F.layer_norm(x.float(), _shape(shape), weight.float(), wide, eps).to(out)
+    fp32_bias = None if bias is None else bias.float()
+    return F.layer_norm(x.float(), _shape(shape), weight.float(), fp32_bias, eps).to(out)
 
 
 def _rms_norm(x: torch.Tensor, shape: Shape, weight: torch.Tensor | None, eps: float, out: torch.dtype) -> torch.Tensor:

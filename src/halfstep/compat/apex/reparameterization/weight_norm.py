@@ -13,9 +13,9 @@ __all__ = ["WeightNorm"]
 
 def _norm(weight: torch.Tensor, dim: int | None) -> torch.Tensor:
     """The 2-norm in fp32, over all dimensions but one, which stays; over all of them for None."""
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    in_fp32 = weight.to(torch.promote_types(weight.dtype, torch.float32))
     others = None if dim is None else [i for i in range(weight.dim()) if i != dim % weight.dim()]
-    norm: torch.Tensor = torch.linalg.vector_norm(wide, dim=others, keepdim=dim is not None)
+    norm: torch.Tensor = torch.linalg.vector_norm(in_fp32, dim=others, keepdim=dim is not None)
     return norm
 
 

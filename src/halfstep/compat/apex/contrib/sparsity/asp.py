@@ -72,13 +72,13 @@ class ASP:
         Args:
             model: any module.
             mask_calculator: "m4n2_1d", or a function of a weight that returns its mask.
-            verbosity: from 2 on, the logger "halfstep" is told what is pruned.
+            verbosity: from 2 on, the logger "halfstep" says what is pruned.
             whitelist: the types of module whose weights are pruned.
             allowed_layer_names: if given, only these modules.
             disallowed_layer_names: not these modules.
             allow_recompute_mask: keep what is pruned, in CPU memory, so that it can come back.
             custom_layer_dict: for more types of module, the names of their weights.
-            allow_permutation: not done; a model of which it is asked is told so once.
+            allow_permutation: not done; a warning says so where it is asked for.
 
         Raises:
             UsageError: if there is a model already.

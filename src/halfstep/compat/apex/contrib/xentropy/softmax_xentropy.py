@@ -31,9 +31,9 @@ class SoftmaxCrossEntropyLoss:
         Returns:
             Losses of the shape of ``labels``. The gradient has the dtype of the logits.
         """
-        wide = logits if logits.dtype is torch.float64 else logits.float()
+        in_fp32 = logits if logits.dtype is torch.float64 else logits.float()
         losses = F.cross_entropy(
-            wide.flatten(0, -2),
+            in_fp32.flatten(0, -2),
             labels.flatten(),
             ignore_index=padding_idx,
             reduction="none",
