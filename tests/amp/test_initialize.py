@@ -707,3 +707,11 @@ def test_public_names() -> None:
     assert isinstance(halfstep.__version__, str)
     for name in amp.__all__:
         assert hasattr(amp, name)
+
+
+def test_master_params_of_a_list_are_those_of_its_optimizers_in_order() -> None:
+    first, second = start("O2")[1], start("O2")[1]
+    plain = fresh()[1]
+    separate = [p for each in (first, second, plain) for p in amp.master_params(each)]
+    assert list(map(id, amp.master_params([first, second, plain]))) == list(map(id, separate))
+    assert {p.dtype for p in separate} == {torch.float32}

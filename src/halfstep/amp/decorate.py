@@ -14,7 +14,7 @@ from ..casting.scope import OpCasting
 from ..core.checks import check_flag, check_switch
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.policy import Policy, check_keep_casts
+from ..core.policy import KEEPS_CASTS, Policy
 from ..core.torch_compat import InstanceNorm
 from ..optimizers.base import FusedOptimizer
 from ..stepping.prepare import check, prepare
@@ -92,17 +92,17 @@ def decorate(
     Args:
         models: a module or a list of modules; changed in place.
         optimizers: a ``torch.optim.Optimizer``, a list of them, or None; changed in place.
-        level: "O2" casts; "O1" leaves everything as it is, for its casts happen in ``auto_cast``. At both, the casts
-            of other sessions stay out of the models.
+        level: "O2" casts; "O1" leaves everything as it is, because its casts happen in ``auto_cast``. At both levels
+            the casts of other sessions do not reach the models.
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 for a model on CUDA and bfloat16
             elsewhere.
         master_weight: whether the optimizers update fp32 masters; None means yes.
         save_dtype: the dtype of floating entries in ``state_dict()``. None means fp32 if there are masters, which
             are saved then and lose nothing, and the dtype of the parameters otherwise.
-        master_grad: let autograd accumulate gradients of the 16-bit parameters in fp32. With masters it does so
-            anyway, but under DistributedDataParallel, which refuses such gradients; it cannot be had without.
+        master_grad: let autograd accumulate gradients of the 16-bit parameters in fp32. It needs masters, and with
+            masters autograd does so anyway, except under DistributedDataParallel, which refuses such gradients.
         excluded_layers: modules, module types, or a list of both, whose parameters stay fp32, with those of their
-            submodules; so does a parameter that they share with a module that is cast.
+            submodules. A parameter that they share with a module that is cast stays fp32, too.
         module_filter: called as ``module_filter(module, qualified_name)``; a dtype it returns is that module's own,
             with casts at its borders, and None leaves it to the other arguments.
         emulate: as in ``amp.initialize``, for what the models compute outside of ``amp.auto_cast``, which has an
@@ -146,7 +146,10 @@ def decorate(
     )
     check_emulate(emulate)
     check_flag("fused", fused)
-    check_keep_casts(keep_casts, level == "O1", "at O2 the weights themselves are 16-bit", 'level="O1"')
+    if check_flag("keep_casts", keep_casts) and level != "O1":
+        raise UsageError(
+            f'{KEEPS_CASTS}, and at O2 the weights themselves are 16-bit; leave it out, or use level="O1".'
+        )
     if level == "O2" and emulate is False:
         warn_of_slow_devices(model_list, half)
     casting = OpCasting(

@@ -34,8 +34,8 @@ def give_masters(
 
     Args:
         optimizer: changed in place. Its 16-bit parameters get masters.
-        weights: the fp32 weights before the cast, by parameter: masters start from these, where they still round to
-            the parameter. Any other master starts from the 16-bit weight.
+        weights: the fp32 weights before the cast, by parameter. A master starts from its fp32 weight if that still
+            rounds to the parameter, and from the 16-bit weight otherwise.
         fused: as in ``amp.initialize``.
 
     Returns:

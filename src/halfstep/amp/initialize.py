@@ -20,7 +20,7 @@ from ..core.policy import Policy
 from ..stepping.prepare import check, prepare
 from .arguments import Models, Optimizers, as_models, as_optimizers, device_of, returned, warn_of_slow_devices
 from .loss_scaler import LossScaler
-from .options import Properties, resolve
+from .options import ARGUMENTS, Properties, resolve
 from .session import Session, latest
 
 __all__ = ["initialize"]
@@ -124,15 +124,15 @@ def initialize(
     is fp32 and holds the masters. "O3" has everything in 16 bits. The other arguments override single properties of
     the level where they are not None.
 
-    While a model is called it computes by its own level, whatever else was brought up in the process; an
-    ``amp.auto_cast`` or ``amp.disable_casts`` around the call has its way. The casts outside of models are those of the
-    latest O1 session, on the device types of its models, and end when its models and optimizers are gone.
+    While a model is called it computes by its own level, whatever other models the process has. An ``amp.auto_cast``
+    or ``amp.disable_casts`` around the call overrides the level. Outside of models the casts of the latest O1 session
+    hold, on the device types of its models, until its models and optimizers are gone.
 
     Args:
         models: a module, or a list of modules, on any device; changed in place. Masters start from their weights as
             they are, so load a checkpoint in fp32 before or after.
-        optimizers: a ``torch.optim.Optimizer``, a ``LARC`` around one, a list of them, or None; changed in place. In
-            its place may be any other wrapper, as those of Fabric, Accelerate and ScheduleFree.
+        optimizers: a ``torch.optim.Optimizer``, a ``LARC`` around one, a list of them, or None; changed in place.
+            Wrappers of optimizers, as those of Fabric, Accelerate and ScheduleFree, are taken too.
         enabled: False makes this and every other amp call do nothing, so that one script serves both.
         opt_level: "O0", "O1", "O2" or "O3"; the ROCm fork's "O4" and "O5" are O1 and O2 in bfloat16.
         cast_model_type: dtype of the weights; False leaves the model alone. Not at O1.
@@ -156,8 +156,8 @@ def initialize(
         emulate: "auto" runs matrix products, convolutions, attention and recurrent layers in fp32 kernels, on 16-bit
             numbers and with 16-bit results, where the device has no 16-bit units. True does so everywhere, False
             nowhere. The dtypes are the same in all cases.
-        policy: a ``halfstep.Policy`` in the place of the level and of all that overrides one; only ``loss_scale`` may
-            stand beside it, and goes before its own.
+        policy: a ``halfstep.Policy`` instead of the level and all that overrides one. Only ``loss_scale`` may be given
+            with it, and replaces that of the policy.
         fused: where optimizers get masters, run ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` of torch as the fused
             optimizers of the same arithmetic (``halfstep.optimizers.fuse``), if their settings allow it and there are
             kernels for the device. False leaves torch's own step, on plain fp32 masters.
@@ -179,30 +179,14 @@ def initialize(
     Warns:
         PrecisionWarning: once, where the device of a model has no units for the 16-bit dtype and ``emulate=False``.
     """
+    given = {name: value for name, value in locals().items() if name in ARGUMENTS}
     if not check_flag("enabled", enabled):
         latest.session = Session(Properties(False, "O1", None, False, None, None, 1.0), 0)
         return returned(models, optimizers)
 
     model_list = as_models("amp.initialize", models)
     optimizer_list = as_optimizers("amp.initialize", optimizers, wrapped=True)
-    recipe = resolve(
-        policy,
-        default_half(device_of(model_list)),
-        {
-            "opt_level": opt_level,
-            "dtype": dtype,
-            "cast_model_type": cast_model_type,
-            "patch_torch_functions": patch_torch_functions,
-            "keep_batchnorm_fp32": keep_batchnorm_fp32,
-            "master_weights": master_weights,
-            "loss_scale": loss_scale,
-            "cast_model_outputs": cast_model_outputs,
-            "op_lists": op_lists,
-            "custom_white_list": custom_white_list,
-            "custom_black_list": custom_black_list,
-            "keep_casts": keep_casts,
-        },
-    )
+    recipe = resolve(policy, default_half(device_of(model_list)), given)
     policy, half = recipe.policy, recipe.half
     check_count("num_losses", num_losses)
     check_flag("fused", fused)

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_switch
+from ..core.checks import check_flag, check_switch
 from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.loss_scale import LossScaleSpec, check_loss_scale
 from ..core.oplists import OpLists
-from ..core.policy import LEVELS, Policy, check_keep_casts, check_policy, parse_level
+from ..core.policy import KEEPS_CASTS, LEVELS, Policy, check_policy, parse_level
 
 __all__ = ["ARGUMENTS", "Properties", "Recipe", "resolve"]
 
@@ -135,9 +135,9 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
     overrides = {name: each.check(given[name], level) for name, each in ARGUMENTS.items() if each.check is not None}
     options = replace(defaults, **{name: value for name, value in overrides.items() if value is not None})
     lists = _check_lists(level, options, given["op_lists"], given["custom_white_list"], given["custom_black_list"])
-    keep_casts = check_keep_casts(
-        given["keep_casts"], options.patch_torch_functions, f"at {level} no weight is cast", 'opt_level="O1"'
-    )
+    keep_casts = check_flag("keep_casts", given["keep_casts"])
+    if keep_casts and not options.patch_torch_functions:
+        raise UsageError(f'{KEEPS_CASTS}, and at {level} no weight is cast; leave it out, or use opt_level="O1".')
     described = options.policy(half, given["cast_model_outputs"], lists)
     return Recipe(described.replace(keep_casts=keep_casts), half, options, defaults)
 

@@ -24,18 +24,18 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> AbstractContextManager[torch.Tensor]:
-    """Scale a loss for its backward pass, and unscale the gradients that the pass brought.
+    """Scale a loss for its backward pass, and unscale the gradients of the pass.
 
     ::
 
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    After the block ``p.grad`` is unscaled, and what the pass brought is added to what was there before. Of a 16-bit
-    parameter with a master it is fp32. If one of the new gradients was inf or NaN, the next ``step`` of each optimizer
-    given here is skipped and a dynamic scale is lowered. Gradients of a skipped step that are still there when the next
-    block opens are set to zero. If the block is left by an exception, the gradients are those from before it and the
-    scale stays (with a static scale of 1.0 and without masters the block does nothing, this neither).
+    After the block ``p.grad`` is unscaled: the gradients of the pass are added to those from before it. The gradient
+    of a 16-bit parameter with a master is fp32. If one of the new gradients was inf or NaN, the next ``step`` of each
+    optimizer given here is skipped, and a dynamic scale is lowered. Gradients of a skipped step that are still there
+    when the next block opens are set to zero. If an exception leaves the block, the gradients are those from before it,
+    and the scale does not change. With a static scale of 1.0 and without masters the block does nothing at all.
 
     Args:
         loss: a tensor of any floating dtype on any device; 16-bit losses are scaled in fp32.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +103,7 @@ def check_optimizer(given: object, caller: str) -> None:
         )
 
 
-def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def master_params(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
     """The parameters that the optimizer updates: fp32 masters at O2, the model's own at other levels.
 
     ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)`` right after ``amp.scale_loss`` clips
@@ -111,12 +111,13 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     ``model.parameters()`` is the same.
 
     Args:
-        optimizer: one that ``amp.initialize`` returned, or any other.
+        optimizer: one that ``amp.initialize`` returned, or any other, or a list of optimizers.
 
     Yields:
-        Each parameter of each group, of a 16-bit one with a master a float32 ``torch.nn.Parameter``. What is written
-        into it goes to the master and to the weight with the next step, forward pass of the model, ``state_dict()`` or
-        call of this. Of a parameter that another rank steps (``ZeroRedundancyOptimizer``) the parameter itself.
+        Each parameter of each group. For a 16-bit parameter with a master it is the master, a float32
+        ``torch.nn.Parameter``. Values that you write into it reach the stored master and the weight at the next step,
+        forward pass of the model, ``state_dict()`` or call of this function. For a parameter that another rank steps
+        (``ZeroRedundancyOptimizer``) it is the parameter itself.
     """
     for each in optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,):
         attached = attached_to(each)

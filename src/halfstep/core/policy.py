@@ -6,13 +6,12 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from .checks import check_flag
 from .dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half
 from .errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from .loss_scale import LossScaleSpec, loss_scale_text, parse_loss_scale
 from .oplists import OpLists
 
-__all__ = ["LEVELS", "LossScaleSpec", "Policy", "check_keep_casts", "check_policy", "parse_level"]
+__all__ = ["KEEPS_CASTS", "LEVELS", "LossScaleSpec", "Policy", "check_policy", "parse_level"]
 
 LEVELS = {
     "O0": "fp32 training",
@@ -21,6 +20,9 @@ LEVELS = {
     "O3": "everything in 16 bits, the yardstick for speed",
 }
 """The opt levels of Apex, each with its meaning."""
+
+KEEPS_CASTS = "keep_casts=True keeps the 16-bit casts of fp32 weights from step to step"
+"""The beginning of every error that refuses it, which goes on with the reason."""
 
 _ROCM_ALIASES = {"O4": "O1", "O5": "O2"}
 
@@ -175,28 +177,6 @@ def check_policy(policy: Policy) -> None:
         raise UsageError(f"The policy contradicts itself: {problem}.\nIt is {policy}.")
 
 
-_KEEPS_CASTS = "keep_casts=True keeps the 16-bit casts of fp32 weights from step to step"
-
-
-def check_keep_casts(given: object, casts_ops: bool, why: str, instead: str) -> bool:
-    """The argument ``keep_casts`` of a function as a bool.
-
-    Args:
-        given: the value.
-        casts_ops: whether ops are cast, and with them weights.
-        why: the reason in words where they are not.
-        instead: the argument with which they are.
-
-    Raises:
-        ArgumentTypeError: for a value that is neither True nor False.
-        UsageError: for True where no weight is cast.
-    """
-    keeps = check_flag("keep_casts", given)
-    if keeps and not casts_ops:
-        raise UsageError(f"{_KEEPS_CASTS}, and {why}; leave it out, or use {instead}.")
-    return keeps
-
-
 def _contradiction(policy: Policy) -> str | None:
     """The contradiction between fields of a policy, in words; None if there is none."""
     params, compute = policy.param_dtype, policy.compute_dtype
@@ -208,7 +188,7 @@ def _contradiction(policy: Policy) -> str | None:
         if compute not in HALF_DTYPES:
             return f"op_lists need a 16-bit compute_dtype to cast ops to, and it has {compute_dtype}"
     elif policy.keep_casts:
-        return f"{_KEEPS_CASTS}, and without op_lists no weight is cast"
+        return f"{KEEPS_CASTS}, and without op_lists no weight is cast"
     elif compute is not None and compute is not params and (params is not None or compute in HALF_DTYPES):
         return (
             f"without op_lists the inputs of the model are cast to {compute_dtype}, and its weights, with "

@@ -44,7 +44,7 @@ class TrainStep:
             loss = step(x, y)
             scheduler.step()
 
-    It does what this loop does, bit for bit, by whatever way the optimizer and the scaler were made ready::
+    It does what this loop does, bit for bit, whether ``amp.initialize``, ``amp.decorate`` or neither came before::
 
         loss = loss_fn(model(x), y)
         with amp.scale_loss(loss / accumulate, optimizer) as scaled_loss:   # or scaler.scale(...), or neither
@@ -155,9 +155,9 @@ class TrainStep:
         return loss
 
     def finish(self) -> None:
-        """Step now, if a window has begun that is not full: at the end of an epoch, say. Else it goes on in the next.
+        """Step now if a window of ``accumulate`` calls is not full, for example at the end of an epoch.
 
-        Each loss of it still counts for one part in ``accumulate``.
+        Without this call the window goes on in the next epoch. Each loss still counts for one part in ``accumulate``.
         """
         if self._calls:
             self.update()
@@ -200,17 +200,15 @@ class TrainStep:
 
     def update(self) -> None:
         """Clip, step, move the scale of the scaler, and clear the gradients."""
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if self.scaler is not None:
-            if self.max_grad_norm is not None:
+        if self.max_grad_norm is not None:
+            if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-                self.grad_norm = nn.utils.clip_grad_norm_(params, self.max_grad_norm)
+            self.grad_norm = nn.utils.clip_grad_norm_(self._params(), self.max_grad_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        else:
-            if self.max_grad_norm is not None:
-                self.grad_norm = nn.utils.clip_grad_norm_(params, self.max_grad_norm)
-            self.optimizer.step()
         if self._graphed is None:
             self.optimizer.zero_grad()
         else:  # a window that is recorded begins without gradients
@@ -264,9 +262,12 @@ class TrainStep:
                 around.enter_context(model.no_sync())
             yield
 
+    def _params(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def _trained(self) -> list[torch.Tensor]:
         """The parameters that get gradients: those of the optimizer, and those of the model that others step."""
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        params = self._params()
         if isinstance(self.model, nn.Module):
             mine = set(map(id, params))
             params += [p for p in self.model.parameters() if id(p) not in mine]
