@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .NOTPARALLEL:
-.PHONY: demo test quick fuzz integrations coverage lint docs screenshots wheel bench clean
+.PHONY: demo test quick combinations fuzz integrations coverage lint docs screenshots wheel bench clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/halfstep demo
@@ -40,9 +40,14 @@ coverage: $(VENV)/.installed-coverage
 	$(BIN)/coverage html
 	$(BIN)/coverage report
 
-# Some tests of every folder, in a minute or so; what is left out is marked exhaustive.
+# Some tests of every folder, in a minute or so; what is left out is marked exhaustive. Of the others every value of a
+# parameter is in one case.
 quick: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --timeout=300 -m "not exhaustive"
+	$(BIN)/python -m pytest --timeout=300 -m "not exhaustive" --combinations each
+
+# Every combination of parameters, also of three and more: for a release, and after a change that reaches far.
+combinations: wheel
+	$(BIN)/python -m pytest --timeout=300 --combinations all
 
 # Random cases against references, for MINUTES each.
 MINUTES ?= 10

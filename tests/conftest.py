@@ -13,6 +13,7 @@ import torch
 
 from halfstep import amp
 from halfstep.casting import config, emulation
+from tests.support.combinations import STRENGTHS, chosen
 from tests.support.processes import four_ranks, ranks
 
 __all__ = ["four_ranks", "ranks"]
@@ -41,9 +42,20 @@ def pytest_sessionstart() -> None:
         os.environ.pop(name, None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--combinations",
+        choices=STRENGTHS,
+        default="pairs",
+        help="cases of a test with several parameters: each value is in one (`make quick`), every two values meet in"
+        " one, or all",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # The suite trains in both formats on any CPU; the speed warning is the business of core/test_hardware.py alone.
     config.addinivalue_line("filterwarnings", "ignore::halfstep.amp.PrecisionWarning")
+    config.pluginmanager.register(Combinations())
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -51,6 +63,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and not {"ranks", "four_ranks"}.isdisjoint(item.fixturenames):
             item.add_marker(pytest.mark.exhaustive)  # it starts processes
+
+
+class Combinations:
+    """A plugin that leaves out combinations of parameters; see ``tests/support/combinations.py``."""
+
+    @pytest.hookimpl(trylast=True)  # after -k and -m
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        kept = chosen(items, STRENGTHS[config.getoption("combinations")])
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(trylast=True)  # a plugin of tools/mutate.py looks for objects, and finds no frozen ones

@@ -16,7 +16,7 @@ from halfstep.casting.scope import OpCasting
 from halfstep.core.dtypes import dtype_name
 from halfstep.core.oplists import OpLists
 from tests.support.apex_recording import golden, grid
-from tests.support.fake_cuda import DEVICES, on, skip_unless_it_runs
+from tests.support.fake_cuda import DEVICES, NOT_ON_FAKES, on, skip_unless_it_runs
 from tests.support.op_calls import call_of
 
 FACTS = golden("apex_casts")
@@ -29,7 +29,16 @@ GROUPS = (
     "bmm_family (lists of a CUDA >= 9.1 build: fp16)",
     "attention (lists of a CUDA >= 9.1 build)",
 )
-ROWS = [(group, spelling) for group in GROUPS for spelling in FACTS[group]]
+ROWS = [
+    pytest.param(
+        group,
+        spelling,
+        id=f"{group.split(' ')[0]}-{spelling}",
+        marks=[pytest.mark.every_combination] if spelling.rpartition(".")[2] in NOT_ON_FAKES else [],
+    )
+    for group in GROUPS
+    for spelling in FACTS[group]
+]
 
 # What we do otherwise, and why. A value is the dtype of every column, or one for each column.
 NEWER = "later libraries list it: torch.autocast, Paddle, or both"
@@ -93,7 +102,7 @@ def slots(shapes: tuple[tuple[int, ...], ...], column: str, half: torch.dtype) -
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("group", "spelling"), ROWS, ids=[f"{g.split(' ')[0]}-{s}" for g, s in ROWS])
+@pytest.mark.parametrize(("group", "spelling"), ROWS)
 def test_every_recorded_cast(group: str, spelling: str, device: str, half: torch.dtype) -> None:
     skip_unless_it_runs(spelling.rpartition(".")[2], device)
     shapes, call = call_of(spelling)

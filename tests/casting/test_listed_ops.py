@@ -18,7 +18,7 @@ from halfstep import amp
 from halfstep.core.oplists import OpLists
 from halfstep.core.oplists.tables import BANNED, FLOAT, HALF, INNER_PRODUCT, PROMOTE, SEQUENCE
 from tests.support.apex_recording import grid
-from tests.support.fake_cuda import DEVICES, FAKE, NOT_ON_FAKES, READS_THE_HOST, on, skip_unless_it_runs
+from tests.support.fake_cuda import DEVICES, FAKE, NOT_ON_FAKES, READS_THE_HOST, of_ops, on, skip_unless_it_runs
 from tests.support.op_calls import BATCH, SHAPES, SQUARE, beside
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -250,7 +250,7 @@ BOTH = pytest.mark.parametrize("both", [False, True], ids=["alone", "both"])
 @pytest.mark.parametrize("half", HALVES)
 @BOTH
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", public(HALF))
+@pytest.mark.parametrize("name", of_ops(public(HALF)))
 def test_half(name: str, device: str, both: bool, half: torch.dtype) -> None:
     assert run(name, half, [torch.float32], device, both) == {half}
     assert run(name, half, [half, torch.float32], device, both) == {half}
@@ -260,7 +260,7 @@ def test_half(name: str, device: str, both: bool, half: torch.dtype) -> None:
 @pytest.mark.parametrize("half", HALVES)
 @BOTH
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", public(FLOAT))
+@pytest.mark.parametrize("name", of_ops(public(FLOAT)))
 @pytest.mark.filterwarnings("ignore:.*(deprecated|float_power).*")
 def test_float(name: str, device: str, both: bool, half: torch.dtype) -> None:
     wide = {torch.float64 if name == "float_power" else torch.float32}
@@ -275,7 +275,7 @@ TRUTH_VALUES = {"eq", "ne", "ge", "gt", "le", "lt", "equal", "isclose", "allclos
 @pytest.mark.parametrize("half", HALVES)
 @BOTH
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", public(PROMOTE | SEQUENCE))
+@pytest.mark.parametrize("name", of_ops(public(PROMOTE | SEQUENCE)))
 @pytest.mark.filterwarnings("ignore:index_reduce")
 def test_promote(name: str, device: str, both: bool, half: torch.dtype) -> None:
     for dtypes, widest in (
@@ -290,7 +290,7 @@ def test_promote(name: str, device: str, both: bool, half: torch.dtype) -> None:
 @pytest.mark.parametrize("half", HALVES)
 @BOTH
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", public(BANNED))
+@pytest.mark.parametrize("name", of_ops(public(BANNED)))
 def test_banned(name: str, device: str, both: bool, half: torch.dtype) -> None:
     assert run(name, half, [torch.float32], device, both) == {torch.float32}
     with pytest.raises(amp.UnsafeOpError, match="binary_cross_entropy_with_logits"):
@@ -316,7 +316,7 @@ TAKES_16_BITS = [n for n, reason in FLOAT.items() if n not in NO_16_BITS and rea
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("use_promote", [True, False])
 @BOTH
-@pytest.mark.parametrize("name", public(TAKES_16_BITS))
+@pytest.mark.parametrize("name", of_ops(public(TAKES_16_BITS)))
 def test_float_list_at_o2(name: str, both: bool, use_promote: bool, device: str) -> None:
     """There most of it is free, or lowered: native autocast must not widen what is inside these ops.
 
@@ -330,7 +330,7 @@ def test_float_list_at_o2(name: str, both: bool, use_promote: bool, device: str)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", public(INNER_PRODUCT))
+@pytest.mark.parametrize("name", of_ops(public(INNER_PRODUCT)))
 def test_matrix_products_inside_an_op_are_not_lowered_at_o2(name: str, device: str) -> None:
     assert OpLists.custom(level="O2").rule_of(name) in ("free", "promote", "half")
     wanted = torch.bfloat16 if name in HALF else torch.float32

@@ -96,6 +96,7 @@ def check(ranks: Ranks, plan: str, *arguments: Any) -> None:
             assert torch.equal(left, right)
 
 
+@pytest.mark.every_combination  # some are skipped
 @pytest.mark.parametrize("plan", PLANS | UNEXPECTED)
 @pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
 @pytest.mark.parametrize("level", ["O0", "O2"])

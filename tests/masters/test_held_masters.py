@@ -114,6 +114,7 @@ DOORS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.every_combination  # some are skipped
 @with_both_masters
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("door", DOORS)

@@ -16,15 +16,16 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-__all__ = ["DEVICES", "FAKE", "NOT_ON_FAKES", "READS_THE_HOST", "fake_cuda", "on", "skip_unless_it_runs"]
+__all__ = ["DEVICES", "FAKE", "NOT_ON_FAKES", "READS_THE_HOST", "fake_cuda", "of_ops", "on", "skip_unless_it_runs"]
 
 FAKE = "fake cuda"
 DEVICES = ["cpu", FAKE, *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
@@ -106,3 +107,8 @@ def skip_unless_it_runs(op: str, device: str) -> None:
     """Skip, saying why, where an op cannot run on fake tensors."""
     if device == FAKE and op in NOT_ON_FAKES:
         pytest.skip(f"{op} does not run on fake tensors: {NOT_ON_FAKES[op]}")
+
+
+def of_ops(ops: Iterable[str]) -> list[Any]:
+    """The parameters of a table over ops and ``DEVICES``: an op that is skipped on fakes keeps all its other cases."""
+    return [pytest.param(op, marks=pytest.mark.every_combination) if op in NOT_ON_FAKES else op for op in ops]

@@ -1,0 +1,35 @@
+"""The cases that a run of the tests leaves out: of all others, every two values of two parameters meet in one."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.support.combinations import covering
+
+TABLES = {
+    "levels, dtypes and optimizers": list(product("0123", "hb", "abcde", "tf")),
+    "some cases are not there": [row for row in product("0123", "hb", "abc") if row[:2] != ("1", "h")],
+    "one parameter": [("a",), ("b",)],
+    "columns that go together": [(a, a.upper(), b) for a in "abc" for b in "xyz"],
+}
+
+
+def meetings(rows: list[tuple[str, ...]], strength: int) -> set[object]:
+    strength = min(strength, len(rows[0]))
+    return {(at, tuple(row[i] for i in at)) for row in rows for at in combinations(range(len(rows[0])), strength)}
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+@pytest.mark.parametrize("table", TABLES)
+def test_whatever_meets_in_a_case_meets_in_one_that_is_kept(table: str, strength: int) -> None:
+    rows = TABLES[table]
+    kept = [rows[i] for i in covering(rows, strength)]
+    assert meetings(kept, strength) == meetings(rows, strength)
+    assert len(set(kept)) == len(kept)
+
+
+def test_few_cases_are_kept() -> None:
+    rows = TABLES["levels, dtypes and optimizers"]
+    assert [len(covering(rows, strength)) for strength in (1, 2, 4)] == [5, 20, len(rows)]
