@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from ..core.dtypes import dtype_name
 from ..core.scalars import scalar_dtype
 from ..kernels.shards import local
 from ..kernels.tensor_table import Number
@@ -18,32 +19,18 @@ from ..optimizers.param_rows import ParamRows
 __all__ = ["GradientTotals"]
 
 
-class _Total:
-    """The steps of some parameters: five lines, added up where the gradients are."""
-
-    def __init__(self, rows: ParamRows) -> None:
-        self.params = rows.params
-        self.sums = torch.zeros(4, len(rows.params), dtype=scalar_dtype(rows.device), device=rows.device)
-        self.largest = torch.zeros(len(rows.params), dtype=scalar_dtype(rows.device), device=rows.device)
-
-    def add(self, survey: torch.Tensor, inverse: Number) -> None:
-        squares, zeros, largest = survey
-        if isinstance(inverse, torch.Tensor):
-            inverse = inverse.to(survey.device, non_blocking=True)
-        squares, largest = squares * (inverse * inverse), largest * inverse
-        finite = squares.isfinite() & largest.isfinite()
-        self.sums += torch.stack([squares.where(finite, 0.0), zeros, ~finite, torch.ones_like(zeros)])
-        torch.maximum(self.largest, largest.where(finite, 0.0), out=self.largest)
-
-
 class GradientTotals:
     """An ``OnGradients``: adds up, on their device, what the gradients of some steps look like.
 
-    Steps with inf or NaN in a gradient count as ``overflow``, and take no part in its magnitudes.
+    Of each parameter there are squares, zeros, steps with inf or NaN, steps, and the largest magnitude. Steps with inf
+    or NaN in a gradient count as ``overflow``, and take no part in its magnitudes.
     """
 
     def __init__(self) -> None:
-        self._totals: dict[tuple[int, ...], _Total] = {}  # by the parameters that step together
+        self._totals: dict[tuple[int, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
+        """By the parameters that step together."""
+        self._labels: list[list[Row]] = []
+        self._fetched: list[Fetched] = []
 
     def __bool__(self) -> bool:
         return bool(self._totals)
@@ -59,48 +46,50 @@ class GradientTotals:
         for rows in all_rows:
             key = tuple(map(id, rows.params))
             if key not in self._totals:
-                self._totals[key] = _Total(rows)
-            self._totals[key].add(rows.survey(), inverse)
+                new = torch.zeros(5, len(rows.params), dtype=scalar_dtype(rows.device), device=rows.device)
+                self._totals[key] = rows.params, new
+            squares, zeros, largest = rows.survey()
+            if isinstance(inverse, torch.Tensor):
+                inverse = inverse.to(rows.device, non_blocking=True)
+            squares, largest = squares * (inverse * inverse), largest * inverse
+            finite = squares.isfinite() & largest.isfinite()
+            total = self._totals[key][1]
+            total[:4] += torch.stack([squares.where(finite, 0.0), zeros, ~finite, torch.ones_like(zeros)])
+            torch.maximum(total[4], largest.where(finite, 0.0), out=total[4])
 
-    def take(self, names: Mapping[int, str]) -> Totals:
-        """The totals since the last call, on their way to the host.
+    def finish(self, step: int, names: Mapping[int, str]) -> GradientTotals:
+        """Send the totals to the host; no steps are added after that.
 
         Args:
+            step: of the rows that are made of them.
             names: of the parameters, by their ``id``. Others are left out.
         """
-        totals, self._totals = list(self._totals.values()), {}
-        return Totals(totals, names)
-
-
-class Totals:
-    """The totals of some steps, on their way to the host."""
-
-    def __init__(self, totals: Sequence[_Total], names: Mapping[int, str]) -> None:
-        self._params = [[(names.get(id(p), ""), p.dtype, local(p).numel()) for p in total.params] for total in totals]
-        self._fetched = [Fetched(torch.cat([total.sums, total.largest[None]])) for total in totals]
+        for params, total in self._totals.values():
+            labels = (Row(step, names.get(id(p), ""), "grad", 0, dtype_name(p.dtype), local(p).numel()) for p in params)
+            self._labels.append(list(labels))
+            self._fetched.append(Fetched(total))
+        self._totals = {}
+        return self
 
     @property
     def ready(self) -> bool:
         """Whether ``into`` need not wait."""
         return all(fetched.ready for fetched in self._fetched)
 
-    def into(self, rows: Sequence[Row], step: int) -> list[Row]:
-        """The same rows; those of gradients have the magnitudes, zeros and overflows of all the steps.
+    def into(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows of a step; those of gradients have the magnitudes, zeros and overflows of all the steps.
 
         A parameter that had a gradient in other steps only gets a row, too, without what only a sample shows.
-
-        Args:
-            rows: of one step.
-            step: its number.
         """
         sums: dict[str, list[float]] = {}
         missing: dict[str, Row] = {}
-        for params, fetched in zip(self._params, self._fetched, strict=True):
-            for (name, dtype, numel), (*line, largest) in zip(params, fetched.get().T.tolist(), strict=True):
-                if name:
-                    known = sums.setdefault(name, [0.0] * 5)
-                    sums[name] = [*(a + b for a, b in zip(known, line, strict=False)), max(known[4], largest)]
-                    missing[name] = Row(step, name, "grad", dtype=str(dtype).removeprefix("torch."), numel=numel)
+        for labels, fetched in zip(self._labels, self._fetched, strict=True):
+            for label, (*line, largest) in zip(labels, fetched.get().T.tolist(), strict=True):
+                if label.module:
+                    known = sums.setdefault(label.module, [0.0] * 5)
+                    added = (a + b for a, b in zip(known, line, strict=False))
+                    sums[label.module] = [*added, max(known[4], largest)]
+                    missing[label.module] = label
         made = []
         for row in rows:
             is_known = row.tensor == "grad" and missing.pop(row.module, None) is not None

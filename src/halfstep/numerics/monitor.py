@@ -29,6 +29,7 @@ from .gradients import GradientTotals
 from .report import write_report
 from .sampled_step import Named, SampledStep
 from .step_rows import StepRows
+from .survey import Survey
 
 __all__ = ["TENSORS", "Monitor"]
 
@@ -154,7 +155,7 @@ class Monitor:
         """End. What was sampled stays, that of a step that has not come to its end, too."""
         self._next += self._finish(None)
         if self._totals:  # of steps after the last sampled one
-            self._steps.append(StepRows(max(self._next - 1, 0), [], None, self._totals.take(self._names)))
+            self._add(max(self._next - 1, 0), Survey(0))
         self.findings()  # which logs them
         for hook in self._hooks:
             hook.remove()
@@ -311,10 +312,14 @@ class Monitor:
             return False
         step.close()
         with NO_CASTING:
-            surveyed, inputs = step.finish(skipped)
-        if surveyed:  # else it had only begun
-            self._steps.append(StepRows(self._next, surveyed, inputs, self._totals.take(self._names)))
-        return bool(surveyed)
+            survey = step.finish(skipped)
+        if survey:  # else it had only begun
+            self._add(self._next, survey)
+        return bool(survey)
+
+    def _add(self, index: int, survey: Survey) -> None:
+        totals, self._totals = self._totals, GradientTotals()
+        self._steps.append(StepRows(survey, totals.finish(index, self._names)))
 
     def _look_at_model(self) -> None:
         """Layers may have come, and parameters may have been replaced."""
@@ -331,7 +336,7 @@ class Monitor:
 
     def _poll(self, *, wait: bool) -> None:
         while self._ready < len(self._steps) and (wait or self._steps[self._ready].ready):
-            self._alarms.add(self._steps[self._ready].brief())
+            self._alarms.add(self._steps[self._ready].rows(brief=True))
             self._ready += 1
             self._log_news()
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.dtypes import is_half
+from ..core.dtypes import dtype_name, is_half
 from ..core.torch_compat import (
     DisableTorchFunction,
     functorch_level,
@@ -26,10 +26,11 @@ from ..gradients.ledger import get_grads
 from ..kernels.shards import local
 from ..kernels.tensor_table import Number
 from ..observe.names import ROOT
+from ..observe.row import Row
 from ..observe.samples import sample
 from ..observe.updates import BeforeStep
 from ..observe.watch import ModuleCall, Watch
-from .survey import About, Callers, Inputs, Survey, Surveyed, can_survey
+from .survey import Callers, Survey, can_survey
 
 __all__ = ["Named", "SampledStep"]
 
@@ -76,7 +77,7 @@ class SampledStep:
         self._before: BeforeStep | None = None
         self._names: dict[int, str] = {}  # of the parameters in it
         self._calls: tuple[Counter[str], Counter[str]] = (Counter(), Counter())  # forward passes, and recomputed ones
-        self._done: set[About] = set()
+        self._done: set[tuple[str, int]] = set()
         self._returned = _Known()
         self._entered = _Known()
         self._closed = False
@@ -90,9 +91,10 @@ class SampledStep:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def finish(self, skipped: torch.Tensor | None) -> tuple[list[Surveyed], Inputs]:
+    def finish(self, skipped: torch.Tensor | None) -> Survey:
         """Count what was seen; ``skipped`` as for ``Survey.finish``."""
-        return self._survey.finish(self._scale, skipped), self._survey.finish_inputs()
+        self._survey.finish(self._scale, skipped)
+        return self._survey
 
     def note_scale(self, scale: torch.Tensor | None) -> None:
         """Remember the loss scale as it is now, unless it is known."""
@@ -107,8 +109,8 @@ class SampledStep:
             if grad is not None:
                 values = values_of(grad.coalesce()) if grad.is_sparse else grad
                 if can_survey(values):
-                    about, dtype = About(self._index, name, "grad"), _computed(param, grad)
-                    self._survey.add(about, values, dtype=dtype, scale="in" if scaled else "out")
+                    row = self._row(name, "grad", values, _computed(param, grad))
+                    self._survey.add(row, values, scale="in" if scaled else "out")
 
     @torch.no_grad()
     def sample_gradients(self, params: Named, inverse: Number) -> None:
@@ -117,8 +119,7 @@ class SampledStep:
             grad = param.grad
             if grad is not None and can_survey(grad):
                 values = sample(grad, self._count).float() * inverse
-                about, numel = About(self._index, name, "grad"), local(grad).numel()
-                self._survey.add_values(about, _computed(param, grad), numel, values, scale="out")
+                self._survey.add_values(self._row(name, "grad", grad, _computed(param, grad)), values, scale="out")
 
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer, params: Named) -> None:
@@ -133,10 +134,9 @@ class SampledStep:
         for change in () if self._before is None else self._before.changes():
             dtype = change.before.dtype
             delta = change.after.to(torch.promote_types(dtype, torch.float32)) - change.before
-            for kind, values in (("weight", change.before), ("update", delta)):
+            for kind, values in (("weight", change.before.float()), ("update", delta.float())):
                 for param, part in zip(change.params, values.split(change.lengths), strict=True):
-                    about = About(self._index, self._names[id(param)], kind)
-                    self._survey.add_values(about, dtype, local(param).numel(), part)
+                    self._survey.add_values(self._row(self._names[id(param)], kind, param, dtype), part)
         self._before = None
 
     # ---- modules
@@ -163,16 +163,15 @@ class SampledStep:
         for i, tensor in enumerate(_tensors(output)):
             if self._returned.get(tensor) is not None:
                 continue
-            about = About(self._index, f"{name}[{i}]" if i else name, "output", number_of_call)
-            number = _NOT_LOOKED_AT
-            if self._outputs and about not in self._done:
+            of, number = (f"{name}[{i}]" if i else name, number_of_call), _NOT_LOOKED_AT
+            if self._outputs and of not in self._done:
                 with DisableTorchFunction():
-                    number = self._survey.add(about, tensor, callers=self._callers(call))
+                    row = self._row(of[0], "output", tensor, tensor.dtype, number_of_call)
+                    number = self._survey.add(row, tensor, callers=self._callers(call))
             self._returned.add(tensor, number)
-            self._done.add(about)
+            self._done.add(of)
             if self._output_grads and tensor.requires_grad:
-                hook = functools.partial(self._gradient, about._replace(tensor="output_grad"))
-                self._hooks.append(tensor.register_hook(hook))
+                self._hooks.append(tensor.register_hook(functools.partial(self._gradient, *of)))
 
     def _callers(self, call: ModuleCall) -> Callers:
         """The module that has just returned and those that run, the outermost last, with what went into each."""
@@ -199,11 +198,15 @@ class SampledStep:
             self._entered.add(tensor, number)
         return number
 
-    def _gradient(self, about: About, grad: torch.Tensor) -> None:
+    def _gradient(self, name: str, call: int, grad: torch.Tensor) -> None:
         if not self._closed and can_survey(grad):
             self.note_scale(self._live_scale())
             with DisableTorchFunction():
-                self._survey.add(about, grad, scale="in")
+                self._survey.add(self._row(name, "output_grad", grad, grad.dtype, call), grad, scale="in")
+
+    def _row(self, name: str, kind: str, tensor: torch.Tensor, dtype: torch.dtype, call: int = 0) -> Row:
+        """The row of a tensor, without its numbers."""
+        return Row(self._index, name, kind, call, dtype_name(dtype), local(tensor).numel())
 
 
 class _Known:

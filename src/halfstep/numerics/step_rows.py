@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ..observe.names import OUTSIDE, ROOT
 from ..observe.row import Row, merge_rows
-from .gradients import Totals
-from .survey import Inputs, SampledTensor, Surveyed
+from .gradients import GradientTotals
+from .survey import Looked, Survey
 
 __all__ = ["StepRows"]
 
@@ -17,42 +16,30 @@ class StepRows:
     """The numbers of a sampled step. Rows take more memory, so they are made only when somebody asks for them.
 
     Args:
-        index: which step it is.
-        surveyed: the tensors that were looked at.
-        inputs: which of those that went into modules were finite.
-        totals: the gradients of this step and of those since the last sampled one.
+        survey: the tensors that were looked at.
+        totals: finished, of the gradients of this step and of those since the last sampled one.
     """
 
-    def __init__(self, index: int, surveyed: Sequence[Surveyed], inputs: Inputs | None, totals: Totals) -> None:
-        self._index, self._surveyed, self._inputs, self._totals = index, surveyed, inputs, totals
+    def __init__(self, survey: Survey, totals: GradientTotals) -> None:
+        self._survey, self._totals = survey, totals
 
     @property
     def ready(self) -> bool:
         """Whether rows can be made without waiting."""
-        inputs = self._inputs is None or self._inputs.ready
-        return inputs and self._totals.ready and all(each.ready for each in self._surveyed)
+        return self._totals.ready and self._survey.ready
 
-    def brief(self) -> list[Row]:
-        """The rows without what takes time to make: see ``Surveyed.brief``."""
-        return self._made([each for part in self._surveyed for each in part.brief()])
-
-    def rows(self, *, bins: bool) -> list[Row]:
-        """The rows, with histograms or without, in the order of execution."""
-        return self._made([each for part in self._surveyed for each in part.rows(bins=bins)])
-
-    def _made(self, seen: list[tuple[SampledTensor, Row]]) -> list[Row]:
-        seen.sort(key=lambda each: each[0].number)
-        bad = {tensor.number for tensor, row in seen if not row.is_finite}
+    def rows(self, *, bins: bool = False, brief: bool = False) -> list[Row]:
+        """The rows, in the order of execution; with histograms, or without what takes time, as of ``Survey.rows``."""
+        seen = self._survey.rows(bins=bins, brief=brief)
+        bad = {looked.number for looked, row in seen if not row.is_finite}
         if bad:
-            bad |= set() if self._inputs is None else self._inputs.bad()
-            seen = [
-                (tensor, row if row.is_finite else replace(row, began_in=_origin(tensor, bad))) for tensor, row in seen
-            ]
-        return self._totals.into(merge_rows(row for _, row in seen), self._index)
+            bad |= self._survey.bad_inputs()
+            seen = [(each, row if row.is_finite else replace(row, began_in=_origin(each, bad))) for each, row in seen]
+        return self._totals.into(merge_rows(row for _, row in seen))
 
 
-def _origin(tensor: SampledTensor, bad: set[int]) -> str:
+def _origin(looked: Looked, bad: set[int]) -> str:
     """The innermost module that was running and got nothing but finite numbers."""
-    names = (name for name, inputs in tensor.callers if bad.isdisjoint(inputs))
-    is_whole = bool(tensor.callers) and tensor.callers[-1][0] == ROOT
+    names = (name for name, inputs in looked.callers if bad.isdisjoint(inputs))
+    is_whole = bool(looked.callers) and looked.callers[-1][0] == ROOT
     return next(names, OUTSIDE if is_whole else "")
