@@ -26,11 +26,10 @@ from ..gradients.ledger import get_grads
 from ..kernels.shards import local
 from ..kernels.tensor_table import Number
 from ..observe.names import ROOT
-from ..observe.row import Row
 from ..observe.samples import sample
 from ..observe.updates import BeforeStep
 from ..observe.watch import ModuleCall, Watch
-from .survey import Callers, Survey, can_survey
+from .survey import About, Callers, Survey, can_survey
 
 __all__ = ["Named", "SampledStep"]
 
@@ -109,8 +108,8 @@ class SampledStep:
             if grad is not None:
                 values = values_of(grad.coalesce()) if grad.is_sparse else grad
                 if can_survey(values):
-                    row = self._row(name, "grad", values, _computed(param, grad))
-                    self._survey.add(row, values, scale="in" if scaled else "out")
+                    about = self._about(name, "grad", values, _computed(param, grad))
+                    self._survey.add(about, values, scale="in" if scaled else "out")
 
     @torch.no_grad()
     def sample_gradients(self, params: Named, inverse: Number) -> None:
@@ -119,7 +118,8 @@ class SampledStep:
             grad = param.grad
             if grad is not None and can_survey(grad):
                 values = sample(grad, self._count).float() * inverse
-                self._survey.add_values(self._row(name, "grad", grad, _computed(param, grad)), values, scale="out")
+                about = self._about(name, "grad", grad, _computed(param, grad))
+                self._survey.add_values(about, values, scale="out")
 
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer, params: Named) -> None:
@@ -136,7 +136,7 @@ class SampledStep:
             delta = change.after.to(torch.promote_types(dtype, torch.float32)) - change.before
             for kind, values in (("weight", change.before.float()), ("update", delta.float())):
                 for param, part in zip(change.params, values.split(change.lengths), strict=True):
-                    self._survey.add_values(self._row(self._names[id(param)], kind, param, dtype), part)
+                    self._survey.add_values(self._about(self._names[id(param)], kind, param, dtype), part)
         self._before = None
 
     # ---- modules
@@ -152,7 +152,7 @@ class SampledStep:
         if call.of is self._root:
             self._begin_pass()
         if self._outputs and call.of in self._modules and self._is_looked_at():
-            call.note = tuple(map(self._input, _tensors((args, kwargs))))
+            call.note = tuple(map(self._input, _tensors((args, kwargs) if kwargs else args)))
 
     def returned(self, call: ModuleCall, args: Any, output: Any) -> None:
         """A module has returned."""
@@ -166,8 +166,8 @@ class SampledStep:
             of, number = (f"{name}[{i}]" if i else name, number_of_call), _NOT_LOOKED_AT
             if self._outputs and of not in self._done:
                 with DisableTorchFunction():
-                    row = self._row(of[0], "output", tensor, tensor.dtype, number_of_call)
-                    number = self._survey.add(row, tensor, callers=self._callers(call))
+                    about = self._about(of[0], "output", tensor, tensor.dtype, number_of_call)
+                    number = self._survey.add(about, tensor, callers=self._callers(call))
             self._returned.add(tensor, number)
             self._done.add(of)
             if self._output_grads and tensor.requires_grad:
@@ -202,11 +202,10 @@ class SampledStep:
         if not self._closed and can_survey(grad):
             self.note_scale(self._live_scale())
             with DisableTorchFunction():
-                self._survey.add(self._row(name, "output_grad", grad, grad.dtype, call), grad, scale="in")
+                self._survey.add(self._about(name, "output_grad", grad, grad.dtype, call), grad, scale="in")
 
-    def _row(self, name: str, kind: str, tensor: torch.Tensor, dtype: torch.dtype, call: int = 0) -> Row:
-        """The row of a tensor, without its numbers."""
-        return Row(self._index, name, kind, call, dtype_name(dtype), local(tensor).numel())
+    def _about(self, name: str, kind: str, tensor: torch.Tensor, dtype: torch.dtype, call: int = 0) -> About:
+        return About(self._index, name, kind, call, dtype_name(dtype), local(tensor).numel())
 
 
 class _Known:
@@ -238,6 +237,8 @@ def _is_traced() -> bool:
 
 
 def _tensors(output: Any) -> Iterable[torch.Tensor]:
+    if type(output) is torch.Tensor:
+        return [output] if can_survey(output) else []
     if dataclasses.is_dataclass(output):
         output = list(vars(output).values())
     return [t for t in tree_flatten(output)[0] if can_survey(t) and not is_fake(t)]

@@ -20,7 +20,7 @@ from ..observe.fetched import Fetched
 from ..observe.row import PROBE, Row
 from ..observe.samples import sample
 
-__all__ = ["Callers", "Looked", "Survey", "can_survey"]
+__all__ = ["About", "Callers", "Looked", "Survey", "can_survey"]
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _ZERO, _NAN, _INF, _KINDS = 256, 257, 255, 258
@@ -39,19 +39,30 @@ LossScale = Literal["none", "in", "out"]
 """The part of the loss scale in some numbers: they never met it, are multiplied by it, or have been divided by it."""
 
 
+class About(NamedTuple):
+    """Which tensor a row is about: the attributes of ``Row`` that are known before its numbers are."""
+
+    step: int
+    module: str
+    tensor: str
+    call: int
+    dtype: str
+    numel: int
+
+
 class Looked(NamedTuple):
     """A tensor that was looked at.
 
     Attributes:
         number: its place among the tensors of the step, in the order in which they were looked at.
-        row: the row, without its numbers.
+        about: which one it is.
         sampled: how many of its numbers are counted.
         scale: what the loss scale has to do with it.
         callers: of an output.
     """
 
     number: int
-    row: Row
+    about: About
     sampled: int
     scale: LossScale
     callers: Callers
@@ -83,11 +94,11 @@ class Survey:
     def __bool__(self) -> bool:
         return bool(self._samples or self._blocks)
 
-    def add(self, row: Row, tensor: torch.Tensor, *, scale: LossScale = "none", callers: Callers = ()) -> int:
+    def add(self, about: About, tensor: torch.Tensor, *, scale: LossScale = "none", callers: Callers = ()) -> int:
         """Look at a tensor now, at the part of it that lies here: it may change or be freed afterwards.
 
         Args:
-            row: says which one it is, with the dtype of its numbers and their number here.
+            about: which one it is, with the dtype in which its numbers were computed, and how many are here.
             tensor: ``can_survey`` it.
             scale: what the loss scale has to do with it.
             callers: the modules that run.
@@ -98,7 +109,7 @@ class Survey:
         here = local(tensor.detach())
         values = sample(here, self._count)
         extremes = here.aminmax() if values.numel() < here.numel() else None
-        return self.add_values(row, values.to(torch.float32, copy=True), scale, extremes, callers)
+        return self.add_values(about, values.to(torch.float32, copy=True), scale, extremes, callers)
 
     def add_input(self, tensor: torch.Tensor) -> int:
         """See whether a tensor that goes into a module is finite.
@@ -114,7 +125,7 @@ class Survey:
 
     def add_values(
         self,
-        row: Row,
+        about: About,
         values: torch.Tensor,
         scale: LossScale = "none",
         extremes: _Extremes | None = None,
@@ -123,15 +134,15 @@ class Survey:
         """Take float32 values that are a sample already, and that nobody changes.
 
         Args:
-            row: as for ``add``.
+            about: as for ``add``.
             values: some of its numbers.
             scale: as for ``add``.
             extremes: the least and the largest of all of them, if known.
             callers: as for ``add``.
         """
         number, self._next = self._next, self._next + 1
-        if row.numel:
-            looked = Looked(number, row, values.numel(), scale, callers)
+        if about.numel:
+            looked = Looked(number, about, values.numel(), scale, callers)
             self._samples.append(_Sample(looked, values, extremes))
         return number
 
@@ -234,11 +245,11 @@ class _Block:
         for i, (scale, skipped, amax, norm, smallest) in enumerate(self._numbers.get().T.tolist()):
             looked, size = self._looked[i], self._looked[i].sampled
             kinds, probe = ({}, []) if found is None else next(found)
-            if skipped and looked.row.tensor == "update":
+            if skipped and looked.about.tensor == "update":
                 continue
             divisor = scale if looked.scale == "in" else 1.0
-            row = replace(
-                looked.row,
+            row = Row(
+                *looked.about,
                 amax=amax / divisor,
                 rms=norm / math.sqrt(size) / divisor,
                 zeros=(zeros[i] - (self._width - size)) / size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from ..findings.finding import Finding, grouped
@@ -42,8 +43,11 @@ class ZeroGradients:
             self._first = grads[0].step
             came = [row.module for row in outputs if not _is_zero(row)]
             self._at = came[-1] if came else OUTSIDE
+        by_owner: dict[str, list[Row]] = defaultdict(list)
+        for row in grads:
+            by_owner[owner_of(row.module)].append(row)
         for row in outputs:
-            own = [each for each in grads if owner_of(each.module) == row.module]
+            own = by_owner.get(row.module)
             if own and not _is_zero(row):
                 if all(map(_is_zero, own)):
                     self._lost.setdefault(row.module, row.step)
