@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from difflib import SequenceMatcher
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..observe.ops import USER
 from ..observe.samples import grid_flags
-from .comparison import Entry, entry_of
+from .comparison import Entry
+from .errors import Error, entry_of, error_of
 from .recording import Record
 
 __all__ = ["entries_of", "first_not_finite"]
@@ -36,26 +37,26 @@ def entries_of(candidate: Sequence[Record], reference: Sequence[Record], scale: 
     """
     matched, unmatched = _matches(candidate, reference)
     gradients = _gradient_norms(reference)
-    errors: list[_Difference] = []
+    errors: list[Error] = []
     entries: list[Entry] = []
     occurrences: Counter[tuple[str, str, bool]] = Counter()
     for i, record in enumerate(candidate):
-        inherited = _Difference.largest(errors[j] for j in record.inputs)
+        inherited = Error.largest(errors[j] for j in record.inputs)
         # what a backward op has from the forward pass decides which gradients are 0
         decided = max((errors[j].whole for j in record.inputs if not candidate[j].backward), default=0.0)
         other = reference[matched[i]] if i in matched else None
         if record.passes_on:  # measured by itself, and hands on what it gets
             amax = sum(candidate[j].amax for j in record.inputs)
-            found = _Difference() if record.source is None else _difference(record, record.source, amax)
-            errors.append(_Difference(0.0, max(inherited.lost, found.lost), inherited.whole + found.whole))
-            inherited, decided = _Difference(), 0.0
+            found = Error() if record.source is None else _error(record, record.source, amax)
+            errors.append(Error(0.0, max(inherited.lost, found.lost), inherited.whole + found.whole))
+            inherited, decided = Error(), 0.0
         elif other is None or (record.index and not record.backward):  # unknown, or statistics beside the result
             errors.append(inherited)
             continue
         else:
             factor = scale if record.scaled else 1.0
             norm = gradients.get(record.module, 0.0) * factor if record.leaf else 0.0
-            found = _difference(record, other.sample * factor, other.amax, norm)
+            found = _error(record, other.sample * factor, other.amax, norm)
             errors.append(found._replace(whole=max(found.whole, _sketched(record.sketch, other.sketch * factor))))
         if record.passes_on and record.source is None:
             continue
@@ -63,11 +64,9 @@ def entries_of(candidate: Sequence[Record], reference: Sequence[Record], scale: 
         key = (record.module, record.op, record.backward)
         entries.append(
             entry_of(
-                found.error,
-                inherited.whole,
+                found,
+                inherited._replace(lost=inherited.lost + decided),
                 _roundoff(_WIDE if record.wide else record.dtype),
-                lost=found.lost,
-                lost_before=inherited.lost + decided,
                 least=known,
                 why=why or ("underflow" if _is_subnormal(record) else ""),
                 module=record.module,
@@ -137,52 +136,14 @@ def _matches(candidate: Sequence[Record], reference: Sequence[Record]) -> tuple[
 # ---- errors
 
 
-class _Difference(NamedTuple):
-    """How a sample differs from what it should be, relatively.
-
-    Attributes:
-        error: the L2 norm of the difference. In gradients, of the values that are 0 in neither.
-        lost: in gradients, the share of values that are 0 and should not be.
-        whole: the L2 norm of the difference of all values, and at least ``lost``: what is handed on.
-    """
-
-    error: float = 0.0
-    lost: float = 0.0
-    whole: float = 0.0
-
-    @classmethod
-    def largest(cls, found: Iterable[_Difference]) -> _Difference:
-        """The largest of each."""
-        return cls(*(max(values) for values in zip(cls(), *found, strict=True)))
-
-
 def _is_subnormal(record: Record) -> bool:
     """Whether many values are so small that they have fewer digits."""
     sizes = record.sample[record.sample != 0].abs()
     return len(sizes) > 0 and float((sizes < torch.finfo(record.dtype).smallest_normal).float().mean()) > _MANY
 
 
-def _difference(record: Record, right: torch.Tensor, amax: float, norm: float = 0.0) -> _Difference:
-    """How a record differs from what it should be.
-
-    Args:
-        record: with the sample.
-        right: what it should be.
-        amax: the largest magnitude of the tensor that is right.
-        norm: the error is measured against this root mean square where it is larger.
-    """
-    if not (math.isfinite(record.amax) and math.isfinite(amax)):
-        overflow = math.inf if math.isfinite(amax) else 0.0
-        return _Difference(overflow, 0.0, overflow)
-    sample, right = record.sample.double(), right.double()
-    whole = _relative(sample, right, norm)
-    if not record.backward:
-        return _Difference(whole, 0.0, whole)
-    # Where one of them is 0, a ReLU or a maximum has decided otherwise, or a value was lost.
-    there = right != 0
-    both = there & (sample != 0)
-    lost = 1.0 - float(both.sum()) / float(there.sum()) if bool(there.any()) else 0.0
-    return _Difference(_relative(sample[both], right[both], norm), lost, max(whole, lost))
+def _error(record: Record, right: torch.Tensor, right_amax: float, norm: float = 0.0) -> Error:
+    return error_of(record.sample, right, record.amax, right_amax, norm=norm, gradient=record.backward)
 
 
 def _sketched(sketch: torch.Tensor, right: torch.Tensor) -> float:
@@ -190,12 +151,6 @@ def _sketched(sketch: torch.Tensor, right: torch.Tensor) -> float:
     if not len(sketch) or not bool(sketch.isfinite().all() & right.isfinite().all()) or not right[0]:
         return 0.0
     return float((sketch[1:].double() - right[1:].double()).norm() / right[0])
-
-
-def _relative(sample: torch.Tensor, right: torch.Tensor, norm: float) -> float:
-    size = max(float(right.norm()), norm * math.sqrt(right.numel()))
-    difference = float((sample - right).norm())
-    return difference / size if size else float(difference > 0)
 
 
 def _gradient_norms(reference: Sequence[Record]) -> dict[str, float]:

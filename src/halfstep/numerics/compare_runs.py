@@ -13,7 +13,8 @@ import torch
 from ..core.errors import ArgumentValueError
 from ..observe.names import OUTSIDE, ROOT, owner_of
 from ..observe.row import Row, load_rows
-from .comparison import Comparison, Entry, entry_of
+from .comparison import Comparison, Entry
+from .errors import Error, entry_of, error_of
 
 __all__ = ["compare"]
 
@@ -93,7 +94,7 @@ def _extent(rows: Sequence[Row]) -> str:
 
 def _entries(pairs: Sequence[tuple[Row, Row]]) -> list[Entry]:
     sizes = _largest_rms(right for right, _ in pairs)
-    handed_on, lost_before, before = 0.0, 0.0, (-1, "")
+    handed_on, before = Error(), (-1, "")
     entries = []
     for right, row in pairs:
         module, _, name = row.module.rpartition(".")
@@ -104,14 +105,12 @@ def _entries(pairs: Sequence[tuple[Row, Row]]) -> list[Entry]:
         elif row.tensor == "output_grad":  # the backward pass of the module before has made it
             module, what = before[1] if before[0] == row.step else OUTSIDE, f"output_grad of {row.module}"
             before = row.step, row.module
-        error, whole, lost = *_errors(row, right, norm), _lost(row, right)
+        found = _error(row, right, norm)
         entries.append(
             entry_of(
-                error,
+                found,
                 handed_on,
                 torch.finfo(getattr(torch, row.dtype)).eps / 2,
-                lost=lost,
-                lost_before=lost_before,
                 op=what,
                 module=module,
                 occurrence=row.call,
@@ -121,7 +120,7 @@ def _entries(pairs: Sequence[tuple[Row, Row]]) -> list[Entry]:
             )
         )
         if row.tensor in _FEEDS:
-            handed_on, lost_before = max(handed_on, whole, lost), max(lost_before, lost)
+            handed_on = Error.largest((handed_on, found))
     return entries
 
 
@@ -138,31 +137,25 @@ def _largest_rms(rows: Iterable[Row]) -> dict[Any, float]:
     return found
 
 
-def _errors(row: Row, right: Row, norm: float) -> tuple[float, float]:
-    """The relative error of the values that rows keep; inf where one is not finite that should be.
-
-    The first number leaves out gradients that are 0 in one run: there a ReLU or a maximum has decided otherwise.
-    """
-    if not math.isfinite(right.amax):
-        return 0.0, 0.0
-    if not math.isfinite(row.amax):
-        return math.inf, math.inf
+def _error(row: Row, right: Row, norm: float) -> Error:
+    """The error of the values that rows keep, or where these differ in their places, of magnitudes."""
+    gradient = row.tensor in _GRADIENTS
+    columns = [(row.probe, right.probe)]
     if row.numel != right.numel or len(row.probe) != len(right.probe) or not row.probe:
-        error = max(_relative([pair], norm) for pair in ((row.rms, right.rms), (row.amax, right.amax)))
-        return error, error
-    pairs = list(zip(row.probe, right.probe, strict=True))
-    both = [(a, b) for a, b in pairs if a and b] if row.tensor in _GRADIENTS else pairs
-    return _relative(both, norm), _relative(pairs, norm)
+        columns, gradient = [((row.rms,), (right.rms,)), ((row.amax,), (right.amax,))], False
+    found = Error.largest(
+        error_of(_tensor(a), _tensor(b), row.amax, right.amax, norm=norm, gradient=gradient) for a, b in columns
+    )
+    lost = _lost(row, right)
+    return found._replace(lost=lost, whole=max(found.whole, lost))
 
 
-def _relative(pairs: Sequence[tuple[float, float]], norm: float) -> float:
-    size = max(math.hypot(*(b for _, b in pairs)), norm * math.sqrt(len(pairs)))
-    difference = math.hypot(*(a - b for a, b in pairs))
-    return difference / size if size else float(difference > 0)
+def _tensor(values: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _lost(row: Row, right: Row) -> float:
-    """In gradients, the share of numbers that became 0."""
+    """In gradients, the share of numbers that became 0, which is known of more of them than rows keep."""
     if row.tensor not in _GRADIENTS or right.zeros == 1.0 or row.numel != right.numel:
         return 0.0
     return max(0.0, row.zeros - right.zeros) / (1.0 - right.zeros)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,13 +11,10 @@ from ..core.text import counted
 from .comparison_report import said_of_reference, write_comparison
 from .text import aligned
 
-__all__ = ["Comparison", "Entry", "ModuleError", "entry_of"]
+__all__ = ["LIMIT", "Comparison", "Entry", "ModuleError"]
 
-_LIMIT = 32.0
+LIMIT = 32.0
 """An excess above this is a divergence: well-conditioned ops have one or two, a softmax or a norm perhaps ten."""
-
-_FEW = 2.0**-7
-"""A share of lost values that is nothing yet: the unit of their excess."""
 
 _SHOWN = 12
 
@@ -59,7 +55,7 @@ class Entry:
     @property
     def diverges(self) -> bool:
         """Whether more is added than roundoff and the condition of ordinary ops explain."""
-        return self.excess > _LIMIT
+        return self.excess > LIMIT
 
     def __str__(self) -> str:
         where = f"{self.module}: {self.op}{' (backward)' if self.backward else ''}"
@@ -124,7 +120,7 @@ class Comparison:
             "names": list(self.names),
             "about": dict(self.about),
             "not_finite": self.not_finite,
-            "limit": _LIMIT,
+            "limit": LIMIT,
             "entries": [{**asdict(entry), "diverges": entry.diverges} for entry in self.entries],
             "modules": [{**asdict(module), "worst": self.entries.index(module.worst)} for module in self.modules()],
         }
@@ -154,47 +150,3 @@ class Comparison:
             rows.append([module.module, *numbers, at, module.worst.dtype, module.worst.why or "."])
         more = [f"and {counted(len(found) - _SHOWN, 'more module')}"] if len(found) > _SHOWN else []
         return "\n".join([*lines, "", *aligned(rows, right=range(1, 5)), *more])
-
-
-def entry_of(
-    error: float,
-    inherited: float,
-    roundoff: float,
-    *,
-    lost: float = 0.0,
-    lost_before: float = 0.0,
-    least: float = 0.0,
-    why: str = "",
-    **where: Any,
-) -> Entry:
-    """An entry from its errors.
-
-    Args:
-        error: of the tensor.
-        inherited: of what went in.
-        roundoff: the unit roundoff of the dtype that the op should compute in.
-        lost: the share of values that are 0 and should not be.
-        lost_before: the share that what went in explains.
-        least: an excess that is known for another reason.
-        why: the reason of that, or of an error.
-        **where: the other attributes.
-    """
-    added = 0.0 if math.isinf(inherited) else max(0.0, error - inherited)
-    more = 0.0 if math.isinf(lost_before) else max(0.0, lost - lost_before)
-    by_error = added / (roundoff + inherited) if added else 0.0
-    by_loss = more / (_FEW + lost_before) if more else 0.0
-    excess = max(least, by_error, by_loss)
-    if math.isinf(excess):
-        why = "overflow"
-    elif excess <= _LIMIT:
-        why = ""
-    elif by_loss == excess:
-        why = "underflow"
-    return Entry(
-        error=max(error, lost),
-        inherited=max(inherited, lost_before),
-        added=max(added, more),
-        excess=excess,
-        why=why or ("cancellation" if excess > _LIMIT else ""),
-        **where,
-    )
