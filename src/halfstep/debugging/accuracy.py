@@ -9,8 +9,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,8 +31,11 @@ _RATIOS = ["max_value", "min_value", "mean_value"]
 _EXTREMES = ("max", "min", "mean")
 
 
-@dataclass(frozen=True)
-class _Logged:
+Cell = tuple[str, str]
+"""The text of a cell, and what stands out in it: "bad", "half", "differs" or nothing."""
+
+
+class _Logged(NamedTuple):
     """One line of a log."""
 
     op: str
@@ -45,74 +48,12 @@ class _Logged:
         return self.op.endswith("_grad") or "GRAD" in self.tensor
 
     @property
-    def bad(self) -> bool:
-        return self.facts.get("num_nan", 0) > 0 or self.facts.get("num_inf", 0) > 0
+    def largest(self) -> float:
+        """The largest number that its dtype can hold."""
+        return torch.finfo(_DTYPES.get(self.dtype, torch.float32)).max
 
-    def cells(self) -> list[str]:
-        counts = (f"{self.facts.get(name, 0):.0f}" for name in ("num_zero", "num_inf", "num_nan"))
-        return [self.dtype, *(f"{self.facts.get(name, math.nan):.6g}" for name in _EXTREMES), *counts]
-
-
-@dataclass(frozen=True)
-class _Compared:
-    """An op in both logs, or in one of them."""
-
-    name: str
-    reference: _Logged | None
-    other: _Logged | None
-    scale: float
-
-    @property
-    def infinite(self) -> bool:
-        """Whether the reference cannot be held in the dtype of the other run, or the other one has inf or NaN."""
-        if self.other is not None and self.other.bad:
-            return True
-        if self.reference is None or self.other is None:
-            return False
-        scale = self.scale if self.reference.is_gradient else 1.0
-        largest = max(abs(self.reference.facts.get(name, 0.0)) for name in _EXTREMES[:2])
-        return not largest * scale <= torch.finfo(_DTYPES.get(self.other.dtype, torch.float32)).max
-
-    def ratios(self) -> list[float | None]:
-        """The other run's numbers as parts of the reference's; None where there are not both."""
-        if self.reference is None or self.other is None:
-            return [None] * len(_EXTREMES)
-        return [_ratio(self.reference.facts.get(n, math.nan), self.other.facts.get(n, math.nan)) for n in _EXTREMES]
-
-    def differs(self, ratio: float | None) -> bool:
-        """Whether a ratio is neither nearly 1 nor nearly the loss scale."""
-        return ratio is not None and not any(
-            abs(ratio / expected - 1.0) <= _TOLERANCE for expected in (1.0, self.scale)
-        )
-
-    def cells(self) -> list[str]:
-        some = self.reference or self.other
-        assert some is not None
-        cells = [some.op, self.name, f"{some.facts.get('numel', 0):.0f}", str(int(self.infinite))]
-        for each in (self.reference, self.other):
-            cells += ["--"] * len(_OF_A_RUN) if each is None else each.cells()
-        return cells + ["--" if ratio is None else f"{ratio:.6g}" for ratio in self.ratios()]
-
-    def kinds(self) -> list[str]:
-        """What stands out, for each cell: "bad", "half" or "differs"."""
-        kinds = ["", "", "", "bad" if self.infinite else ""]
-        for each in (self.reference, self.other):
-            half = each is not None and each.dtype in ("fp16", "bf16")
-            kinds.append("half" if half else "")
-            kinds += ["bad" if each is not None and self._is_bad(each, name) else "" for name in _EXTREMES]
-            kinds.append("")
-            kinds += ["bad" if each is not None and each.facts.get(n, 0) else "" for n in ("num_inf", "num_nan")]
-        return kinds + ["differs" if self.differs(ratio) else "" for ratio in self.ratios()]
-
-    def _is_bad(self, each: _Logged, name: str) -> bool:
-        value = each.facts.get(name, 0.0)
-        return not math.isfinite(value) or (each is self.reference and name != "mean" and self._overflows(value))
-
-    def _overflows(self, value: float) -> bool:
-        if self.other is None or self.reference is None:
-            return False
-        scale = self.scale if self.reference.is_gradient else 1.0
-        return abs(value) * scale > torch.finfo(_DTYPES.get(self.other.dtype, torch.float32)).max
+    def number(self, name: str) -> float:
+        return self.facts.get(name, 0)
 
 
 def compare_accuracy(
@@ -183,7 +124,7 @@ def _parsed(path: Path) -> list[_Logged]:
     ]
 
 
-def _matched(reference: Sequence[_Logged], other: Sequence[_Logged], *, scale: float) -> list[_Compared]:
+def _matched(reference: Sequence[_Logged], other: Sequence[_Logged], *, scale: float) -> list[list[Cell]]:
     """Both logs line by line, in the order of the reference; what only the other has comes where it was."""
     left, right = dict(_numbered(reference)), dict(_numbered(other))
     keys = list(left)
@@ -194,7 +135,45 @@ def _matched(reference: Sequence[_Logged], other: Sequence[_Logged], *, scale: f
         else:
             keys.insert(at, key)
             at += 1
-    return [_Compared(f"{tensor}#{i}", left.get(key), right.get(key), scale) for key in keys for _, tensor, i in [key]]
+    return [_row(f"{tensor}#{i}", left.get(key), right.get(key), scale) for key in keys for _, tensor, i in [key]]
+
+
+def _row(name: str, reference: _Logged | None, other: _Logged | None, scale: float) -> list[Cell]:
+    """The cells of an op in both logs, or in one of them."""
+    some = reference or other
+    assert some is not None
+    limit = math.inf if reference is None or other is None else other.largest / (scale if some.is_gradient else 1.0)
+    extremes = [] if reference is None else [abs(reference.number(each)) for each in _EXTREMES[:2]]
+    infinite = any(not each <= limit for each in extremes) and other is not None
+    infinite |= other is not None and bool(other.number("num_inf") or other.number("num_nan"))
+    flag = (str(int(infinite)), "bad" if infinite else "")
+    cells = [(some.op, ""), (name, ""), (f"{some.count('numel'):.0f}", ""), flag]
+    cells += _cells_of(reference, limit) + _cells_of(other, math.inf)
+    return [*cells, *(_ratio(each, reference, other, scale) for each in _EXTREMES)]
+
+
+def _cells_of(run: _Logged | None, limit: float) -> list[Cell]:
+    """The cells of one run; the largest and the smallest number are bad beyond a limit."""
+    if run is None:
+        return [("--", "")] * len(_OF_A_RUN)
+    cells = [(run.dtype, "half" if run.dtype in ("fp16", "bf16") else "")]
+    for name in _EXTREMES:
+        value = run.number(name)
+        bad = not math.isfinite(value) or (name != "mean" and abs(value) > limit)
+        cells.append((f"{run.facts.get(name, math.nan):.6g}", "bad" if bad else ""))
+    for name in ("num_zero", "num_inf", "num_nan"):
+        cells.append((f"{run.number(name):.0f}", "bad" if name != "num_zero" and run.number(name) else ""))
+    return cells
+
+
+def _ratio(name: str, reference: _Logged | None, other: _Logged | None, scale: float) -> Cell:
+    """A number of the other run as part of the reference's. It stands out if it is neither 1 nor the loss scale."""
+    if reference is None or other is None:
+        return "--", ""
+    ours, theirs = (run.facts.get(name, math.nan) for run in (other, reference))
+    ratio = 1.0 if ours == theirs else ours / theirs if theirs else math.inf
+    is_expected = any(abs(ratio / each - 1.0) <= _TOLERANCE for each in (1.0, scale))
+    return f"{ratio:.6g}", "" if is_expected else "differs"
 
 
 def _numbered(lines: Iterable[_Logged]) -> Iterable[tuple[tuple[str, str, int], _Logged]]:
@@ -204,23 +183,17 @@ def _numbered(lines: Iterable[_Logged]) -> Iterable[tuple[tuple[str, str, int], 
         seen[line.op, line.tensor] += 1
 
 
-def _ratio(reference: float, other: float) -> float:
-    if reference == other:
-        return 1.0
-    return other / reference if reference else math.inf
-
-
-def _csv(found: dict[str, list[_Compared]]) -> str:
+def _csv(found: dict[str, list[list[Cell]]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     runs = (f"{run} {name}" for run, name in itertools.product(("reference", "other"), _OF_A_RUN))
     writer.writerow(["worker", *_NAMES, *runs, *(f"ratio {name}" for name in _RATIOS)])
     for worker, rows in found.items():
-        writer.writerows([worker, *row.cells()] for row in rows)
+        writer.writerows([worker, *(text for text, _ in row)] for row in rows)
     return text.getvalue()
 
 
-def _parts(found: dict[str, list[_Compared]], scale: float) -> list[Markup]:
+def _parts(found: dict[str, list[list[Cell]]], scale: float) -> list[Markup]:
     groups = (
         ("", 4),
         ("reference", len(_OF_A_RUN)),
@@ -234,8 +207,7 @@ def _parts(found: dict[str, list[_Compared]], scale: float) -> list[Markup]:
     )
     parts = [header(None, _TITLE), small(key)]
     for worker, rows in found.items():
-        infinite = sorted({row.cells()[0] for row in rows if row.infinite})
+        infinite = sorted({row[0][0] for row in rows if row[3][1]})
         text = f"Ops with infinite results: {', '.join(infinite)}." if infinite else "No op has infinite results."
-        cells = (zip(row.cells(), row.kinds(), strict=True) for row in rows)
-        parts.append(section(worker, paragraph(text), dense_table(worker, groups, names, cells)))
+        parts.append(section(worker, paragraph(text), dense_table(worker, groups, names, rows)))
     return parts
