@@ -147,7 +147,7 @@ def _row(name: str, reference: _Logged | None, other: _Logged | None, scale: flo
     infinite = any(not each <= limit for each in extremes) and other is not None
     infinite |= other is not None and bool(other.number("num_inf") or other.number("num_nan"))
     flag = (str(int(infinite)), "bad" if infinite else "")
-    cells = [(some.op, ""), (name, ""), (f"{some.count('numel'):.0f}", ""), flag]
+    cells = [(some.op, ""), (name, ""), (f"{some.number('numel'):.0f}", ""), flag]
     cells += _cells_of(reference, limit) + _cells_of(other, math.inf)
     return [*cells, *(_ratio(each, reference, other, scale) for each in _EXTREMES)]
 

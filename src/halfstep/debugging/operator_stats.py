@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 
-from ..observe.ops import OpCall, first_tensor
+from ..observe.ops import OpCall, tensors_in
 from ..observe.watch import Watch
 from .names import list_name, op_of
 
@@ -20,45 +20,36 @@ _COLUMNS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _OTHER = 3
 
 
-class _Collection:
-    """The calls since it began."""
+def _count(counts: dict[str, list[int]], call: OpCall) -> None:
+    if call.backward or not call.computes:
+        return
+    op = list_name(op_of(call))
+    dtype = call.source.dtype if op == "cast" else _computes_in(call)
+    if op != "cast" or dtype is not call.result.dtype:
+        column = _OTHER if dtype is None else _COLUMNS.get(dtype, _OTHER)
+        counts.setdefault(op, [0, 0, 0, 0])[column] += 1
 
-    def __init__(self) -> None:
-        self.counts: dict[str, list[int]] = {}
-        self.watch = Watch({}, ops=self._count)
 
-    def _count(self, call: OpCall) -> None:
-        if call.backward or not call.computes:
-            return
-        op = list_name(op_of(call))
-        dtype = call.source.dtype if op == "cast" else _computes_in(call)
-        if op == "cast" and dtype is call.result.dtype:
-            return
-        self.counts.setdefault(op, [0, 0, 0, 0])[_OTHER if dtype is None else _COLUMNS.get(dtype, _OTHER)] += 1
-
-    def table(self) -> str:
-        title = "<" + " op list ".center(_WIDTH, "-") + ">"
-        columns = ("FP16 Calls ---", "BF16 Calls ---", "FP32 Calls---", "Other Calls -->")
-        header = "<" + " Op Name ".center(40, "-") + " | " + "-- {} | -- {} | --- {} | -- {}".format(*columns)
-        rows = [
-            f"  {op:<40}|" + "|".join(f"  {count:<17}" for count in counts)
-            for op, counts in sorted(self.counts.items())
-        ]
-        end = "<" + f" op count: {len(rows)} ".center(_WIDTH, "-") + ">"
-        return "\n".join([title, header, *rows, end, ""])
+def _table(counts: dict[str, list[int]]) -> str:
+    title = "<" + " op list ".center(_WIDTH, "-") + ">"
+    columns = ("FP16 Calls ---", "BF16 Calls ---", "FP32 Calls---", "Other Calls -->")
+    header = "<" + " Op Name ".center(40, "-") + " | " + "-- {} | -- {} | --- {} | -- {}".format(*columns)
+    rows = [f"  {op:<40}|" + "|".join(f"  {n:<17}" for n in calls) for op, calls in sorted(counts.items())]
+    end = "<" + f" op count: {len(rows)} ".center(_WIDTH, "-") + ">"
+    return "\n".join([title, header, *rows, end, ""])
 
 
 def _computes_in(call: OpCall) -> torch.dtype | None:
     """The dtype of the first floating argument, or where there is none, of the result."""
     for value in (*call.args, *call.kwargs.values(), call.result):
-        tensor: Any = first_tensor(value)
+        tensor = next(tensors_in(value), None)
         if tensor is not None and tensor.is_floating_point():
-            return tensor.dtype  # type: ignore[no-any-return]
+            return tensor.dtype
     result = call.output
     return None if result is None else result.dtype
 
 
-_collecting: list[_Collection] = []
+_collecting: list[tuple[Watch, dict[str, list[int]]]] = []
 
 
 def enable_operator_stats_collection() -> None:
@@ -68,19 +59,17 @@ def enable_operator_stats_collection() -> None:
     where the op has one there, torch's otherwise, and "cast" is counted by the dtype before. Where a device has no
     16-bit units and halfstep emulates them, the fp32 kernels that really run are counted. Compiled modules run eagerly.
     """
-    if _collecting:
-        return
-    _collecting.append(_Collection())
-    _collecting[0].watch.begin()
+    if not _collecting:
+        counts: dict[str, list[int]] = {}
+        _collecting.append((Watch({}, ops=partial(_count, counts)).begin(), counts))
 
 
 def disable_operator_stats_collection() -> None:
     """End it, and print the table. Without a collection nothing happens."""
-    if not _collecting:
-        return
-    collection = _collecting.pop()
-    collection.watch.end()
-    sys.stdout.write(collection.table())
+    if _collecting:
+        watch, counts = _collecting.pop()
+        watch.end()
+        sys.stdout.write(_table(counts))
 
 
 @contextmanager
@@ -97,6 +86,6 @@ def collect_operator_stats() -> Iterator[dict[str, list[int]]]:
     """
     enable_operator_stats_collection()
     try:
-        yield _collecting[0].counts
+        yield _collecting[0][1]
     finally:
         disable_operator_stats_collection()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..observe.ops import OpCall
+from ..observe.ops import OpCall, tensors_in
 from ..observe.watch import Watch
 from .checks import Checked, DebugMode, can_check, check_mode, facts_of, read
 from .names import listed, log_name, op_of
@@ -83,45 +83,30 @@ def _check_sequence(name: str, given: object) -> None:
         raise ArgumentValueError(f"{name} must be list or tuple, not {given!r}.")
 
 
-class _Checker:
-    """Checks the results of ops by a config."""
-
-    def __init__(self, config: TensorCheckerConfig) -> None:
-        self._config = config
-        self.watch = Watch({}, ops=self._check)
-
-    def _check(self, call: OpCall) -> None:
-        config = self._config
-        if call.op.is_view or call.is_empty or not config.checks(op := op_of(call)):
-            return
-        name = log_name(op) + ("_grad" if call.backward else "")
-        for tensor in _tensors(call.result):
+def _check(config: TensorCheckerConfig, call: OpCall) -> None:
+    """Check the result of an op."""
+    if call.op.is_view or call.is_empty or not config.checks(op := op_of(call)):
+        return
+    name = log_name(op) + ("_grad" if call.backward else "")
+    for tensor in tensors_in(call.result):
+        if can_check(tensor) and tensor.numel():
             checked = read(tensor, *facts_of(tensor))
             if checked.wanted(config.debug_mode):
-                self._write(checked, checked.line(name, ""))
+                _write(config.output_dir, checked, checked.line(name, ""))
             if checked.bad and config.debug_mode is DebugMode.CHECK_NAN_INF_AND_ABORT:
                 raise checked.error(name, "")
 
-    def _write(self, checked: Checked, line: str) -> None:
-        if self._config.output_dir is None:
-            sys.stdout.write(line)
-            return
-        folder = Path(self._config.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"worker_{checked.device.replace(':', '.')}").open("a", encoding="utf-8") as file:
-            file.write(line)
+
+def _write(folder: str | None, checked: Checked, line: str) -> None:
+    if folder is None:
+        sys.stdout.write(line)
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with (Path(folder) / f"worker_{checked.device.replace(':', '.')}").open("a", encoding="utf-8") as file:
+        file.write(line)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if can_check(value) and value.numel():
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
-_checking: list[_Checker] = []
+_checking: list[Watch] = []
 
 
 def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
@@ -140,14 +125,13 @@ def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
         raise ArgumentTypeError(f"enable_tensor_checker takes a TensorCheckerConfig, not {checker_config!r}.")
     disable_tensor_checker()
     if checker_config.update_and_check_step_id():
-        _checking.append(_Checker(checker_config))
-        _checking[0].watch.begin()
+        _checking.append(Watch({}, ops=partial(_check, checker_config)).begin())
 
 
 def disable_tensor_checker() -> None:
     """Check no longer. Without ``enable_tensor_checker`` nothing happens."""
     if _checking:
-        _checking.pop().watch.end()
+        _checking.pop().end()
 
 
 def check_layer_numerics(forward: F) -> F:
@@ -167,14 +151,13 @@ def check_layer_numerics(forward: F) -> F:
         HalfstepError: from the call, for inf or NaN.
     """
 
-    @functools.wraps(forward)
+    @wraps(forward)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not args:
             raise UsageError("No elements found in args. Give the first input of this layer by position.")
         if not isinstance(args[0], torch.Tensor):
             raise UsageError(f"First input of this layer must be tensor. It is a {type(args[0]).__name__}.")
-        checker = _Checker(TensorCheckerConfig(enable=True))
-        with checker.watch:
+        with Watch({}, ops=partial(_check, TensorCheckerConfig(enable=True))):
             return forward(self, *args, **kwargs)
 
     return checked  # type: ignore[return-value]

@@ -18,7 +18,7 @@ from ..observe.watch import Watch
 from .blame import entries_of, first_not_finite
 from .comparison import Comparison
 from .recording import Record, Recorder
-from .trial_runs import Dice, as_candidate, as_reference, refuse, run_step
+from .trial_runs import as_candidate, as_reference, refuse, run_step, same_random_numbers
 
 __all__ = ["compare_step"]
 
@@ -87,11 +87,12 @@ def compare_step(
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"compare_step takes a torch.nn.Module, not {type(model).__name__}.")
     refuse(model)
-    names, dice = qualified_names(model), Dice(model)
+    names = qualified_names(model)
 
     def run(recorder: Recorder, scale: float, compute_in: torch.dtype | None = None) -> bool:
         recorder.begin(names)
-        with dice.same(), Watch(names, ops=recorder.notice, casts=True, compute_in=compute_in):
+        watch = Watch(names, ops=recorder.notice, casts=True, compute_in=compute_in)
+        with same_random_numbers(model), watch:
             scaled = run_step(model, step, scale, recorder.begin_backward)
         recorder.end(model)
         return scaled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..casting.scope import active_casting
 from ..core.oplists.names import spellings
 from ..core.oplists.tables import FLOAT, words
 from ..observe.names import OUTSIDE
-from ..observe.ops import Cast, OpCall
+from ..observe.ops import Cast, OpCall, tensors_in
 from ..observe.samples import can_sample, sample
 
 __all__ = ["INPUT", "Record", "Recorder"]
@@ -226,16 +226,11 @@ def _should_be_wide(op: str, running: Callable[..., Any] | None) -> bool:
     return FLOAT.get(name) == "loss" if casting is None else casting.lists.rule_of(name) in ("float", "banned")
 
 
-def _floating(values: Any) -> Iterable[torch.Tensor]:
+def _floating(values: Any) -> Iterator[torch.Tensor]:
     """The floating tensors with values in a tree of arguments or results."""
-    if isinstance(values, torch.Tensor):
-        if values.is_floating_point() and values.numel() and can_sample(values) and not values.is_sparse:
-            yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _floating(value)
-    elif isinstance(values, dict):
-        yield from _floating(list(values.values()))
+    for each in tensors_in(values):
+        if each.is_floating_point() and each.numel() and can_sample(each) and not each.is_sparse:
+            yield each
 
 
 def _place(tensor: torch.Tensor) -> int:

@@ -26,32 +26,23 @@ from ..kernels.shards import is_sharded
 from ..stepping.prepare import prepare_model
 from ..stepping.scaled_backward import before_unscaling
 
-__all__ = ["Dice", "as_candidate", "as_reference", "run_step"]
+__all__ = ["as_candidate", "as_reference", "run_step", "same_random_numbers"]
 
 
 class _Ended(BaseException):
     """The step has come to its loss scaler or its optimizer."""
 
 
-class Dice:
-    """The state of the random numbers of torch and of Python, which each run begins with.
-
-    Args:
-        model: on whose devices random numbers are drawn.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-
-    @contextmanager
-    def same(self) -> Iterator[None]:
-        """Put the state back after the block."""
-        state = random.getstate()
-        try:
-            with torch.random.fork_rng(devices=self._devices):
-                yield
-        finally:
-            random.setstate(state)
+@contextmanager
+def same_random_numbers(model: nn.Module) -> Iterator[None]:
+    """Put the state of the random numbers of torch, on the devices of a model, and of Python back after the block."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(state)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from ..core.torch_compat import (
     tree_unflatten,
 )
 
-__all__ = ["CASTING", "TORCH", "USER", "Cast", "FunctionCall", "FunctionMode", "OpCall", "OpMode", "first_tensor"]
+__all__ = ["CASTING", "TORCH", "USER", "Cast", "FunctionCall", "FunctionMode", "OpCall", "OpMode", "tensors_in"]
 
 CASTING, USER, TORCH = "casting", "user", "torch"
 """Who makes casts: halfstep or native autocast; a call such as ``x.float()`` in the user's code; torch by itself."""
@@ -121,20 +121,22 @@ class OpCall(NamedTuple):
     @property
     def output(self) -> torch.Tensor | None:
         """The first tensor of the result; for an op that returns nothing and writes to tensors, the first of those."""
-        return first_tensor(self.result if self.result is not None else self.args)
+        return next(tensors_in(self.result if self.result is not None else self.args), None)
 
 
 def _name(op: OpOverload) -> str:
     return schema_of(op).name.rpartition(":")[2]
 
 
-def first_tensor(values: Any) -> torch.Tensor | None:
-    """The first tensor in a tree of lists and tuples."""
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a tree of lists, tuples and dicts, as arguments and results of ops are."""
     if isinstance(values, torch.Tensor):
-        return values
-    if isinstance(values, (list, tuple)):
-        return next((found for value in values if (found := first_tensor(value)) is not None), None)
-    return None
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
 
 
 def _user_modes() -> list[Any]:
