@@ -19,6 +19,7 @@ from ..compat.cuda_shim import cuda_on_cpu
 from ..compat.install import install
 from ..findings import Finding
 from ..findings.checking import findings_of
+from ..findings.facts import Facts
 from ..findings.forward import Forward
 from ..observe.watch import ModuleCall
 
@@ -116,4 +117,4 @@ def check_script(script: Path, args: tuple[str, ...], device: str | None = None)
     model = seen.trained()
     if model is None:
         return None
-    return findings_of(model, [seen.optimizer], scalers=seen.scalers, forward=seen)
+    return findings_of(Facts(model, [seen.optimizer], seen.scalers, forward=seen))

@@ -15,8 +15,8 @@ from ..core.policy import Policy
 from ..gradients.loss_scaler import DeviceLossScaler
 from .facts import Facts
 from .finding import Finding, log
-from .forward import Forward, run
-from .rules import RULES
+from .forward import run
+from .rules import RULES, finding
 
 __all__ = ["check", "findings_of", "log_findings"]
 
@@ -76,7 +76,7 @@ def check(
         check_kind("batch", batch, (tuple, list, Mapping, torch.Tensor), what)
     forward = None if batch is None else run(model, batch)
     scalers = [] if scaler is None else [scaler]
-    return findings_of(model, optimizers, scalers=scalers, policy=policy, accumulate=accumulate, forward=forward)
+    return findings_of(Facts(model, optimizers, scalers, policy=policy, accumulate=accumulate, forward=forward))
 
 
 def log_findings(
@@ -100,29 +100,11 @@ def log_findings(
         own = set(map(id, model.parameters()))
         trains = [one for one in optimizers if any(id(p) in own for g in one.param_groups for p in g["params"])]
         if trains:
-            found = findings_of(model, trains, policy=policy, scaling_is_known=scaling_is_known)
+            found = findings_of(Facts(model, trains, policy=policy, scaling_is_known=scaling_is_known))
             log(finding for finding in found if finding.code != "HS111")
 
 
-def findings_of(
-    model: nn.Module,
-    optimizers: Sequence[Any],
-    *,
-    scalers: Iterable[Any] = (),
-    scaling_is_known: bool = True,
-    policy: Policy | None = None,
-    accumulate: int = 1,
-    forward: Forward | None = None,
-) -> list[Finding]:
-    """The findings of all rules; the arguments are those of ``Facts``."""
-    facts = Facts(
-        model,
-        optimizers,
-        scalers=list(scalers),
-        scaling_is_known=scaling_is_known,
-        policy=policy,
-        accumulate=accumulate,
-        forward=forward,
-    )
-    found = [finding for rule in RULES.values() for finding in rule(facts)]
-    return sorted(found, key=lambda finding: (_ORDER[finding.severity], finding.code))
+def findings_of(facts: Facts) -> list[Finding]:
+    """The findings of all rules, errors first, then by code."""
+    found = [finding(code, each) for code, rule in RULES.items() for each in rule.look(facts)]
+    return sorted(found, key=lambda each: (_ORDER[each.severity], each.code))

@@ -6,6 +6,7 @@ Everything costs nothing until a rule asks for it: a healthy model is one walk o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -36,10 +37,11 @@ _FEWEST = 64
 """With fewer elements they prove nothing."""
 
 
+@dataclass(eq=False)
 class Facts:
     """The facts about a model, its optimizers and its recipe.
 
-    Args:
+    Attributes:
         model: any module.
         optimizers: those that train it.
         scalers: those of its losses: ``torch.amp.GradScaler`` or ``DeviceLossScaler``.
@@ -49,39 +51,32 @@ class Facts:
         forward: what a forward pass has shown; None if none was run.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Any],
-        *,
-        scalers: Sequence[Any] = (),
-        scaling_is_known: bool = True,
-        policy: Policy | None = None,
-        accumulate: int = 1,
-        forward: Forward | None = None,
-    ) -> None:
-        self.model = model
-        self.optimizers = [bare(optimizer) for optimizer in optimizers]
-        self.scalers = [*scalers, *self._session_scalers()]
-        self.scaling_is_known = scaling_is_known
-        self.policy = policy
-        self.accumulate = accumulate
-        self.forward = forward
-        self.modules: list[nn.Module] = []
+    model: nn.Module
+    optimizers: Sequence[Any]
+    scalers: Sequence[Any] = ()
+    scaling_is_known: bool = True
+    policy: Policy | None = None
+    accumulate: int = 1
+    forward: Forward | None = None
+
+    def __post_init__(self) -> None:
+        self.optimizers = list(map(bare, self.optimizers))
+        self.scalers = [*self.scalers, *self._session_scalers()]
         self.own_params: list[torch.Tensor] = []
         self._buffers: list[torch.Tensor] = []
         self._where: dict[tuple[int, ...], str] = {}
-        self._walk()
+        self.modules = self._walk()
         self.reading = Reading()
         self.groups = [Group.of(one, group) for one in self.optimizers for group in one.param_groups]
         self.lost = LostUpdates.of(self.groups, self.reading)
         self._stepped = self._ask_stepped()
         self._any_gradient = ask_gradients(self.trained_params, self.reading)
-        self._forward_flags = [(name, self.reading.ask(flags)) for name, flags in (forward.flags if forward else ())]
-        self._norms = [(name, self.reading.ask(inf)) for name, inf in (forward.overflows if forward else ())]
+        seen = self.forward
+        self._forward_flags = [(name, self.reading.ask(flags)) for name, flags in (seen.flags if seen else ())]
+        self._norms = [(name, self.reading.ask(inf)) for name, inf in (seen.overflows if seen else ())]
         self.reading.fetch()
 
-    def _walk(self) -> None:
+    def _walk(self) -> list[nn.Module]:
         """As ``modules()``, ``parameters()`` and ``buffers()``, in a tenth of their time."""
         left, seen = [self.model], {self.model}
         for module in left:  # which grows
@@ -94,7 +89,7 @@ class Facts:
                 self.own_params += [p for p in params.values() if p is not None]
             if buffers := buffers_of(module):
                 self._buffers += [b for b in buffers.values() if b is not None]
-        self.modules = left
+        return left
 
     def _session_scalers(self) -> list[DeviceLossScaler]:
         """Those of ``amp.initialize``, which leaves them at its optimizers."""

@@ -8,11 +8,11 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..core.text import counted, listed
 
-__all__ = ["Finding", "Severity", "grouped", "log", "share"]
+__all__ = ["Finding", "Found", "Severity", "grouped", "log", "share"]
 
 logger = logging.getLogger("halfstep")
 
@@ -47,6 +47,24 @@ class Finding:
         lines += [f"fix: {self.fix}"] if self.fix else []
         wrap = functools.partial(textwrap.wrap, width=104, break_long_words=False, break_on_hyphens=False)
         return ("\n" + " " * 15).join(part for line in lines for part in wrap(line))
+
+
+class Found(NamedTuple):
+    """The part of a ``Finding`` that its rule finds out; code and fix are in the table of rules.
+
+    Attributes:
+        severity: as of ``Finding``.
+        where: as of ``Finding``.
+        message: as of ``Finding``.
+        evidence: as of ``Finding``.
+        fix: what to do, where it is not the same for all that the rule finds.
+    """
+
+    severity: Severity
+    where: str
+    message: str
+    evidence: Mapping[str, Any]
+    fix: str = ""
 
 
 def grouped(sizes: Mapping[str, int]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ def half_ulp(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return power.clamp_(min=info.tiny).mul_(info.eps / 2)
 
 
-@dataclass
+@dataclass(frozen=True)
 class LostUpdates:
     """The updates of one optimizer's 16-bit weights of one dtype.
 
@@ -38,47 +38,40 @@ class LostUpdates:
     dtype: torch.dtype
     params: list[torch.Tensor]
     lrs: list[float | slice]
+    _numbers: slice
     _reading: Reading
-    _sums: list[slice] = field(default_factory=list)
-    _median: slice | None = None
 
     @classmethod
     def of(cls, groups: Sequence[Group], reading: Reading) -> list[LostUpdates]:
         """Ask for what is needed; one entry for each optimizer and dtype of which there is something to say."""
-        found: dict[tuple[int, torch.dtype], LostUpdates] = {}
-        needed: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        every = [(p, group) for group in groups for p in group.halves if can_sample(p) and _steps(p, group)]
-        if not every:
-            return []
-        of_param = {id(p): group for p, group in every}
+        group_of = {id(p): group for group in groups for p in group.halves if can_sample(p) and _steps(p, group)}
+        every = [p for group in groups for p in group.halves if id(p) in group_of]
         batches: dict[tuple[Any, ...], list[Drawn]] = {}
-        for drawn in draw([p for p, _ in every]):
+        for drawn in draw(every):
             param = drawn.tensor
-            group = of_param[id(param)]
+            group = group_of[id(param)]
             known = bool(group.optimizer.state.get(param)), param.grad is None
             batches.setdefault((id(group), param.dtype, param.device, *known), []).append(drawn)
+        parts: dict[tuple[torch.optim.Optimizer, torch.dtype], list[_Part]] = {}
         for batch in batches.values():
-            group = of_param[id(batch[0][0])]
-            key = (id(group.optimizer), batch[0][0].dtype)
-            numbers = _lost_of(group, batch)
-            if numbers is None:
-                continue
-            sums, ratio = numbers
-            entry = found.setdefault(key, cls(group.optimizer, key[1], [], [], reading))
-            entry._sums.append(reading.ask(sums))
-            needed.setdefault(key, []).append(ratio)
-            lr = group.hyper["lr"]
-            entry.lrs.append(reading.ask(lr) if isinstance(lr, torch.Tensor) else float(lr))
-        for key, entry in found.items():
-            device = needed[key][0].device
-            entry._median = reading.ask(torch.cat([ratio.to(device) for ratio in needed[key]]).median())
-            entry.params = [p for p, group in every if (id(group.optimizer), p.dtype) == key]
-        return list(found.values())
+            group = group_of[id(batch[0].tensor)]
+            part = _part_of(group, batch)
+            if part is not None:
+                parts.setdefault((group.optimizer, batch[0].tensor.dtype), []).append(part)
+        found = []
+        for (optimizer, dtype), some in parts.items():
+            device = some[0].sums.device
+            sums = torch.stack([part.sums.to(device) for part in some]).sum(0)
+            median = torch.cat([part.ratio.to(device) for part in some]).median()
+            params = [p for p in every if group_of[id(p)].optimizer is optimizer and p.dtype is dtype]
+            lrs = [reading.ask(part.lr) if isinstance(part.lr, torch.Tensor) else float(part.lr) for part in some]
+            found.append(cls(optimizer, dtype, params, lrs, reading.ask(torch.cat([sums, median[None]])), reading))
+        return found
 
     @property
     def fraction(self) -> float:
         """The share of the updates that changes nothing, of those that are not zero; 0 if all are."""
-        lost, moving = (sum(self._reading[where][i] for where in self._sums) for i in (0, 1))
+        lost, moving, _ = self._reading[self._numbers]
         return lost / moving if moving else 0.0
 
     @property
@@ -89,8 +82,21 @@ class LostUpdates:
     @property
     def lr_for_half(self) -> float:
         """The learning rate that would change half of the weights."""
-        assert self._median is not None
-        return self.lr * self._reading[self._median][0]
+        return self.lr * self._reading[self._numbers][2]
+
+
+class _Part(NamedTuple):
+    """The updates of some weights of a group.
+
+    Attributes:
+        sums: how much is lost, and how much moves, in shares of all weights.
+        ratio: what the learning rate is to be multiplied by, for each weight to move.
+        lr: the learning rate.
+    """
+
+    sums: torch.Tensor
+    ratio: torch.Tensor
+    lr: float | torch.Tensor
 
 
 def _steps(param: torch.Tensor, group: Group) -> bool:
@@ -107,13 +113,8 @@ def _steps_taken(state: Mapping[str, Any]) -> float | torch.Tensor:
 
 
 @torch.no_grad()
-def _lost_of(group: Group, batch: Sequence[Drawn]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Of some parameters of a group: how much is lost and how much moves, in shares of all, and by how much it fails.
-
-    Returns:
-        A tensor with both shares, and for each element what the learning rate is to be multiplied by. None if
-        the update of this optimizer is not known, or its state does not tell it.
-    """
+def _part_of(group: Group, batch: Sequence[Drawn]) -> _Part | None:
+    """The updates of a sample; None if the update of this optimizer is not known, or its state does not tell it."""
     names = state_names(group.optimizer)
     if names is None:
         return None
@@ -137,4 +138,4 @@ def _lost_of(group: Group, batch: Sequence[Drawn]) -> tuple[torch.Tensor, torch.
     share = element_shares(shares, list(map(samples_in, params, counts)), narrow.device)
     sums = torch.stack([share @ lost.float(), share @ moves.float()])
     ratio = half_ulp(narrow.float(), narrow.dtype) / (updated - columns["param"]).abs()
-    return sums, ratio.float()
+    return _Part(sums, ratio.float(), group.hyper["lr"])

@@ -1,32 +1,77 @@
-"""One function for each code. Each looks at the facts and yields what it finds, nothing for a healthy recipe."""
+"""The table of rules: what each code looks for, and what to do about it.
+
+A rule looks at the facts and yields what it finds, nothing for a healthy recipe.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from . import rules_of_gradients as of_gradients
 from . import rules_of_model as of_model
 from . import rules_of_optimizer as of_optimizer
 from .facts import Facts
-from .finding import Finding
+from .finding import Finding, Found
+from .gradients import ZERO_GRADIENTS_FIX
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "Rule", "finding"]
 
-RULES: dict[str, Callable[[Facts], Iterable[Finding]]] = {
-    "HS101": of_optimizer.lost_updates,
-    "HS102": of_optimizer.stuck_second_moment,
-    "HS103": of_optimizer.lost_weight_decay,
-    "HS104": of_model.sensitive_parts_in_16_bits,
-    "HS105": of_model.loss_in_16_bits,
-    "HS106": of_optimizer.eps_underflows,
-    "HS107": of_optimizer.fp16_without_loss_scale,
-    "HS108": of_optimizer.useless_scaler,
-    "HS109": of_model.average_in_16_bits,
-    "HS110": of_optimizer.accumulation_in_16_bits,
-    "HS111": of_model.no_units,
-    "HS112": of_model.fp32_in_name_only,
-    "HS113": of_optimizer.fused_and_foreach_differ,
-    "HS114": of_model.fsdp_reduces_in_16_bits,
-    "HS115": of_optimizer.foreign_parameters,
-    "HS121": of_gradients.zero_gradients,
+_USE_MASTERS = (
+    "Use fp32 masters, from amp.initialize(..., opt_level='O2'), or for Adam, AdamW, SGD and Adagrad from "
+    "optimizers.fuse(optimizer, master_weights=True)"
+)
+
+
+class Rule(NamedTuple):
+    """What stands behind a code.
+
+    Attributes:
+        look: yields what it finds in the facts.
+        fix: what to do; empty where what it finds has a fix of its own.
+    """
+
+    look: Callable[[Facts], Iterable[Found]]
+    fix: str = ""
+
+
+RULES: dict[str, Rule] = {
+    "HS101": Rule(
+        of_optimizer.lost_updates, f"{_USE_MASTERS}; or rounding='stochastic' of a fused optimizer for bfloat16."
+    ),
+    "HS102": Rule(of_optimizer.stuck_second_moment, f"{_USE_MASTERS}."),
+    "HS103": Rule(of_optimizer.lost_weight_decay, f"{_USE_MASTERS}."),
+    "HS104": Rule(of_model.sensitive_parts_in_16_bits),
+    "HS105": Rule(of_model.loss_in_16_bits, "Compute it from logits.float(), or within amp.auto_cast, which does so."),
+    "HS106": Rule(of_optimizer.eps_underflows, f"{_USE_MASTERS}; or eps=1e-4."),
+    "HS107": Rule(
+        of_optimizer.fp16_without_loss_scale,
+        "Use a dynamic loss scale: amp.GradScaler(), or loss_scale='dynamic' of amp.initialize. If the script has "
+        "a scaler, give it: halfstep.check(..., scaler=scaler). Or train in bfloat16, which needs none.",
+    ),
+    "HS108": Rule(of_optimizer.useless_scaler),
+    "HS109": Rule(
+        of_model.average_in_16_bits, "Average fp32 weights: amp.master_model(model) gives the masters as a model."
+    ),
+    "HS110": Rule(
+        of_optimizer.accumulation_in_16_bits, f"{_USE_MASTERS}; or param.grad_dtype = torch.float32 (torch 2.13)."
+    ),
+    "HS111": Rule(of_model.no_units),
+    "HS112": Rule(of_model.fp32_in_name_only),
+    "HS113": Rule(of_optimizer.fused_and_foreach_differ, f"{_USE_MASTERS}."),
+    "HS114": Rule(
+        of_model.fsdp_reduces_in_16_bits,
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).",
+    ),
+    "HS115": Rule(
+        of_optimizer.foreign_parameters,
+        "Make the optimizer from model.parameters() after the model was built, moved and wrapped.",
+    ),
+    "HS121": Rule(of_gradients.zero_gradients, f"{ZERO_GRADIENTS_FIX[0].upper()}{ZERO_GRADIENTS_FIX[1:]}."),
 }
+"""The rules by their codes, in the order of these."""
+
+
+def finding(code: str, found: Found) -> Finding:
+    """What a rule has found, with its code and what to do."""
+    return Finding(code, *found[:4], found.fix or RULES[code].fix)

@@ -8,8 +8,8 @@ import torch
 
 from ..gradients.ledger import get_grads
 from .facts import Facts
-from .finding import Finding
-from .gradients import ZERO_GRADIENTS_FIX, gradients_of
+from .finding import Found
+from .gradients import gradients_of
 
 __all__ = ["zero_gradients"]
 
@@ -17,7 +17,7 @@ _MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")
 """Entries of the state of torch's optimizers that are 0 as long as all gradients are 0."""
 
 
-def zero_gradients(facts: Facts) -> Iterator[Finding]:
+def zero_gradients(facts: Facts) -> Iterator[Found]:
     """HS121: the gradients of all parameters are 0, although a backward pass has run.
 
     It needs gradients, so it is asked after a backward pass and before ``zero_grad``. Gradients that ``zero_grad`` has
@@ -34,13 +34,11 @@ def zero_gradients(facts: Facts) -> Iterator[Finding]:
     untouched = not any(grad._version for _, grad in pairs)
     if any(bool(each.any()) for each in kept) or not (kept or untouched or _would_keep(facts)):
         return
-    yield Finding(
-        "HS121",
+    yield Found(
         "error",
         facts.where([p for p, _ in pairs]),
         f"All gradients are 0: those of {len(pairs)} parameters.",
         {"tensors": len(pairs)},
-        ZERO_GRADIENTS_FIX[0].upper() + ZERO_GRADIENTS_FIX[1:] + ".",
     )
 
 

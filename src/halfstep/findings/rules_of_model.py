@@ -17,7 +17,7 @@ from ..core.hardware import has_units
 from ..core.text import listed
 from ..core.torch_compat import BatchNorm, buffers_of, children_of, fsdp_policies, parameters_of
 from .facts import Facts
-from .finding import Finding, grouped
+from .finding import Found, grouped
 from .forward import is_norm, is_router
 
 __all__ = [
@@ -33,7 +33,7 @@ _POSITIONS = re.compile(r"inv_freq|^(freqs?|positions?|timesteps?|timescale)$")
 _SLOW_AVERAGE = 0.998
 
 
-def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Finding]:
+def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Found]:
     """HS104: parts that need more than 16 bits: norms and routers without masters, statistics, frequencies, positions.
 
     - Frequencies of rotary embeddings and positions as numbers: the error of the angle grows with the position.
@@ -58,8 +58,7 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Finding]:
         if is_norm(module) or is_router(name, facts.named_modules):
             weights += [p for p in parameters_of(module).values() if p is not None and id(p) in bare]
     if positions:
-        yield Finding(
-            "HS104",
+        yield Found(
             "error",
             grouped(positions),
             "Frequencies or positions are in 16 bits: at position 4,096 an angle may be off by more than a radian.",
@@ -67,8 +66,7 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Finding]:
             "Compute them in fp32 in forward, or give their module fp32: module_filter= of amp.initialize.",
         )
     if weights:
-        yield Finding(
-            "HS104",
+        yield Found(
             "warning",
             facts.where(weights),
             f"Weights of norms or routers are {dtype_name(weights[0].dtype)} and have no masters.",
@@ -76,8 +74,7 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Finding]:
             "Keep them in fp32 (amp.decorate does so for norms), or use masters: amp.initialize(..., opt_level='O2').",
         )
     if statistics:
-        yield Finding(
-            "HS104",
+        yield Found(
             "warning",
             grouped(statistics),
             "Running statistics of BatchNorm are in 16 bits.",
@@ -87,25 +84,25 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Finding]:
     yield from _sensitive_ops(facts)
 
 
-def _sensitive_ops(facts: Facts) -> Iterator[Finding]:
+def _sensitive_ops(facts: Facts) -> Iterator[Found]:
     seen = facts.forward
     fix = "Compute them in fp32 (x.float()) and cast the result, as torch's own norms do."
     if facts.zero_norms:
         where = listed(facts.zero_norms)
         text = "A norm returns zeros: its sum of squares is inf in 16 bits, and it divides by that."
-        yield Finding("HS104", "error", where, text, {"ops": facts.zero_norms}, fix)
+        yield Found("error", where, text, {"ops": facts.zero_norms}, fix)
     statistics = [name for name in (seen.statistics if seen is not None else ()) if name not in facts.zero_norms]
     if statistics:
         where = listed(statistics)
         text = "A norm computes its statistics in 16 bits."
-        yield Finding("HS104", "warning", where, text, {"ops": statistics}, fix)
+        yield Found("warning", where, text, {"ops": statistics}, fix)
     if seen is not None and seen.routers:
         where = listed(list(seen.routers))
         text = "A router computes the scores of its experts in 16 bits, so close scores become equal."
-        yield Finding("HS104", "note", where, text, {"routers": list(seen.routers)}, "Run it in fp32.")
+        yield Found("note", where, text, {"routers": list(seen.routers)}, "Run it in fp32.")
 
 
-def loss_in_16_bits(facts: Facts) -> Iterator[Finding]:
+def loss_in_16_bits(facts: Facts) -> Iterator[Found]:
     """HS105: a loss that is computed in 16 bits. Needs ``batch``.
 
     Near 36 neighbouring bfloat16 numbers differ by 0.25. FSDP2's MixedPrecisionPolicy installs no autocast, so logits
@@ -116,17 +113,15 @@ def loss_in_16_bits(facts: Facts) -> Iterator[Finding]:
         return
     dtype = next(iter(seen.losses.values())) if seen.losses else seen.loss_dtype
     assert dtype is not None
-    yield Finding(
-        "HS105",
+    yield Found(
         "warning",
         listed(list(seen.losses)) or "the loss",
         f"The loss is computed in {dtype_name(dtype)}, which has steps of {torch.finfo(dtype).eps * 8:g} near 10.",
         {"ops": list(seen.losses), "dtype": dtype_name(dtype)},
-        "Compute it from logits.float(), or within amp.auto_cast, which does so.",
     )
 
 
-def average_in_16_bits(facts: Facts) -> Iterator[Finding]:
+def average_in_16_bits(facts: Facts) -> Iterator[Found]:
     """HS109: a moving average of weights kept in 16 bits with a decay of 0.998 or more.
 
     A step adds (1 - decay) of the difference, which is less than half of the last bit of the average. Found in an
@@ -138,13 +133,11 @@ def average_in_16_bits(facts: Facts) -> Iterator[Finding]:
             continue
         sizes = {name: p.numel() for name, p in module.named_parameters() if is_half(p)}
         if sizes:
-            yield Finding(
-                "HS109",
+            yield Found(
                 "error",
                 grouped(sizes),
                 f"{type(module).__name__} averages weights in 16 bits with decay {decay:g}: most changes round away.",
                 {"decay": decay},
-                "Average fp32 weights: amp.master_model(model) gives the masters as a model.",
             )
 
 
@@ -163,7 +156,7 @@ def _decay_of(module: nn.Module) -> float | None:
     return decay if isinstance(decay, float) and bool(children_of(module)) else None
 
 
-def no_units(facts: Facts) -> Iterator[Finding]:
+def no_units(facts: Facts) -> Iterator[Found]:
     """HS111: a 16-bit dtype that this device has no units for.
 
     Under ``amp`` of halfstep products then run in fp32 kernels and cost what fp32 costs, which is a note. Without it a
@@ -176,8 +169,7 @@ def no_units(facts: Facts) -> Iterator[Finding]:
         if not has_units(device, dtype, "product"):
             emulated = has_casting(facts.model)
             cost = "take as long as in fp32" if emulated else "are many times slower than in fp32"
-            yield Finding(
-                "HS111",
+            yield Found(
                 "note" if emulated else "warning",
                 str(device),
                 f"{device} has no units for {dtype_name(dtype)}: products {cost}.",
@@ -194,15 +186,14 @@ def _faster(device: torch.device, slow: torch.dtype) -> str:
     return 'For speed train in fp32 (opt_level="O0"): on this device 16 bits only save memory.'
 
 
-def fp32_in_name_only(facts: Facts) -> Iterator[Finding]:
+def fp32_in_name_only(facts: Facts) -> Iterator[Found]:
     """HS112: fp32 tensors whose values all lie on the grid of a 16-bit format: something rounds them.
 
     Of weights after they have stepped, as those of a checkpoint may have been 16-bit; and with a batch of the outputs
     of modules whose inputs are fp32, and of the loss. Source: Liger-Kernel#1430, TransformerEngine#3193.
     """
     if facts.stepped_on_grid:
-        yield Finding(
-            "HS112",
+        yield Found(
             "warning",
             facts.where(facts.stepped_on_grid),
             "fp32 weights that have stepped hold nothing but 16-bit numbers: something rounds them after each step.",
@@ -210,8 +201,7 @@ def fp32_in_name_only(facts: Facts) -> Iterator[Finding]:
             "Look for what copies 16-bit weights into them: load_state_dict, .half(), a 16-bit twin of the model.",
         )
     if facts.outputs_on_grid:
-        yield Finding(
-            "HS112",
+        yield Found(
             "warning",
             listed(facts.outputs_on_grid),
             "fp32 in name only: every value lies on a 16-bit grid, so it was rounded before it became fp32.",
@@ -220,7 +210,7 @@ def fp32_in_name_only(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def fsdp_reduces_in_16_bits(facts: Facts) -> Iterator[Finding]:
+def fsdp_reduces_in_16_bits(facts: Facts) -> Iterator[Found]:
     """HS114: FSDP2 that averages gradients over ranks in 16 bits, because its policy has no ``reduce_dtype``.
 
     Without ``reduce_dtype`` gradients are reduced in ``param_dtype``. Source: torch's ``MixedPrecisionPolicy``.
@@ -230,11 +220,6 @@ def fsdp_reduces_in_16_bits(facts: Facts) -> Iterator[Finding]:
         if policy.param_dtype in HALF_DTYPES and policy.reduce_dtype in (None, *HALF_DTYPES):
             modules.append(facts.name_of(module))
     if modules:
-        yield Finding(
-            "HS114",
-            "warning",
-            listed(modules),
-            "FSDP2 adds up the gradients of all ranks in 16 bits.",
-            {"modules": modules},
-            "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).",
+        yield Found(
+            "warning", listed(modules), "FSDP2 adds up the gradients of all ranks in 16 bits.", {"modules": modules}
         )

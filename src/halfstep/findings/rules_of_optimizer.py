@@ -9,7 +9,7 @@ import torch
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..stepping.attached import attached_to
 from .facts import Facts
-from .finding import Finding, share
+from .finding import Found, share
 from .lost import LostUpdates
 from .scaling import is_enabled, kind, scales
 from .updates import decays_apart, rounds_once
@@ -31,27 +31,21 @@ LOST_ERROR, LOST_WARNING = 0.5, 0.1
 """From which share of lost updates on HS101 is an error, and a warning."""
 
 _MANY_PASSES = 16
-_FUSE = (
-    "fp32 masters, from amp.initialize(..., opt_level='O2'), or for Adam, AdamW, SGD and Adagrad from "
-    "optimizers.fuse(optimizer, master_weights=True)"
-)
 
 
-def lost(where: str, fraction: float, text: str, **evidence: object) -> Finding | None:
+def lost(where: str, fraction: float, text: str, **evidence: object) -> Found | None:
     """HS101 for a share of lost updates; None if it is small."""
     if fraction < LOST_WARNING:
         return None
-    return Finding(
-        "HS101",
+    return Found(
         "error" if fraction >= LOST_ERROR else "warning",
         where,
         f"{share(fraction)} of the updates round to nothing{text}.",
         {"lost": fraction, **evidence},
-        f"Use {_FUSE}; or rounding='stochastic' of a fused optimizer for bfloat16.",
     )
 
 
-def lost_updates(facts: Facts) -> Iterator[Finding]:
+def lost_updates(facts: Facts) -> Iterator[Found]:
     """HS101: 16-bit weights that an optimizer without masters moves by less than half of their last bit.
 
     Predicted from state and learning rate: the update is rounded to see whether the weight stays. An error where half
@@ -62,7 +56,7 @@ def lost_updates(facts: Facts) -> Iterator[Finding]:
         yield from filter(None, [_lost_of(facts, entry)])
 
 
-def _lost_of(facts: Facts, entry: LostUpdates) -> Finding | None:
+def _lost_of(facts: Facts, entry: LostUpdates) -> Found | None:
     name, dtype = type(entry.optimizer).__name__, dtype_name(entry.dtype)
     needed = f" (half of the weights need lr > {entry.lr_for_half:.1e})"
     text = f": {dtype} weights, {name} keeps no masters, lr {entry.lr:g}{needed}"
@@ -70,7 +64,7 @@ def _lost_of(facts: Facts, entry: LostUpdates) -> Finding | None:
     return lost(facts.where(entry.params), entry.fraction, text, **known)
 
 
-def stuck_second_moment(facts: Facts) -> Iterator[Finding]:
+def stuck_second_moment(facts: Facts) -> Iterator[Found]:
     """HS102: a second moment in 16 bits whose decay is smaller than half of its last bit.
 
     A step multiplies it by beta2. If 1 - beta2 is below a quarter of the format's epsilon, every value rounds back to
@@ -82,19 +76,17 @@ def stuck_second_moment(facts: Facts) -> Iterator[Finding]:
         if 0 < change < eps / 2:
             always = change < eps / 4
             name = dtype_name(moment.dtype)
-            yield Finding(
-                "HS102",
+            yield Found(
                 "error" if always else "warning",
                 facts.where(moment.params),
                 f"The second moment of {type(moment.group.optimizer).__name__} is {name} and shrinks by 1 - beta2 = "
                 f"{change:.3g} a step, less than {eps / (4 if always else 2):.3g}: "
                 f"{'it can never decay' if always else 'some of its values cannot decay'}.",
                 {"decay": change, "grid": eps / 4, "dtype": name},
-                f"Use {_FUSE}.",
             )
 
 
-def lost_weight_decay(facts: Facts) -> Iterator[Finding]:
+def lost_weight_decay(facts: Facts) -> Iterator[Found]:
     """HS103: decoupled weight decay that is smaller than half of the last bit of every 16-bit weight.
 
     AdamW multiplies the weight by 1 - lr * weight_decay and rounds it, which gives the same weight back. Where the
@@ -110,18 +102,16 @@ def lost_weight_decay(facts: Facts) -> Iterator[Finding]:
         if params:
             grid = torch.finfo(params[0].dtype).eps / 4
             once = rounds_once(group.optimizer, group.hyper)
-            yield Finding(
-                "HS103",
+            yield Found(
                 "warning" if once else "error",
                 facts.where(params),
                 f"lr * weight_decay = {decay:.3g} is less than {grid:.3g}: weight decay alone never changes a "
                 f"{dtype_name(params[0].dtype)} weight.",
                 {"decay": decay, "grid": grid},
-                f"Use {_FUSE}.",
             )
 
 
-def eps_underflows(facts: Facts) -> Iterator[Finding]:
+def eps_underflows(facts: Facts) -> Iterator[Found]:
     """HS106: an ``eps`` that is 0 in the dtype of the optimizer's state, so that 0 / 0 gives NaN.
 
     The smallest float16 number is 2**-24 = 6e-8, and Adam's default is 1e-8. A fused step computes in fp32.
@@ -130,18 +120,16 @@ def eps_underflows(facts: Facts) -> Iterator[Finding]:
         eps, fused = moment.group.hyper.get("eps"), rounds_once(moment.group.optimizer, moment.group.hyper)
         if isinstance(eps, float) and not fused and eps > 0 and torch.tensor(eps, dtype=moment.dtype) == 0:
             info = torch.finfo(moment.dtype)
-            yield Finding(
-                "HS106",
+            yield Found(
                 "error",
                 facts.where(moment.params),
                 f"eps = {eps:g} is 0 in {dtype_name(moment.dtype)}, whose smallest number is "
                 f"{info.smallest_normal * info.eps:.1e}: a weight without gradient becomes NaN.",
                 {"eps": eps, "smallest": info.smallest_normal * info.eps},
-                f"Use {_FUSE}; or eps=1e-4.",
             )
 
 
-def fp16_without_loss_scale(facts: Facts) -> Iterator[Finding]:
+def fp16_without_loss_scale(facts: Facts) -> Iterator[Found]:
     """HS107: float16 gradients without a loss scale: those below 6e-8 become 0.
 
     Found where trained weights, the recipe or the watched forward pass are in float16, and no scaler scales. A scaler
@@ -152,18 +140,15 @@ def fp16_without_loss_scale(facts: Facts) -> Iterator[Finding]:
     if not any(scales(scaler) for scaler in facts.scalers):
         off = [kind(scaler) for scaler in facts.scalers if not is_enabled(scaler)]
         params = [p for group in facts.groups for p in group.params if p.dtype is torch.float16]
-        yield Finding(
-            "HS107",
+        yield Found(
             "error",
             facts.where(params) if params else "the model",
             "float16 without a loss scale: gradients below 6e-8 become 0." + (f" The {off[0]} is off." if off else ""),
             {"smallest": 2.0**-24, "scalers": len(facts.scalers)},
-            "Use a dynamic loss scale: amp.GradScaler(), or loss_scale='dynamic' of amp.initialize. If the script has "
-            "a scaler, give it: halfstep.check(..., scaler=scaler). Or train in bfloat16, which needs none.",
         )
 
 
-def useless_scaler(facts: Facts) -> Iterator[Finding]:
+def useless_scaler(facts: Facts) -> Iterator[Found]:
     """HS108: a loss scaler that multiplies by 1, or that scales losses whose gradients are not in float16.
 
     bfloat16 has the exponents of fp32, so a scaler there only costs time, and torch's refuses bfloat16 gradients on
@@ -176,20 +161,20 @@ def useless_scaler(facts: Facts) -> Iterator[Finding]:
         fix = "Leave it out." if given else "Leave loss_scale out."
         if given and is_enabled(scaler) and not scales(scaler):
             message = f"The {name} stays at a scale of 1, so it scales nothing."
-            yield Finding("HS108", "warning", name, message, {"dtypes": _names(facts)}, "Use a dynamic scale.")
+            yield Found("warning", name, message, {"dtypes": _names(facts)}, "Use a dynamic scale.")
         elif scales(scaler) and torch.bfloat16 in facts.computed and torch.float16 not in facts.computed:
             refuses = name == "torch.amp.GradScaler" and torch.bfloat16 in facts.trained
             message = f"The {name} is of no use for bfloat16, which has the range of fp32."
             message += " On CUDA it raises an error for bfloat16 gradients." if refuses else ""
             severity = "warning" if refuses else "note"
-            yield Finding("HS108", severity, name, message, {"dtypes": _names(facts)}, fix)  # type: ignore[arg-type]
+            yield Found(severity, name, message, {"dtypes": _names(facts)}, fix)  # type: ignore[arg-type]
 
 
 def _names(facts: Facts) -> list[str]:
     return sorted(map(dtype_name, facts.computed))
 
 
-def accumulation_in_16_bits(facts: Facts) -> Iterator[Finding]:
+def accumulation_in_16_bits(facts: Facts) -> Iterator[Found]:
     """HS110: gradients of 16 passes or more added up in 16 bits.
 
     The sum is larger than the next summand by so much that some of its bits, and at last all, round away: of equal
@@ -199,17 +184,15 @@ def accumulation_in_16_bits(facts: Facts) -> Iterator[Finding]:
         return
     params = [p for p in facts.halves if getattr(p, "grad_dtype", p.dtype) in HALF_DTYPES]
     if params:
-        yield Finding(
-            "HS110",
+        yield Found(
             "warning",
             facts.where(params),
             f"Gradients of {facts.accumulate} passes are added up in {dtype_name(params[0].dtype)}.",
             {"passes": facts.accumulate},
-            f"Use {_FUSE}; or param.grad_dtype = torch.float32 (torch 2.13).",
         )
 
 
-def fused_and_foreach_differ(facts: Facts) -> Iterator[Finding]:
+def fused_and_foreach_differ(facts: Facts) -> Iterator[Found]:
     """HS113: torch's Adam on bfloat16 state, where ``fused=`` changes the training and not only its speed.
 
     With a constant gradient of 1 and beta2 = 0.999 the second moment stalls at 0.5 with ``foreach``, which rounds
@@ -219,18 +202,16 @@ def fused_and_foreach_differ(facts: Facts) -> Iterator[Finding]:
         group = moment.group
         torchs = type(group.optimizer).__name__ in ("Adam", "AdamW") and not hasattr(group.optimizer, "keep_masters")
         if torchs and moment.dtype is torch.bfloat16 and 0 < 1 - moment.keeps < torch.finfo(moment.dtype).eps / 4:
-            yield Finding(
-                "HS113",
+            yield Found(
                 "note",
                 facts.where(moment.params),
                 "The bfloat16 second moment stops growing at other values with fused=True than with foreach=True, so "
                 "the switch changes the size of the steps.",
                 {"beta2": moment.keeps, "fused": bool(group.hyper.get("fused"))},
-                f"Use {_FUSE}.",
             )
 
 
-def foreign_parameters(facts: Facts) -> Iterator[Finding]:
+def foreign_parameters(facts: Facts) -> Iterator[Found]:
     """HS115: an optimizer whose parameters are not the model's, so that it trains something else.
 
     So it is if the model, or a part of it, was made or replaced after the optimizer. fp32 masters made by hand, which
@@ -249,12 +230,10 @@ def foreign_parameters(facts: Facts) -> Iterator[Finding]:
         return
     attached = [(found, one) for one in facts.optimizers if (found := attached_to(one)) is not None]
     replaced = any(each.param is p for found, one in attached for each in found.replaced.find(one) for p in left)
-    yield Finding(
-        "HS115",
+    yield Found(
         "error" if replaced or len(foreign) == len(held) else "warning",
         facts.where(left),
         f"{len(foreign)} of {len(held)} parameters of {type(facts.optimizers[0]).__name__} are not in the model, and "
         f"{len(left)} parameters of the model are in no optimizer given.",
         {"foreign": len(foreign), "untrained": len(left)},
-        "Make the optimizer from model.parameters() after the model was built, moved and wrapped.",
     )

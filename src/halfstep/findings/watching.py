@@ -18,6 +18,7 @@ from ..observe.samples import Drawn, can_sample, draw, element_shares, sample
 from ..observe.updates import BeforeStep
 from ..stepping.attached import attached_to
 from .finding import Finding, grouped, log
+from .rules import finding
 from .rules_of_optimizer import lost
 
 __all__ = ["Watch", "watch"]
@@ -124,9 +125,9 @@ class Watch:
         worst = self._worst
         if found is None or (worst is not None and fraction <= worst.evidence["lost"]):
             return
-        self._worst = found
+        self._worst = finding("HS101", found)
         if worst is None or worst.severity != found.severity:
-            log([found], by="halfstep.watch")
+            log([self._worst], by="halfstep.watch")
 
 
 class _Before:
