@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -158,6 +159,7 @@ def test_doctor_is_content_with_a_script_for_apex(doctor) -> None:
     code, output = doctor(RIGHT)
     assert code == 0
     assert "nothing found up to its first optimizer step" in output
+    assert re.search(r"later steps .*: halfstep run --numerics numerics.html \S*train.py$", output.strip())
 
 
 def test_doctor_finds_the_model_of_masters_made_by_hand(doctor) -> None:

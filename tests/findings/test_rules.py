@@ -386,6 +386,27 @@ def test_an_output_that_is_fp32_in_name_only() -> None:
     assert only(halfstep.check(bad, batch=x), "HS112").evidence["outputs"] == ["1"]
 
 
+class RoundsWhatItsLayerReturns(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).bfloat16().float()
+
+
+class CastsBack(nn.Sequential):
+    """As in the models of many: the layers run in 16 bits, and the output is cast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def test_a_module_that_rounds_what_its_fp32_layer_returns() -> None:
+    bad = nn.Sequential(nn.Linear(32, 32), RoundsWhatItsLayerReturns(nn.Linear(32, 32)), nn.Linear(32, 4))
+    good = nn.Sequential(nn.Linear(32, 32), CastsBack(nn.Linear(32, 32)), nn.Linear(32, 4))
+    x = torch.randn(16, 32)
+    assert only(halfstep.check(bad, batch=x), "HS112").evidence["outputs"] == ["1"]
+    assert "HS112" not in codes(halfstep.check(good, batch=x))
+
+
 def test_a_nan_is_not_rounded_whatever_its_bits() -> None:
     nan = torch.tensor([0x7FFFE000], dtype=torch.int32).view(torch.float32)[0]
     assert nan.isnan()
@@ -528,7 +549,7 @@ def test_a_device_without_units(monkeypatch: pytest.MonkeyPatch, dtype: torch.dt
 @pytest.mark.parametrize(
     ("has", "fix"),
     [
-        ({torch.bfloat16}, "Train in bfloat16 (dtype=), for which cpu has units."),
+        ({torch.bfloat16}, "Train in bfloat16 (dtype= of amp.initialize), for which cpu has units."),
         (set(), 'For speed train in fp32 (opt_level="O0"): on this device 16 bits only save memory.'),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stdout
@@ -90,6 +91,17 @@ def _check(script: Path, args: tuple[str, ...], device: str | None, as_json: boo
             click.echo(f"{script.name}: nothing found up to its first optimizer step.")
     if any(finding.severity == "error" for finding in findings):
         raise click.exceptions.Exit(1)
+    if not as_json:
+        line = [
+            "halfstep",
+            "run",
+            *(["--device=cpu"] if device else []),
+            "--numerics",
+            "numerics.html",
+            str(script),
+            *args,
+        ]
+        click.echo(f"A fault that only later steps show, such as a learning rate that is too high: {shlex.join(line)}")
 
 
 def _as_dict(device: torch.device, cpu: str) -> dict[str, Any]:

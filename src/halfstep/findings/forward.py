@@ -9,13 +9,13 @@ import functools
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..core.dtypes import HALF_DTYPES, is_half
-from ..core.torch_compat import buffers_of, children_of, tree_flatten
+from ..core.torch_compat import buffers_of, tree_flatten
 from ..observe.names import ROOT, qualified_names
 from ..observe.ops import FunctionCall
 from ..observe.samples import grid_flags, sample
@@ -64,6 +64,18 @@ def is_router(name: str, names: Container[str]) -> bool:
     return last == "router" or (last in ("gate", "gating") and f"{parent}.experts".lstrip(".") in names)
 
 
+class _Inside(NamedTuple):
+    """What the modules inside of a call have returned so far.
+
+    Attributes:
+        halves: whether any of it is in 16 bits, so that a 16-bit grid is no surprise.
+        latest: the tensors of the latest of them, which a container may return as they are.
+    """
+
+    halves: bool = False
+    latest: Sequence[torch.Tensor] = ()
+
+
 class Forward:
     """A record of one forward pass.
 
@@ -109,8 +121,13 @@ class Forward:
         self.dtypes.update(t.dtype for t in tensors if is_half(t))
         if tensors and is_half(tensors[0]) and is_router(call.name, set((self._names or {}).values())):
             self.routers.setdefault(call.name, tensors[0].dtype)
-        if len(tensors) == 1 and not children_of(call.of):
+        inside = call.note or _Inside()
+        if len(tensors) == 1 and not inside.halves and all(t is not tensors[0] for t in inside.latest):
             self._compare(call.name, [a for a in args if isinstance(a, torch.Tensor)], tensors[0])
+        if self.running:
+            outer = self.running[-1].note or _Inside()
+            halves = outer.halves or inside.halves or any(map(is_half, tensors))
+            self.running[-1].note = _Inside(halves, tensors)
 
     def _note_function(self, call: FunctionCall) -> None:
         if isinstance(call.result, torch.Tensor) and call.result.dtype in HALF_DTYPES:

@@ -46,8 +46,8 @@ RULES: dict[str, Rule] = {
     "HS106": Rule(of_optimizer.eps_underflows, f"{_USE_MASTERS}; or eps=1e-4."),
     "HS107": Rule(
         of_optimizer.fp16_without_loss_scale,
-        "Use a dynamic loss scale: amp.GradScaler(), or loss_scale='dynamic' of amp.initialize. If the script has "
-        "a scaler, give it: halfstep.check(..., scaler=scaler). Or train in bfloat16, which needs none.",
+        "Use a dynamic loss scale: amp.GradScaler(), or loss_scale='dynamic' of amp.initialize. Or train in bfloat16, "
+        "which needs none. If there is a scaler, halfstep.check knows it by scaler=scaler only.",
     ),
     "HS108": Rule(of_optimizer.useless_scaler),
     "HS109": Rule(

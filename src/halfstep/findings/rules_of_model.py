@@ -182,7 +182,7 @@ def _faster(device: torch.device, slow: torch.dtype) -> str:
     """The advice for a device that is slow in a dtype."""
     other = torch.float16 if slow is torch.bfloat16 else torch.bfloat16
     if has_units(device, other, "product"):
-        return f"Train in {dtype_name(other)} (dtype=), for which {device} has units."
+        return f"Train in {dtype_name(other)} (dtype= of amp.initialize), for which {device} has units."
     return 'For speed train in fp32 (opt_level="O0"): on this device 16 bits only save memory.'
 
 
