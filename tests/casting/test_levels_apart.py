@@ -26,8 +26,8 @@ from halfstep.casting import dynamo, rules
 from halfstep.casting.current import leave_traced, thread
 from halfstep.casting.dispatch import function_modes
 from halfstep.casting.scope import NO_CASTING, OpCasting, leave, session_casting
+from halfstep.core.compiler_compat import tracer_follows_autocast
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from halfstep.core.torch_compat import tracer_follows_autocast
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALVES = [BF16, FP16]

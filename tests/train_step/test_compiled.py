@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from halfstep import TrainStep, amp, optimizers
-from halfstep.core.torch_compat import compile_with_autograd
+from halfstep.core.compiler_compat import compile_with_autograd
 from halfstep.train_step import program
 
 pytestmark = [

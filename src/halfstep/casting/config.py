@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ..core.compiler_compat import traced_as_constant
 from ..core.hardware import accelerator
 from ..core.oplists import OpLists
 from ..core.oplists.tables import NATIVE
-from ..core.torch_compat import traced_as_constant
 from .emulation import Emulate, EmulatedKinds, emulated_kinds
 from .rule_table import build_table
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..core.compiler_compat import exit_autocast
 from ..core.oplists.tables import NATIVE
-from ..core.torch_compat import exit_autocast
 from .config import CastingConfig
 from .dispatch import CastMode, SessionEnd, function_modes, place, set_function_modes
 from .torch_patches import Patches
@@ -26,8 +26,11 @@ from .weight_cache import WeightCache
 __all__ = [
     "Saved",
     "Scope",
+    "clear_cache",
     "close",
     "close_interrupted",
+    "follow",
+    "in_autocast",
     "is_current",
     "leave_traced",
     "native_state",
@@ -42,9 +45,6 @@ __all__ = [
 
 _EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
 
-Native = list[tuple[str, bool, torch.dtype]]
-"""Types of devices, and whether and in which dtype native autocast is on there."""
-
 
 @dataclasses.dataclass
 class Saved:
@@ -55,7 +55,7 @@ class Saved:
         key: see ``ThreadState``.
         session: the session whose casting it was.
         explicit: see ``ThreadState``.
-        native: the state of native autocast, on the devices on which it changes.
+        native: types of the devices on which native autocast changes, and whether and in which dtype it was on there.
         native_cache: whether native autocast kept its casts.
         installed: whether the mode was on torch's stack.
         traced: the whole stack, if modes that compiled code had put there were on it; otherwise None.
@@ -65,7 +65,7 @@ class Saved:
     key: str
     session: SessionEnd | None
     explicit: bool
-    native: Native
+    native: list[tuple[str, bool, torch.dtype]]
     native_cache: bool
     installed: bool
     traced: list[TorchFunctionMode] | None
@@ -149,7 +149,7 @@ def set_current(
         if casting is not None and device in native:
             torch.set_autocast_dtype(device, casting.dtype)
     thread.current, thread.key = casting, "" if casting is None or casting.is_noop else casting.key
-    thread.mode.follow(casting, thread.cache, session, explicit=torch.compiler.is_exporting())
+    follow(thread.mode, casting, thread.cache, session, explicit=torch.compiler.is_exporting())
     if casting is not None:
         all_native = casting.lists.level == "native" or not thread.mode.table
         torch.set_autocast_cache_enabled(casting.enabled and casting.cache and all_native)
@@ -157,16 +157,60 @@ def set_current(
         place(thread.mode, thread.mode.is_needed)
 
 
-def native_state(devices: Iterable[str]) -> Native:
-    """The state of native autocast on some types of devices."""
+def follow(
+    mode: CastMode,
+    casting: CastingConfig | None,
+    cache: WeightCache | None = None,
+    session: SessionEnd | None = None,
+    *,
+    explicit: bool = False,
+) -> None:
+    """Make a mode do what a casting says.
+
+    Args:
+        mode: the mode.
+        casting: None does nothing.
+        cache: where to keep casts of weights, if the casting keeps them.
+        session: the session whose casting it is.
+        explicit: leave nothing to native autocast; see ``build_table``. An exported graph must hold every cast, and
+            native autocast leaves no trace in it.
+    """
+    mode.session = session
+    mode.table = {} if casting is None else casting.table(explicit=explicit)
+    mode.is_needed = bool(mode.table) or session is not None
+    if casting is not None:
+        mode.dtype = casting.dtype
+        mode.devices = casting.devices
+        mode.native = casting.native
+        mode.explicit = explicit
+        mode.emulated = casting.emulated
+        mode.cache = cache if casting.cache else None
+        mode.verbose = casting.verbose
+        mode.allow_banned = casting.allow_banned
+
+
+def native_state(devices: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
+    """Of some types of devices, whether and in which dtype native autocast is on."""
     return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
 
 
-def set_native(state: Native) -> None:
+def set_native(state: list[tuple[str, bool, torch.dtype]]) -> None:
     """Put back a state of native autocast."""
     for device, enabled, dtype in state:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
+
+
+def in_autocast() -> bool:
+    """Whether this thread is in a ``torch.autocast`` block (a checkpoint has one), which restores what it found."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
+
+
+def clear_cache() -> None:
+    """Forget this thread's 16-bit casts of this iteration."""
+    thread.cache.clear()
+    torch.clear_autocast_cache()
 
 
 def save(devices: Iterable[str]) -> Saved:
@@ -190,7 +234,7 @@ def restore(saved: Saved) -> None:
     set_native(saved.native)
     torch.set_autocast_cache_enabled(saved.native_cache)
     thread.current, thread.key, thread.explicit = saved.casting, saved.key, saved.explicit
-    thread.mode.follow(saved.casting, thread.cache, saved.session, explicit=torch.compiler.is_exporting())
+    follow(thread.mode, saved.casting, thread.cache, saved.session, explicit=torch.compiler.is_exporting())
     place(thread.mode, saved.installed and thread.mode.is_needed)
     if saved.traced is not None:
         set_function_modes(saved.traced)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..core.compiler_compat import traced_as_constant
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import (
     DeviceContext,
@@ -22,19 +23,14 @@ from ..core.torch_compat import (
     pop_function_mode,
     push_function_mode,
     qualified_name,
-    traced_as_constant,
 )
 from .emulation import EmulatedKinds
 from .weight_cache import WeightCache
-
-if TYPE_CHECKING:
-    from .config import CastingConfig
 
 __all__ = [
     "CastMode",
     "Rule",
     "SessionEnd",
-    "dispatcher_name",
     "function_modes",
     "method_name",
     "place",
@@ -61,11 +57,6 @@ def method_name(func: Callable[..., Any]) -> str | None:
     Dynamo does not find such a method as a key of a dictionary if the tensor is an intermediate result (torch 2.13).
     """
     return _PYTHON_METHODS.get(func)
-
-
-def dispatcher_name(func: OpOverload | OpOverloadPacket) -> str:
-    """The name of an op as torch's dispatcher has it, without its overload: ``"aten::mm"``."""
-    return qualified_name(func)
 
 
 class SessionEnd(Protocol):
@@ -121,40 +112,10 @@ class CastMode(TorchFunctionMode):
                 self.session.leave()
             rule = self.table.get(func)
         if rule is None and isinstance(func, (OpOverload, OpOverloadPacket)):
-            rule = self.table.get(dispatcher_name(func))
+            rule = self.table.get(qualified_name(func))
         if rule is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return rule(self, func, args, kwargs or {})
-
-    def follow(
-        self,
-        casting: CastingConfig | None,
-        cache: WeightCache | None = None,
-        session: SessionEnd | None = None,
-        *,
-        explicit: bool = False,
-    ) -> None:
-        """Do what a casting says.
-
-        Args:
-            casting: None does nothing.
-            cache: where to keep copies of weights, if the casting keeps them.
-            session: see ``session``.
-            explicit: leave nothing to native autocast; see ``build_table``. An exported graph must hold every cast, and
-                native autocast leaves no trace in it.
-        """
-        self.session = session
-        self.table = {} if casting is None else casting.table(explicit=explicit)
-        self.is_needed = bool(self.table) or session is not None
-        if casting is not None:
-            self.dtype = casting.dtype
-            self.devices = casting.devices
-            self.native = casting.native
-            self.explicit = explicit
-            self.emulated = casting.emulated
-            self.cache = cache if casting.cache else None
-            self.verbose = casting.verbose
-            self.allow_banned = casting.allow_banned
 
     def casts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is cast: its device is one of ours, and nobody turned native autocast off inside."""

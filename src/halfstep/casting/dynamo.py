@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..core.oplists.tables import NATIVE
-from ..core.torch_compat import (
+from ..core.compiler_compat import (
     FrameAction,
     FrameExecStrategy,
     enter_autocast,
@@ -24,8 +23,9 @@ from ..core.torch_compat import (
     traced_as_constant,
     tracer_follows_autocast,
 )
+from ..core.oplists.tables import NATIVE
 from .config import CastingConfig, config_of
-from .current import is_current, push_traced, thread
+from .current import follow, is_current, push_traced, thread
 from .dispatch import CastMode
 
 __all__ = ["eager", "enter_model", "enter_scope", "not_by_itself"]
@@ -63,7 +63,7 @@ def _prepare_mode(key: str, explicit: bool) -> str:
     name = f"{key} {explicit}"
     if name not in _modes:
         mode = _modes[name] = CastMode()
-        mode.follow(config_of(key), explicit=explicit)
+        follow(mode, config_of(key), explicit=explicit)
         if explicit:
             mode.native = ()
     return name

@@ -31,7 +31,7 @@ def build_table(
     """The rule of each callable of torch under some lists; callables to leave alone are not in it.
 
     Methods that ``torch.Tensor`` has in Python are in it under their names too (``method_name``), and ops called as
-    ``torch.ops.aten.mm`` only under theirs (``dispatcher_name``).
+    ``torch.ops.aten.mm`` only under theirs in the dispatcher, ``aten::mm``.
 
     Args:
         lists: None casts nothing.

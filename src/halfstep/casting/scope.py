@@ -28,8 +28,10 @@ from . import dynamo, weight_copies
 from .config import CastingConfig
 from .current import (
     Scope,
+    clear_cache,
     close,
     close_interrupted,
+    in_autocast,
     is_current,
     leave_traced,
     native_state,
@@ -109,12 +111,10 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
         # A torch.autocast of the user's around this is turned off, but for models that have no casts of their own.
         mine = [] if casting.keeps_autocast else [d for d in casting.devices if d in NATIVE]
         scope.saved = save(dict.fromkeys((*casting.native, *outer, *mine)))
-        scope.patches = [
-            *([around_casts] if casting.enabled else []),
-            *([] if casting.is_noop else [around_recomputation]),
-        ]
-        for patches in scope.patches:
-            patches.hold(scope)
+        for patches, needed in ((around_casts, casting.enabled), (around_recomputation, not casting.is_noop)):
+            if needed:
+                patches.hold(scope)
+                scope.patches.append(patches)
         if scope.saved.traced is not None:
             set_function_modes(without_ours(scope.saved.traced))
         set_current(casting, [device for device, _, _ in scope.saved.native])
@@ -147,12 +147,6 @@ def disable_casts() -> Iterator[None]:
         yield
 
 
-def clear_cache() -> None:
-    """Forget this thread's 16-bit casts of this iteration."""
-    thread.cache.clear()
-    torch.clear_autocast_cache()
-
-
 # ---- sessions of the process
 
 
@@ -182,12 +176,12 @@ class Session:
         around the op has native autocast as it should be. ``join_session`` does the rest.
         """
         following = next((session for session in reversed(sessions) if not session.is_over()), None)
-        if following is not None and not _in_autocast():
+        if following is not None and not in_autocast():
             _join(following, in_op=True)
             return
         set_current(None, (), in_op=True)
         thread.cache.in_session = False
-        if thread.before is not None and not _in_autocast():
+        if thread.before is not None and not in_autocast():
             set_native(thread.before.native)
 
 
@@ -282,7 +276,7 @@ def join_session() -> None:
         return
     if thread.mode.is_needed and thread.mode not in function_modes():
         return  # the mode runs an op, after which it is on torch's stack again
-    if thread.session is not None and thread.session.is_over() and _in_autocast():
+    if thread.session is not None and thread.session.is_over() and in_autocast():
         return  # native autocast is the user's until that block ends
     torch.clear_autocast_cache()
     if latest is not None:
@@ -307,12 +301,6 @@ def _join(session: Session, *, in_op: bool = False) -> None:
     set_current(session.casting, native, session, in_op=in_op)
     thread.session = session
     thread.cache.in_session = True
-
-
-def _in_autocast() -> bool:
-    """Whether this thread is in a ``torch.autocast`` block (a checkpoint has one), which restores what it found."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting() > 0
 
 
 # ---- functions of torch that have wrappers while a casting is current anywhere

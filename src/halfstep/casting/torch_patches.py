@@ -72,15 +72,4 @@ def changing_first(change: Callable[[Any], Any]) -> Wrap:
 
 def checkpoint_function(change: Callable[[Any], Any]) -> Wrap:
     """A wrapper of torch's ``CheckpointFunction`` that changes the function it is given."""
-
-    def wrap(own: Any) -> Any:
-        class CheckpointFunction(own):  # type: ignore[misc]
-            """Hands the original another function."""
-
-            @staticmethod
-            def apply(function: Callable[..., Any], *args: Any) -> Any:
-                return own.apply(change(function), *args)
-
-        return CheckpointFunction
-
-    return wrap
+    return lambda own: type(own)(own.__name__, (own,), {"apply": staticmethod(changing_first(change)(own.apply))})

@@ -99,7 +99,7 @@ def _wrap(function: F, rule: str) -> F:
 
 
 class _Attribute:
-    """One attribute of an owner with registrations on it."""
+    """One attribute of an owner with registrations on it. Its wrapper knows it, so the next registration finds it."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner = owner
@@ -121,6 +121,7 @@ class _Attribute:
             rule = self.rules[-1].rule
             return _call(rule, function_without_lists if is_torch_op else inner, name, args, kwargs)
 
+        cast.attribute = self  # type: ignore[attr-defined]
         setattr(owner, name, staticmethod(cast) if static else classmethod(cast) if by_class else cast)
         refresh_globals()
 
@@ -133,7 +134,6 @@ class _Attribute:
 
 
 _ABSENT: Any = object()
-_attributes: dict[tuple[int, str], _Attribute] = {}
 
 
 class Registration:
@@ -143,22 +143,22 @@ class Registration:
         if not hasattr(module, name):
             where = getattr(module, "__name__", repr(module))
             raise ArgumentValueError(f"No function named {name} in {where}; nothing was registered.")
-        if not callable(getattr(module, name)):
-            raise ArgumentTypeError(f"{name} of {module!r} is no function: {getattr(module, name)!r}.")
+        function = getattr(module, name)
+        if not callable(function):
+            raise ArgumentTypeError(f"{name} of {module!r} is no function: {function!r}.")
         self.rule = rule
-        self._key = (id(module), name)
-        if self._key not in _attributes:
-            _attributes[self._key] = _Attribute(module, name)
-        _attributes[self._key].rules.append(self)
+        known: Any = getattr(getattr(function, "__func__", function), "attribute", None)
+        same = isinstance(known, _Attribute) and known.owner is module and known.name == name
+        self._attribute: _Attribute = known if same else _Attribute(module, name)
+        self._attribute.rules.append(self)
 
     def remove(self) -> None:
         """Undo the registration; a second call does nothing."""
-        attribute = _attributes.get(self._key)
-        if attribute is None or self not in attribute.rules:
-            return
-        attribute.rules.remove(self)
-        if not attribute.rules:
-            _attributes.pop(self._key).put_back()
+        rules = self._attribute.rules
+        if self in rules:
+            rules.remove(self)
+            if not rules:
+                self._attribute.put_back()
 
     def __enter__(self) -> Registration:
         return self

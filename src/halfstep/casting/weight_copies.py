@@ -7,6 +7,7 @@ a way that changes neither (through ``.data``, a detached handle, another proces
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,7 +33,6 @@ _MIN_ELEMENTS = 2**14  # a smaller weight is cast, and its gradient widened, as 
 
 _FP32 = torch.float32
 _UNWRITTEN = -1  # the version of a copy that a step has begun to write
-_NO_PASS = -1
 
 
 class _Copy:
@@ -60,12 +60,8 @@ class _Copy:
         self.version = _UNWRITTEN
         self.address = 0
         self.narrow = False
-        self.backward_pass = _NO_PASS
+        self.backward_pass = -1
         self.grad: torch.Tensor | None = None
-
-    def forget_grad(self) -> None:
-        """The pass is over."""
-        self.grad = None
 
     def kept(self, weight: torch.Tensor) -> torch.Tensor | None:
         """The value, if the weight is as it was; otherwise it is dropped."""
@@ -175,7 +171,7 @@ class _CastWeight(torch.autograd.Function):
         if copy is None or copy.backward_pass == number or not ctx.narrow:
             return grad.float(), None, None
         copy.narrow, copy.backward_pass, copy.grad = True, number, grad.detach()
-        queue_after_backward(copy.forget_grad)
+        queue_after_backward(functools.partial(setattr, copy, "grad", None))
         return grad, None, None
 
 
@@ -201,7 +197,7 @@ def clear_kept() -> None:
 def drop_failed_pass() -> None:
     """A backward pass has raised an error, so nobody else will forget what it brought."""
     for copy in list(_copies.values()):
-        copy.forget_grad()
+        copy.grad = None
 
 
 def widen_gradients(owner: torch.optim.Optimizer | None = None) -> None:

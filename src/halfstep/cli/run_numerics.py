@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..core.torch_compat import compiled_from
+from ..core.compiler_compat import compiled_from
 from ..numerics import Monitor, Row, save_rows, write_report
 from ..numerics.monitor import TENSORS
 from ..observe.names import OUTSIDE

@@ -1,4 +1,5 @@
-"""The private names of torch that halfstep uses, in one place and under public names.
+"""The private names of torch that halfstep uses, in one place and under public names; ``compiler_compat`` has those of
+its compilers.
 
 A private name may change in any release. So a new torch is checked here first; all of these are in torch 2.13. Some
 names with an underscore are contracts of torch with other libraries, and not here: ``tests/core/test_torch_compat.py``
@@ -7,11 +8,9 @@ has them, with the reason.
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from operator import attrgetter
-from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -27,14 +26,9 @@ from torch._C import _jit_get_schemas_for_operator as schemas_of_op
 from torch._C import _len_torch_dispatch_stack as dispatch_mode_count
 from torch._C import _len_torch_function_stack as function_mode_count
 from torch._C import _pop_torch_dispatch_stack as pop_dispatch_mode
-from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
-from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._C._functorch import peek_interpreter_stack as functorch_level
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
-from torch.amp.autocast_mode import _enter_autocast as enter_autocast
-from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.amp.grad_scaler import OptState
 from torch.amp.grad_scaler import _refresh_per_optimizer_state as new_optimizer_state
 from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
@@ -49,7 +43,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T", bound=torch.Tensor)
 
 __all__ = [
     "C_NAMESPACES",
@@ -58,9 +51,6 @@ __all__ = [
     "BatchNorm",
     "DeviceContext",
     "DisableTorchFunction",
-    "FakeMode",
-    "FrameAction",
-    "FrameExecStrategy",
     "FunctionSchema",
     "InstanceNorm",
     "OpOverload",
@@ -70,22 +60,13 @@ __all__ = [
     "SyncBatchNormFunction",
     "TorchDispatchMode",
     "all_op_names",
-    "as_subclass_without_numbers",
     "backward_pass_id",
     "buffers_of",
     "children_of",
-    "codegen_of",
-    "compile_errors",
-    "compile_with_autograd",
-    "compile_with_inductor",
-    "compiled_from",
     "current_node",
     "dispatch_mode_at",
     "dispatch_mode_count",
     "divides_by_initial_world",
-    "enter_autocast",
-    "exit_autocast",
-    "export_errors",
     "foreach_unscale_",
     "forget_used_parameters",
     "forward_hooks",
@@ -111,8 +92,6 @@ __all__ = [
     "jit_tracing_state",
     "join_facts",
     "module_hooks",
-    "needs_values",
-    "never_traced",
     "new_optimizer_state",
     "next_sequence_number",
     "node_sequence_number",
@@ -124,22 +103,16 @@ __all__ = [
     "qualified_name",
     "queue_after_backward",
     "rebuild_buckets",
-    "register_backend",
     "register_state_dict_hook",
     "renew_flat_weights",
     "scale_of",
     "schema_of",
     "schemas_of_op",
-    "set_code_exec_strategy",
     "set_found_inf",
-    "size_expression",
-    "size_value",
     "step_hooks",
     "storage_of",
     "subclass_over",
     "tensor_hooks",
-    "traced_as_constant",
-    "tracer_follows_autocast",
     "tree_flatten",
     "tree_map_only",
     "tree_unflatten",
@@ -185,8 +158,6 @@ forward_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forwar
 schema_of: Callable[[Any], FunctionSchema] = attrgetter("_schema")
 """The schema of an op: its name, its arguments, and which of these it writes to."""
 
-codegen_of: Callable[[torch.fx.Graph], Any] = attrgetter("_codegen")
-"""The code writer of a graph, which knows the names of its arguments and the form of its results."""
 
 divides_by_initial_world: Callable[[Any], bool] = attrgetter("_divide_by_initial_world_size")
 """Whether a wrapper divides gradients by the number of all ranks, also by those that have run out of inputs."""
@@ -198,66 +169,6 @@ subclass_over: Callable[..., Any] = torch.Tensor._make_subclass
 def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
     """The memory that a weak reference refers to; None if nobody holds it any more."""
     return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-
-
-def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a graph with Inductor, which is imported here."""
-    from torch._inductor.compile_fx import compile_fx
-
-    return compile_fx(module, inputs)  # type: ignore[return-value]
-
-
-def compile_with_autograd(method: F, backend: str = "inductor") -> F | None:
-    """Compile a method that calls ``torch.autograd.grad`` as one graph; None if this torch cannot.
-
-    16-bit values between fused ops are rounded, as they are in eager mode.
-    The first call of a new kind raises what is in ``compile_errors()`` if it cannot be one graph.
-    """
-    from torch._dynamo import config
-
-    if not hasattr(config, "trace_autograd_ops"):
-        return None
-    options: dict[str, Any] | None = {"emulate_precision_casts": True} if backend == "inductor" else None
-    # Dynamo counts compilations of a code object, and gives up after eight: each instance gets its own.
-    bound: Any = method
-    plain = bound.__func__
-    own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, None, plain.__closure__)
-    compiled = torch.compile(MethodType(own, bound.__self__), fullgraph=True, backend=backend, options=options)
-
-    def call(*args: Any) -> Any:
-        # Any call may trace. Meanwhile no finalizer may change what is in force in this thread, which Dynamo checks.
-        before, collecting = config.trace_autograd_ops, gc.isenabled()
-        config.trace_autograd_ops = True
-        gc.disable()
-        try:
-            return compiled(*args)
-        finally:
-            config.trace_autograd_ops = before
-            if collecting:
-                gc.enable()
-
-    return call  # type: ignore[return-value]
-
-
-def traced_as_constant(function: F) -> F:
-    """Mark a function that Dynamo calls while it traces, to take what it returns for a constant."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-@traced_as_constant
-def tracer_follows_autocast() -> bool:
-    """Whether Dynamo, which asks this while it traces, follows ``enter_autocast``; that of torch 2.11 does not."""
-    in_graph = sys.modules["torch._dynamo.trace_rules"].torch_non_c_binding_in_graph_functions
-    return f"{enter_autocast.__module__}.{enter_autocast.__name__}" not in in_graph
-
-
-def compile_errors() -> tuple[type[Exception], ...]:
-    """The errors of ``torch.compile`` for a function that it cannot compile."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-    from torch._inductor.exc import InductorError
-
-    return (TorchDynamoException, FailOnRecompileLimitHit, InductorError)
 
 
 def hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
@@ -285,11 +196,6 @@ def public_hook(hook: F) -> F:
 def renew_flat_weights(module: torch.nn.RNNBase) -> None:
     """Have a recurrent module's list of its weights hold those that it has now."""
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-
-
-def compiled_from(module: torch.nn.Module) -> Any:
-    """The module that ``torch.compile`` was given to make this one; None for any other."""
-    return getattr(module, "_orig_mod", None)
 
 
 def module_hooks(module: torch.nn.Module) -> int:
@@ -343,27 +249,6 @@ def found_inf_of(scaler: Any, optimizer: object) -> dict[torch.device, torch.Ten
 def set_found_inf(scaler: Any, optimizer: object, found: dict[Any, Any]) -> None:
     """Give a ``GradScaler`` the overflow flags of an optimizer, by device."""
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
-
-
-def register_backend(name: str, backend: Callable[..., Any]) -> None:
-    """Give ``torch.compile`` a backend, unless it has one of that name."""
-    if name not in torch._dynamo.list_backends(exclude_tags=()):
-        torch._dynamo.register_backend(backend, name=name)
-
-
-def export_errors() -> tuple[type[Exception], ...]:
-    """The errors of ``torch.export`` for a model that it cannot capture."""
-    return (torch._dynamo.exc.UserError, RuntimeError)
-
-
-def never_traced(function: F, why: str) -> F:
-    """Mark a function that Dynamo runs as it is.
-
-    As ``torch.compiler.disable``, whose wrapper costs some microseconds a call (torch 2.13).
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
-    return function
 
 
 def qualified_name(op: OpOverload | OpOverloadPacket) -> str:
@@ -430,12 +315,6 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values: it is on the meta device, or of a ``FakeTensorMode``."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return tensor.device.type == "meta" or (module is not None and isinstance(tensor, module.FakeTensor))
-
-
 def fsdp_policies(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, Any]]:
     """Those of some modules that ``fully_shard`` was called on, each with its ``MixedPrecisionPolicy``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -445,55 +324,7 @@ def fsdp_policies(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Mod
     return [(module, module._get_fsdp_state()._mp_policy) for module in modules if isinstance(module, kind)]
 
 
-class FakeMode:
-    """Makes tensors that have shapes and dtypes and no numbers; the sizes of their dimensions may be unknown."""
-
-    def __init__(self) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False))
-
-    def make(self, tensor: torch.Tensor, free: Sequence[bool] = ()) -> torch.Tensor:
-        """A tensor like another one. ``free`` says which of its dimensions have unknown sizes."""
-        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-
-        if not any(free):
-            return self._mode.from_tensor(tensor, static_shapes=True)
-        sizes = [DimDynamic.DYNAMIC if unknown else DimDynamic.STATIC for unknown in free]
-        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-        return self._mode.from_tensor(tensor, symbolic_context=context)
-
-    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function on such tensors, without gradients."""
-        from torch._dispatch.python import enable_python_dispatcher
-
-        with self._mode, enable_python_dispatcher(), torch.no_grad():  # an LSTM of any length is split in Python only
-            return function(*args, **kwargs)
-
-
-def as_subclass_without_numbers(tensor: torch.Tensor, kind: type[T]) -> T:
-    """An instance of a subclass of Tensor with the shape, dtype and device of another tensor, and no memory."""
-    made: Any = torch.Tensor._make_wrapper_subclass(kind, tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return made  # type: ignore[no-any-return]
-
-
-def size_expression(size: object) -> Any:
-    """The expression behind a number that depends on unknown sizes; None for other things."""
-    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else None
-
-
-def size_value(expression: Any, sizes: dict[Any, Any]) -> Any:
-    """The value of an expression, given what the unknown sizes are."""
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-
-    return sympy_interp(PythonReferenceAnalysis, sizes, expression)
-
-
-def needs_values() -> tuple[type[Exception], ...]:
-    """The errors of an op that needs numbers and is given a tensor without them."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    return (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values: it is on the meta device, or of a ``FakeTensorMode``."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return tensor.device.type == "meta" or (module is not None and isinstance(tensor, module.FakeTensor))

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from ..casting.emulation import Emulate
+from ..core.compiler_compat import codegen_of
 from ..core.dtypes import dtype_name
 from ..core.oplists import OpLists
 from ..core.oplists.tables import FOLLOWS_FIRST, MOVEMENT, SELF_PROMOTING, words
-from ..core.torch_compat import codegen_of
 from .emulated_products import emulate_products, op_name
 from .grouped_casts import cast_together
 from .min_cut import fewest_casts

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from ..casting.emulation import check_emulate
+from ..core.compiler_compat import compile_with_inductor, register_backend
 from ..core.dtypes import default_half, parse_dtype
 from ..core.oplists import OpLists
-from ..core.torch_compat import compile_with_inductor, register_backend
 from .cast_pass import cast_graph
 
 __all__ = ["halfstep"]

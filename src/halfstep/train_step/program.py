@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..core.torch_compat import compile_errors, compile_with_autograd, tensor_hooks
+from ..core.compiler_compat import compile_errors, compile_with_autograd
+from ..core.torch_compat import tensor_hooks
 from ..gradients.ledger import add_grads
 from ..kernels.shards import is_sharded
 from .signature import Signature

@@ -17,9 +17,9 @@ from ...amp.grad_scaler import GradScaler
 from ...casting.emulation import narrow
 from ...casting.scope import NO_CASTING
 from ...core.checks import check_kind
+from ...core.compiler_compat import export_errors, size_expression
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.files import replacing
-from ...core.torch_compat import export_errors, size_expression
 from ...graph.cast_pass import Casting
 from .archive import in_fp32, read_archive, write_archive
 from .tape import VALUE, Tape, Variable

@@ -12,9 +12,10 @@ from torch import fx
 
 from ...casting.scope import NO_CASTING
 from ...core.checks import check_kind
+from ...core.compiler_compat import export_errors
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.files import replacing
-from ...core.torch_compat import OpOverload, export_errors, schema_of
+from ...core.torch_compat import OpOverload, schema_of
 from .archive import in_fp32, read_archive, write_archive
 from .capture import Program, Value, with_outputs
 from .tape import Variable

@@ -17,17 +17,9 @@ from torch import fx, nn
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
+from ...core.compiler_compat import FakeMode, as_subclass_without_numbers, needs_values, size_expression, size_value
 from ...core.errors import ArgumentValueError, UsageError
-from ...core.torch_compat import (
-    FakeMode,
-    as_subclass_without_numbers,
-    needs_values,
-    size_expression,
-    size_value,
-    tree_flatten,
-    tree_map_only,
-    tree_unflatten,
-)
+from ...core.torch_compat import tree_flatten, tree_map_only, tree_unflatten
 
 __all__ = ["VALUE", "ModuleRecording", "Tape", "Variable"]
 

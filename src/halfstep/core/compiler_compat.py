@@ -1,0 +1,190 @@
+"""The private names of torch's compilers that halfstep uses, under public names: Dynamo, Inductor and
+``torch.export``, and tensors without values.
+
+As ``torch_compat``, which has the other private names.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from types import FunctionType, MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound=torch.Tensor)
+
+__all__ = [
+    "FakeMode",
+    "FrameAction",
+    "FrameExecStrategy",
+    "as_subclass_without_numbers",
+    "codegen_of",
+    "compile_errors",
+    "compile_with_autograd",
+    "compile_with_inductor",
+    "compiled_from",
+    "enter_autocast",
+    "exit_autocast",
+    "export_errors",
+    "needs_values",
+    "never_traced",
+    "register_backend",
+    "set_code_exec_strategy",
+    "size_expression",
+    "size_value",
+    "traced_as_constant",
+    "tracer_follows_autocast",
+]
+
+codegen_of: Callable[[torch.fx.Graph], Any] = attrgetter("_codegen")
+"""The code writer of a graph, which knows the names of its arguments and the form of its results."""
+
+
+def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph with Inductor, which is imported here."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, inputs)  # type: ignore[return-value]
+
+
+def compile_with_autograd(method: F, backend: str = "inductor") -> F | None:
+    """Compile a method that calls ``torch.autograd.grad`` as one graph; None if this torch cannot.
+
+    16-bit values between fused ops are rounded, as they are in eager mode.
+    The first call of a new kind raises what is in ``compile_errors()`` if it cannot be one graph.
+    """
+    from torch._dynamo import config
+
+    if not hasattr(config, "trace_autograd_ops"):
+        return None
+    options: dict[str, Any] | None = {"emulate_precision_casts": True} if backend == "inductor" else None
+    # Dynamo counts compilations of a code object, and gives up after eight: each instance gets its own.
+    bound: Any = method
+    plain = bound.__func__
+    own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, None, plain.__closure__)
+    compiled = torch.compile(MethodType(own, bound.__self__), fullgraph=True, backend=backend, options=options)
+
+    def call(*args: Any) -> Any:
+        # Any call may trace. Meanwhile no finalizer may change what is in force in this thread, which Dynamo checks.
+        before, collecting = config.trace_autograd_ops, gc.isenabled()
+        config.trace_autograd_ops = True
+        gc.disable()
+        try:
+            return compiled(*args)
+        finally:
+            config.trace_autograd_ops = before
+            if collecting:
+                gc.enable()
+
+    return call  # type: ignore[return-value]
+
+
+def traced_as_constant(function: F) -> F:
+    """Mark a function that Dynamo calls while it traces, to take what it returns for a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@traced_as_constant
+def tracer_follows_autocast() -> bool:
+    """Whether Dynamo, which asks this while it traces, follows ``enter_autocast``; that of torch 2.11 does not."""
+    in_graph = sys.modules["torch._dynamo.trace_rules"].torch_non_c_binding_in_graph_functions
+    return f"{enter_autocast.__module__}.{enter_autocast.__name__}" not in in_graph
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """The errors of ``torch.compile`` for a function that it cannot compile."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return (TorchDynamoException, FailOnRecompileLimitHit, InductorError)
+
+
+def compiled_from(module: torch.nn.Module) -> Any:
+    """The module that ``torch.compile`` was given to make this one; None for any other."""
+    return getattr(module, "_orig_mod", None)
+
+
+def register_backend(name: str, backend: Callable[..., Any]) -> None:
+    """Give ``torch.compile`` a backend, unless it has one of that name."""
+    if name not in torch._dynamo.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(backend, name=name)
+
+
+def export_errors() -> tuple[type[Exception], ...]:
+    """The errors of ``torch.export`` for a model that it cannot capture."""
+    return (torch._dynamo.exc.UserError, RuntimeError)
+
+
+def never_traced(function: F, why: str) -> F:
+    """Mark a function that Dynamo runs as it is.
+
+    As ``torch.compiler.disable``, whose wrapper costs some microseconds a call (torch 2.13).
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+    return function
+
+
+class FakeMode:
+    """Makes tensors that have shapes and dtypes and no numbers; the sizes of their dimensions may be unknown."""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False))
+
+    def make(self, tensor: torch.Tensor, free: Sequence[bool] = ()) -> torch.Tensor:
+        """A tensor like another one. ``free`` says which of its dimensions have unknown sizes."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+        if not any(free):
+            return self._mode.from_tensor(tensor, static_shapes=True)
+        sizes = [DimDynamic.DYNAMIC if unknown else DimDynamic.STATIC for unknown in free]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+        return self._mode.from_tensor(tensor, symbolic_context=context)
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a function on such tensors, without gradients."""
+        from torch._dispatch.python import enable_python_dispatcher
+
+        with self._mode, enable_python_dispatcher(), torch.no_grad():  # an LSTM of any length is split in Python only
+            return function(*args, **kwargs)
+
+
+def as_subclass_without_numbers(tensor: torch.Tensor, kind: type[T]) -> T:
+    """An instance of a subclass of Tensor with the shape, dtype and device of another tensor, and no memory."""
+    made: Any = torch.Tensor._make_wrapper_subclass(kind, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return made  # type: ignore[no-any-return]
+
+
+def size_expression(size: object) -> Any:
+    """The expression behind a number that depends on unknown sizes; None for other things."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else None
+
+
+def size_value(expression: Any, sizes: dict[Any, Any]) -> Any:
+    """The value of an expression, given what the unknown sizes are."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    return sympy_interp(PythonReferenceAnalysis, sizes, expression)
+
+
+def needs_values() -> tuple[type[Exception], ...]:
+    """The errors of an op that needs numbers and is given a tensor without them."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
