@@ -1,4 +1,4 @@
-"""``UnscaledOnce``: which gradients of an iteration are unscaled already, for a parameter in two optimizers."""
+"""``Iteration``: which gradients of an iteration are unscaled already, for a parameter in two optimizers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halfstep import amp
-from halfstep.amp.unscaled_once import UnscaledOnce
+from halfstep.amp.iteration import Iteration
 
 
 def params(count: int = 2) -> list[torch.Tensor]:
@@ -45,7 +45,7 @@ CASES: dict[tuple[int, Callable[[torch.Tensor], None]], bool] = {
 @pytest.mark.parametrize(("losses", "change"), CASES)
 def test_a_gradient_is_unscaled_until_something_is_added(losses: int, change: Callable[[torch.Tensor], None]) -> None:
     p, other = params()
-    once = UnscaledOnce()
+    once = Iteration()
     assert once.among([p, other]) == []
     once.note([p])
     once.losses += losses
@@ -55,7 +55,7 @@ def test_a_gradient_is_unscaled_until_something_is_added(losses: int, change: Ca
 
 def test_a_parameter_noted_twice_is_found_once_and_without_a_gradient_not_at_all() -> None:
     p, q = params()
-    once = UnscaledOnce()
+    once = Iteration()
     once.note([p, q])
     once.note([p])
     assert [id(r) for r in once.among([p, q])] == [id(p), id(q)]
@@ -66,7 +66,7 @@ def test_a_parameter_noted_twice_is_found_once_and_without_a_gradient_not_at_all
 def test_a_gradient_that_came_after_the_note_is_still_scaled() -> None:
     (p,) = params(1)
     p.grad = None
-    once = UnscaledOnce()
+    once = Iteration()
     once.note([p])
     replace(p)
     assert once.among([p]) == []

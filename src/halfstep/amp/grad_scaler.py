@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ..casting.dynamo import eager
-from ..core.checks import as_number, check_flag, check_number, is_device
+from ..core.checks import as_number, check_number
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.inner_optimizers import inner_optimizer
-from ..core.loss_scale import DynamicLossScale, LossScaleSpec, make_loss_scale
-from ..core.torch_compat import OptState, new_optimizer_state
+from ..core.loss_scale import DynamicLossScale
+from ..core.torch_compat import OptState
 from ..distributed.ddp_sync import BackwardRecord
 from ..gradients.unscale import Unscaler
 from ..optimizers.release import release_of
 from ..stepping.attached import AttachedOptimizer, attached_to
 from ..stepping.diagnosis import first_bad_gradient
 from ..stepping.scaled_backward import before_unscaling
-from .scaler_settings import ScalerSettings, check_interval
+from .iteration import Iteration
+from .scaler_settings import ScalerSettings
 from .step_result import StepResult
-from .unscaled_once import UnscaledOnce
 
 __all__ = ["GradScaler"]
 
@@ -82,79 +80,16 @@ class GradScaler(ScalerSettings):
     Source: Paddle's AMP guide, sections 2.1.2 and 3.1; ``torch.amp.GradScaler``.
     """
 
-    def __init__(
-        self,
-        enable: bool | str | torch.device = True,
-        init_loss_scaling: float = 2.0**15,
-        incr_ratio: float = 2.0,
-        decr_ratio: float = 0.5,
-        incr_every_n_steps: int | None = 1000,
-        decr_every_n_nan_or_inf: int | None = 2,
-        use_dynamic_loss_scaling: bool = True,
-        *,
-        min_loss_scaling: float | None = None,
-        max_loss_scaling: float | None = None,
-        collapse_after: int | None = 20,
-        enabled: bool | None = None,
-        init_scale: float | None = None,
-        growth_factor: float | None = None,
-        backoff_factor: float | None = None,
-        growth_interval: int | None = None,
-        device: str | torch.device | None = None,
-    ) -> None:
-        check_interval("incr_every_n_steps", incr_every_n_steps)
-        check_interval("growth_interval", growth_interval)
-        check_interval("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf)
-        rule = DynamicLossScale(
-            init_scale=init_loss_scaling if init_scale is None else init_scale,
-            growth_factor=incr_ratio if growth_factor is None else growth_factor,
-            backoff_factor=decr_ratio if backoff_factor is None else backoff_factor,
-            growth_interval=incr_every_n_steps if growth_interval is None else growth_interval,
-            backoff_interval=decr_every_n_nan_or_inf,
-            min_scale=min_loss_scaling,
-            max_scale=max_loss_scaling,
-            collapse_after=collapse_after,
-        )
-        if enabled is not None:
-            enable = check_flag("enabled", enabled)
-        elif isinstance(enable, torch.device) or is_device(enable):
-            enable = True
-        dynamic = check_flag("use_dynamic_loss_scaling", use_dynamic_loss_scaling)
-        super().__init__(check_flag("enable", enable), rule, dynamic)
-        self._prepare()
-
-    @classmethod
-    def from_loss_scale(cls, loss_scale: LossScaleSpec) -> GradScaler:
-        """A scaler that moves its scale by a rule.
-
-        Args:
-            loss_scale: as in a ``halfstep.Policy``: a number above zero, "dynamic", or a ``halfstep.DynamicLossScale``
-                or ``StaticLossScale``.
-
-        Returns:
-            The scaler. It is disabled for a static scale of 1.0.
-
-        Raises:
-            ArgumentValueError: for anything else.
-        """
-        rule = make_loss_scale(loss_scale)
-        if not isinstance(rule, DynamicLossScale):
-            return cls(rule.init_scale != 1.0, rule.init_scale, use_dynamic_loss_scaling=False)
-        scaler = cls(init_loss_scaling=rule.init_scale)
-        scaler._scaler.change(**{each.name: getattr(rule, each.name) for each in fields(rule) if each.init})
-        return scaler
-
-    def _prepare(self) -> None:
+    def _start(self, enabled: bool, rule: DynamicLossScale, dynamic: bool) -> None:
+        super()._start(enabled, rule, dynamic)
         # By optimizer: what only this scaler keeps about it, and whether it wraps another.
         self._known: WeakKeyDictionary[torch.optim.Optimizer, tuple[AttachedOptimizer, bool]] = WeakKeyDictionary()
         self._scaled = False  # whether a loss ever was
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        # Under torch's name and in its shape, for those who look there.
-        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(new_optimizer_state)
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._done = UnscaledOnce()
+        self._iteration = Iteration()
+        self._per_optimizer_states = self._iteration.states  # for those who look where torch has it
 
     # ---- the training step, in its order
 
@@ -175,11 +110,13 @@ class GradScaler(ScalerSettings):
         if isinstance(outputs, torch.Tensor):
             if not (outputs.is_floating_point() or outputs.is_complex()):
                 raise ArgumentTypeError(f"scale needs a floating tensor, not one of {outputs.dtype}.")
-            self._done.losses += 1
+            self._iteration.losses += 1
             self._scaled = True
             if self._home is None:
                 self._home = outputs.device
-            scale = self._scaler.scale(self._home).to(outputs.device, non_blocking=True)
+            scale = self._scaler.scale(self._home)
+            if outputs.device != self._home:
+                scale = scale.to(outputs.device, non_blocking=True)
             return (outputs.float() if outputs.dtype in HALF_DTYPES else outputs) * scale
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
             scaled = map(self.scale, outputs)
@@ -200,7 +137,7 @@ class GradScaler(ScalerSettings):
         """
         if not self._enabled:
             return
-        self._refuse_second_unscaling(optimizer)
+        self._iteration.refuse_second(optimizer)
         self._refuse_released(optimizer, "unscale_")
         self._unscale(optimizer, self._attached_to(optimizer))
 
@@ -227,12 +164,12 @@ class GradScaler(ScalerSettings):
         if not self._enabled or attached_to(optimizer) is not None:
             self.unscale_(optimizer)
             return attached.passes.gradients.clip(attached.params(), max_norm, 2.0)
-        self._refuse_second_unscaling(optimizer)
+        self._iteration.refuse_second(optimizer)
         params, scale, found_inf, done = self._begin_unscaling(optimizer, attached)
         attached.passes.records.append(BackwardRecord(found_inf, None, dynamic=self._scaler.dynamic))
         left = [p for p in params if id(p) not in done]
         norm = attached.passes.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
-        self._done.note(params)
+        self._iteration.note(params)
         return norm
 
     @eager
@@ -285,20 +222,10 @@ class GradScaler(ScalerSettings):
         scale = None if new_scale is None else as_number("new_scale", new_scale)
         if scale is not None:
             self._scaler.set_scale(scale)
-        states, optimizers = self._per_optimizer_states, self._optimizers
+        ended = self._iteration
         self._begin_iteration()
-        if scale is not None:
-            return
-        flags = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
-        if not flags:
-            raise UsageError(
-                "update() was called and nothing was stepped or unscaled since the last update(), so it is not known "
-                "whether the gradients are finite. Call scaler.step(optimizer) first."
-            )
-        found_inf = flags[0]
-        for flag in flags[1:]:
-            found_inf = torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True))
-        self._scaler.update(found_inf, lambda: first_bad_gradient(optimizers))
+        if scale is None:
+            self._scaler.update(ended.overflow(), lambda: first_bad_gradient(ended.optimizers))
 
     def minimize(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:
         """``step`` and ``update``; returns what ``step`` returns.
@@ -326,13 +253,6 @@ class GradScaler(ScalerSettings):
             self._known[optimizer] = found, inner_optimizer(optimizer) is not None
         return found
 
-    def _refuse_second_unscaling(self, optimizer: torch.optim.Optimizer) -> None:
-        stage = self._per_optimizer_states[id(optimizer)]["stage"]
-        if stage is OptState.UNSCALED:
-            raise UsageError("unscale_() has already been called on this optimizer since the last update().")
-        if stage is OptState.STEPPED:
-            raise UsageError("unscale_() is being called after step().")
-
     @staticmethod
     def _refuse_released(optimizer: torch.optim.Optimizer, name: str) -> None:
         release = release_of(optimizer)
@@ -353,7 +273,7 @@ class GradScaler(ScalerSettings):
         release, params = attached.passes.release, attached.passes.params()
         if release is not None:
             release.refuse_other_scaler(self)
-        if not self._done.losses and release is None and all(p.grad is None for p in params):
+        if not self._iteration.losses and release is None and all(p.grad is None for p in params):
             raise UsageError(
                 f"No loss has been scaled since the last update(), and the parameters of this "
                 f"{type(optimizer).__name__} have no gradient. Call scaler.scale(loss).backward() before unscale_() or "
@@ -361,13 +281,15 @@ class GradScaler(ScalerSettings):
             )
         for callback in before_unscaling:
             callback()
-        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        done = self._done.among(params) if self._done.noted else []
+        found_inf = torch.zeros_like(scale)
+        done = self._iteration.among(params) if self._iteration.noted else []
         if done:
             Unscaler()(done, torch.ones_like(scale), found_inf)
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {scale.device: found_inf}
-        self._optimizers.append(optimizer)
+        self._iteration.optimizers.append(optimizer)
+        if release is not None:
+            release.add_overflow(found_inf)
         return params, scale, found_inf, set(map(id, done))
 
     def _unscale(
@@ -376,7 +298,7 @@ class GradScaler(ScalerSettings):
         """Unscale the gradients of an optimizer. Returns its flag."""
         params, scale, found_inf, done = self._begin_unscaling(optimizer, attached)
         attached.unscale(params, scale, found_inf, self._scaler, done or None, may_defer=may_defer)
-        self._done.note(params)
+        self._iteration.note(params)
         return found_inf
 
     def _evaluating(
@@ -385,9 +307,9 @@ class GradScaler(ScalerSettings):
         """A closure after which gradients are unscaled; it is run again when they overflowed."""
 
         def evaluate() -> Any:
-            losses = self._done.losses
+            losses = self._iteration.losses
             loss = closure()
-            if self._done.losses == losses:
+            if self._iteration.losses == losses:
                 raise UsageError(
                     "The closure given to GradScaler.step did not scale its loss, and its gradients would be divided "
                     "by a scale they do not have; let it call scaler.scale(loss).backward() and return the loss."
@@ -401,11 +323,6 @@ class GradScaler(ScalerSettings):
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and state, which are whole between ``update`` and the next ``unscale_`` or ``step``."""
-        if self._optimizers:
+        if self._iteration.optimizers:
             raise UsageError("Pickle or copy a GradScaler after update(), not between unscale_ or step and update().")
         return super().__getstate__()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Undo ``__getstate__``."""
-        super().__setstate__(state)
-        self._prepare()

@@ -91,30 +91,12 @@ class LossScaler(DeviceLossScaler):
 
     _dynamic = DeviceLossScaler.dynamic
 
-    @property
-    def _loss_scale(self) -> float:
-        return self.loss_scale()
-
-    @_loss_scale.setter
-    def _loss_scale(self, scale: float) -> None:
-        self.set_scale(float(scale))
-
-    @property
-    def _unskipped(self) -> int:
-        return int(self._state.good)
-
-    @_unskipped.setter
-    def _unskipped(self, good: int) -> None:
-        self.set_good(int(good))
-
-    @property
-    def _has_overflow(self) -> bool:
-        return self.overflowed() if self.found is None else bool(self.found)
-
-    @_has_overflow.setter
-    def _has_overflow(self, value: bool) -> None:
-        self.found = torch.tensor(float(value), dtype=torch.float32)
-
+    _loss_scale = property(DeviceLossScaler.loss_scale, lambda self, scale: self.set_scale(float(scale)))
+    _unskipped = property(DeviceLossScaler.good, lambda self, good: self.set_good(int(good)))
+    _has_overflow = property(
+        lambda self: self.overflowed() if self.found is None else bool(self.found),
+        lambda self, value: vars(self).update(found=torch.tensor(float(value), dtype=torch.float32)),
+    )
     _scale_seq_len = _setting("_scale_seq_len", "growth_interval")
     _max_loss_scale = _setting("_max_loss_scale", "max_scale")
     _min_loss_scale = _setting("_min_loss_scale", "min_scale", zero_is_none=True)

@@ -2,31 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 
-from ..core.checks import as_number, check_count
+from ..core.checks import as_number, check_count, check_flag, is_device
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.hardware import accelerator
-from ..core.loss_scale import DynamicLossScale
+from ..core.loss_scale import DynamicLossScale, LossScaleSpec, make_loss_scale
 from ..gradients.loss_scaler import DeviceLossScaler
 
 __all__ = ["ScalerSettings", "check_interval"]
 
 
+def _getter(field: str, doc: str) -> Callable[[ScalerSettings], Any]:
+    """A method that reads a field of the settings; None, which stands for never, is 0."""
+
+    def get(self: ScalerSettings) -> Any:
+        return getattr(self.loss_scaler.settings, field) or 0
+
+    get.__doc__ = doc
+    return get
+
+
+_Scaler = TypeVar("_Scaler", bound="ScalerSettings")
+
+
 class ScalerSettings(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` that gives Paddle's and torch's names to the settings of a ``DeviceLossScaler``.
 
-    Args:
-        enabled: whether the scaler does anything.
-        rule: the settings; those that move the scale are kept for a static one, too.
-        dynamic: whether the scale moves.
+    The arguments are those of ``GradScaler``.
     """
 
-    def __init__(self, enabled: bool, rule: DynamicLossScale, dynamic: bool) -> None:
+    def __init__(
+        self,
+        enable: bool | str | torch.device = True,
+        init_loss_scaling: float = 2.0**15,
+        incr_ratio: float = 2.0,
+        decr_ratio: float = 0.5,
+        incr_every_n_steps: int | None = 1000,
+        decr_every_n_nan_or_inf: int | None = 2,
+        use_dynamic_loss_scaling: bool = True,
+        *,
+        min_loss_scaling: float | None = None,
+        max_loss_scaling: float | None = None,
+        collapse_after: int | None = 20,
+        enabled: bool | None = None,
+        init_scale: float | None = None,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+        growth_interval: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        check_interval("incr_every_n_steps", incr_every_n_steps)
+        check_interval("growth_interval", growth_interval)
+        check_interval("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf)
+        rule = DynamicLossScale(
+            init_scale=init_loss_scaling if init_scale is None else init_scale,
+            growth_factor=incr_ratio if growth_factor is None else growth_factor,
+            backoff_factor=decr_ratio if backoff_factor is None else backoff_factor,
+            growth_interval=incr_every_n_steps if growth_interval is None else growth_interval,
+            backoff_interval=decr_every_n_nan_or_inf,
+            min_scale=min_loss_scaling,
+            max_scale=max_loss_scaling,
+            collapse_after=collapse_after,
+        )
+        if enabled is not None:
+            enable = check_flag("enabled", enabled)
+        elif isinstance(enable, torch.device) or is_device(enable):
+            enable = True
+        dynamic = check_flag("use_dynamic_loss_scaling", use_dynamic_loss_scaling)
+        self._start(check_flag("enable", enable), rule, dynamic)
+
+    @classmethod
+    def from_loss_scale(cls: type[_Scaler], loss_scale: LossScaleSpec) -> _Scaler:
+        """A scaler that moves its scale by a rule.
+
+        Args:
+            loss_scale: as in a ``halfstep.Policy``: a number above zero, "dynamic", or a ``halfstep.DynamicLossScale``
+                or ``StaticLossScale``.
+
+        Returns:
+            The scaler. It is disabled for a static scale of 1.0.
+
+        Raises:
+            ArgumentValueError: for anything else.
+        """
+        rule = make_loss_scale(loss_scale)
+        if not isinstance(rule, DynamicLossScale):
+            return cls(rule.init_scale != 1.0, rule.init_scale, use_dynamic_loss_scaling=False)
+        scaler = cls(init_loss_scaling=rule.init_scale)
+        scaler._scaler.change(**{each.name: getattr(rule, each.name) for each in fields(rule) if each.init})
+        return scaler
+
+    def _start(self, enabled: bool, rule: DynamicLossScale, dynamic: bool) -> None:
         # Not torch's constructor: it turns itself off where there is no CUDA device.
         self._enabled = enabled
         self._scaler = DeviceLossScaler(rule, name="GradScaler")
@@ -41,6 +112,16 @@ class ScalerSettings(torch.amp.GradScaler):
 
     # ---- Paddle's names
 
+    get_init_loss_scaling = _getter("init_scale", "Where the scale started, or where it was set or loaded.")
+    get_incr_ratio = _getter("growth_factor", "What the scale is multiplied by when it grows.")
+    get_decr_ratio = _getter("backoff_factor", "What the scale is multiplied by when it shrinks.")
+    get_incr_every_n_steps = _getter(
+        "growth_interval", "After how many finite steps in a row the scale grows; 0 for never."
+    )
+    get_decr_every_n_nan_or_inf = _getter(
+        "backoff_interval", "After how many overflowing steps in a row the scale shrinks; 0 for never."
+    )
+
     def is_enable(self) -> bool:
         """Whether the scaler does anything."""
         return self._enabled
@@ -48,10 +129,6 @@ class ScalerSettings(torch.amp.GradScaler):
     def is_use_dynamic_loss_scaling(self) -> bool:
         """Whether the scale moves."""
         return self._enabled and self._scaler.dynamic
-
-    def get_init_loss_scaling(self) -> float:
-        """Where the scale started, or where it was set or loaded."""
-        return self._scaler.settings.init_scale
 
     def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
         """Set it, and with it the present scale.
@@ -62,34 +139,18 @@ class ScalerSettings(torch.amp.GradScaler):
         self._scaler.change(init_scale=new_init_loss_scaling)
         self._scaler.set_scale(self._scaler.settings.init_scale)
 
-    def get_incr_ratio(self) -> float:
-        """What the scale is multiplied by when it grows."""
-        return self._scaler.settings.growth_factor
-
     def set_incr_ratio(self, new_incr_ratio: float) -> None:
         """Set it, above 1."""
         self._scaler.change(growth_factor=new_incr_ratio)
-
-    def get_decr_ratio(self) -> float:
-        """What the scale is multiplied by when it shrinks."""
-        return self._scaler.settings.backoff_factor
 
     def set_decr_ratio(self, new_decr_ratio: float) -> None:
         """Set it, between 0 and 1."""
         self._scaler.change(backoff_factor=new_decr_ratio)
 
-    def get_incr_every_n_steps(self) -> int:
-        """After how many finite steps in a row the scale grows; 0 for never."""
-        return self._scaler.settings.growth_interval or 0
-
     def set_incr_every_n_steps(self, new_incr_every_n_steps: int | None) -> None:
         """Set it; None for never."""
         check_interval("new_incr_every_n_steps", new_incr_every_n_steps)
         self._scaler.change(growth_interval=new_incr_every_n_steps)
-
-    def get_decr_every_n_nan_or_inf(self) -> int:
-        """After how many overflowing steps in a row the scale shrinks; 0 for never."""
-        return self._scaler.settings.backoff_interval or 0
 
     def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int | None) -> None:
         """Set it; None for never."""
@@ -139,10 +200,7 @@ class ScalerSettings(torch.amp.GradScaler):
         """The type of the device where the scale lives, or will."""
         return self._home.type if self._home is not None else accelerator() or "cpu"
 
-    @property
-    def _init_scale(self) -> float:  # type: ignore[override]
-        return self._scaler.settings.init_scale
-
+    _init_scale = property(get_init_loss_scaling)
     _growth_factor = property(get_incr_ratio, set_growth_factor)
     _backoff_factor = property(get_decr_ratio, set_backoff_factor)
     _growth_interval = property(get_incr_every_n_steps, set_growth_interval)
@@ -233,7 +291,7 @@ class ScalerSettings(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Undo ``__getstate__``."""
-        ScalerSettings.__init__(self, state["enabled"], state["rule"], state["dynamic"])
+        self._start(state["enabled"], state["rule"], state["dynamic"])
         self._scaler.load_state_dict(state["now"])
         self._init_growth_tracker = self._counts()[0]
 

@@ -57,11 +57,8 @@ class LossScale:
     """Whether the scale ever moves."""
     collapse_after: int | None = None
     """How many overflows in a row at ``collapse_scale`` or below are too many; None for never."""
-
-    @property
-    def collapse_scale(self) -> float:
-        """At this scale and below it an overflow counts towards a collapse."""
-        return 0.0
+    collapse_scale: float = 0.0
+    """At this scale and below it an overflow counts towards a collapse."""
 
     def update(self, state: LossScaleState, found_inf: torch.Tensor) -> LossScaleState:
         """The next state, as new tensors, given a 0-dim tensor that is nonzero when a gradient was inf or NaN."""
@@ -134,6 +131,7 @@ class DynamicLossScale(LossScale):
             ``DeviceLossScaler`` raises ``LossScaleCollapsed``. None for never.
         floor: the smallest scale there can be.
         ceiling: the largest scale there can be.
+        collapse_scale: the floor, or 2**-14 where the floor is lower.
 
     Raises:
         ArgumentValueError: for a value outside of these ranges.
@@ -150,6 +148,7 @@ class DynamicLossScale(LossScale):
     collapse_after: int | None = 20
     floor: float = field(init=False, repr=False, compare=False)
     ceiling: float = field(init=False, repr=False, compare=False)
+    collapse_scale: float = field(init=False, repr=False, compare=False)
 
     dynamic = True
 
@@ -168,14 +167,10 @@ class DynamicLossScale(LossScale):
         ceiling = _LARGEST if self.max_scale is None else min(self.max_scale, _LARGEST)
         object.__setattr__(self, "floor", floor)
         object.__setattr__(self, "ceiling", ceiling)
+        object.__setattr__(self, "collapse_scale", max(floor, _COLLAPSED))
         if floor > ceiling:
             raise ArgumentValueError(f"min_scale={self.min_scale} is above max_scale={self.max_scale}; swap them.")
         object.__setattr__(self, "init_scale", min(max(self.init_scale, self.floor), self.ceiling))
-
-    @property
-    def collapse_scale(self) -> float:
-        """The floor, or 2**-14 where the floor is lower."""
-        return max(self.floor, _COLLAPSED)
 
     def update_(self, state: LossScaleState, found_inf: torch.Tensor) -> None:
         """The algorithm above: one small kernel of torch's own, or two with hysteresis, and a clamp."""

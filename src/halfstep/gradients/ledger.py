@@ -236,13 +236,14 @@ class Gradients:
         self.saved.clear()
         self._pending = []
 
-    @torch.no_grad()
     def finish(
         self,
         params: Sequence[torch.Tensor],
         scale: torch.Tensor | None,
         found_inf: torch.Tensor,
         seen: set[int] | None = None,
+        *,
+        goes_on: bool = False,
     ) -> None:
         """Unscale the new gradients, and add those that were set aside.
 
@@ -251,16 +252,11 @@ class Gradients:
             scale: 0-dim float32 tensor, by which the gradients are multiplied; None if they are not.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. Not looked at without scale.
             seen: identities of parameters that another optimizer has served in this pass; extended.
+            goes_on: whether the pass brings more gradients.
         """
         if seen is not None:
             params = [p for p in params if id(p) not in seen]
             seen.update(map(id, params))
-        self.finish_some(params, scale, found_inf)
-        self._pending = []
-
-    @torch.no_grad()
-    def finish_some(self, params: Sequence[torch.Tensor], scale: torch.Tensor | None, found_inf: torch.Tensor) -> None:
-        """``finish`` for some parameters while the pass goes on."""
         inv_scale = None if scale is None else reciprocal(scale)
         narrow: list[torch.Tensor] = []
         if self.any_wide and (inv_scale is not None or self.saved or not self._narrow):
@@ -272,7 +268,10 @@ class Gradients:
             self._unscaler.unscale(self._unscaler.gather(params), inv_scale, found_inf)
         if self.saved:
             self._add_saved(params)
+        if not goes_on:
+            self._pending = []
 
+    @torch.no_grad()
     def _unscale_into(
         self,
         narrow: list[torch.Tensor],
@@ -319,6 +318,7 @@ class Gradients:
             multi_tensor.unscale_into(grads, targets, inv_scale, found_inf, accumulate=False, groups=groups)
             set_grads(first.values(), [t for param, t in zip(rows, targets, strict=True) if id(param) in first])
 
+    @torch.no_grad()
     def _add_saved(self, params: Sequence[torch.Tensor]) -> None:
         mine = [p for p in params if id(p) in self.saved]
         for param, grad in zip(mine, get_grads(mine), strict=True):
@@ -362,7 +362,7 @@ class Gradients:
         if step_checks and any(p.grad is not None and is_half(p.grad) for p in params):
             return True
         grads = self._unscaler.gather(params)
-        left = self._unscaler.any_half
+        left = any(grad.dtype in HALF_DTYPES for grad in grads)
         self._unscaler.unscale(grads, torch.ones_like(scale) if left else reciprocal(scale), found_inf)
         return left
 

@@ -38,6 +38,7 @@ class DeviceLossScaler:
     Attributes:
         settings: the rule by which the scale moves while it is dynamic. A static scale keeps the settings that it would
             have, so that it can be made dynamic later.
+        neutral: whether scaling by it does nothing at all: a static scale of 1.
         found: the flag of who unscales by hand, from the latest update on; None if nobody did.
     """
 
@@ -61,6 +62,7 @@ class DeviceLossScaler:
     @rule.setter
     def rule(self, rule: LossScale) -> None:
         self._rule = rule
+        self.neutral = not rule.dynamic and rule.init_scale == 1.0
         if isinstance(rule, DynamicLossScale):
             self.settings = rule
 
@@ -87,11 +89,6 @@ class DeviceLossScaler:
             self._move_by(changed)
         else:
             self.settings = changed
-
-    @property
-    def neutral(self) -> bool:
-        """Whether scaling by it does nothing at all: a static scale of 1."""
-        return not self._rule.dynamic and self._rule.init_scale == 1.0
 
     def state(self, device: torch.device) -> LossScaleState:
         """The state, moved to ``device`` if it was elsewhere; ``update`` changes these very tensors."""
@@ -148,12 +145,16 @@ class DeviceLossScaler:
         """
         check_between("loss_scale", scale, above=0.0)
         self._pick_up(wait=True)
-        self._state = self._start(scale, int(self._state.good), int(self._state.bad), self._state.scale.device)
+        self._state = self._start(scale, self.good(), int(self._state.bad), self._state.scale.device)
 
     def overflowed(self) -> bool:
         """Whether the latest update was for gradients with inf or NaN. Reads the device."""
         self._pick_up(wait=True)
         return self._overflowed
+
+    def good(self) -> int:
+        """How many good steps have been counted since the scale last moved. Reads the device."""
+        return int(self._state.good)
 
     def set_good(self, good: int) -> None:
         """Set how many good steps have been counted since the scale last moved."""
@@ -162,7 +163,7 @@ class DeviceLossScaler:
 
     def state_dict(self) -> dict[str, float | int]:
         """Plain numbers: ``loss_scale`` and ``unskipped`` as Apex wrote them, and ``bad`` when there are any."""
-        entry: dict[str, float | int] = {"loss_scale": self.loss_scale(), "unskipped": int(self._state.good)}
+        entry: dict[str, float | int] = {"loss_scale": self.loss_scale(), "unskipped": self.good()}
         if bad := int(self._state.bad):
             entry["bad"] = bad
         return entry
@@ -182,7 +183,7 @@ class DeviceLossScaler:
     def _move_by(self, rule: DynamicLossScale) -> None:
         """Go by another rule. If its interval is already counted, the scale grows at the next finite step."""
         self.rule = rule
-        if rule.growth_interval is not None and int(self._state.good) >= rule.growth_interval:
+        if rule.growth_interval is not None and self.good() >= rule.growth_interval:
             self.set_good(rule.growth_interval - 1)
 
     def _start(self, scale: float, good: int, bad: int, device: torch.device) -> LossScaleState:

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 
 import torch
 
-from ..core.dtypes import is_half
 from ..core.scalars import in_scalar_dtype
 from ..core.torch_compat import values_of
 from ..kernels import multi_tensor
-from ..kernels.grouping import TensorGroups, TensorGroupsCache
+from ..kernels.grouping import TensorGroupsCache
 
 __all__ = ["Unscaler", "dense_view", "reciprocal", "widened"]
 
@@ -37,17 +36,11 @@ def dense_view(grad: torch.Tensor) -> torch.Tensor:
 
 
 class Unscaler:
-    """Unscales the gradients of one list of parameters at every step, with a grouping that is kept between steps.
-
-    Attributes:
-        any_half: whether a gradient of the latest ``gather`` has 16 bits.
-    """
+    """Unscales the gradients of one list of parameters at every step, with a grouping that is kept between steps."""
 
     def __init__(self) -> None:
-        self.any_half = False
         self._cache = TensorGroupsCache()
-        self._groups = TensorGroups()
-        self._complex = False
+        self._owners: list[torch.Tensor] = []  # those of the latest ``gather``
 
     def __call__(
         self,
@@ -74,17 +67,12 @@ class Unscaler:
             seen.update(map(id, owners))
         if not owners:
             return []
-        groups = self._cache.get("grads", owners, grads)
-        if groups is not self._groups:
-            self._groups, self._complex = groups, any(grad.is_complex() for grad in grads)
-            self.any_half = any(map(is_half, grads))
-        if [grad for grad in grads if grad.is_sparse]:
+        self._owners = owners
+        if [grad for grad in grads if grad.is_sparse or grad.is_complex()]:
             for i, param in enumerate(owners):
                 if grads[i].is_sparse and not grads[i].is_coalesced():
                     # Duplicates of an index are added up in fp32, where they cannot overflow.
                     param.grad = grads[i] = widened(grads[i]).coalesce().to(grads[i].dtype)
-            grads = [dense_view(grad) for grad in grads]
-        elif self._complex:
             grads = [dense_view(grad) for grad in grads]
         return grads
 
@@ -103,8 +91,9 @@ class Unscaler:
         grads = self.gather(params)
         if not grads:
             return torch.zeros((), dtype=torch.float32)
-        norm = multi_tensor.norm(grads, norm_type, groups=self._groups)
-        multi_tensor.scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0), groups=self._groups)
+        groups = self._cache.get("grads", self._owners, grads)
+        norm = multi_tensor.norm(grads, norm_type, groups=groups)
+        multi_tensor.scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0), groups=groups)
         return norm
 
     @torch.no_grad()
@@ -124,10 +113,11 @@ class Unscaler:
         """
         if not grads:
             return torch.zeros_like(found_inf)
-        norm = multi_tensor.norm(grads, groups=self._groups).to(found_inf.device) * inv_scale
+        groups = self._cache.get("grads", self._owners, grads)
+        norm = multi_tensor.norm(grads, groups=groups).to(found_inf.device) * inv_scale
         found_inf.logical_or_(norm.isfinite().logical_not_())
         factor = inv_scale * (max_norm / (norm + 1e-6)).clamp_(max=1.0)
-        multi_tensor.scale_(grads, factor, groups=self._groups)
+        multi_tensor.scale_(grads, factor, groups=groups)
         return norm
 
     def unscale(self, grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
@@ -139,4 +129,5 @@ class Unscaler:
             found_inf: 0-dim float32 tensor on any device, set to 1.0 if a gradient holds inf or NaN.
         """
         if grads:
-            multi_tensor.unscale_(grads, inv_scale, found_inf, groups=self._groups)
+            groups = self._cache.get("grads", self._owners, grads)
+            multi_tensor.unscale_(grads, inv_scale, found_inf, groups=groups)

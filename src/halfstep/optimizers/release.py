@@ -316,7 +316,7 @@ class GradientRelease:
             self._skip = torch.zeros_like(zero) if adds or self._found is None else self._found
         if block is None or not adds:
             return scale
-        block.gradients.finish_some(params, scale, zero if self._found is None else self._found)
+        block.gradients.finish(params, scale, zero if self._found is None else self._found, goes_on=True)
         return None
 
     def _factor(self, limit: float | None, rows: list[ParamRows], scale: torch.Tensor | None) -> Number:

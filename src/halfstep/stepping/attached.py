@@ -188,13 +188,11 @@ class AttachedOptimizer:
             may_defer: leave it to a fused step where that loses less.
         """
         passes = self.passes
-        gradients, release, scaling = passes.gradients, passes.release, passes.scaling
+        gradients, scaling = passes.gradients, passes.scaling
         if passes.scales and any(other is not scaler for other in passes.scales):
             scaling.say_twice("this GradScaler")
         scaling.scaled = True
         scaling.look_for_clipping(params, scale, _UNSCALE_BEFORE)
-        if release is not None:
-            release.add_overflow(found_inf)
         may_defer = may_defer and seen is None and not gradients.any_wide and self.stepping.takes_flags
         passes.scale = scaler.state(scale.device).scale  # which will be that of the next losses, too
         alone = not passes.ranks.reductions
@@ -225,7 +223,7 @@ class AttachedOptimizer:
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step on unscaled gradients. It is skipped, and changes nothing, if a pass overflowed."""
         passes = self.passes
-        if passes.recover():
+        if passes.unsafe and passes.recover():
             raise UsageError(
                 f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
                 "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left."
@@ -274,9 +272,7 @@ class AttachedOptimizer:
             self.replaced.refuse(optimizer)
         if passes.known is not None:
             passes.drop_brought()
-        if closure is None and ddp_hook.wrappers_seen:
-            passes.sync()
-        records = passes.end_window() if passes.records or ddp_hook.wrappers_seen else []
+        records = passes.take_records(agreed=closure is None) if passes.records or ddp_hook.wrappers_seen else []
         casting = active_casting()
         with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None

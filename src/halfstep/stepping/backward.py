@@ -26,7 +26,7 @@ from ..optimizers.release import GradientRelease
 from .diagnosis import first_bad_gradient
 from .scaling_checks import ScalingChecks
 
-__all__ = ["BackwardPasses", "any_overflow", "record_pass", "sync_overflow"]
+__all__ = ["BackwardPasses", "any_overflow", "sync_overflow"]
 
 _CLIP_AFTER = (
     "Clip after the block, where they are unscaled: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)."
@@ -55,6 +55,7 @@ class BackwardPasses:
         in_place: whether the next pass adds to the gradients where they are, because a pass with ``delay_unscale`` came
             before it: some scripts average them by hand then, inside of the block of that next pass.
         scale: what the loss of the present pass, or of the latest, was multiplied by, a 0-dim tensor; None for none.
+        unsafe: whether gradients are in the middle of something: from ``begin`` to ``close``.
     """
 
     def __init__(self, keeper: MasterKeeper) -> None:
@@ -71,9 +72,10 @@ class BackwardPasses:
         self.scaling = ScalingChecks()
         self.in_place = False
         self.scale: torch.Tensor | None = None
+        self.unsafe = False
         # The open block. Nobody but its `with` statement holds it: it is gone if an interrupt came before its exit.
         self._block: weakref.ref[object] | None = None
-        # While gradients are unscaled until their overflow is noted: whether there were gradients before the pass.
+        # While gradients are unscaled until their overflow is noted: whether older ones are among them.
         self._finishing: bool | None = None
         self.known: list[torch.Tensor] | None = None
 
@@ -94,32 +96,22 @@ class BackwardPasses:
         return next((param.device for param in self.params()), torch.device("cpu"))
 
     @property
-    def optimizer_name(self) -> str:
-        """The class of the optimizer, for messages."""
-        return type(self._optimizer()).__name__
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a block is open."""
-        return self._block is not None and self._block() is not None
-
-    def is_opened_by(self, block: object) -> bool:
-        """Whether it is this block that is open."""
-        return self._block is not None and self._block() is block
+    def block(self) -> object | None:
+        """The block that is open; None for none."""
+        return None if self._block is None else self._block()
 
     def close(self) -> None:
         """The gradients are unscaled, and their overflow is noted."""
         self._finishing = self._block = None
+        self.unsafe = False
 
     def recover(self) -> bool:
-        """Abandon what an interrupt, such as Ctrl-C in a line of ours, has left half done.
+        """If gradients are ``unsafe``: abandon what an interrupt, such as Ctrl-C in a line of ours, has left half done.
 
         Returns:
             Whether a block is open, which was not interrupted.
         """
-        if self._block is None and self._finishing is None:
-            return False
-        if self.is_open:
+        if self.block is not None:
             return True
         logger.info("A scale_loss block was interrupted; its backward pass does not count")
         self.abandon()
@@ -147,10 +139,11 @@ class BackwardPasses:
         Raises:
             UsageError: if a block is open already.
         """
-        if self.recover():
+        if self.unsafe and self.recover():
             raise UsageError(
-                f"A scale_loss block of this {self.optimizer_name} is open already, and two backward passes "
-                "at two scales would mix. Close the first block before the second; gradients add up across blocks."
+                f"A scale_loss block of this {type(self._optimizer()).__name__} is open already, and two backward "
+                "passes at two scales would mix. Close the first block before the second; gradients add up across "
+                "blocks."
             )
         self.scale = scale
         release = self.release
@@ -171,7 +164,7 @@ class BackwardPasses:
         if gone and self.records and not self.ranks.reductions and all(param.grad is None for param in params):
             self.records = [record for record in self.records if record.scaler is None]  # of gradients that are gone
         self.in_place = self.in_place and release is None and not self.ranks.will_sync
-        self._block = weakref.ref(block)
+        self._block, self.unsafe = weakref.ref(block), True
         stay = list if self.in_place else None if alone else self._averaged_next
         self.gradients.begin(params, scale, seen, stay)
         if release is not None:
@@ -217,8 +210,9 @@ class BackwardPasses:
             return
         for param in brought:
             param.grad = None
+        name = type(self._optimizer()).__name__
         warnings.warn(
-            f"{counted(len(brought), 'parameter')} had gradients when added to this {self.optimizer_name}, and these "
+            f"{counted(len(brought), 'parameter')} had gradients when added to this {name}, and these "
             "were dropped. Backward passes have multiplied them by the loss scale, and only gradients of parameters in "
             "the optimizer are divided by it. To have nothing to drop, keep such parameters frozen "
             "(requires_grad_(False)) until they are added, or set their gradients to None before.",
@@ -270,19 +264,21 @@ class BackwardPasses:
         if self.ranks.reductions:
             self.ranks.end_backward(params)
             scale = self.ranks.gradient_scale(scale)
-        self._finishing = self.in_place or bool(self.gradients.saved)
+        self._finishing, self.unsafe = self.in_place or bool(self.gradients.saved), True
         self.gradients.finish(params, scale, found_inf, seen)
         return found
 
     def multiply(self, scale: torch.Tensor) -> None:
         """Scale the gradients again, as ``finish`` unscales them. An interrupt meanwhile drops them."""
-        self._finishing = True
-        self.gradients.multiply(self.params(), scale if (of := self.ranks.gradient_scale(scale)) is None else of)
-        self._finishing = None
+        divisor = self.ranks.gradient_scale(scale)
+        assert divisor is not None
+        self._finishing = self.unsafe = True
+        self.gradients.multiply(self.params(), divisor)
+        self.close()
 
     def check_scaling(self) -> None:
         """Warn if the gradients for a step have not come through the loss scale."""
-        if not self.is_open:
+        if self.block is None:
             released = self.release is not None and self.release.has_stepped
             self.scaling.at_step(self.keeper.optimizer, released=released)
 
@@ -314,14 +310,14 @@ class BackwardPasses:
                 self.ranks.average_unsynced(params, halves(params) if self.keeper.any else [])
             sync_overflow([self])
 
-    def take_records(self) -> list[BackwardRecord]:
-        """The records since the last call, which the ranks agree on; there are none afterwards."""
-        if ddp_hook.wrappers_seen:
-            self.sync()
-        return self.end_window()
+    def take_records(self, *, agreed: bool = True) -> list[BackwardRecord]:
+        """The records since the last call; there are none afterwards, and passes to come belong to another step.
 
-    def end_window(self) -> list[BackwardRecord]:
-        """The records since the last call; there are none afterwards, and passes to come belong to another step."""
+        Args:
+            agreed: whether the ranks agree on them before. If not, they have done so already.
+        """
+        if agreed and ddp_hook.wrappers_seen:
+            self.sync()
         records, self.records = self.records, []
         if records:
             self.unsettled = True
@@ -332,7 +328,7 @@ class BackwardPasses:
 
     def clear(self) -> None:
         """The gradients were cleared: forget what is known about them."""
-        if (self._block is not None or self._finishing is not None) and not self.is_open:
+        if self.unsafe and self.block is None:
             if self.release is not None:
                 self.release.abandon()
             self.close()
@@ -381,41 +377,6 @@ def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
 
 _MANY = 64
 """So many passes without a step have their records merged: somebody may never step."""
-
-
-def record_pass(
-    optimizers: Sequence[BackwardPasses],
-    scaler: DeviceLossScaler,
-    found_inf: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    moves: bool = True,
-) -> None:
-    """Note for the next step of each optimizer, and for the loss scale, whether a pass overflowed.
-
-    The loss scale hears of it at once, unless other ranks do not have these gradients yet: then it hears when they are
-    averaged.
-
-    Args:
-        optimizers: whose parameters got gradients.
-        scaler: the loss scale.
-        found_inf: 0-dim float32 tensor, 1.0 if a gradient holds inf or NaN.
-        scale: what the loss was multiplied by, a 0-dim tensor.
-        moves: whether the loss scale hears of it at all.
-    """
-    alone = not any(passes.ranks.reductions for passes in optimizers)
-    of = scaler if moves or alone else None
-    record = BackwardRecord(found_inf, of, shared=alone, dynamic=moves and scaler.dynamic)
-    for passes in optimizers:
-        passes.note(record)
-        passes.scales[scaler] = scale
-        passes.close()
-    if not moves:
-        return
-    if alone:
-        scaler.update(found_inf, lambda: first_bad_gradient([passes.keeper.optimizer for passes in optimizers]))
-    elif not any(passes.ranks.has_unsynced for passes in optimizers):
-        sync_overflow(optimizers)
 
 
 def _merged(records: list[BackwardRecord]) -> list[BackwardRecord]:

@@ -16,10 +16,12 @@ from ..casting.dynamo import eager
 from ..casting.scope import clear_cache
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
+from ..distributed.ddp_sync import BackwardRecord
 from ..gradients.loss_scaler import DeviceLossScaler
-from .backward import BackwardPasses, record_pass
+from .backward import BackwardPasses, sync_overflow
+from .diagnosis import first_bad_gradient
 
-__all__ = ["ScaledBackward", "before_unscaling", "check_loss"]
+__all__ = ["ScaledBackward", "before_unscaling", "check_loss", "record_pass"]
 
 before_unscaling: list[Callable[[], None]] = []
 """Called before gradients are unscaled and scales move. One that raises leaves both as they were before the block."""
@@ -155,7 +157,7 @@ class ScaledBackward:
         while self._hooks:
             self._hooks.pop().remove()
         for passes in self._passes:
-            if passes.is_opened_by(self):
+            if passes.block is self:
                 passes.abandon()
 
 
@@ -175,3 +177,38 @@ def _refuse_unscaled(reached: set[str], face: str) -> None:
             f"`with {face}(loss, optimizer) as scaled_loss: scaled_loss.backward()`. The gradients are what they were "
             "before the block."
         )
+
+
+def record_pass(
+    optimizers: Sequence[BackwardPasses],
+    scaler: DeviceLossScaler,
+    found_inf: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    moves: bool = True,
+) -> None:
+    """Note for the next step of each optimizer, and for the loss scale, whether a pass overflowed.
+
+    The loss scale hears of it at once, unless other ranks do not have these gradients yet: then it hears when they are
+    averaged.
+
+    Args:
+        optimizers: whose parameters got gradients.
+        scaler: the loss scale.
+        found_inf: 0-dim float32 tensor, 1.0 if a gradient holds inf or NaN.
+        scale: what the loss was multiplied by, a 0-dim tensor.
+        moves: whether the loss scale hears of it at all.
+    """
+    alone = not any(passes.ranks.reductions for passes in optimizers)
+    of = scaler if moves or alone else None
+    record = BackwardRecord(found_inf, of, shared=alone, dynamic=moves and scaler.dynamic)
+    for passes in optimizers:
+        passes.note(record)
+        passes.scales[scaler] = scale
+        passes.close()
+    if not moves:
+        return
+    if alone:
+        scaler.update(found_inf, lambda: first_bad_gradient([passes.keeper.optimizer for passes in optimizers]))
+    elif not any(passes.ranks.has_unsynced for passes in optimizers):
+        sync_overflow(optimizers)

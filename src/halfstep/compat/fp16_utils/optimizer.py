@@ -14,9 +14,8 @@ from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.logs import show_log
 from ...stepping.attached import attach
-from ...stepping.backward import record_pass
 from ...stepping.optimizer_wrapper import ForwardingOptimizer
-from ...stepping.scaled_backward import ScaledBackward
+from ...stepping.scaled_backward import ScaledBackward, record_pass
 from .loss_scaler import DynamicLossScaler, LossScaler, saved_entry
 
 __all__ = ["FP16_Optimizer"]

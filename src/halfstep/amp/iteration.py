@@ -1,0 +1,82 @@
+"""What a ``GradScaler`` knows about one iteration: from one ``update`` to the next."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..core.errors import UsageError
+from ..core.torch_compat import OptState, new_optimizer_state
+
+__all__ = ["Iteration"]
+
+
+@dataclass
+class Iteration:
+    """How far each optimizer is in this iteration, what overflowed, and which gradients are unscaled already.
+
+    A parameter may be in two optimizers of one scaler. Its gradient counts as unscaled if it is the tensor that was
+    noted, and either no loss was scaled since then or its version is the same.
+
+    Attributes:
+        states: for each optimizer, by its identity, how far it is and its overflow flags; in the shape that torch's
+            scaler has.
+        optimizers: those that were unscaled.
+        losses: how many losses were scaled.
+        noted: what each call of ``note`` has seen.
+    """
+
+    states: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(new_optimizer_state))
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    losses: int = 0
+    noted: list[tuple[int, Sequence[torch.Tensor], list[torch.Tensor | None], list[int | None]]] = field(
+        default_factory=list
+    )
+
+    def refuse_second(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to unscale the gradients of an optimizer once more.
+
+        Raises:
+            UsageError: if they were unscaled, or it has stepped.
+        """
+        stage = self.states[id(optimizer)]["stage"]
+        if stage is OptState.UNSCALED:
+            raise UsageError("unscale_() has already been called on this optimizer since the last update().")
+        if stage is OptState.STEPPED:
+            raise UsageError("unscale_() is being called after step().")
+
+    def overflow(self) -> torch.Tensor:
+        """Whether the gradients of any optimizer overflowed, as a 0-dim float32 tensor.
+
+        Raises:
+            UsageError: if none was unscaled.
+        """
+        flags = [flag for state in self.states.values() for flag in state["found_inf_per_device"].values()]
+        if not flags:
+            raise UsageError(
+                "update() was called and nothing was stepped or unscaled since the last update(), so it is not known "
+                "whether the gradients are finite. Call scaler.step(optimizer) first."
+            )
+        found_inf: torch.Tensor = flags[0]
+        for flag in flags[1:]:
+            found_inf = torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True))
+        return found_inf
+
+    def note(self, params: Sequence[torch.Tensor]) -> None:
+        """The gradients of these parameters are unscaled now."""
+        grads = [p.grad for p in params]
+        self.noted.append((self.losses, params, grads, [None if g is None else g._version for g in grads]))
+
+    def among(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those parameters whose gradients are unscaled already."""
+        mine = {id(p) for p in params if p.grad is not None}
+        found: dict[int, torch.Tensor] = {}
+        for losses, *noted in self.noted:
+            for param, grad, version in zip(*noted, strict=True):
+                if id(param) in mine and param.grad is grad and (losses == self.losses or version == grad._version):
+                    found[id(param)] = param
+        return list(found.values())
