@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.core.dtypes import halves
 from halfstep.gradients import ledger
-from halfstep.gradients.ledger import Gradients, get_grads, set_grads, widen
+from halfstep.gradients.ledger import Gradients, get_grads, halves, set_grads, widen
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SCALE = torch.tensor(128.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from .errors import ArgumentTypeError, ArgumentValueError
@@ -13,7 +11,6 @@ __all__ = [
     "HALF_DTYPES",
     "default_half",
     "dtype_name",
-    "halves",
     "is_half",
     "parse_dtype",
     "parse_half",
@@ -83,11 +80,6 @@ def _allowed() -> str:
 def is_half(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds 16-bit floating numbers."""
     return tensor.dtype in HALF_DTYPES
-
-
-def halves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of some tensors that hold 16-bit floating numbers."""
-    return [tensor for tensor in tensors if tensor.dtype in HALF_DTYPES]
 
 
 def default_half(device: torch.device | str) -> torch.dtype:

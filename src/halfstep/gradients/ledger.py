@@ -42,7 +42,7 @@ from ..kernels.grouping import TensorGroupsCache
 from ..kernels.shards import ORDINARY, is_sharded, local
 from .unscale import Unscaler, reciprocal, widened
 
-__all__ = ["Chooser", "Gradients", "add_grads", "get_grads", "set_grads", "widen"]
+__all__ = ["Chooser", "Gradients", "add_grads", "get_grads", "halves", "set_grads", "widen"]
 
 
 class _Image(NamedTuple):
@@ -108,6 +108,11 @@ Chooser = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 IN_WRAPPERS: set[int] = set()
 """Identities of the living parameters that are in a DistributedDataParallel wrapper."""
+
+
+def halves(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of some parameters that have 16 bits."""
+    return [p for p in params if p.dtype in HALF_DTYPES]
 
 
 def wrapped(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -215,7 +220,7 @@ class Gradients:
         for param, grad in zip(there, get_grads(there), strict=True):
             factor = scale.to(param.device, non_blocking=True)
             if grad is param.grad:
-                grad.mul_(factor)  # type: ignore[union-attr]
+                local(grad).mul_(factor)  # type: ignore[arg-type]
             else:
                 set_grads([param], [grad * factor])  # type: ignore[operator]
 

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import torch
 
-from ..core.dtypes import halves, is_half
+from ..core.dtypes import is_half
 from ..core.errors import UsageError
 from ..core.torch_compat import HAS_GRAD_DTYPE
 from ..distributed.state_dict import patch_state_init
 from ..gradients.held_masters import WITH_MEMORY, HeldMasters, settle
-from ..gradients.ledger import Chooser, Gradients, widen, wrapped
+from ..gradients.ledger import Chooser, Gradients, halves, widen, wrapped
 from ..gradients.master_registry import keeper_of, register
 from ..kernels.shards import is_sharded
 from .plain import PlainMasters

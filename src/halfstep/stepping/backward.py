@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from ..core.callers import callers_level
-from ..core.dtypes import halves
 from ..core.errors import UsageError
 from ..core.text import counted
 from ..distributed import ddp_hook
 from ..distributed.ddp_sync import BackwardRecord, RankSync, share_overflow
+from ..gradients.ledger import halves
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
 from ..optimizers.release import GradientRelease
