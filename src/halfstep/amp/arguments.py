@@ -15,7 +15,7 @@ from ..optimizers.larc import LARC
 
 __all__ = ["Models", "Optimizers", "as_models", "as_optimizers", "device_of", "returned", "warn_of_slow_devices"]
 
-# A list has to be a list. What is in it is checked when the function is called: list[Linear] is no list[Module].
+# A list has to be a list. Its items are checked when the function is called: list[Linear] is no list[Module].
 Models = TypeVar("Models", bound=nn.Module | list[Any])
 Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | LARC | list[Any])
 

@@ -97,7 +97,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             nowhere.
 
     Attributes:
-        casting: what the scope does to ops; it is a scope by itself, too.
+        casting: the casts that the scope makes; it is a scope by itself, too.
 
     Warns:
         PrecisionWarning: once, where the hardware has no units for the dtype and ``emulate=False``.

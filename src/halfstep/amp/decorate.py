@@ -23,7 +23,7 @@ from .arguments import Models, Optimizers, as_models, as_optimizers, device_of, 
 __all__ = ["decorate"]
 
 Layer = nn.Module | type[nn.Module]
-"""What ``excluded_layers`` has."""
+"""An item of ``excluded_layers``."""
 
 _SAVE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -1,8 +1,8 @@
 """A script with CUDA written all over it, on the CPU: ``halfstep run --device cpu``.
 
-What it asks of CUDA is answered by the CPU: where tensors and modules go, what ``torch.cuda`` says and waits for, and
-the backend of process groups. Everything is put back when the block ends. What cannot be answered, such as how much
-memory is used, says so once.
+The CPU answers what it asks of CUDA: where tensors and modules go, what ``torch.cuda`` says and waits for, and
+the backend of process groups. Everything is put back when the block ends. A question without an answer, such as
+how much memory is used, logs so once.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class AmpHandle(NoOpHandle):
     """Op casting in the whole process, and a loss scale.
 
     Args:
-        casting: what to cast from now on.
+        casting: the casts from now on.
         rule: how loss scales move.
         has_cache: whether ``casting`` keeps casts of weights.
         verbose: whether ``casting`` logs.

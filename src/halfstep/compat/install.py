@@ -53,8 +53,8 @@ class SecondNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         assert module.__spec__ is not None
         second = module.__spec__.name
         module.__spec__ = module.__spec__.loader_state
-        # What came with it has its second name at once: an import of it would put it in the place of an attribute of
-        # the same name, and ``amp._amp_state`` is an object and a module.
+        # Modules that came with it get their second names at once: a later import would put one in the place of an
+        # attribute of the same name, and ``amp._amp_state`` is an object and a module.
         for name, below in list(sys.modules.items()):
             if name.startswith(f"{module.__name__}."):
                 sys.modules.setdefault(second + name[len(module.__name__) :], below)
@@ -85,7 +85,7 @@ _finder = SecondNames(_TOP)
 def install(force: bool = False) -> None:
     """Let ``import apex``, any ``apex.X`` and Apex's extensions (``amp_C``...) find halfstep from now on.
 
-    An installed Apex that lacks ``amp``, as today's does, is kept and completed: what it has is its own.
+    An installed Apex that lacks ``amp``, as today's does, is kept and completed: its own names stay.
 
     Args:
         force: take the place of an Apex that has ``amp``.

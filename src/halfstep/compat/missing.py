@@ -102,7 +102,7 @@ _finder = _Missing()
 
 
 def refuse_missing() -> None:
-    """Say from now on, where one of these modules is imported, what to use."""
+    """Raise from now on, where one of these modules is imported, an error that says what to use."""
     if _finder not in sys.meta_path:
         sys.meta_path.append(_finder)
 

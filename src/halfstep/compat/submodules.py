@@ -37,7 +37,7 @@ def add_submodule(package: str, name: str, values: Mapping[str, object]) -> None
     Args:
         package: the name of the package.
         name: of the submodule, in the package.
-        values: what it has.
+        values: its attributes.
     """
     own = f"{package}.{name}"
     module = ModuleType(own, f"``{own.removeprefix('halfstep.compat.')}``.")

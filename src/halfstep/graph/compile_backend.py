@@ -23,7 +23,7 @@ def halfstep(
     """A backend of ``torch.compile`` that computes at O1, for training and inference.
 
     Args:
-        module: what Dynamo captured.
+        module: the graph that Dynamo captured.
         example_inputs: its inputs.
         options: ``dtype`` (float16 on CUDA and bfloat16 on the CPU if absent), ``lists`` (an ``OpLists``),
             ``emulate`` as in ``amp.auto_cast``, and ``inductor=False`` to run the graph as it is.

@@ -18,7 +18,7 @@ __all__ = ["FiguresCallback", "figures", "sink"]
 def figures(
     model: nn.Module, optimizers: Any, scaler: amp.GradScaler | None = None, monitor: Any = None
 ) -> dict[str, float]:
-    """The loss scale, how many steps overflowed, what ``halfstep.check`` finds, and what a monitor has measured.
+    """The loss scale, the number of overflows, the findings of ``halfstep.check``, and the numbers of a monitor.
 
     Args:
         model: for ``halfstep.check``.

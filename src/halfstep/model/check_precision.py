@@ -20,14 +20,14 @@ class CheckPrecision(Callback):
 
         model.fit(data, callbacks=halfstep.model.CheckPrecision())
 
-    What is found goes to the logger "halfstep", in one line.
+    The findings go to the logger "halfstep", in one line.
 
     Args:
         after: at which batch, counted from 0, the model is checked. A few steps let the optimizer have state.
         every: see ``halfstep.watch``; None watches nothing.
 
     Attributes:
-        findings: what was found in the last ``fit``.
+        findings: the findings of the last ``fit``.
 
     Raises:
         ArgumentValueError: for ``after`` below 0.

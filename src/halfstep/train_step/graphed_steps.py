@@ -6,8 +6,8 @@ A step is recorded in two parts, so that batches of many kinds share the second:
     update:  gradients and flag in fixed places  ->  weights, state, loss scale                one graph
 
 Each kind of batch first takes ordinary steps, which let libraries choose their algorithms and allocate. Recording runs
-nothing; what was recorded is replayed at once, so every step trains. What lies outside of the graphs is compared at
-each call (``_compare_surroundings``); where it changed, everything is recorded anew.
+nothing; a recording is replayed at once, so every step trains. The surroundings of the graphs are compared at each call
+(``_compare_surroundings``); if they changed, everything is recorded anew.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class GraphedSteps:
             self._step.optimizer.drop_copies()
         try:
             graph, (loss, slot) = self._record(passes)
-        finally:  # nothing ran: what is there is what came in
+        finally:  # nothing ran: the pending gradients are still those from before
             self._take_gradients(incoming)
             _forget_casts()
         self._slots[index] = slot

@@ -60,7 +60,7 @@ class Program:
             signature: of the batch; how it ran is written into it.
             params: get gradients.
             scaled: the block around a backward pass.
-            share: what the loss is divided by.
+            share: the divisor of the loss.
 
         Returns:
             The detached loss.

@@ -274,7 +274,7 @@ class TrainStep:
         return [p for p in params if p.requires_grad]
 
     def modules(self) -> list[nn.Module]:
-        """The modules that a step runs, as far as they can be found: of a function, what it closes over or names."""
+        """The modules that a step runs. Those of a function are the ones that it closes over or names."""
         found: dict[int, nn.Module] = {}
         for root in (*roots_of(self.model), *roots_of(self.loss_fn)):
             found.update((id(module), module) for module in root.modules())

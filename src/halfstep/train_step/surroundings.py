@@ -44,11 +44,11 @@ def surroundings(step: Steps, params: list[torch.Tensor]) -> tuple[dict[str, obj
     """The surroundings of a step now, to be compared with those at its recording.
 
     Args:
-        step: what is recorded.
+        step: the step that is recorded.
         params: of its optimizer.
 
     Returns:
-        The values by name, and what must be kept so that no identity in them is given out again.
+        The values by name, and the objects that must be kept: an identity in the values is then not given out again.
     """
     optimizer, device = step.optimizer, params[0].device
     scalers, modules, settings = step.loss_scalers(), step.modules(), step.settings()

@@ -60,7 +60,7 @@ def is_apex(name: str) -> bool:
 def moved(name: str) -> str:
     """The dotted name in halfstep of a module, or of something in a module, of Apex.
 
-    ``apex.amp.initialize`` -> ``halfstep.amp.initialize``. What only old scripts know is in ``halfstep.apex``.
+    ``apex.amp.initialize`` -> ``halfstep.amp.initialize``. Names that only old scripts know are in ``halfstep.apex``.
     """
     new, old = _moved(name), f"halfstep.{name}"
     return old if name.startswith("apex.") and not resolves(new) and resolves(old) else new

@@ -20,7 +20,7 @@ class Use:
     """An expression that means something of the package.
 
     Attributes:
-        name: what it means, "apex.amp.initialize".
+        name: its meaning, such as "apex.amp.initialize".
         text: how it is written, "amp.initialize".
         node: the expression.
         function: the innermost function around it.

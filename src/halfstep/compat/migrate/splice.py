@@ -1,4 +1,4 @@
-"""Changes to a text at places that a syntax tree names; whatever else stands there stays to the letter."""
+"""Changes to a text at places that a syntax tree names; the rest of the text does not change by a letter."""
 
 from __future__ import annotations
 

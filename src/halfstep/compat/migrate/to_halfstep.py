@@ -1,4 +1,4 @@
-"""Names of Apex become names of halfstep; whatever else stands in a file stays to the letter."""
+"""Names of Apex become names of halfstep; the rest of a file does not change by a letter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IN_BFLOAT16 = ("O4", "O5")
 
 
 def to_halfstep(source: str) -> tuple[str, list[Problem]]:
-    """The new text, and what stays as it was, and why.
+    """The new text, and the places that were not changed, with the reasons.
 
     Raises:
         SyntaxError: if the text is no Python.

@@ -24,12 +24,12 @@ class Facts:
     """The uses of Apex in a file.
 
     Attributes:
-        roots: what each name that was imported from it means.
+        roots: the meaning of each name that was imported from it.
         models: how the models under amp are called.
         optimizers: and their optimizers.
         inference: whether nothing is trained.
         enabled: whether there is mixed precision at all.
-        problems: what torch has not.
+        problems: the uses for which torch has nothing.
     """
 
     roots: dict[str, str] = field(default_factory=dict)

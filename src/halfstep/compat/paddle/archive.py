@@ -65,9 +65,9 @@ def read_archive(archive: bytes, name: str, writer: str) -> tuple[torch.export.E
     """The program and the facts in an archive.
 
     Args:
-        archive: what ``write_archive`` returned.
+        archive: the bytes that ``write_archive`` returned.
         name: of the file, for the message.
-        writer: what wrote it, for the message.
+        writer: the function that wrote it, for the message.
 
     Raises:
         ArgumentValueError: for other bytes, and for an archive in which anything would have to be unpickled.

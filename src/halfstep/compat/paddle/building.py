@@ -123,7 +123,7 @@ def program_guard(main_program: Program, startup_program: Program | None = None)
 
     Args:
         main_program: ``static.Program()``, or one that is being built.
-        startup_program: what ``default_startup_program()`` gives inside.
+        startup_program: the program that ``default_startup_program()`` gives inside.
 
     Raises:
         ArgumentTypeError: for something else than programs.

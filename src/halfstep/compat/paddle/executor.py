@@ -47,7 +47,7 @@ class Executor:
             program: captured before; None is ``default_main_program()``. An empty one, as
                 ``default_startup_program()``, does nothing.
             feed: a tensor, or what makes one, for each of ``program.feed_names``.
-            fetch_list: what to return: ``program.loss``, ``program.outputs``, values that were computed from
+            fetch_list: the values to return: ``program.loss``, ``program.outputs``, values that were computed from
                 ``static.data``, or names of these or of nodes.
             train: False only computes, in the precision of training. Dropout and BatchNorm are as they were captured.
             use_program_cache: accepted; a program is made ready once and always kept.
@@ -93,7 +93,7 @@ class Executor:
 
 
 def _without_casts() -> AbstractContextManager[object]:
-    """A scope for a program, which has its casts in its graph: what casts in this thread is turned off, if anything."""
+    """A scope for a program, whose casts are in its graph: other casts of this thread are off, if there are any."""
     casts = thread.current is not None or any(map(torch.is_autocast_enabled, NATIVE))
     return NO_CASTING if casts else nullcontext()
 

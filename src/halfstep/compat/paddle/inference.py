@@ -31,7 +31,7 @@ def save_inference_model(
     *,
     program: Program | None = None,
 ) -> None:
-    """Write ``{path_prefix}.pt2``: what computes some values of a program from some of its inputs.
+    """Write ``{path_prefix}.pt2``: the part of a program that computes some values from some inputs.
 
     The loss and the labels are left out if they are not asked for. Dropout does nothing in the file, BatchNorm takes
     its running statistics, and parameters are in fp32. A model that asks ``self.training`` itself stays as it was

@@ -103,7 +103,7 @@ class Tape:
 
     Attributes:
         owner: the program that is being built.
-        inputs: what is fed, by name.
+        inputs: the inputs of the program, by name.
         shapes: of the inputs, by name; None is any size.
         values: every variable, in the order of its making.
         state: the tensors with numbers that calls read, by name.

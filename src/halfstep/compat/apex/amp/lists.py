@@ -1,7 +1,7 @@
 """``apex.amp.lists``: the op lists of O1 as lists of names, which scripts edit before ``initialize``.
 
-They begin as halfstep's own. What a script changes in them holds for every ``initialize`` at O1 and every ``init`` that
-comes after. Halfstep casts an op however it is called, so a name moved in one of the three modules moves in all.
+They begin as halfstep's own. Changes that a script makes in them hold for every ``initialize`` at O1 and every ``init``
+that comes after. Halfstep casts an op however it is called, so a name moved in one of the three modules moves in all.
 """
 
 from __future__ import annotations

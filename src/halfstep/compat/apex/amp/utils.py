@@ -1,4 +1,4 @@
-"""``apex.amp.utils`` and ``compat``: what scripts ask of tensors."""
+"""``apex.amp.utils`` and ``compat``: questions that scripts ask about tensors."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def maybe_print(msg: object, rank0: bool = False) -> None:
     """Log at level INFO, if the latest ``initialize`` was called with a verbosity above 0.
 
     Args:
-        msg: what to say.
+        msg: the message.
         rank0: only on rank 0.
     """
     session = amp._amp_state.session

@@ -24,7 +24,7 @@ def focal_loss(
     Args:
         cls_output: logits of shape [..., classes].
         cls_targets_at_level: int64 of shape [...]: the class; -1 for background; -2 for an anchor that does not count.
-        num_positives_sum: what to divide by, a tensor of one number.
+        num_positives_sum: the divisor, a tensor of one number.
         num_real_classes: the classes behind these are padding and do not count.
         alpha: weight of positives; that of negatives is ``1 - alpha``.
         gamma: how much less a well classified example counts.

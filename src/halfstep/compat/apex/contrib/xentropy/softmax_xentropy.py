@@ -24,7 +24,7 @@ class SoftmaxCrossEntropyLoss:
         Args:
             logits: floating, of shape [..., classes].
             labels: int64, of shape [...].
-            smoothing: what share of a label is spread over all classes.
+            smoothing: the share of a label that is spread over all classes.
             padding_idx: where this is the label, loss and gradient are zero. The default is class 0, as in Apex.
             half_to_float: losses are float32, and otherwise have the dtype of the logits.
 
