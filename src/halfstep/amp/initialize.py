@@ -20,7 +20,7 @@ from ..core.policy import Policy
 from ..stepping.prepare import check, prepare
 from .arguments import Models, Optimizers, as_models, as_optimizers, device_of, returned, warn_of_slow_devices
 from .loss_scaler import LossScaler
-from .options import ARGUMENTS, Properties, resolve
+from .options import Properties, resolve
 from .session import Session, latest
 
 __all__ = ["initialize"]
@@ -179,7 +179,7 @@ def initialize(
     Warns:
         PrecisionWarning: once, where the device of a model has no units for the 16-bit dtype and ``emulate=False``.
     """
-    given = {name: value for name, value in locals().items() if name in ARGUMENTS}
+    given = dict(locals())  # all arguments; ``resolve`` takes those in its table
     if not check_flag("enabled", enabled):
         latest.session = Session(Properties(False, "O1", None, False, None, None, 1.0), 0)
         return returned(models, optimizers)

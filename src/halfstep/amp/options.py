@@ -119,7 +119,7 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
     Args:
         policy: a policy, which takes the place of the others but for ``loss_scale``.
         device_half: the 16-bit dtype where none is named.
-        given: a value for each of ``ARGUMENTS``.
+        given: arguments of ``amp.initialize``, of which those in ``ARGUMENTS`` are read.
 
     Raises:
         UsageError: for arguments, or parts of a policy, that contradict each other.
