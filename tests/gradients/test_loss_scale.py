@@ -55,7 +55,7 @@ def numbers(state: LossScaleState) -> tuple[float, int, int]:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(rule=RULES, flags=FLAGS)
 def test_rule(rule: dict[str, Any], flags: list[bool]) -> None:
     moving = DynamicLossScale(**rule)
@@ -67,7 +67,7 @@ def test_rule(rule: dict[str, Any], flags: list[bool]) -> None:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(rule=RULES, flags=FLAGS)
 def test_loss_scaler(rule: dict[str, Any], flags: list[bool]) -> None:
     scaler, trace = DeviceLossScaler(DynamicLossScale(**rule, collapse_after=None), verbose=False), []
@@ -79,7 +79,7 @@ def test_loss_scaler(rule: dict[str, Any], flags: list[bool]) -> None:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rule=RULES, flags=FLAGS)
 def test_scale_loss(rule: dict[str, Any], flags: list[bool]) -> None:
     param = nn.Parameter(torch.ones(2))
@@ -677,31 +677,6 @@ def test_a_rule_is_itself() -> None:
         assert handle.new_scaler("one").loss_scale() == 8.0
     finally:
         handle._deactivate()
-
-
-WRONG = {
-    "init_scale=0": {"init_scale": 0},
-    "init_scale=-1": {"init_scale": -1.0},
-    "init_scale=inf": {"init_scale": math.inf},
-    "init_scale=nan": {"init_scale": math.nan},
-    "init_scale=True": {"init_scale": True},
-    "growth_factor=1": {"growth_factor": 1.0},
-    "backoff_factor=1": {"backoff_factor": 1.0},
-    "backoff_factor=-1": {"backoff_factor": -1.0},
-    "growth_interval=0": {"growth_interval": 0},
-    "growth_interval=2.5": {"growth_interval": 2.5},
-    "backoff_interval=-1": {"backoff_interval": -1},
-    "min_scale=0": {"min_scale": 0.0},
-    "max_scale=inf": {"max_scale": math.inf},
-    "min_scale=8.0 is above max_scale=4.0": {"min_scale": 8.0, "max_scale": 4.0},
-    "collapse_after=0": {"collapse_after": 0},
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_settings(message: str) -> None:
-    with pytest.raises(ArgumentValueError, match=message):
-        DynamicLossScale(**WRONG[message])
 
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, math.inf, math.nan])

@@ -137,6 +137,15 @@ def test_bounds_beside_dynamic_are_its_bounds() -> None:
     assert make_loss_scale(2.0, 4.0) == StaticLossScale(2.0)
 
 
+def test_equal_bounds_hold_the_scale() -> None:
+    rule = DynamicLossScale(min_scale=8.0, max_scale=8.0, growth_interval=1)
+    assert (rule.floor, rule.init_scale, rule.ceiling) == (8.0, 8.0, 8.0)
+    scaler = DeviceLossScaler(rule, verbose=False)
+    for found_inf in (NO, YES, NO):
+        scaler.update(found_inf)
+        assert scaler.loss_scale() == 8.0
+
+
 # ---- the scaler
 
 
