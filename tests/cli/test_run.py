@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.python import python
+
 RUN = [sys.executable, "-m", "halfstep", "run"]
 
 Ending = tuple[int, str, str]
@@ -28,6 +30,12 @@ def ending(command: list[str], folder: Path, stdin: str = "", **environment: str
         input=stdin,
         env={**os.environ, **environment},
     )
+    return done.returncode, done.stdout, done.stderr
+
+
+def run(folder: Path, *arguments: str, stdin: str = "") -> Ending:
+    """``halfstep run`` in a process that has torch already."""
+    done = python("-m", "halfstep", "run", *arguments, cwd=folder, stdin=stdin)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -70,7 +78,7 @@ def test_a_script_ends_as_under_python(way: str, what: str, tmp_path: Path) -> N
     asked = [*WAYS[way], "--lr", "1", "--device", "x"]
     stdin = SCRIPTS[what] if way == "stdin" else ""
     expected = ending([sys.executable, *asked], tmp_path, stdin)
-    found = ending([*RUN, *asked], tmp_path, stdin)
+    found = run(tmp_path, *asked, stdin=stdin)
     assert found[:2] == expected[:2]
     lines = [line for line in expected[2].splitlines() if "<frozen runpy>" not in line]  # which python -m shows
     assert found[2].splitlines() == lines
@@ -160,7 +168,7 @@ def test_a_sitecustomize_of_the_user_s_is_imported_too(tmp_path: Path) -> None:
 )
 def test_options_are_checked_before_the_script_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('it runs')\n")
-    status, out, error = ending([*RUN, *arguments], tmp_path)
+    status, out, error = run(tmp_path, *arguments)
     assert (status, out) == (2, "")
     assert message in " ".join(error.replace("│", " ").split())
     assert "Traceback" not in error
@@ -179,7 +187,7 @@ def test_options_are_checked_before_the_script_runs(arguments: list[str], messag
 )
 def test_a_script_that_needs_a_gpu_is_told_how_to_try_it_without(code: str, hinted: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(code + "\n")
-    status, _, error = ending([*RUN, "train.py"], tmp_path)
+    status, _, error = run(tmp_path, "train.py")
     assert status == 1
     assert ("`halfstep run --device cpu`" in error.splitlines()[-1]) is hinted
     assert "halfstep/cli" not in error
@@ -216,7 +224,7 @@ def test_a_script_that_imports_torch_six_is_told_once(tmp_path: Path, in_worker:
     (tmp_path / "six.py").write_text(SIX)
     script = "import subprocess, sys\nsubprocess.run([sys.executable, 'six.py'], check=True)\n" if in_worker else SIX
     (tmp_path / "train.py").write_text(script)
-    code, out, err = ending([*RUN, "train.py"], tmp_path)
+    code, out, err = run(tmp_path, "train.py")
     assert code == 0, err
     assert out.split() == ["True", "True", "True", "inf"]
     assert err.count("torch has no torch._six since 2.0") == 1
@@ -235,10 +243,10 @@ print(torch.load("c.pt")["args"])
 @pytest.mark.parametrize("worker", [[], ["worker"]])
 def test_checkpoints_are_trusted_only_when_told(tmp_path: Path, worker: list[str]) -> None:
     (tmp_path / "train.py").write_text(LOADS)
-    code, out, err = ending([*RUN, "train.py", *worker], tmp_path)
+    code, out, err = run(tmp_path, "train.py", *worker)
     assert code == 1
     assert "weights_only" in err
     assert ("halfstep run --trust-checkpoints" in err) is (not worker)
-    code, out, err = ending([*RUN, "--trust-checkpoints", "train.py", *worker], tmp_path)
+    code, out, err = run(tmp_path, "--trust-checkpoints", "train.py", *worker)
     assert (code, out.strip()) == (0, "a"), err
     assert err.count("a file can run any code that way") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from halfstep import amp
 from halfstep.cli.run import command
 from halfstep.cli.run_numerics import Monitors
 from halfstep.numerics import Row, load_rows
+from tests.support.python import python
 
 MODEL = """
 import torch
@@ -53,10 +53,8 @@ for step in range(5):
 def run(tmp_path: Path, code: str, *options: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], Path]:
     script, file = tmp_path / "train.py", tmp_path / "run.jsonl"
     script.write_text(code)
-    line = [sys.executable, "-W", "ignore", "-m", "halfstep", "run", *options, str(script)]
-    environment = {**os.environ, **variables}
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path, env=environment)
-    return done, file
+    line = ["-m", "halfstep", "run", *options, str(script)]
+    return python(*line, cwd=tmp_path, env={**os.environ, **variables}, quiet=True), file
 
 
 def seen(rows: list[Row], tensor: str, module: str) -> list[int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import html
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from halfstep.cli.run_report import robust_limit
+from tests.support.python import python
 
 pytestmark = pytest.mark.exhaustive  # nearly each test starts a process
 
@@ -64,8 +64,7 @@ def run(tmp_path: Path, code: str, *options: str) -> tuple[int, str]:
 def run_process(tmp_path: Path, code: str, *options: str) -> tuple[subprocess.CompletedProcess[str], str]:
     script, report = tmp_path / "train.py", tmp_path / "out" / "report.html"
     script.write_text(code)
-    command = [sys.executable, "-W", "ignore", "-m", "halfstep", "run", "--report", str(report), str(script), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = python("-m", "halfstep", "run", "--report", str(report), str(script), *options, quiet=True)
     return done, report.read_text(encoding="utf-8") if report.exists() else ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from halfstep import amp as ours
 from halfstep import apex as tree
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from tests.support.python import python
 
 NAMES = (
     "amp fp16_utils optimizers parallel parallel.LARC parallel.sync_batchnorm parallel.multiproc multi_tensor_apply"
@@ -238,8 +238,7 @@ with open(args.out, "w") as file:
 def test_run(tmp_path: Path, options: list[str], asked: str, told: str) -> None:
     script, out = tmp_path / "train.py", tmp_path / "out.txt"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "halfstep", "run", *options, str(script), "--opt-level", asked, str(out)]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    python("-m", "halfstep", "run", *options, str(script), "--opt-level", asked, str(out)).check_returncode()
     assert out.read_text().startswith(told)
 
 
@@ -285,9 +284,8 @@ model(x).sum().backward()
 def test_a_script_with_cuda_all_over_it_runs_on_the_cpu(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(CUDA_SCRIPT)
-    command = [sys.executable, "-m", "halfstep", "run", "--device", "cpu", str(script)]
     files = [str(tmp_path / "model.pt"), str(tmp_path / "meeting")]
-    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=120, check=False)
+    done = python("-m", "halfstep", "run", "--device", "cpu", str(script), *files)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("asks for CUDA runs on the CPU") == 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from halfstep.cli.migrate import command, migrate
+from tests.support.python import python
 
 SAME = [  # to halfstep: before, after
     ("from apex import amp\n", "from halfstep import amp\n"),
@@ -539,7 +539,7 @@ for step in range(20):
 
 
 def losses_of(*arguments: str) -> list[float]:
-    done = subprocess.run([sys.executable, "-W", "ignore", *arguments], capture_output=True, text=True, check=False)
+    done = python(*arguments, quiet=True)
     assert done.returncode == 0, done.stderr
     return list(map(float, done.stdout.split()))
 

@@ -10,14 +10,13 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.triton_offline import KERNELS, KNOWN, STORAGES, TARGETS
+from tests.support.python import python
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the triton package is not installed"
@@ -30,11 +29,10 @@ def offline(tmp_path: Path, *arguments: str, mutate: str = "") -> tuple[int, lis
     """Run the benchmark: its status, its records and what it printed. ``mutate`` is Python that runs before it."""
     file = tmp_path / "facts.json"
     program = f"import sys\nfrom benchmarks.__main__ import main\n{mutate}\nsys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, "triton_offline", *arguments, "--json", str(file)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["HALFSTEP_CACHE_DIR"] = str(tmp_path / "sources")
     env["TRITON_CACHE_DIR"] = str(tmp_path.parent / "triton")  # Triton's own is in the home, which may be read-only
-    done = subprocess.run(command, cwd=HOME, env=env, capture_output=True, text=True, check=False)
+    done = python("-c", program, "triton_offline", *arguments, "--json", str(file), cwd=HOME, env=env, timeout=290)
     lacking = re.search(r"Cannot find (ptxas|cuobjdump)\S*|ROCm linker \S+ not found", done.stderr)
     if lacking:  # before Triton 3.6 the wheel had no linker for AMD
         pytest.skip(f"the triton package here cannot compile for this target: {lacking[0]}")
