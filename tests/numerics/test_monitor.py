@@ -156,7 +156,9 @@ def test_negative_zero_is_zero_and_a_zero_of_relu_is_no_underflow() -> None:
     model = nn.Sequential(Zeros(), nn.ReLU())
     with Monitor(model, every=1) as monitor:
         output = model(batch(0))
-    for row in monitor.rows():
+    rows = monitor.rows()
+    assert {"0", "1"} <= {row.module for row in rows}
+    for row in rows:
         assert row.zeros == float((output == 0).double().mean())
         assert 0.3 < row.zeros < 0.7
         assert row.flushed == row.subnormal == 0.0
