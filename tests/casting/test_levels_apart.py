@@ -380,13 +380,18 @@ def test_torch_autocast_around_a_model_has_no_say(around: str, level: str, besid
 @pytest.mark.parametrize(
     ("level", "emulate", "inlined"),
     [
-        ("O0", False, False),
-        ("O0", False, True),
-        ("O1", False, False),
         ("O1", True, True),
-        ("O2", False, True),
-        ("decorate", False, False),
-        ("decorate", True, True),
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in (
+                ("O0", False, False),
+                ("O0", False, True),
+                ("O1", False, False),
+                ("O2", False, True),
+                ("decorate", False, False),
+                ("decorate", True, True),
+            )
+        ),
     ],
 )
 def test_torch_autocast_around_a_compiled_model_is_as_in_eager_mode(level: str, emulate: bool, inlined: bool) -> None:
