@@ -32,21 +32,25 @@ def test_a_fault_is_found_with_one_step(why: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_100_faults() -> None:
-    """20 of each kind at random places of five models: at least 95 modules come out on top."""
-    dice = random.Random(0)
+def test_100_faults(request: pytest.FixtureRequest) -> None:
+    """20 of each kind at random places of five models: at least 95 modules come out on top.
+
+    ``make combinations`` tries them all, and ``make test`` 6 of each kind.
+    """
+    dice, count = random.Random(0), 20 if request.config.getoption("combinations") == "all" else 6
     found: Counter[str] = Counter()
     for why in KINDS:
-        for _ in range(20):
+        for _ in range(count):
             fault = draw(dice, why)
             comparison = compared(fault)
             top, first = comparison.modules()[0], comparison.first()
             found["module"] += top.module == fault.module
             found["first"] += first is not None and first.module == fault.module
             found["why"] += top.module == fault.module and top.worst.why == why
-    assert found["module"] >= 95
-    assert found["first"] >= 95
-    assert found["why"] >= 95
+    least = 0.95 * count * len(KINDS)
+    assert found["module"] >= least
+    assert found["first"] >= least
+    assert found["why"] >= least
 
 
 # The norms of "residual" return fp32 to 16-bit weights, which only O1 casts.
