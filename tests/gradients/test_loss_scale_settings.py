@@ -268,3 +268,53 @@ def test_gradients_too_small_for_16_bits_reach_a_step_that_unscales_itself() -> 
     scaler.scale((param.float() * 2.0**-26).sum()).backward()
     scaler.step(optimizer)
     assert param.tolist() == [-(2.0**-6)] * 2
+
+
+def test_overflows_are_counted_and_the_latest_is_told() -> None:
+    scaler, seen = DeviceLossScaler(DynamicLossScale(), verbose=False), []
+    seen.append((scaler.overflows(), scaler.overflowed()))
+    for found in (YES, NO, YES):
+        scaler.update(found)
+        seen.append((scaler.overflows(), scaler.overflowed()))
+    assert seen == [(0, False), (1, True), (1, False), (2, True)]
+
+
+def test_a_scale_that_stops_to_be_dynamic_stays_and_goes_on_by_the_same_rule() -> None:
+    rule = DynamicLossScale(init_scale=8.0, growth_interval=1)
+    scaler = DeviceLossScaler(rule, verbose=False)
+    scaler.update(NO)
+    scaler.dynamic = False
+    assert scaler.rule == StaticLossScale(16.0)
+    scaler.update(YES)
+    assert scaler.loss_scale() == 16.0
+    scaler.dynamic = False
+    assert scaler.rule == StaticLossScale(16.0)
+    scaler.dynamic = True
+    assert scaler.rule is rule
+    scaler.update(YES)
+    assert scaler.loss_scale() == 8.0
+
+
+def test_a_setting_that_changes_counts_from_the_next_step() -> None:
+    scaler = DeviceLossScaler(DynamicLossScale(init_scale=8.0), verbose=False)
+    for _ in range(3):
+        scaler.update(NO)
+    scaler.change(growth_interval=2)  # three finite steps are there: the next one makes it grow
+    scales = []
+    for _ in range(3):
+        scaler.update(NO)
+        scales.append(scaler.loss_scale())
+    assert scales == [16.0, 16.0, 32.0]
+    with pytest.raises(ArgumentValueError, match="growth_factor=1"):
+        scaler.change(growth_factor=1.0)
+    assert scaler.rule == scaler.settings == DynamicLossScale(init_scale=8.0, growth_interval=2)
+
+
+def test_settings_of_a_static_scale_wait_until_it_is_dynamic() -> None:
+    scaler = DeviceLossScaler(StaticLossScale(8.0), verbose=False)
+    scaler.change(backoff_factor=0.25)
+    scaler.update(YES)
+    assert (scaler.rule, scaler.loss_scale()) == (StaticLossScale(8.0), 8.0)
+    scaler.dynamic = True
+    scaler.update(YES)
+    assert scaler.loss_scale() == 2.0
