@@ -15,6 +15,7 @@ from ..kernels.tensor_table import Number
 from ..observe.fetched import Fetched
 from ..observe.row import Row
 from ..optimizers.param_rows import ParamRows
+from .survey import About
 
 __all__ = ["GradientTotals"]
 
@@ -29,7 +30,7 @@ class GradientTotals:
     def __init__(self) -> None:
         self._totals: dict[tuple[int, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
         """By the parameters that step together."""
-        self._labels: list[list[Row]] = []
+        self._abouts: list[list[About]] = []
         self._fetched: list[Fetched] = []
 
     def __bool__(self) -> bool:
@@ -65,8 +66,9 @@ class GradientTotals:
             names: of the parameters, by their ``id``. Others are left out.
         """
         for params, total in self._totals.values():
-            labels = (Row(step, names.get(id(p), ""), "grad", 0, dtype_name(p.dtype), local(p).numel()) for p in params)
-            self._labels.append(list(labels))
+            found = ((names.get(id(param), ""), param) for param in params)
+            abouts = [About(step, name, "grad", 0, dtype_name(p.dtype), local(p).numel()) for name, p in found]
+            self._abouts.append(abouts)
             self._fetched.append(Fetched(total))
         self._totals = {}
         return self
@@ -82,19 +84,19 @@ class GradientTotals:
         A parameter that had a gradient in other steps only gets a row, too, without what only a sample shows.
         """
         sums: dict[str, list[float]] = {}
-        missing: dict[str, Row] = {}
-        for labels, fetched in zip(self._labels, self._fetched, strict=True):
-            for label, (*line, largest) in zip(labels, fetched.get().T.tolist(), strict=True):
-                if label.module:
-                    known = sums.setdefault(label.module, [0.0] * 5)
+        missing: dict[str, About] = {}
+        for abouts, fetched in zip(self._abouts, self._fetched, strict=True):
+            for about, (*line, largest) in zip(abouts, fetched.get().T.tolist(), strict=True):
+                if about.module:
+                    known = sums.setdefault(about.module, [0.0] * 5)
                     added = (a + b for a, b in zip(known, line, strict=False))
-                    sums[label.module] = [*added, max(known[4], largest)]
-                    missing[label.module] = label
+                    sums[about.module] = [*added, max(known[4], largest)]
+                    missing[about.module] = about
         made = []
         for row in rows:
             is_known = row.tensor == "grad" and missing.pop(row.module, None) is not None
             made.append(_with(row, *sums[row.module]) if is_known else row)
-        return [*made, *(_with(row, *sums[name]) for name, row in missing.items())]
+        return [*made, *(_with(Row(*about), *sums[name]) for name, about in missing.items())]
 
 
 def _with(row: Row, squares: float, zeros: float, bad: float, steps: float, largest: float) -> Row:

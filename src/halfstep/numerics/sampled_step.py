@@ -237,8 +237,9 @@ def _is_traced() -> bool:
 
 
 def _tensors(output: Any) -> Iterable[torch.Tensor]:
-    if type(output) is torch.Tensor:
-        return [output] if can_survey(output) else []
+    plain = (output,) if type(output) is torch.Tensor else output
+    if type(plain) is tuple and all(type(each) is torch.Tensor for each in plain):  # as nearly always
+        return [each for each in plain if can_survey(each)]
     if dataclasses.is_dataclass(output):
         output = list(vars(output).values())
     return [t for t in tree_flatten(output)[0] if can_survey(t) and not is_fake(t)]

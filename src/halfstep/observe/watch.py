@@ -99,7 +99,8 @@ class Watch:
             self._modes.append(function_mode)
         if ops is not None:
             self._modes.append(OpMode(ops, self.now, function_mode, compute_in))
-        self._leaves = {id(p): name for m, name in (names or {}).items() for p in m.parameters(recurse=False)}
+        modules_of_leaves = (names or {}) if ops is not None else {}
+        self._leaves = {id(p): name for m, name in modules_of_leaves.items() for p in m.parameters(recurse=False)}
         self._home = threading.get_ident()
         self._starts = [0]
         self._began = [OUTSIDE]
