@@ -136,6 +136,17 @@ def test_a_negative_zero_is_no_difference() -> None:
     assert [entry.error for entry in found.entries] == [0.0]
 
 
+def test_runs_whose_tensors_lie_in_memory_in_another_order_are_compared_at_the_same_places() -> None:
+    runs = []
+    for memory in (torch.contiguous_format, torch.channels_last):
+        model = torch.nn.ReLU()
+        x = torch.randn(4, 8, 16, 16, generator=torch.Generator().manual_seed(0)).to(memory_format=memory)
+        with Monitor(model, every=1, sample=256) as monitor:
+            assert model(x).is_contiguous(memory_format=memory)
+        runs.append(monitor.rows())
+    assert [entry.error for entry in compare(*runs).entries] == [0.0]
+
+
 # ---- files
 
 
