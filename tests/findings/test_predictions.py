@@ -12,7 +12,7 @@ from torch import nn
 import halfstep
 from halfstep import optimizers
 from halfstep.findings.facts import Facts
-from halfstep.observe.samples import MOST_TENSORS, draw
+from halfstep.observe.samples import MOST_TENSORS, draw, sample, samples_in
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -186,3 +186,11 @@ def test_weights_that_never_step_do_not_count() -> None:
 
 def test_nothing_is_drawn_of_nothing() -> None:
     assert draw([]) == draw([torch.empty(0)] * 300) == []
+
+
+@pytest.mark.parametrize("count", [1, 7, 100, 10**6])
+def test_a_sample_is_the_same_in_whatever_order_the_memory_is(count: int) -> None:
+    tensor = torch.randn(3, 5, 7, 4)
+    turned = tensor.to(memory_format=torch.channels_last)
+    assert torch.equal(sample(turned, count), sample(tensor, count))
+    assert len(sample(turned, count)) == samples_in(turned, count) <= max(count, 1)

@@ -81,7 +81,17 @@ def sample(tensor: torch.Tensor, count: int) -> torch.Tensor:
     stride = _stride(size, count)
     if here.is_contiguous():  # one view, which takes a third of the time of three
         return torch.as_strided(here, (-(-size // stride),), (stride,))
-    return here.reshape(-1)[::stride]
+    return here.reshape(-1) if stride == 1 else here[_places(here.shape, stride, here.device)]
+
+
+def _places(shape: Sequence[int], stride: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The indices of every ``stride``-th element, where flattening would copy a whole tensor: in another order."""
+    index = torch.arange(0, math.prod(shape), stride, device=device)
+    found = []
+    for length in reversed(shape):
+        found.append(index % length)
+        index = index // length
+    return tuple(reversed(found))
 
 
 def samples_in(tensor: torch.Tensor, count: int) -> int:
