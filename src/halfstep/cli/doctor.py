@@ -92,15 +92,8 @@ def _check(script: Path, args: tuple[str, ...], device: str | None, as_json: boo
     if any(finding.severity == "error" for finding in findings):
         raise click.exceptions.Exit(1)
     if not as_json:
-        line = [
-            "halfstep",
-            "run",
-            *(["--device=cpu"] if device else []),
-            "--numerics",
-            "numerics.html",
-            str(script),
-            *args,
-        ]
+        options = ["--device", device] if device else []
+        line = ["halfstep", "run", *options, "--numerics", "numerics.html", str(script), *args]
         click.echo(f"A fault that only later steps show, such as a learning rate that is too high: {shlex.join(line)}")
 
 

@@ -25,7 +25,6 @@ from ..pages import (
     note,
     numbers,
     paragraph,
-    power,
     section,
     small,
     table,
@@ -33,6 +32,7 @@ from ..pages import (
 )
 from ..stepping.attached import AttachedOptimizer, observers
 from .machine import machine_section
+from .scale_picture import scale_figure, scale_line
 
 __all__ = ["Recording", "recording", "robust_limit", "write_report"]
 
@@ -168,37 +168,20 @@ def _pictures(record: Recording) -> list[Markup]:
 
 
 def _scales(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:
-    drawn, changes = [], []
+    drawn, labelled = [], {}
     for name, steps in zip(names, all_steps, strict=True):
         for i, scales in enumerate(steps.scales.values()):
             label = name if len(steps.scales) == 1 else f"{name}, loss {i}"
-            points = [(step, math.log2(scale)) for step, scale in enumerate(scales) if scale == scale]
-            marks = [(step, power_of) for step, power_of in points if steps.skipped[step]]
-            drawn.append(Line(label, points, marks, stairs=True))
-            known = [(step, scale) for step, scale in enumerate(scales) if scale == scale]
-            for i, (step, scale) in enumerate(known):
-                if i == 0 or scale != known[i - 1][1]:
-                    changes.append([label, f"{step:,}", f"{scale:g}"])
+            drawn.append(scale_line(label, scales, steps.skipped))
+            labelled[label] = scales
     if not drawn:
         return paragraph("No loss was scaled.")
-    exponents = [value for line in drawn for _, value in line.points]
-    low, high = min(math.floor(min(exponents)) - 0.5, -1.0), max(math.ceil(max(exponents)) + 0.5, 1.0)
-    skipped = sum(sum(steps.skipped) for steps in all_steps)
-    picture = lines(
-        "Loss scale",
-        f"From {min(exponents):.0f} to {max(exponents):.0f} as powers of 2. "
-        f"{counted(skipped, 'step was', 'steps were')} skipped.",
-        drawn,
-        low=low,
-        high=high,
-        label=power,
-        ticks=[tick for tick in between(low, high) if tick == round(tick)],
-    )
+    skipped = counted(sum(sum(steps.skipped) for steps in all_steps), "step was", "steps were")
     text = (
         "What the loss of each step was multiplied by. A dynamic scale falls after an overflow, whose step is skipped: "
         "these are marked."
     )
-    return figure(picture, numbers("Changes", ["optimizer", "from step", "scale"], changes), caption=text)
+    return scale_figure(drawn, labelled, "optimizer", f"{skipped} skipped.", text)
 
 
 def _times(names: Sequence[str], all_steps: Sequence[Steps]) -> Markup:

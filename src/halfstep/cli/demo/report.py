@@ -22,7 +22,6 @@ from ...pages import (
     Line,
     Markup,
     bars,
-    between,
     element,
     facts,
     figure,
@@ -40,6 +39,7 @@ from ...pages import (
     write_text,
 )
 from ..machine import describe_machine, machine_section
+from ..scale_picture import scale_figure, scale_line
 from .training import BATCH_SIZE, EPOCH_STEPS, LOSS_SCALE, WARM_UP, Run, Settings
 
 __all__ = ["summarize", "write_report", "write_results"]
@@ -213,21 +213,9 @@ def _loss_scales(runs: Sequence[Run]) -> Markup:
         sharing.setdefault(tuple(run.loss_scales), []).append(i)
     drawn = []
     for scales, indices in sharing.items():
-        points = [(step, math.log2(scale)) for step, scale in enumerate(scales)]
-        falls = [point for point, after in itertools.pairwise(points) if after[1] < point[1]]
-        drawn.append(Line(", ".join(runs[i].name for i in indices), points, falls, stairs=True, hue=indices[0]))
-    exponents = [value for line in drawn for _, value in line.points]
-    low, high = min(math.floor(min(exponents)), 0) - 1.0, max(math.ceil(max(exponents)), 0) + 1.0
+        falls = [after < scale for scale, after in itertools.pairwise([*scales, scales[-1]])]
+        drawn.append(scale_line(", ".join(runs[i].name for i in indices), scales, falls, hue=indices[0]))
     skipped = ", ".join(f"{run.name} {run.steps_skipped}" for run in runs)
-    picture = lines(
-        "Loss scale",
-        f"From {min(exponents):.0f} to {max(exponents):.0f} as powers of 2. Steps skipped: {skipped}.",
-        drawn,
-        low=low,
-        high=high,
-        label=power,
-        ticks=[tick for tick in between(low, high) if tick == round(tick)],
-    )
     text = "What the loss of each step was multiplied by. "
     if any(len(scales) > 1 for scales in map(set, sharing)):
         text += (
@@ -241,8 +229,7 @@ def _loss_scales(runs: Sequence[Run]) -> Markup:
             "No scale moved. bfloat16 has the exponent range of fp32, so its gradients need no scale; a dynamic one "
             "moves when float16 gradients overflow."
         )
-    columns = ["run", "from step", "scale"]
-    return figure(picture, numbers("Changes", columns, _changes(runs)), caption=text)
+    return scale_figure(drawn, {run.name: run.loss_scales for run in runs}, "run", f"Steps skipped: {skipped}.", text)
 
 
 # ---- inside
@@ -286,18 +273,6 @@ def _scale(scale: float) -> str:
     """A loss scale as a short text; those of the demo are powers of 2."""
     exponent = math.log2(scale)
     return f"2^{exponent:.0f}" if exponent >= 10 and exponent == int(exponent) else f"{scale:g}"
-
-
-def _changes(runs: Sequence[Run]) -> list[list[str]]:
-    """From which step on each run had which loss scale."""
-    found = []
-    for run in runs:
-        before = None
-        for step, scale in enumerate(run.loss_scales):
-            if scale != before:
-                found.append([run.name, str(step), f"{scale:,g}" if scale < 1e5 else power(math.log2(scale))])
-            before = scale
-    return found
 
 
 def _of_epoch(values: Sequence[float], epoch: int) -> Sequence[float]:

@@ -1,0 +1,56 @@
+"""The picture of loss scales, step by step, on the pages of ``halfstep demo`` and ``halfstep run --report``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ..pages import Line, Markup, between, figure, lines, numbers, power
+
+__all__ = ["scale_figure", "scale_line"]
+
+
+def scale_line(label: str, scales: Sequence[float], marked: Sequence[bool], hue: int | None = None) -> Line:
+    """The line of a loss scale, as powers of 2.
+
+    Args:
+        label: whose it is.
+        scales: one for each step; NaN where no loss was scaled.
+        marked: the steps to mark.
+        hue: as of ``Line``.
+    """
+    points = [(step, math.log2(scale)) for step, scale in enumerate(scales) if scale == scale]
+    return Line(label, points, [point for point in points if marked[point[0]]], stairs=True, hue=hue)
+
+
+def scale_figure(
+    drawn: Sequence[Line], scales: Mapping[str, Sequence[float]], owner: str, told: str, text: str
+) -> Markup:
+    """The picture, with a table of the changes.
+
+    Args:
+        drawn: what ``scale_line`` returned.
+        scales: those of each step by whose they are, for the table.
+        owner: what "whose" is: "run" or "optimizer".
+        told: a sentence for who does not see the picture.
+        text: below the picture.
+    """
+    exponents = [value for line in drawn for _, value in line.points]
+    low, high = min(math.floor(min(exponents)), 0) - 1.0, max(math.ceil(max(exponents)), 0) + 1.0
+    picture = lines(
+        "Loss scale",
+        f"From {min(exponents):.0f} to {max(exponents):.0f} as powers of 2. {told}",
+        drawn,
+        low=low,
+        high=high,
+        label=power,
+        ticks=[tick for tick in between(low, high) if tick == round(tick)],
+    )
+    changes = []
+    for label, line in scales.items():
+        before = None
+        for step, scale in enumerate(line):
+            if scale == scale and scale != before:
+                changes.append([label, f"{step:,}", f"{scale:g}" if scale < 1e6 else power(math.log2(scale))])
+                before = scale
+    return figure(picture, numbers("Changes", [owner, "from step", "scale"], changes), caption=text)
