@@ -24,9 +24,8 @@ from ..stepping.attached import attached_to
 from .finding import grouped
 from .forward import Forward
 from .gradients import ask_gradients
-from .groups import Group, dtypes_of
+from .groups import Group, SecondMoment, dtypes_of, second_moments
 from .lost import LostUpdates
-from .moments import SecondMoment, second_moments
 
 __all__ = ["Facts"]
 

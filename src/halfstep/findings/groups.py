@@ -1,8 +1,8 @@
-"""The parameter groups of optimizers, and which of their 16-bit weights have no masters."""
+"""The parameter groups of optimizers: which 16-bit weights have no masters, and which second moments are in 16 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -12,11 +12,12 @@ import torch
 from ..core.dtypes import HALF_DTYPES
 from ..gradients.master_registry import keeper_of
 from ..stepping.attached import attached_to
+from .updates import known_update
 
-__all__ = ["Group", "dtypes_of", "masters_kept"]
-
+__all__ = ["Group", "SecondMoment", "dtypes_of", "masters_kept", "second_moments"]
 
 _requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
+_NAMES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 
 
 def dtypes_of(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:
@@ -59,3 +60,48 @@ class Group:
             return cls(optimizer, group, params, dtypes, [])
         bare = [p for p in params if p.dtype in HALF_DTYPES and keeper_of(p) is None]
         return cls(optimizer, group, params, dtypes, bare)
+
+
+@dataclass(frozen=True)
+class SecondMoment:
+    """A second moment in 16 bits.
+
+    Attributes:
+        group: the parameter group.
+        params: whose moments they are.
+        dtype: of the moments.
+        keeps: what a step multiplies them by.
+    """
+
+    group: Group
+    params: list[torch.Tensor]
+    dtype: torch.dtype
+    keeps: float
+
+
+def second_moments(groups: Sequence[Group]) -> Iterator[SecondMoment]:
+    """All of them. Where a group has no 16-bit weights without masters, its first parameter speaks for the rest."""
+    for group in groups:
+        state = group.optimizer.state
+        made = _is_made(group)
+        keeps = group.hyper["betas"][1] if "betas" in group.hyper else group.hyper.get("alpha")
+        if not isinstance(keeps, float):
+            continue
+        there: dict[torch.dtype, list[torch.Tensor]] = {}
+        for param in group.halves or group.params[:1]:
+            entry = state.get(param)
+            if entry:
+                name = next((name for name in _NAMES if name in entry), "")
+                dtype = getattr(entry.get(name), "dtype", None)
+            else:
+                dtype = param.dtype if made else None
+            if dtype in HALF_DTYPES:
+                there.setdefault(dtype, []).append(param)
+        yield from (SecondMoment(group, params, dtype, keeps) for dtype, params in there.items())
+
+
+def _is_made(group: Group) -> bool:
+    """Whether the first step of the optimizer makes a second moment in the dtype of its 16-bit weights."""
+    known = known_update(group.optimizer)
+    made = known is not None and not set(_NAMES).isdisjoint(known.state_names)
+    return made and bool(group.halves) and not hasattr(group.optimizer, "keep_masters")

@@ -11,7 +11,7 @@ import torch
 from ..core.scalars import in_scalar_dtype
 from ..observe.samples import Drawn, Reading, can_sample, column, draw, element_shares, samples_in
 from .groups import Group
-from .updates import state_names, updated_weights
+from .updates import decays_apart, known_update, rounds_once
 
 __all__ = ["LostUpdates", "half_ulp"]
 
@@ -115,14 +115,14 @@ def _steps_taken(state: Mapping[str, Any]) -> float | torch.Tensor:
 @torch.no_grad()
 def _part_of(group: Group, batch: Sequence[Drawn]) -> _Part | None:
     """The updates of a sample; None if the update of this optimizer is not known, or its state does not tell it."""
-    names = state_names(group.optimizer)
-    if names is None:
+    known = known_update(group.optimizer)
+    if known is None:
         return None
     params, shares, counts = zip(*batch, strict=True)
     state: list[Any] = [group.optimizer.state.get(p) or {} for p in params]
     narrow = column(params, counts)
     columns = {"param": in_scalar_dtype(narrow)}
-    for name in names:
+    for name in known.state_names:
         if all(isinstance(entry.get(name), torch.Tensor) for entry in state):
             columns[name] = in_scalar_dtype(column((entry[name] for entry in state), counts))
     if all(p.grad is not None for p in params):
@@ -130,7 +130,10 @@ def _part_of(group: Group, batch: Sequence[Drawn]) -> _Part | None:
     taken = _steps_taken(state[0])
     stepped = isinstance(taken, torch.Tensor) or taken > 0
     t = in_scalar_dtype(torch.as_tensor(taken if stepped else 1.0))
-    updated = updated_weights(group.optimizer, group.hyper, columns, t, stepped=stepped)
+    hyper = dict(group.hyper)
+    if decays_apart(hyper) and not rounds_once(group.optimizer, hyper):
+        hyper["weight_decay"] = 0.0  # torch multiplies by it before, and rounds
+    updated = known.weights(hyper, columns, t, stepped=stepped)
     if updated is None:
         return None
     moves = updated != columns["param"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from ..optimizers.adam import adam, adam_scalars, amsgrad
 from ..optimizers.base import Hyper
 from ..optimizers.sgd import momentum_sgd, sgd, sgd_scalars
 
-__all__ = ["decays_apart", "rounds_once", "state_names", "updated_weights"]
+__all__ = ["KnownUpdate", "decays_apart", "known_update", "rounds_once"]
 
 Update = tuple[ElementwiseKernel, Scalars]
 """The expression of an update, and the numbers in it."""
@@ -69,15 +69,6 @@ def _lion(group: Hyper, t: torch.Tensor) -> Update:
     return lion, {"lr": group["lr"]}
 
 
-_KNOWN: dict[str, tuple[Callable[[Hyper, torch.Tensor], Update], tuple[str, ...]]] = {
-    "Adam": (_adam, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
-    "SGD": (_sgd, ("momentum_buffer",)),
-    "Adagrad": (_adagrad, ("sum",)),
-    "RMSprop": (_rmsprop, ("square_avg", "grad_avg", "momentum_buffer")),
-    "Lion": (_lion, ()),
-}
-_KNOWN |= {f"Fused{name}": _KNOWN[name] for name in ("Adam", "SGD", "Adagrad")}
-
 _OPS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -88,72 +79,74 @@ _OPS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _known(optimizer: torch.optim.Optimizer) -> tuple[Callable[[Hyper, torch.Tensor], Update], tuple[str, ...]] | None:
+class KnownUpdate(NamedTuple):
+    """The update of a known optimizer.
+
+    Attributes:
+        of_group: makes it from a parameter group and the number of the step.
+        state_names: the entries of the state that it reads.
+    """
+
+    of_group: Callable[[Hyper, torch.Tensor], Update]
+    state_names: tuple[str, ...]
+
+    def weights(
+        self, group: Hyper, columns: Mapping[str, torch.Tensor], t: torch.Tensor, *, stepped: bool
+    ) -> torch.Tensor | None:
+        """The weights after an update of those in ``columns``, before they are rounded; None where that is not known.
+
+        A state that has stepped is taken as the one that the update has left: what its expression stores there is not
+        computed again. Before the first step a state is 0, and of Adam's expression any gradient makes the same step.
+
+        Args:
+            group: the hyperparameters of a parameter group.
+            columns: "param", and where they are there "grad" and the entries of the state, in one dtype.
+            t: which step this is, counted from 1, in a ``scalar_dtype``.
+            stepped: whether the state is that after a step.
+        """
+        kernel, numbers = self.of_group(group, t)
+        known = trace(kernel)
+        loads: dict[str, torch.Tensor | None] = dict(columns)
+        left: dict[int, torch.Tensor] = {}
+        if stepped:
+            left = {at: columns[name] for name, at in known.stores.items() if name in columns and name != "param"}
+        else:
+            param = columns["param"]
+            any_gradient = torch.ones_like(param) if "exp_avg_sq" in known.columns else None
+            loads = {**dict.fromkeys(known.columns, torch.zeros_like(param)), "grad": any_gradient, **columns}
+
+        def value(at: int) -> Any:
+            op, args = known.nodes[at].op, known.nodes[at].args
+            if at in left or op == "load":
+                return left[at] if at in left else loads.get(str(args[0]))
+            if op == "scalar" or op == "const":
+                return numbers[str(args[0])] if op == "scalar" else args[0]
+            operands = [value(int(each)) for each in args]
+            if op == "mul" and any(isinstance(each, (int, float)) and each == 0 for each in operands):
+                return 0.0  # so a gradient that enters with the factor 0 need not be there
+            return None if any(each is None for each in operands) else _OPS[op](*operands)
+
+        weights: torch.Tensor | None = value(known.stores["param"])
+        return weights
+
+
+_KNOWN = {
+    "Adam": KnownUpdate(_adam, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+    "SGD": KnownUpdate(_sgd, ("momentum_buffer",)),
+    "Adagrad": KnownUpdate(_adagrad, ("sum",)),
+    "RMSprop": KnownUpdate(_rmsprop, ("square_avg", "grad_avg", "momentum_buffer")),
+    "Lion": KnownUpdate(_lion, ()),
+}
+_KNOWN |= {f"Fused{name}": _KNOWN[name] for name in ("Adam", "SGD", "Adagrad")}
+
+
+def known_update(optimizer: torch.optim.Optimizer) -> KnownUpdate | None:
+    """The update of torch's Adam, AdamW, SGD, Adagrad and RMSprop, of their fused forms, and of what is called Lion."""
     for cls in type(optimizer).__mro__:
         whose = cls.__module__.partition(".")[0]
         if cls.__name__ in _KNOWN and (whose in ("torch", "halfstep") or cls.__name__ == "Lion"):
             return _KNOWN[cls.__name__]
     return None
-
-
-def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:
-    """The entries of the state that its update reads; None if the update is not known.
-
-    Known are torch's Adam, AdamW, SGD, Adagrad and RMSprop, their fused forms, and what is called Lion.
-    """
-    found = _known(optimizer)
-    return None if found is None else found[1]
-
-
-def updated_weights(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    columns: Mapping[str, torch.Tensor],
-    t: torch.Tensor,
-    *,
-    stepped: bool,
-) -> torch.Tensor | None:
-    """The weights after an update of those in ``columns``, before they are rounded; None where that is not known.
-
-    A state that has stepped is taken as the one that the update has left: what its expression stores there is not
-    computed again. Before the first step a state is 0, and of Adam's expression any gradient makes the same step.
-
-    Args:
-        optimizer: whose ``state_names`` are known.
-        group: a parameter group of it.
-        columns: "param", and where they are there "grad" and the entries of the state, in one dtype.
-        t: which step this is, counted from 1, in a ``scalar_dtype``.
-        stepped: whether the state is that after a step.
-    """
-    found = _known(optimizer)
-    assert found is not None
-    hyper = dict(group)
-    if decays_apart(group) and not rounds_once(optimizer, group):
-        hyper["weight_decay"] = 0.0  # torch multiplies by it before, and rounds
-    kernel, numbers = found[0](hyper, t)
-    known = trace(kernel)
-    loads: dict[str, torch.Tensor | None] = dict(columns)
-    left: dict[int, torch.Tensor] = {}
-    if stepped:
-        left = {at: columns[name] for name, at in known.stores.items() if name in columns and name != "param"}
-    else:
-        param = columns["param"]
-        any_gradient = torch.ones_like(param) if "exp_avg_sq" in known.columns else None
-        loads = {**dict.fromkeys(known.columns, torch.zeros_like(param)), "grad": any_gradient, **columns}
-
-    def value(at: int) -> Any:
-        op, args = known.nodes[at].op, known.nodes[at].args
-        if at in left or op == "load":
-            return left[at] if at in left else loads.get(str(args[0]))
-        if op == "scalar" or op == "const":
-            return numbers[str(args[0])] if op == "scalar" else args[0]
-        operands = [value(int(each)) for each in args]
-        if op == "mul" and any(isinstance(each, (int, float)) and each == 0 for each in operands):
-            return 0.0  # so a gradient that enters with the factor 0 need not be there
-        return None if any(each is None for each in operands) else _OPS[op](*operands)
-
-    weights: torch.Tensor | None = value(known.stores["param"])
-    return weights
 
 
 def decays_apart(group: Mapping[str, Any]) -> bool:
