@@ -4,7 +4,7 @@ lists differ, or where products are emulated.
 One casting (``OpCasting``) is current in a thread. Three things make it so, and the innermost decides:
 
 - a session of O1: the latest one of the process that is not over, outside of every model;
-- a model that was brought up at a level, while its ``forward`` runs (``enter_model``, ``leave_model``);
+- a model that was brought up at a level, while its ``forward`` runs;
 - the user, by an explicit scope (``with OpCasting(...)``): a model inside computes as the scope says.
 
 A session is over when its models and optimizers are gone. Nothing happens at that moment: the next op or scope asks,

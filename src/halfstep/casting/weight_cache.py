@@ -57,7 +57,7 @@ def _is_recorded() -> bool:
     return any(not getattr(mode, "only_watches", False) for mode in modes)
 
 
-class WeightCache(dict[_Key, _Entry]):
+class WeightCache:
     """The 16-bit casts of leaf tensors. An entry lives as long as its weight, and until the next backward pass or step.
 
     It is good for one version of the weight and one address: a weight that was written in place, or that got other
@@ -72,10 +72,17 @@ class WeightCache(dict[_Key, _Entry]):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._entries: dict[_Key, _Entry] = {}
         self._clears = _clears
         self.casts = 0
         self.in_session = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Forget every cast."""
+        self._entries.clear()
 
     def cast(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False) -> torch.Tensor:
         """The weight in ``dtype``, as it was cast before if the weight has not changed.
@@ -88,8 +95,9 @@ class WeightCache(dict[_Key, _Entry]):
         if self._clears != _clears:
             self.clear()
             self._clears = _clears
-        key, recording = (id(weight), wide), (dispatch_mode_count() and _is_recorded()) or jit_tracing_state()
-        entry = None if recording else self.get(key)
+        key, entries = (id(weight), wide), self._entries
+        recording = (dispatch_mode_count() and _is_recorded()) or jit_tracing_state()
+        entry = None if recording else entries.get(key)
         if entry is not None:
             version, address, kept, has_graph, inference, cast, _ = entry
             if (
@@ -114,9 +122,9 @@ class WeightCache(dict[_Key, _Entry]):
         if wide:
             cast = cast.float()
         if not temporary:
-            if len(self) >= _MOST:
+            if len(entries) >= _MOST:
                 self.clear()
-            gone = weakref.ref(weight, lambda _: self.pop(key, None))
+            gone = weakref.ref(weight, lambda _: entries.pop(key, None))
             address = weight.data_ptr()
-            self[key] = (weight._version, address, dtype, cast.requires_grad, cast.is_inference(), cast, gone)
+            entries[key] = (weight._version, address, dtype, cast.requires_grad, cast.is_inference(), cast, gone)
         return cast

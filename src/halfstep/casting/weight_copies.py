@@ -200,18 +200,20 @@ def drop_failed_pass() -> None:
         copy.grad = None
 
 
-def widen_gradients(owner: torch.optim.Optimizer | None = None) -> None:
+def widen_gradients(stepping: torch.optim.Optimizer | None = None) -> None:
     """Widen the 16-bit gradients of fp32 weights, before something adds to them or needs the dtype of the weight.
 
     Args:
-        owner: whose own weights are left as they are.
+        stepping: only of the weights that this optimizer steps and another one owns.
     """
-    for copy in [copy for copy in _copies.values() if copy.narrow]:
-        weight = copy.weight()
-        if owner is None or copy.owner() is not owner:
-            copy.narrow = False
-            if weight is not None and weight.grad is not None and is_half(weight.grad):
-                set_grads([weight], [weight.grad.float()])
+    narrow = [copy for copy in _copies.values() if copy.narrow]
+    if stepping is not None and narrow:
+        stepped = {id(param) for group in stepping.param_groups for param in group["params"]}
+        narrow = [copy for copy in narrow if id(copy.weight()) in stepped and copy.owner() is not stepping]
+    for copy in narrow:
+        weight, copy.narrow = copy.weight(), False
+        if weight is not None and weight.grad is not None and is_half(weight.grad):
+            set_grads([weight], [weight.grad.float()])
 
 
 def after_step(optimizer: torch.optim.Optimizer) -> None:
