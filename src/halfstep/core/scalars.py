@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["has_float64", "in_scalar_dtype", "one_minus_power", "scalar_dtype"]
+from .torch_compat import dispatch_mode_count
+
+__all__ = ["has_float64", "in_scalar_dtype", "on_host", "one_minus_power", "scalar_dtype"]
 
 
 @functools.cache
@@ -33,8 +35,26 @@ def in_scalar_dtype(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.double() if has_float64(numbers.device) else numbers.float()
 
 
-def one_minus_power(beta: float, t: torch.Tensor) -> Any:
-    """``1 - beta ** t``, where ``t`` is in a ``scalar_dtype``."""
-    if t.dtype is torch.float64 or not 0.0 < beta < 1.0:
+def on_host(numbers: torch.Tensor) -> float | torch.Tensor:
+    """The one value of a few numbers that lie in host memory and are all the same; any others as they are.
+
+    An op on a small tensor costs the host as much as fifty on a float. Where ops are recorded or compiled numbers stay
+    tensors, so that their later values are used, too.
+    """
+    repeated = dispatch_mode_count() or torch.compiler.is_compiling()
+    if type(numbers) is torch.Tensor and numbers.device.type == "cpu" and numbers.numel() <= _FEW and not repeated:
+        values = {numbers.item()} if numbers.dim() == 0 else set(numbers.tolist())
+        if len(values) == 1:
+            return values.pop()
+    return numbers
+
+
+_FEW = 64
+"""So many numbers are read faster than an op computes with them."""
+
+
+def one_minus_power(beta: float, t: float | torch.Tensor) -> Any:
+    """``1 - beta ** t``, where ``t`` is a float or in a ``scalar_dtype``."""
+    if not isinstance(t, torch.Tensor) or t.dtype is torch.float64 or not 0.0 < beta < 1.0:
         return 1.0 - beta**t
     return -torch.expm1(t * math.log(beta))  # 1 - 0.999 ** 1 has four digits in float32

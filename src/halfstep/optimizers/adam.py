@@ -70,12 +70,12 @@ def amsgrad(
     return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": max_exp_avg_sq}
 
 
-def adam_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Number]:
+def adam_scalars(group: Hyper, t: Number, factor: Number) -> dict[str, Number]:
     """The numbers of ``adam`` and ``amsgrad``, and those of torch's fused calls.
 
     Args:
         group: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``adam_w_mode`` and ``bias_correction``.
-        t: which step this is, counted from 1, in float64.
+        t: which step this is, counted from 1: a float, or in float64.
         factor: what gradients are to be multiplied by.
     """
     beta1, beta2 = group["betas"]
@@ -89,7 +89,7 @@ def adam_scalars(group: Hyper, t: torch.Tensor, factor: Number) -> dict[str, Num
         "beta2": beta2,
         "new2": 1.0 - beta2,
         "step_size": lr / one_minus_power(beta1, t) if corrected else lr,
-        "root": one_minus_power(beta2, t).rsqrt() if corrected else 1.0,
+        "root": one_minus_power(beta2, t) ** -0.5 if corrected else 1.0,
         "eps": group["eps"],
         "lr": lr,
         "beta1": beta1,
@@ -171,4 +171,6 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
         kernel = amsgrad if group["amsgrad"] else adam
-        rows.launch(kernel, adam_scalars(group, step.t, step.factor), step.skip)
+        # Beside an fp32 tensor a float counts as fp32, and a correction of fp32 has lost digits.
+        t = step.t if isinstance(group["lr"], torch.Tensor) else step.t_on_host
+        rows.launch(kernel, adam_scalars(group, t, step.factor), step.skip)

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError
-from ..core.scalars import in_scalar_dtype
+from ..core.scalars import in_scalar_dtype, on_host
 from ..core.torch_compat import scale_of, set_found_inf
 from ..kernels.tensor_table import Number
 from .fused_state import FusedState, Hyper
@@ -34,11 +34,13 @@ class Step(NamedTuple):
         t: which step of each row this is, counted from 1: float64 of shape [rows]. None if the state has no ``step``.
         factor: what gradients are to be multiplied by: 1 / loss scale, clipping, the sign of ``maximize``.
         skip: 0-dim float32 tensor; where it is not 0 nothing may change.
+        t_on_host: ``t`` as one float, where ``on_host`` has it, or else ``t``.
     """
 
     t: Any
     factor: Number
     skip: torch.Tensor | None
+    t_on_host: Any
 
 
 OnGradients = Callable[[Sequence[ParamRows], Number], None]
@@ -315,7 +317,8 @@ class FusedOptimizer(FusedState):
                 flag = None if skip is None else skip.to(rows.device, non_blocking=True)
                 taken = rows.numbers.get("step")
                 t = None if taken is None else in_scalar_dtype(taken) + 1.0
-                self._update(group, rows, Step(t, -scale if group.get("maximize") else scale, flag))
+                step = Step(t, -scale if group.get("maximize") else scale, flag, t if t is None else on_host(t))
+                self._update(group, rows, step)
                 if taken is not None:
                     taken.add_(1.0 if flag is None else 1.0 - flag)
                 increment_version(rows.weights)  # kernels write to them behind autograd's back
