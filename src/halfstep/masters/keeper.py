@@ -187,7 +187,7 @@ class MasterKeeper:
         """
         if WITH_MEMORY:
             settle(refresh=False)
-        if self.plain is None or self.plain.in_place:
+        if self.plain is None or self.plain.places:
             try:
                 yield
             finally:
@@ -211,7 +211,8 @@ class MasterKeeper:
             finally:
                 self.plain.leave()
         finally:
-            self.plain.leave()  # again, if Ctrl-C has come before the first line of the other, or within
+            if self.plain.places:  # Ctrl-C has come before the first line of the other `finally`, or within
+                self.plain.leave()
             if WITH_MEMORY:
                 settle()
 

@@ -37,6 +37,7 @@ class PlainMasters:
 
     Attributes:
         step_writes: the writes of the present step to parameters and not to masters.
+        places: while masters have the places of their parameters, the lists of the groups and what was in them before.
     """
 
     def __init__(self, originals: dict[int, torch.Tensor] | None = None) -> None:
@@ -47,9 +48,8 @@ class PlainMasters:
         self._dtypes: list[torch.dtype] = []
         self._masters: list[torch.nn.Parameter] = []
         self._outside_writes = OutsideWrites()
-        # While masters are in place: the lists of the groups and what was in them, and the gradients of the masters.
-        self._lists: list[tuple[list[Any], list[Any]]] = []
-        self._grads: list[torch.Tensor | None] = []
+        self.places: list[tuple[list[Any], list[Any]]] = []
+        self._grads: list[torch.Tensor | None] = []  # of the masters, while they are in place
         self._states: dict[int, _States] = defaultdict(_States)  # by the identity of the optimizer
         self._holders: list[tuple[Any, _States]] = []  # while masters are in place: optimizers whose state is swapped
         self._groups = TensorGroupsCache()
@@ -63,7 +63,7 @@ class PlainMasters:
     def of(self, param: torch.Tensor) -> torch.nn.Parameter | None:
         """The master of a parameter, up to date with what was written to the parameter; None if it has none."""
         master = self._of.get(id(param))
-        in_place = master is not None and bool(self._lists)
+        in_place = master is not None and bool(self.places)
         if master is None and self._resting:
             master = self._resting.get(param)
         if master is not None and not in_place:
@@ -112,7 +112,7 @@ class PlainMasters:
         self._of = {id(p): m for p, m in zip(self._params, self._masters, strict=True)}
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each parameter and its master."""
+        """Each parameter and its master, up to date with what was written to the parameter."""
         self._honour_writes()
         return list(zip(self._params, self._masters, strict=True))
 
@@ -129,7 +129,7 @@ class PlainMasters:
             self._forget(present)
             of = self._of
         grads = get_grads(self._params)
-        self._lists = lists  # from here on there is something to undo
+        self.places = lists  # from here on there is something to undo
         for master, grad in zip(self._masters, grads, strict=True):
             master.grad = grad
         self.step_writes.begin(self._params, self._masters, grads)
@@ -145,9 +145,9 @@ class PlainMasters:
 
         It may be called again after Ctrl-C in ``enter`` or in this, and then does what is left.
         """
-        if not self._lists:
+        if not self.places:
             return
-        for params, before in self._lists:
+        for params, before in self.places:
             params[:] = before
         for holder, states in self._holders:
             states.swap_out(holder, zip(self._params, self._masters, strict=True))
@@ -162,7 +162,7 @@ class PlainMasters:
             master.grad = None
         self.step_writes.end()
         self.round()
-        self._lists = []
+        self.places = []
 
     def round(self) -> None:
         """Round every master into its parameter."""
@@ -174,7 +174,7 @@ class PlainMasters:
     @property
     def in_place(self) -> bool:
         """Whether masters have the places of their parameters now."""
-        return bool(self._lists)
+        return bool(self.places)
 
     def has_in_place(self, key: object) -> bool:
         """Whether something is a master that has the place of its parameter now."""
@@ -191,7 +191,7 @@ class PlainMasters:
         """Copy what others have written to parameters into their masters."""
         if [p.dtype for p in self._params] != self._dtypes:
             self._refuse_cast()
-        if not self._lists:
+        if not self.places:
             self._outside_writes.honour(self._params, self._masters)
 
     def _refuse_cast(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -82,20 +81,14 @@ class _Attached:
         return self._amp_stash.reduced(base_of(self), self.__getstate__())  # type: ignore[attr-defined]
 
 
-_CLASSES: weakref.WeakKeyDictionary[type, dict[bool, type]] = weakref.WeakKeyDictionary()
-
-
+@functools.cache
 def class_over(base: type, hooked: bool) -> type:
     """A subclass of an optimizer class that has our methods, with torch's hooks around ``step`` or without."""
-    made = _CLASSES.setdefault(base, {})
-    if hooked not in made:
-        step: Any = _hooking(_Attached.step) if hooked else _wrapped(_Attached.step)
-        step.hooked = True  # torch puts its hooks around a step that does not say so
-        step._wrapped_by_lr_sched = True  # and schedulers a counter on the instance
-        names: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-        bases: tuple[type, ...] = (_Attached, base)
-        made[hooked] = type(base.__name__, bases, {**_with_masters(base), **names, "step": step})
-    return made[hooked]
+    step: Any = _hooking(_Attached.step) if hooked else _wrapped(_Attached.step)
+    step.hooked = True  # torch puts its hooks around a step that does not say so
+    step._wrapped_by_lr_sched = True  # and schedulers a counter on the instance
+    names: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(base.__name__, (_Attached, base), {**_with_masters(base), **names, "step": step})
 
 
 def _with_masters(base: type) -> dict[str, Any]:

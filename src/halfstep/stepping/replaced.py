@@ -53,7 +53,7 @@ class ReplacedParameters:
     def __init__(self, models: Sequence[weakref.ref[nn.Module]]) -> None:
         self._models = models
         self._origin = {(i, name): weakref.ref(p) for i, name, p in self._named()}
-        self._latest = list(map(weakref.ref, self._present()))
+        self._latest: list[Ref] = []  # of the last call of `refuse`
         self._new: list[Ref] = []  # came after the origin; no optimizer is known to have them
 
     def refuse(self, optimizer: torch.optim.Optimizer) -> None:
@@ -67,7 +67,16 @@ class ReplacedParameters:
         Raises:
             UsageError: if so.
         """
-        present = self._present()
+        # As `parameters()` of all models, in less than half of its time. A shared parameter comes more than once.
+        left: list[nn.Module] = [model for ref in self._models if (model := ref()) is not None]
+        seen = set(map(id, left))
+        present: list[torch.Tensor] = []
+        for module in left:  # which grows
+            for child in children_of(module).values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    left.append(child)
+            present.extend(p for p in parameters_of(module).values() if p is not None)
         if len(present) != len(self._latest) or not all(map(is_, present, [ref() for ref in self._latest])):
             self._latest = list(map(weakref.ref, present))
             before = {id(ref()) for ref in self._origin.values()}
@@ -102,19 +111,6 @@ class ReplacedParameters:
             for j, old in gone
             if i == j and _same_place(old, name)
         ]
-
-    def _present(self) -> list[torch.Tensor]:
-        """As ``parameters()`` of all models, in less than half of its time; one that is shared comes more than once."""
-        left: list[nn.Module] = [model for ref in self._models if (model := ref()) is not None]
-        seen = set(map(id, left))
-        found: list[torch.Tensor] = []
-        for module in left:  # which grows
-            for child in children_of(module).values():
-                if child is not None and id(child) not in seen:
-                    seen.add(id(child))
-                    left.append(child)
-            found.extend(p for p in parameters_of(module).values() if p is not None)
-        return found
 
     def _named(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         for i, ref in enumerate(self._models):
