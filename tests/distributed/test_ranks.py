@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.core.loss_scale import DynamicLossScale
 from halfstep.distributed import ddp_sync, flat_buckets
-from halfstep.distributed.agreement import StepFacts
+from halfstep.distributed.ddp_hook import Reduction
 from halfstep.distributed.ddp_sync import BackwardRecord, RankSync, share_overflow
 from halfstep.gradients.loss_scaler import DeviceLossScaler
 from halfstep.masters.keeper import MasterKeeper
@@ -22,31 +22,34 @@ from halfstep.stepping.backward import any_overflow
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
+FACTS = 8
+"""The numbers that ranks exchange before a step, for one wrapper."""
 
-class Wrapper:
-    """A ``Reduction`` of two ranks that holds some parameters."""
 
-    def __init__(self, *params: torch.Tensor, group: object = None, factor: float = 1.0) -> None:
+class Wrapper(Reduction):
+    """The reduction of two ranks for some parameters, without a wrapper of torch behind it."""
+
+    factor = 1.0
+    changes_gradients = True
+    will_sync = True
+    is_joining = False
+    has_cpu = True
+    wrapper: Any = staticmethod(lambda: "alive")
+
+    def __init__(self, *params: torch.Tensor, group: Any = None, factor: float = 1.0) -> None:
         self.group, self.factor, self.world = group or object(), factor, 2
-        self.alive, self.will_sync, self.hooked, self.watched = True, True, True, False
-        self.is_joining, self.joins = False, 0
-        self.device, self.has_cpu = torch.device("cpu"), True
+        self.params = frozenset(map(id, params))
+        self.device, self.hooked = torch.device("cpu"), True
         self.allreduces = 0
-        self.scale: torch.Tensor | None = None
-        self.held: list[dict[int, torch.Tensor]] = []
-        self.unsent = False
-        self.filled = 0
-        self.rebuilds = self.windows = 0
+        self.scale, self.saved = None, []
+        self.filled = self.rebuilds = self.windows = 0
         self.stayed: list[torch.Tensor] = []
-        self._params = set(map(id, params))
+        self.fp32: list[list[int]] = []
 
-    def holds(self, param: torch.Tensor) -> bool:
-        return id(param) in self._params
-
-    def fill_missing_gradients(self) -> None:
+    def _fill_missing_gradients(self) -> None:
         self.filled += 1
 
-    def remember_unsynced(self, params: list[torch.Tensor]) -> None:
+    def remember_unsynced(self, params: Iterable[torch.Tensor]) -> None:
         self.stayed.extend(params)
 
     def end_window(self) -> None:
@@ -55,9 +58,8 @@ class Wrapper:
     def rebuild_buckets(self) -> None:
         self.rebuilds += 1
 
-    def end_backward(self) -> bool:
-        self.watched, self.scale, self.held = False, None, []
-        return self.unsent
+    def hook(self, fp32: Iterable[torch.Tensor] = ()) -> None:
+        self.fp32.append([id(p) for p in fp32])
 
 
 def param(grad: float | None = None, dtype: torch.dtype = FP32, size: int = 2) -> nn.Parameter:
@@ -68,7 +70,7 @@ def param(grad: float | None = None, dtype: torch.dtype = FP32, size: int = 2) -
 
 def with_wrappers(*wrappers: Wrapper) -> RankSync:
     ranks = RankSync()
-    ranks.reductions = list(wrappers)  # type: ignore[arg-type]
+    ranks.reductions = list(wrappers)
     return ranks
 
 
@@ -122,7 +124,7 @@ def test_without_ranks_each_scale_hears_of_its_latest_pass(sent: list[Any]) -> N
 def test_one_number_a_loss_scale_goes_to_each_group_once(sent: list[Any]) -> None:
     one, two = (DeviceLossScaler(DynamicLossScale()) for _ in range(2))
     a, b, gone = Wrapper(), Wrapper(), Wrapper()
-    also_a, gone.alive = Wrapper(group=a.group), False
+    also_a, gone.wrapper = Wrapper(group=a.group), lambda: None
     passes = [BackwardRecord(flag(0.0), one), BackwardRecord(flag(1.0), one), BackwardRecord(flag(0.0), two)]
     told = share_overflow(passes, [with_wrappers(a, gone), with_wrappers(b, also_a)])
     assert sent == [([1.0, 0.0], dist.ReduceOp.MAX, group) for group in (a.group, b.group)]
@@ -161,10 +163,8 @@ def test_a_mean_is_divided_by_the_scale_alone() -> None:
 def test_a_sum_is_a_mean_at_another_scale() -> None:
     ranks, scale = with_wrappers(Wrapper(factor=4.0), Wrapper(factor=4.0)), flag(128.0)
     assert ranks.gradient_scale(scale) == 32.0
-    assert ranks.gradient_scale(scale) is ranks.gradient_scale(scale)
     assert ranks.gradient_scale(flag(64.0)) == 16.0
     assert ranks.gradient_scale(None) == 0.25
-    assert ranks.gradient_scale(None) is ranks.gradient_scale(None)
 
 
 def test_wrappers_that_disagree_are_refused() -> None:
@@ -189,59 +189,84 @@ def test_what_the_coming_pass_averages_is_carried() -> None:
     assert not ranks.abandon_backward([p, q, r])
 
 
+def unsynced_pass(ranks: RankSync, *params: torch.Tensor) -> None:
+    """A pass that the ranks do not average brings gradients to parameters without."""
+    ranks.begin_backward(None, params, {})
+    for one in params:
+        one.grad = torch.ones_like(one)
+    ranks.end_backward(params)
+
+
 @pytest.mark.parametrize("talked", [False, True])
 def test_a_pass_that_nobody_averaged_leaves_this_rank_alone_with_it(talked: bool) -> None:
     p, q, scale = param(1.0), param(), flag(128.0)
-    wrapper, gone, held = Wrapper(p, q), Wrapper(p), {}
-    gone.alive = False
-    ranks = with_wrappers(wrapper, gone)
-    ranks.begin_backward(scale, [p, q], held)
-    assert ranks.reductions == [wrapper]
-    assert (wrapper.watched, wrapper.scale, wrapper.held, wrapper.filled) == (True, scale, [held], 1)
+    wrapper, saved = Wrapper(p, q), {}
+    ranks = with_wrappers(wrapper)
+    ranks.begin_backward(scale, [p, q], saved)
+    assert (wrapper.scale, wrapper.saved, wrapper.filled) == (scale, [saved], 1)
     q.grad = torch.ones(2)
     wrapper.allreduces += talked
     ranks.end_backward([p, q])
-    assert not wrapper.watched
+    assert (wrapper.scale, wrapper.saved) == (None, [])
     assert wrapper.rebuilds == talked
     assert ranks.has_unsynced is not talked
     assert [id(x) for x in wrapper.stayed] == ([] if talked else [id(q)])
-    ranks.begin_backward(scale, [p, q], held)
+    ranks.begin_backward(scale, [p, q], saved)
     ranks.end_backward([p, q])
     assert ranks.has_unsynced is not talked, "a pass that brings nothing changes nothing"
-    ranks.begin_backward(scale, [p, q], held)
+    ranks.begin_backward(scale, [p, q], saved)
     wrapper.allreduces += 1
     ranks.end_backward([p, q])
     assert not ranks.has_unsynced
-    ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
-    assert wrapper.windows == 0
-    ranks.clear()
-    assert wrapper.windows == 1
-    assert not ranks.has_unsynced
+    q.grad = None
+    unsynced_pass(ranks, q)
+    assert (ranks.has_unsynced, wrapper.windows) == (True, 0)
+    ranks.end_window()
+    assert (ranks.has_unsynced, wrapper.windows) == (False, 1)
 
 
 @pytest.mark.parametrize(
     ("syncs", "unsent", "behind"), [(True, True, False), (False, False, False), (False, True, True)]
 )
 def test_a_reduction_nobody_expected_counts_if_it_carried_all(syncs: bool, unsent: bool, behind: bool) -> None:
-    p = param(1.0)
+    p = param()
     wrapper = Wrapper(p)
     ranks = with_wrappers(wrapper)
-    ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
-    ranks.begin_backward(None, [p], {})
-    wrapper.allreduces, wrapper.will_sync, wrapper.unsent = 1, syncs, unsent
+    unsynced_pass(ranks, p)
+    ranks.begin_backward(None, [p], {id(p): torch.ones(2)} if unsent else {})
+    wrapper.allreduces, wrapper.will_sync = 1, syncs
     ranks.end_backward([p])
     assert ranks.has_unsynced is behind
+
+
+def test_two_optimizers_of_one_wrapper_end_their_passes_one_by_one() -> None:
+    """Gradients that one of them has set aside are those of this one alone."""
+    p, q = param(), param()
+    wrapper = Wrapper(p, q)
+    first, second = with_wrappers(wrapper), with_wrappers(wrapper)
+    unsynced_pass(first, p)
+    unsynced_pass(second, q)
+    wrapper.will_sync = False
+    first.begin_backward(None, [p], {})
+    second.begin_backward(None, [q], {id(q): torch.ones(2)})
+    wrapper.allreduces += 1
+    first.end_backward([p])
+    assert len(wrapper.saved) == 1
+    second.end_backward([q])
+    assert (wrapper.saved, first.has_unsynced, second.has_unsynced) == ([], False, True)
 
 
 def test_under_another_hook_what_was_held_travels_in_the_gradients() -> None:
     p, q = param(dtype=BF16), param(dtype=BF16)
     wrapper, held = Wrapper(p), {id(p): torch.ones(2), id(q): torch.ones(2)}
-    wrapper.hooked = False
+    wrapper.hooked = wrapper.will_sync = False
     ranks = with_wrappers(wrapper)
+    unsynced_pass(ranks, p)
+    p.grad, wrapper.will_sync = None, True
     ranks.begin_backward(flag(4.0), [p, q], held)
     assert (p.grad.dtype, p.grad.tolist(), q.grad) == (BF16, [4.0, 4.0], None)
     assert held.keys() == {id(q)}
-    ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
+    assert ranks.has_unsynced
     ranks.end_backward([p, q])
     assert not ranks.has_unsynced, "it was averaged, though our hook did not see it"
     held[id(p)] = torch.ones(2)
@@ -268,7 +293,7 @@ def test_a_pass_that_failed_is_lost_once_ranks_have_talked(talked: bool) -> None
     p.grad = torch.ones(2)
     wrapper.allreduces += talked
     assert ranks.abandon_backward([p]) is talked
-    assert not wrapper.watched
+    assert wrapper.saved == []
     assert [id(x) for x in wrapper.stayed] == ([] if talked else [id(p)])
     assert not ranks.abandon_backward([p])
 
@@ -292,6 +317,8 @@ def test_gradients_that_stayed_behind_become_means(monkeypatch: pytest.MonkeyPat
 
     def answer(tensor: torch.Tensor) -> None:
         calls.append(tensor.numel())
+        if tensor.numel() == FACTS:
+            return
         if tensor.numel() == 9:  # three single parameters of two elements, and whether each has a gradient
             tensor.add_(torch.tensor([2.0, 2.0, 4.0, 4.0, 0.0, 0.0, 1.0, 1.0, 0.0]))
         else:
@@ -301,9 +328,10 @@ def test_gradients_that_stayed_behind_become_means(monkeypatch: pytest.MonkeyPat
     wrapper = Wrapper(mine, half, wide, empty, nobody, frozen)
     quiet = Wrapper(foreign)
     ranks = with_wrappers(wrapper, quiet)
-    ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
-    ranks.average_unsynced([mine, half, wide, empty, nobody, frozen, foreign], [wide])
-    assert calls == [9, 6]
+    unsynced_pass(ranks, empty)
+    empty.grad = None
+    ranks.sync_gradients([mine, half, wide, empty, nobody, frozen, foreign], [wide], [], [])
+    assert calls == [FACTS, FACTS, 9, 6]
     expected = [[2.0] * 2, [2.0] * 2, [2.0] * 2, [2.0] * 2, None, [2.0] * 2, [2.0] * 2]
     found = [p.grad if p.grad is None else p.grad.tolist() for p in (mine, half, wide, empty, nobody, frozen, foreign)]
     assert found == expected
@@ -316,9 +344,11 @@ def test_means_have_the_shape_of_their_parameters_and_come_from_their_group(sent
     p.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()
     wrapper = Wrapper(p, q)
     ranks = with_wrappers(wrapper)
-    ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
-    ranks.average_unsynced([p, q], [])
-    assert sent == [([1.0, 3.0, 2.0, 4.0, 0.0, 1.0, 0.0], dist.ReduceOp.SUM, wrapper.group)]
+    unsynced_pass(ranks, q)
+    q.grad = None
+    sent.clear()
+    ranks.sync_gradients([p, q], [], [], [])
+    assert sent[1:] == [([1.0, 3.0, 2.0, 4.0, 0.0, 1.0, 0.0], dist.ReduceOp.SUM, wrapper.group)]
     assert p.grad.tolist() == [[0.5, 1.5], [1.0, 2.0]]
     assert q.grad is None, "no rank has one"
 
@@ -327,17 +357,18 @@ def test_means_have_the_shape_of_their_parameters_and_come_from_their_group(sent
 def test_a_sparse_gradient_travels_alone(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     table: Any = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
     rows = torch.ones(2, 2, dtype=dtype)
-    table.grad = torch.sparse_coo_tensor([[1, 1]], rows, (3, 2), check_invariants=True)
     seen: list[tuple[bool, torch.dtype]] = []
 
     def answer(tensor: torch.Tensor) -> None:
-        seen.append((tensor.is_sparse and tensor.is_coalesced(), tensor.dtype))
+        if tensor.is_sparse:
+            seen.append((tensor.is_coalesced(), tensor.dtype))
 
     other_rank(monkeypatch, answer)
     wrapper = Wrapper(table)
     ranks = with_wrappers(wrapper)
-    ranks._unsynced.add(wrapper)  # type: ignore[arg-type]
-    ranks.average_unsynced([table], [])
+    unsynced_pass(ranks, table)
+    table.grad = torch.sparse_coo_tensor([[1, 1]], rows, (3, 2), check_invariants=True)
+    ranks.sync_gradients([table], [], [], [])
     assert seen == [(True, FP32)]
     assert table.grad.dtype is dtype
     assert table.grad.to_dense().tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
@@ -348,22 +379,20 @@ def test_ranks_send_alike_if_one_of_them_has_no_sparse_gradient(
     mine: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table: Any = nn.Parameter(torch.zeros(3, 2))
-    table.grad = None if mine is None else mine.to_sparse(1)
     seen: list[tuple[torch.layout, torch.Size]] = []
 
     def answer(tensor: torch.Tensor) -> None:
         seen.append((tensor.layout, tensor.shape))
-        facts = StepFacts.of_rank([True], late=False, steps=True, sparse=True, news=0, missing=0)
-        others = {10: [*facts[:5], *facts.scales, *facts.unsynced], 1: [1]}  # facts, and sparse dimensions
+        others = {FACTS: [0, 1, 0, 1, 0, 0, 0, 1], 1: [1]}  # the other one steps, and has a sparse gradient
         if not tensor.is_sparse:
             tensor.copy_(torch.maximum(tensor, torch.tensor(others[tensor.numel()])))
 
     other_rank(monkeypatch, answer)
     ranks = with_wrappers(Wrapper(table))
-    ranks._unsynced.update(ranks.reductions if mine is not None else ())
-    ranks.agree([table], [], [])
-    ranks.average_unsynced([table], [])
-    assert seen == [(torch.strided, (10,)), (torch.strided, (1,)), (torch.sparse_coo, (3, 2))]
+    unsynced_pass(ranks, *([] if mine is None else [table]))
+    table.grad = None if mine is None else mine.to_sparse(1)
+    ranks.sync_gradients([table], [], [], [])
+    assert seen == [(torch.strided, (FACTS,)), (torch.strided, (1,)), (torch.sparse_coo, (3, 2))]
     assert table.grad.is_sparse
     assert table.grad.to_dense().tolist() == [[0.5 * (mine is not None)] * 2] * 3
 
@@ -386,23 +415,10 @@ class Finder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wrappers: list[Wrapper] = []
-        self.idle: list[Wrapper] = []
         self.broadcasts: list[list[float]] = []
-        self.asked = 0
-        monkeypatch.setattr(ddp_sync, "ddp_hook", self)
-        monkeypatch.setattr(ddp_sync, "known_wrappers", self.known)
-        monkeypatch.setattr(ddp_sync, "changes_gradients", lambda wrapper: wrapper not in self.idle)
-        monkeypatch.setattr(ddp_sync, "reduction_of", lambda wrapper: wrapper)
+        monkeypatch.setattr(ddp_sync, "REDUCTIONS", self.wrappers)
         monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank + 6)
         monkeypatch.setattr(dist, "broadcast", self.broadcast)
-
-    @property
-    def wrappers_seen(self) -> int:
-        return len(self.wrappers)
-
-    def known(self) -> list[Wrapper]:
-        self.asked += 1
-        return self.wrappers
 
     def broadcast(self, flat: torch.Tensor, source: int, group: object) -> None:
         assert source == 6, "the first rank of the group"
@@ -410,37 +426,29 @@ class Finder:
         flat.copy_(torch.arange(1.0, flat.numel() + 1) + 2.0**-12)
 
 
-class Widening(Wrapper):
-    def __init__(self, *params: torch.Tensor) -> None:
-        super().__init__(*params)
-        self.wide: list[list[int]] = []
-
-    def widen(self, params: list[torch.Tensor]) -> None:
-        self.wide.append([id(p) for p in params])
-
-
 def test_wrappers_around_the_parameters_are_found_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     finder, ranks = Finder(monkeypatch), RankSync()
     p, q = param(), param()
-    ranks.discover_wrappers([p, q], [q], [])
-    assert (ranks.reductions, finder.asked) == ([], 0), "without wrappers nobody looks"
-    mine, foreign, idle = Widening(p), Widening(param()), Widening(q)
-    finder.wrappers, finder.idle = [mine, foreign, idle], [idle]
+    ranks.find_wrappers([p, q], [q], [])
+    assert ranks.reductions == []
+    mine, foreign, idle = Wrapper(p), Wrapper(param()), Wrapper(q)
+    finder.wrappers += [mine, foreign, idle]
+    idle.changes_gradients = False
     for _ in range(2):
-        ranks.discover_wrappers([p, q], [q], [])
+        ranks.find_wrappers([p, q], [q], [])
         assert ranks.reductions == [mine]
-        assert finder.asked == 1, "once for what there is"
-    assert (mine.wide, idle.wide) == ([[id(q)]], [])
-    late = Widening(q)
+    assert (mine.fp32, foreign.fp32, idle.fp32) == ([[id(q)]], [], []), "once for what there is"
+    late = Wrapper(q)
     finder.wrappers.append(late)
-    ranks.discover_wrappers([p, q], [q], [])
+    ranks.find_wrappers([p, q], [q], [])
     assert ranks.reductions == [mine, late]
-    ranks.discover_wrappers([p], [], [])
-    assert finder.asked == 3
+    finder.wrappers.remove(mine)
+    ranks.find_wrappers([p, q], [q], [])
+    assert ranks.reductions == [late], "the other one is gone"
     inside = RankSync()
     inside.inside = True
-    inside.discover_wrappers([p, q], [q], [])
-    assert (inside.reductions, finder.asked) == ([], 3), "the optimizer around it does this"
+    inside.find_wrappers([p, q], [q], [])
+    assert inside.reductions == [], "the optimizer around it does this"
 
 
 def test_every_rank_gets_the_masters_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,15 +456,15 @@ def test_every_rank_gets_the_masters_of_the_first(monkeypatch: pytest.MonkeyPatc
     weight, other, bare = (nn.Parameter(torch.zeros(shape, dtype=BF16)) for shape in ((2, 2), (1,), (2,)))
     optimizer = torch.optim.SGD([weight, other], lr=0.0)
     keeper = MasterKeeper(optimizer, True, None, {id(weight): torch.full((2, 2), 2.0**-140)})
-    finder.wrappers = [Widening(weight, bare)]
-    ranks.discover_wrappers([weight, other, bare], [], [weight, other, bare])
+    finder.wrappers.append(Wrapper(weight, bare))
+    ranks.find_wrappers([weight, other, bare], [], [weight, other, bare])
     assert finder.broadcasts == [[2.0**-140] * 4]
     assert keeper.master(weight).tolist() == [[1.0 + 2.0**-12, 2.0 + 2.0**-12], [3.0 + 2.0**-12, 4.0 + 2.0**-12]]
     assert weight.tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert keeper.master(other).tolist() == [0.0], "it is in no wrapper"
     version = weight._version
     again = RankSync()
-    again.discover_wrappers([weight], [], [weight])
+    again.find_wrappers([weight], [], [weight])
     assert len(finder.broadcasts) == 2
     assert weight._version == version, "what is the same is not written"
 

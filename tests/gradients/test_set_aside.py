@@ -40,11 +40,11 @@ def arrive(p: nn.Parameter, value: float) -> None:
 
 
 def wide() -> Gradients:
-    return Gradients(halves, wrapped=nobody)
+    return Gradients(halves, reduced=nobody)
 
 
 def plain() -> Gradients:
-    return Gradients(None, wrapped=nobody)
+    return Gradients(None, reduced=nobody)
 
 
 def values(*params: nn.Parameter) -> list[list[float]]:
@@ -272,9 +272,9 @@ def test_gradients_come_in_the_dtype_that_was_chosen() -> None:
     assert (half.grad_dtype, single.grad_dtype, full.grad_dtype) == (None, FP32, BF16)
     plain().expect([half])
     assert half.grad_dtype is None, "who has no masters leaves it alone"
-    Gradients(halves, wrapped=everybody).expect([half])
+    Gradients(halves, reduced=everybody).expect([half])
     assert half.grad_dtype is BF16, "wrappers take nothing else"
-    Gradients(nobody, wrapped=nobody).expect([half, single])
+    Gradients(nobody, reduced=nobody).expect([half, single])
     assert (half.grad_dtype, single.grad_dtype) == (BF16, FP32)
     single.grad_dtype = None
     wide().expect([half, single])
@@ -300,7 +300,7 @@ def test_before_grad_dtype_the_fp32_gradient_and_not_its_image_stays_in_place(mo
 def test_gradients_cleared_to_zeros_under_a_wrapper_are_of_the_parameter_s_dtype() -> None:
     p, q, single = param(dtype=BF16), param(dtype=BF16), param(1.0)
     set_grads([p], [torch.zeros(2)])
-    gradients = Gradients(halves, wrapped=everybody)
+    gradients = Gradients(halves, reduced=everybody)
     gradients.saved[id(q)] = torch.ones(2)
     gradients.clear([p, q, single])
     assert p.grad.dtype is BF16
@@ -332,7 +332,7 @@ def test_without_grad_dtype_a_gradient_of_another_dtype_is_kept_beside_its_image
 
 def test_without_grad_dtype_cleared_gradients_under_a_wrapper_are_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "HAS_GRAD_DTYPE", False)
-    single, gradients = param(1.0), Gradients(everybody, wrapped=everybody)
+    single, gradients = param(1.0), Gradients(everybody, reduced=everybody)
     single.data = single.data.bfloat16()  # its gradient has another dtype now
     gradients.clear([single])
     assert (single.grad.dtype, single.grad.tolist()) == (BF16, [0.0, 0.0])

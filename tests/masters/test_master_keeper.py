@@ -55,7 +55,7 @@ def test_gradients_of_copied_weights_come_in_16_bits_and_are_fp32_once_they_are_
     copied, other = params(FP32)
     optimizer = CopyingOptimizer([copied, other], lr=1.0)
     keeper = MasterKeeper(optimizer, False, (BF16, True))
-    assert (optimizer.asked, keeper.any, keeper.alike, keeper.plain) == ((BF16, True), False, False, None)
+    assert (optimizer.asked, keeper.any, keeper.replicated, keeper.plain) == ((BF16, True), False, False, None)
     assert [id(p) for p in keeper.gradients.wide([other, copied])] == [id(copied)]
     for scale in (None, torch.tensor(2.0)):
         copied.grad = None
@@ -89,7 +89,7 @@ def test_masters_are_kept_by_the_optimizer_if_it_can_and_may(own: bool) -> None:
     originals = {id(half): torch.full((2,), 1.0)}
     optimizer = MasteringOptimizer([half], lr=1.0)
     keeper = MasterKeeper(optimizer, True, None, originals, own=own)
-    assert (keeper.any, keeper.alike) == (True, True)
+    assert (keeper.any, keeper.replicated) == (True, True)
     assert (optimizer.asked is originals, keeper.plain is None) == (own, own)
 
 
@@ -97,7 +97,7 @@ def test_masters_elsewhere_are_not_made_here() -> None:
     half, single = *params(BF16)[:1], params(FP32)[0]
     optimizer = MasteringOptimizer([half, single], lr=1.0)
     keeper = MasterKeeper(optimizer, "elsewhere")
-    assert (keeper.any, keeper.alike, keeper.plain, optimizer.asked) == (True, False, None, None)
+    assert (keeper.any, keeper.replicated, keeper.plain, optimizer.asked) == (True, False, None, None)
     assert (keeper.has(half), keeper.has(single)) == (True, False)
     half.requires_grad_(False)
     assert not keeper.has(half)

@@ -920,13 +920,13 @@ def test_larc_is_refused() -> None:
 
 def test_a_wrapper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optim = make("Adam")
-    monkeypatch.setattr("halfstep.optimizers.release_checks.wrapped", list)
+    monkeypatch.setattr("halfstep.optimizers.release_checks.reduced_params", list)
     with pytest.raises(UsageError, match="DistributedDataParallel"):
         optim.attach(model)
     monkeypatch.undo()
     optim.attach(model)
-    monkeypatch.setattr("halfstep.optimizers.release_checks.wrapped", list)
-    monkeypatch.setattr("halfstep.distributed.ddp_hook.wrappers_seen", 99)
+    monkeypatch.setattr("halfstep.optimizers.release_checks.reduced_params", list)
+    monkeypatch.setattr("halfstep.optimizers.release.REDUCTIONS", [None])
     with pytest.raises(UsageError, match="DistributedDataParallel"):
         loss_of(model, batches(1)[0]).backward()
     assert not optim.state

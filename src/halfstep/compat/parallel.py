@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import ArgumentValueError, UsageError
-from ..distributed.ddp_hook import AllReduceOptions, changes_gradients, reduction_of, set_options
+from ..distributed.ddp_hook import reduction_of
 from ..kernels.grouping import group_rows
 
 __all__ = ["DistributedDataParallel", "Reducer"]
@@ -97,9 +97,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         bucket = 2.0**20 if delay_allreduce else message_size * 4 / 2**20  # MiB of fp32; one bucket for everything
         super().__init__(module, bucket_cap_mb=bucket, find_unused_parameters=delay_allreduce)
         predivide = None if gradient_predivide_factor == 1.0 and gradient_average else gradient_predivide_factor
-        set_options(self, AllReduceOptions(True if allreduce_always_fp32 else None, predivide, gradient_average))
-        if changes_gradients(self):
-            reduction_of(self)  # the hook works for optimizers outside of amp too
+        reduction = reduction_of(self)
+        reduction.always_fp32, reduction.predivide = bool(allreduce_always_fp32), predivide
+        reduction.average = gradient_average
+        if reduction.changes_gradients:
+            reduction.hook()  # works for optimizers outside of amp too
 
     def disable_allreduce(self) -> None:
         """From the next backward pass on, gradients stay on this rank."""

@@ -1,4 +1,4 @@
-"""The message of each rank to the others before a step: a few numbers, of which all ranks get the largest.
+"""The message that ranks exchange before a step: a few numbers, of which all ranks get the largest.
 
 ``ddp_sync`` says when, and does what follows from it.
 """
@@ -12,64 +12,59 @@ import torch.distributed as dist
 
 from ..core.errors import UsageError
 
-__all__ = ["StepFacts", "refuse_too_late"]
+__all__ = ["TOO_LATE", "StepFacts"]
 
-_NONE = -(2.0**20)  # stands for "no such rank" where the largest number counts
+TOO_LATE = (
+    "Before the previous step some ranks had backward passes in no_sync() after the last synced pass, and others "
+    "had none. Those have stepped without these gradients, so the weights of the ranks differ now. End every "
+    "window with a synced pass, on every rank; or let ranks tell each other of it in time, over the CPU: "
+    'init_process_group("cpu:gloo,cuda:nccl").'
+)
+"""The error after a step in which ranks differed without knowing it."""
 
 
 class StepFacts(NamedTuple):
-    """The knowledge of one rank before a step, or of all of them together.
+    """The facts of one rank before a step, or the largest of all ranks: each of them 0 or 1, or a number.
 
     Attributes:
-        late: whether it reads the answer only before its next step, when it is too late to do anything in this one.
-        left: whether gradients were not averaged by a backward pass.
-        steps: whether it is about to step.
-        clips: whether it is about to clip gradients.
-        sparse: whether any gradient of a rank with such gradients is sparse.
-        scales: the number of loss scales with news about overflows, and minus that number, of which the largest is
-            the smallest number; the same two of a rank without news, for the loss scales that it takes for the same.
-        unsynced: for each wrapper, whether gradients were not averaged by a backward pass.
+        unsynced: for each wrapper, whether a rank has gradients that no backward pass has averaged.
+        late: a rank reads the answer only before its next step, when it is too late to do anything in this one.
+        steps: a rank is about to step.
+        clips: a rank is about to clip gradients.
+        sparse: a gradient that was not averaged is sparse.
+        unshared: a rank has overflow checks that were not shared.
+        scales: the number of loss scales that these are of, or that a rank without any would share.
+        minus_scales: minus that number, of which the largest is the smallest number.
     """
 
-    late: bool
-    left: bool
-    steps: bool
-    clips: bool
-    sparse: bool
-    scales: tuple[float, float, float, float]
-    unsynced: tuple[bool, ...]
-
-    @classmethod
-    def of_rank(
-        cls, unsynced: list[bool], *, late: bool, steps: bool, sparse: bool, news: int, missing: int
-    ) -> StepFacts:
-        """Those of this rank; ``news`` and ``missing`` are its numbers of loss scales."""
-        told = (news, -news, _NONE, _NONE) if news else (_NONE, _NONE, missing, -missing)
-        return cls(late, any(unsynced), steps, not steps, sparse, told, tuple(unsynced))
+    unsynced: tuple[int, ...]
+    late: int
+    steps: int
+    clips: int
+    sparse: int
+    unshared: int
+    scales: int
+    minus_scales: int
 
     def share(self, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-        """The facts of all ranks, for ``read``. Its first two elements are ``late`` and ``left``."""
-        flags, scales, unsynced = self[:5], self.scales, self.unsynced
-        told = torch.tensor([*flags, *scales, *unsynced], dtype=torch.float32, device=device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-        return told
+        """The facts of all ranks, for ``read``."""
+        shared = torch.tensor([*self[1:], *self.unsynced], dtype=torch.float32, device=device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+        return shared
 
     @classmethod
-    def read(cls, told: torch.Tensor) -> StepFacts:
+    def read(cls, shared: torch.Tensor) -> StepFacts:
         """The result of ``share``, on the host."""
-        late, left, steps, clips, sparse, *rest = told.tolist()
-        unsynced = tuple(map(bool, rest[4:]))
-        most, fewest, most_missing, fewest_missing = rest[:4]
-        scales = (most, fewest, most_missing, fewest_missing)
-        return cls(bool(late), bool(left), bool(steps), bool(clips), bool(sparse), scales, unsynced)
+        facts = list(map(int, shared.tolist()))
+        return cls(tuple(facts[_ABOUT_RANK:]), *facts[:_ABOUT_RANK])
 
-    @property
-    def any_news(self) -> bool:
-        """Whether some rank has news about overflows."""
-        return self.scales[0] != _NONE
+    @staticmethod
+    def too_late(shared: torch.Tensor) -> torch.Tensor:
+        """From the result of ``share``, without a read: 1.0 if it was too late to average what some rank has left."""
+        return shared[0] * shared[_ABOUT_RANK:].amax()
 
-    def refuse_differences(self, news: int) -> None:
-        """Refuse what the ranks cannot do together; ``news`` is the number of this rank.
+    def refuse_differences(self, scales: int) -> None:
+        """Refuse what the ranks cannot do together; ``scales`` is the number of this rank.
 
         Raises:
             UsageError: on every rank.
@@ -80,24 +75,11 @@ class StepFacts(NamedTuple):
                 "If you do, then some ranks had backward passes after the last synced pass of this window and others "
                 "had none: the first time this can be averaged in the step alone. End every window with a synced pass."
             )
-        most, fewest, most_missing, fewest_missing = self.scales
-        followed = most_missing == _NONE or most_missing == -fewest_missing == most
-        if self.any_news and not (most == -fewest and followed):
+        if self.unshared and self.scales != -self.minus_scales:
             raise UsageError(
-                f"Before this step this rank had backward passes of {news} loss scales, and another rank of another "
+                f"Before this step this rank had backward passes of {scales} loss scales, and another rank of another "
                 "number. Call scale_loss for every loss on every rank; without a batch, on any loss times zero."
             )
 
 
-def refuse_too_late() -> None:
-    """Refuse to go on after a step in which ranks differed without knowing it.
-
-    Raises:
-        UsageError: always.
-    """
-    raise UsageError(
-        "Before the previous step some ranks had backward passes in no_sync() after the last synced pass, and others "
-        "had none. Those have stepped without these gradients, so the weights of the ranks differ now. End every "
-        "window with a synced pass, on every rank; or let ranks tell each other of it in time, over the CPU: "
-        'init_process_group("cpu:gloo,cuda:nccl").'
-    )
+_ABOUT_RANK = len(StepFacts._fields) - 1  # numbers that come before those of each wrapper

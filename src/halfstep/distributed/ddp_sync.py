@@ -1,25 +1,58 @@
-"""The agreement of the ranks of one optimizer: all of them step with the same gradients, or none of them steps.
+"""The protocol of the ranks: all of them step with the same gradients, or none of them steps.
 
-``ddp_hook`` averages gradients during backward passes. This module does the rest: it finds the
-DistributedDataParallel wrappers of the optimizer's parameters, gives every rank the same masters, averages before a
-step the gradients that no backward pass has averaged, and shares overflows.
+Every rank runs the same script, on other data. What one optimizer of it sends, in this order:
+
+===============================  =====================================================  ==============================
+when                             what every rank sends                                  who sends it
+===============================  =====================================================  ==============================
+the first block or step with     the masters of the first rank, in flat buckets         ``find_wrappers``
+a new wrapper
+a backward pass that torch       its buckets, with the gradients that earlier passes    ``Reduction.communicate``
+synchronizes                     of this rank have left
+the end of such a pass, if       one number for each loss scale: the pass overflowed    ``share_overflow``
+the loss is scaled
+every step, and                  the facts: about ten numbers (``StepFacts``), of       ``RankSync._agree``
+``clip_master_grads`` after a    which all ranks get the largest
+pass that was not synchronized
+then, if the facts say so        the number of sparse dimensions of each gradient       ``share_sparse_dims``
+then, if the facts say so        the gradients that no pass has averaged, in flat       ``average_gradients``
+                                 buckets; a rank without any sends zeros
+then, if the facts say so        one number for each loss scale                         ``share_overflow``
+the end of ``join``              the masters of a rank that had inputs to the end       ``joining``
+===============================  =====================================================  ==============================
+
+A rank that waits for a message that another one never sends would wait for ever. So all must send the same number:
+
+- torch requires that every rank has the same synchronized passes. Between two of them, ranks may differ in passes
+  under ``no_sync``: one may have none. No rank can know what the others had, so every rank sends the facts at every
+  step, and what follows the facts is decided by them alone. They are the same on every rank.
+- ``clip_master_grads`` sends the facts only where a rank knows that they are needed. If another rank did not know, it
+  sends its own at the step. The facts say which of the two calls they come from, and all ranks raise an error.
+- The facts are sent on the CPU, where the answer costs no wait for the device. A process group with NCCL alone sends
+  them on the device. A rank that has averaged everything does not wait for the answer there. It is *late*: it takes its
+  step, and reads the answer before the next one. If others then had something left, they go on without the late rank,
+  and send nothing more in this window. Before the next step every rank raises an error.
+- In ``join`` a rank that ran out of inputs repeats the reductions of torch and sends nothing else. So nobody does.
+
+``ddp_hook`` has the state of one wrapper, this module that of one optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..core.errors import UsageError
 from ..gradients.async_reader import AsyncReader, capturing
+from ..gradients.ledger import REDUCTIONS
 from ..gradients.loss_scaler import DeviceLossScaler
-from . import ddp_hook
-from .agreement import StepFacts, refuse_too_late
-from .ddp_hook import Reduction, changes_gradients, known_wrappers, reduction_of
-from .flat_buckets import average_gradients, share_masters
+from .agreement import TOO_LATE, StepFacts
+from .ddp_hook import Reduction
+from .flat_buckets import average_gradients, share_masters, share_sparse_dims, sparse_dims
 
 __all__ = ["BackwardRecord", "RankSync", "share_overflow"]
 
@@ -41,28 +74,41 @@ class BackwardRecord:
     dynamic: bool = False
 
 
+class _OpenPass(NamedTuple):
+    """A wrapper at the beginning of a backward pass.
+
+    Attributes:
+        reduction: that of the wrapper.
+        allreduces: how many passes the ranks had averaged before.
+        versions: the version of each gradient that was there, which changes when a pass adds to it.
+    """
+
+    reduction: Reduction
+    allreduces: int
+    versions: dict[torch.Tensor, int]
+
+
 class RankSync:
-    """The DistributedDataParallel wrappers around the parameters of one optimizer.
+    """The state of one optimizer towards the other ranks.
 
     Attributes:
         inside: whether the optimizer is inside of another attached one, which does all of this.
-        reductions: those of the wrappers that have been found. Without any there is nothing to do but to look for them.
+        reductions: those of the wrappers around its parameters. Without any there is nothing to do.
     """
 
     def __init__(self) -> None:
         self.inside = False
         self.reductions: list[Reduction] = []
-        self._unsynced: set[Reduction] = set()
-        self._key: tuple[int, ...] = (0,)
-        self._watched: dict[Reduction, tuple[int, dict[torch.Tensor, int]]] = {}
-        self._averaged_next = False
-        self._has_passed = False
-        self._ever_passed = False
-        self._alone_in_window = False
-        self._ever_agreed = False
-        self._late_facts = AsyncReader(2)
-        self._sparse: dict[int, int] = {}
-        self._scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        self._found: tuple[object, ...] = ()  # the wrappers and numbers that the latest search has seen
+        self._open: list[_OpenPass] = []
+        self._saved: dict[int, torch.Tensor] = {}  # the gradients that are set aside for the open pass
+        self._averages_in_place = False  # the open pass averages gradients of earlier ones where they lie
+        self._unsynced: set[Reduction] = set()  # wrappers with gradients that no backward pass has averaged
+        self._had_pass = False  # in this window
+        self._ever_had_pass = False
+        self._ever_unsynced = False  # the ranks have averaged gradients before a step at least once
+        self._too_late = False  # in this window: other ranks go on without what this one has left
+        self._late_facts = AsyncReader(1)
 
     @property
     def joining(self) -> bool:
@@ -70,20 +116,23 @@ class RankSync:
         return any(reduction.is_joining for reduction in self.reductions)
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that something can be sent to outside of a backward pass."""
+        if self._too_late or self.joining:
+            return []
+        return _distinct(reduction.group for reduction in self.reductions if reduction.wrapper() is not None)
+
+    @property
     def has_unsynced(self) -> bool:
         """Whether there are gradients that were not averaged over the ranks."""
         return bool(self._unsynced)
 
-    def clear(self) -> None:
-        """The gradients were cleared."""
-        self._unsynced.clear()
-        self.end_window()
-
     def end_window(self) -> None:
-        """The gradients were used: what comes now is another accumulation window."""
+        """The gradients were used or cleared: what comes now is another accumulation window."""
+        self._unsynced.clear()
         for reduction in self.reductions:
             reduction.end_window()
-        self._has_passed = self._alone_in_window = False
+        self._had_pass = self._too_late = False
 
     def gradient_scale(self, scale: torch.Tensor | None) -> torch.Tensor | None:
         """The divisor of the gradients of a pass whose loss is multiplied by ``scale``.
@@ -103,13 +152,10 @@ class RankSync:
                 "The parameters of one optimizer are in DistributedDataParallel wrappers with different "
                 "gradient_average or gradient_predivide_factor; give them the same, or an optimizer each."
             )
-        known, divided = self._scales
-        if divided is None or known is not scale:
-            (factor,) = factors
-            device = self.reductions[0].device
-            one = torch.ones((), dtype=torch.float32, device=device) if scale is None else scale
-            self._scales = known, divided = scale, one / factor
-        return divided
+        (factor,) = factors
+        if scale is None:
+            return torch.full((), 1.0 / factor, dtype=torch.float32, device=self.reductions[0].device)
+        return scale / factor
 
     @property
     def will_sync(self) -> bool:
@@ -120,112 +166,100 @@ class RankSync:
         """Those of some parameters whose gradients the next backward pass averages, so that they must stay in place."""
         syncing = [reduction for reduction in self.reductions if reduction.will_sync]
         found = [p for p in params if any(reduction.holds(p) for reduction in syncing)]
-        self._averaged_next = self._averaged_next or bool(found)
+        self._averages_in_place = self._averages_in_place or bool(found)
         return found
 
     # ---- before and after a backward pass
 
-    def discover_wrappers(
-        self, params: Sequence[torch.Tensor], wide: Sequence[torch.Tensor], mastered: Sequence[torch.Tensor]
+    def find_wrappers(
+        self, params: Sequence[torch.Tensor], fp32: Sequence[torch.Tensor], mastered: Sequence[torch.Tensor]
     ) -> None:
-        """Find the wrappers made since the last call. A collective operation if there are new ones with masters.
+        """Find the wrappers around the parameters. A collective operation if there are new ones with masters.
 
         Args:
             params: those of the optimizer.
-            wide: those among them whose gradients are to be fp32.
+            fp32: those among them whose gradients are to be fp32.
             mastered: those whose masters are to be the same on every rank.
         """
-        key = (ddp_hook.wrappers_seen, len(params), len(wide))
-        if key == self._key or self.inside or not ddp_hook.wrappers_seen:
+        seen = (len(params), len(fp32), *REDUCTIONS)
+        if self.inside or seen == self._found:
             return
-        self._key = key
-        for wrapper in known_wrappers():
-            if not changes_gradients(wrapper):
-                continue
-            reduction = reduction_of(wrapper)
-            if reduction not in self.reductions and any(reduction.holds(p) for p in params):
-                self.reductions.append(reduction)
+        self._found = seen
+        before = self.reductions
+        candidates = [one for one in REDUCTIONS if isinstance(one, Reduction) and one.changes_gradients]
+        self.reductions = [each for each in candidates if not each.params.isdisjoint(map(id, params))]
+        self._unsynced.intersection_update(self.reductions)
+        for reduction in self.reductions:
+            if reduction not in before:
                 # The wrapper gave every rank the weights of rank 0, but each rank still has its own masters.
                 share_masters([p for p in mastered if reduction.holds(p)], reduction.group)
-            reduction.widen(wide)
+            reduction.hook(fp32)
 
     def begin_backward(
-        self, scale: torch.Tensor | None, params: Sequence[torch.Tensor], held: dict[int, torch.Tensor]
+        self, scale: torch.Tensor | None, params: Sequence[torch.Tensor], saved: dict[int, torch.Tensor]
     ) -> None:
         """A backward pass scaled by ``scale`` begins.
 
         Args:
             scale: by what its gradients are to be divided.
             params: those of the optimizer.
-            held: what is set aside of their gradients; what the ranks average in this pass is taken out of it.
+            saved: what is set aside of their gradients; what the ranks average in this pass is taken out of it.
         """
-        self.reductions = [reduction for reduction in self.reductions if reduction.alive]
-        self._has_passed = self._ever_passed = True
+        self._had_pass = self._ever_had_pass = True
+        self._saved, self._open = saved, []
         for reduction in self.reductions:
-            if not reduction.hooked and reduction.will_sync:
-                # Under a user's communication hook our gradients can only travel in ``p.grad``, in its dtype.
-                for param in params:
-                    if id(param) in held and reduction.holds(param):
-                        before = held.pop(id(param))
-                        param.grad = (before if scale is None else before * scale).to(param.dtype)
-            reduction.watched = True
-            reduction.scale = scale
-            reduction.held.append(held)
-            reduction.fill_missing_gradients()
-            self._watched[reduction] = (reduction.allreduces, _versions(reduction, params))
+            reduction.begin_backward(scale, params, saved)
+            self._open.append(_OpenPass(reduction, reduction.allreduces, _versions(reduction, params)))
 
     def end_backward(self, params: Sequence[torch.Tensor]) -> None:
         """The backward pass is over: find out whether the ranks averaged its gradients."""
-        for reduction, (count, before) in self._watched.items():
-            unsent = reduction.end_backward()
-            if reduction.allreduces > count or (not reduction.hooked and reduction.will_sync):
+        for reduction, averaged, brought in self._close(params):
+            if averaged:
                 reduction.rebuild_buckets()
                 # A pass that began unsynced can be averaged all the same. Gradients set aside were not sent then.
-                if reduction.will_sync or not unsent:
+                if reduction.will_sync or reduction.params.isdisjoint(self._saved):
                     self._unsynced.discard(reduction)
-            elif (after := _versions(reduction, params)) != before:
+            elif brought:
                 self._unsynced.add(reduction)
-                reduction.remember_unsynced([param for param, version in after.items() if before.get(param) != version])
-        self._watched.clear()
-        self._averaged_next = False
 
     def abandon_backward(self, params: Sequence[torch.Tensor]) -> bool:
         """The backward pass failed; whether gradients accumulated before it are lost, for they were in a bucket."""
-        lost = self._averaged_next or any(
-            reduction.allreduces > count for reduction, (count, _) in self._watched.items()
-        )
-        for reduction, (count, before) in self._watched.items():
-            reduction.end_backward()
-            if reduction.allreduces == count:
-                after = _versions(reduction, params)
-                reduction.remember_unsynced([param for param, version in after.items() if before.get(param) != version])
-        self._watched.clear()
-        self._averaged_next = False
+        lost = self._averages_in_place
+        for _, averaged, _ in self._close(params):
+            lost = lost or averaged
         return lost
+
+    def _close(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Reduction, bool, bool]]:
+        """Each wrapper of the open pass, whether the ranks averaged its gradients, and if not, whether it got any."""
+        opened, self._open, self._averages_in_place = self._open, [], False
+        for reduction, allreduces, before in opened:
+            reduction.end_backward(self._saved)
+            averaged = reduction.allreduces > allreduces or (reduction.will_sync and not reduction.hooked)
+            after = {} if averaged else _versions(reduction, params)
+            brought = [param for param, version in after.items() if before.get(param) != version]
+            reduction.remember_unsynced(brought)
+            yield reduction, averaged, bool(brought)
 
     # ---- before a step
 
     @torch.no_grad()
-    def agree(
+    def sync_gradients(
         self,
         params: Sequence[torch.Tensor],
+        fp32: Sequence[torch.Tensor],
         records: list[BackwardRecord],
         scalers: Sequence[DeviceLossScaler | None],
         *,
         steps: bool = True,
     ) -> None:
-        """Find out whether any rank has gradients that were not averaged: all ranks must do then what one of them does.
+        """Average the gradients that no backward pass has averaged on some rank. A collective operation.
 
         A rank may have had no backward pass in this window, or none after one that was averaged. It takes part with
-        gradients of zero, and moves its loss scales as the others do. This is a collective operation. A rank takes part
-        even if it has nothing to share, because it cannot know what the others have.
-
-        Nothing is read from a device until the last pass of some window was not averaged. If the process group has no
-        backend for the CPU, and only some ranks have such a window, the first one comes too late: the others have
-        stepped. Then the next call raises on every rank.
+        gradients of zero, and moves its loss scales as the others do.
 
         Args:
             params: those of the optimizer.
+            fp32: those among them whose gradients are to be fp32 afterwards, on every rank.
             records: those of this window; extended on a rank that has none where others have some.
             scalers: the loss scales that those are of, if there are no records in this window at all.
             steps: whether a step follows. If not, ranks in a window averaged by its last pass need not take part.
@@ -241,78 +275,79 @@ class RankSync:
                     "no_sync(): ranks that have run out of inputs take part in the reductions of backward passes only."
                 )
             return
-        silent = not (self._has_passed or records) and (self._ever_passed or all(p.grad is None for p in params))
-        knows = bool(silent or self._unsynced or self._ever_agreed)
-        may_differ = steps and self._ever_passed and not capturing(self.reductions[0].device)
-        if self._alone_in_window or not (knows or may_differ):
+        sparse = self._agree(params, records, scalers, steps)
+        if self._too_late or not self._unsynced:
             return
-        if any(late and left for late, left in self._late_facts.poll(wait=True)):
-            refuse_too_late()
-        self._sparse.clear()
-        news = len({record.scaler for record in records if not record.shared})
-        missing = list(dict.fromkeys(record.scaler for record in records)) or scalers
-        # Gradients that were averaged are the same everywhere: only a rank with others has to look.
-        sparse = bool(self._unsynced) and any(p.grad is not None and p.grad.is_sparse for p in params)
-        follows = False
-        for group in _groups([self]):
-            mine = [reduction for reduction in self.reductions if reduction.alive and reduction.group is group]
-            late = not (knows or mine[0].has_cpu)
-            device = torch.device("cpu") if mine[0].has_cpu else mine[0].device
-            unsynced = [reduction in self._unsynced for reduction in mine]
-            shared = StepFacts.of_rank(
-                unsynced, late=late, steps=steps, sparse=sparse, news=news, missing=len(missing)
-            ).share(group, device)
-            if late:
-                self._late_facts.post(shared[0], shared[1])
-                continue
-            facts = StepFacts.read(shared)
-            if facts.late and facts.left:
-                self._late_facts.post(shared[0], shared[1])
-                self._end_alone(records)
-                return
-            facts.refuse_differences(news)
-            follows = follows or (facts.any_news and not news)
-            self._unsynced.update(reduction for reduction, one in zip(mine, facts.unsynced, strict=True) if one)
-            self._ever_agreed = self._ever_agreed or facts.left
-            if facts.sparse:
-                self._share_sparse([p for p in params if p.requires_grad], group, device)
-        for scaler in missing if follows else ():
-            found_inf = torch.zeros((), dtype=torch.float32, device=self.reductions[0].device)
-            dynamic = bool(scaler and scaler.dynamic)
-            records.append(BackwardRecord(found_inf, scaler, dynamic=dynamic))
-
-    def _end_alone(self, records: Iterable[BackwardRecord]) -> None:
-        """Send nothing more in this window: others go on without it, until all ranks raise before the next step."""
-        self._alone_in_window = True
-        self._unsynced.clear()
-        for record in records:
-            record.shared = True
-
-    def _share_sparse(self, params: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-        """Find out of which parameters some rank has a sparse gradient, and with how many sparse dimensions."""
-        dims = [p.grad.sparse_dim() if p.grad is not None and p.grad.is_sparse else 0 for p in params]
-        shared = torch.tensor(dims, dtype=torch.int64, device=device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
-        self._sparse.update((id(p), dim) for p, dim in zip(params, shared.tolist(), strict=True) if dim)
-
-    @torch.no_grad()
-    def average_unsynced(self, params: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
-        """Average the gradients that no backward pass has averaged, in flat buckets. A collective operation.
-
-        Gradients of ``wide`` parameters are fp32 afterwards, on every rank.
-        """
-        fp32 = set(map(id, wide))
-        sparse = {id(p): p.grad.sparse_dim() for p in params if p.grad is not None and p.grad.is_sparse} | self._sparse
+        sparse |= sparse_dims(params)
         done: set[int] = set()
         for reduction in [reduction for reduction in self.reductions if reduction in self._unsynced]:
             owners = [p for p in params if reduction.holds(p) and id(p) not in done and p.requires_grad]
             done.update(map(id, owners))
-            average_gradients(owners, reduction.group, reduction.world, fp32, sparse)
+            average_gradients(owners, reduction.group, reduction.world, set(map(id, fp32)), sparse)
         self._unsynced.clear()
+
+    def _agree(
+        self,
+        params: Sequence[torch.Tensor],
+        records: list[BackwardRecord],
+        scalers: Sequence[DeviceLossScaler | None],
+        steps: bool,
+    ) -> dict[int, int]:
+        """Exchange the facts: afterwards this rank counts as unsynced whatever some rank has left.
+
+        Returns:
+            The number of sparse dimensions of gradients that are sparse on some rank, by the identity of the parameter.
+        """
+        no_gradients = not (self._had_pass or records) and (self._ever_had_pass or all(p.grad is None for p in params))
+        waits = bool(no_gradients or self._unsynced or self._ever_unsynced)
+        asks = steps and self._ever_had_pass and not capturing(self.reductions[0].device)
+        if self._too_late or not (waits or asks):
+            return {}
+        if any(late for (late,) in self._late_facts.poll(wait=True)):
+            raise UsageError(TOO_LATE)
+        unshared = {record.scaler for record in records if not record.shared}
+        expected = list(dict.fromkeys(record.scaler for record in records)) or scalers
+        # Gradients that were averaged are the same everywhere: only a rank with others has to look.
+        sparse = sparse_dims(params) if self._unsynced else {}
+        others_have_unshared = False
+        for group in self.groups:
+            mine = [reduction for reduction in self.reductions if reduction.group is group]
+            late = not (waits or mine[0].has_cpu)
+            device = torch.device("cpu") if mine[0].has_cpu else mine[0].device
+            scales = len(unshared or expected)
+            shared = StepFacts(
+                tuple(reduction in self._unsynced for reduction in mine),
+                late=late,
+                steps=steps,
+                clips=not steps,
+                sparse=bool(sparse),
+                unshared=bool(unshared),
+                scales=scales,
+                minus_scales=-scales,
+            ).share(group, device)
+            if late:
+                self._late_facts.post(StepFacts.too_late(shared))
+                continue
+            facts = StepFacts.read(shared)
+            if facts.late and any(facts.unsynced):
+                self._late_facts.post(StepFacts.too_late(shared))
+                self._too_late = True
+                continue
+            facts.refuse_differences(len(unshared))
+            others_have_unshared = others_have_unshared or bool(facts.unshared)
+            self._unsynced.update(reduction for reduction, one in zip(mine, facts.unsynced, strict=True) if one)
+            self._ever_unsynced = self._ever_unsynced or any(facts.unsynced)
+            if facts.sparse:
+                sparse = share_sparse_dims(params, sparse, group, device)
+        if others_have_unshared and not unshared:
+            for scaler in expected:
+                found_inf = torch.zeros((), dtype=torch.float32, device=self.reductions[0].device)
+                records.append(BackwardRecord(found_inf, scaler, dynamic=bool(scaler and scaler.dynamic)))
+        return sparse
 
 
 def share_overflow(
-    records: Iterable[BackwardRecord], ranks: Iterable[RankSync]
+    records: Collection[BackwardRecord], ranks: Iterable[RankSync]
 ) -> dict[DeviceLossScaler, torch.Tensor]:
     """Share overflows between the ranks: one all-reduce, of one number for each loss scale.
 
@@ -333,7 +368,7 @@ def share_overflow(
             new.setdefault(record.scaler, []).append(record)
     shared = {scaler: row[-1].found_inf for scaler, row in new.items() if scaler is not None}
     # While ranks join, what is shared is in the averaged gradients: they are not finite on any rank.
-    if new and (groups := _groups(one for one in ranks if not one.joining)):
+    if new and (groups := _distinct(group for one in ranks for group in one.groups)):
         device = next(iter(new.values()))[0].found_inf.device
         verdicts = torch.stack([torch.stack([p.found_inf.to(device) for p in row]).amax() for row in new.values()])
         for group in groups:
@@ -344,19 +379,14 @@ def share_overflow(
             if scaler in shared and scaler in before:
                 # An overflow stays in averaged gradients, so a later pass of the window sees the same one again.
                 shared[scaler] = verdict * (torch.stack(before[scaler]).amax() == 0)
-    for row in new.values():
-        for record in row:
-            record.shared = True
+    for record in records:
+        record.shared = True
     return shared
 
 
-def _groups(ranks: Iterable[RankSync]) -> list[dist.ProcessGroup]:
-    groups: list[dist.ProcessGroup] = []
-    for one in ranks:
-        for reduction in one.reductions:
-            if reduction.alive and not any(reduction.group is group for group in groups):
-                groups.append(reduction.group)
-    return groups
+def _distinct(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """Process groups without repetition, in their order."""
+    return list({id(group): group for group in groups}.values())
 
 
 def _versions(reduction: Reduction, params: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:

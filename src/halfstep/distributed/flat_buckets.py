@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from ..gradients.ledger import get_grads, set_grads
 from ..gradients.master_registry import master_of, write_master
 from ..kernels.grouping import group_rows
 
-__all__ = ["average_gradients", "share_masters"]
+__all__ = ["average_gradients", "share_masters", "share_sparse_dims", "sparse_dims"]
 
 _BUCKET = 2**24  # elements in a flat bucket: 64 MiB of fp32
 
@@ -34,6 +34,21 @@ def share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup, rank
                 param.copy_(rounded)
 
 
+def sparse_dims(params: Iterable[torch.Tensor]) -> dict[int, int]:
+    """The number of sparse dimensions of each sparse gradient, by the identity of the parameter."""
+    return {id(p): p.grad.sparse_dim() for p in params if p.grad is not None and p.grad.is_sparse}
+
+
+def share_sparse_dims(
+    params: Sequence[torch.Tensor], sparse: dict[int, int], group: dist.ProcessGroup, device: torch.device
+) -> dict[int, int]:
+    """As ``sparse``, what ``sparse_dims`` has found here, with what it has found on other ranks."""
+    trained = [p for p in params if p.requires_grad]
+    shared = torch.tensor([sparse.get(id(p), 0) for p in trained], dtype=torch.int64, device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+    return sparse | {id(p): dims for p, dims in zip(trained, shared.tolist(), strict=True) if dims}
+
+
 @torch.no_grad()
 def average_gradients(
     params: Sequence[torch.Tensor], group: dist.ProcessGroup, world: int, fp32: set[int], sparse: Mapping[int, int]
@@ -47,9 +62,10 @@ def average_gradients(
         fp32: identities of parameters whose gradients are fp32 afterwards.
         sparse: the number of sparse dimensions of sparse gradients, by the identity of the parameter.
     """
-    alone = [[p] for p in params if id(p) in sparse]
-    for bucket in [*alone, *_chunks([p for p in params if id(p) not in sparse])]:
-        _average(bucket, group, world, fp32, sparse)
+    for param in [p for p in params if id(p) in sparse]:
+        _average_sparse(param, sparse[id(param)], group, world, fp32)
+    for bucket in _chunks([p for p in params if id(p) not in sparse]):
+        _average(bucket, group, world, fp32)
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -66,22 +82,21 @@ def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return chunks
 
 
-def _average(
-    owners: list[torch.Tensor], group: dist.ProcessGroup, world: int, fp32: set[int], sparse: Mapping[int, int]
-) -> None:
+def _average_sparse(param: torch.Tensor, dims: int, group: dist.ProcessGroup, world: int, fp32: set[int]) -> None:
+    """``average_gradients`` for one parameter whose gradient has some sparse dimensions."""
+    (grad,) = get_grads([param])
+    if grad is None:
+        grad = torch.zeros_like(param, dtype=torch.float32 if id(param) in fp32 else param.dtype)
+    if not grad.is_sparse:
+        grad = grad.to_sparse(dims)
+    total = (grad.float() if is_half(grad) else grad).coalesce()
+    dist.all_reduce(total, group=group)
+    set_grads([param], [(total / world).to(grad.dtype)])
+
+
+def _average(owners: list[torch.Tensor], group: dist.ProcessGroup, world: int, fp32: set[int]) -> None:
     """``average_gradients`` for one bucket."""
     grads = get_grads(owners)
-    first = grads[0]
-    if id(owners[0]) in sparse:
-        param, dims = owners[0], sparse[id(owners[0])]
-        if first is None:
-            first = torch.zeros_like(param, dtype=torch.float32 if id(param) in fp32 else param.dtype).to_sparse(dims)
-        elif not first.is_sparse:
-            first = first.to_sparse(dims)
-        total = (first.float() if is_half(first) else first).coalesce()
-        dist.all_reduce(total, group=group)
-        set_grads([param], [(total / world).to(first.dtype)])
-        return
     dtype = torch.float32 if is_half(owners[0]) else owners[0].dtype
     parts = [
         torch.zeros_like(p, dtype=dtype).flatten() if g is None else g.flatten().to(dtype)

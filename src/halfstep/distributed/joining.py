@@ -66,6 +66,6 @@ class _WithMasters(JoinHook):
         self._hook.post_hook(is_last_joiner)
         ignored = set(wrapper.parameters_to_ignore)
         params = [p for name, p in wrapper.module.named_parameters() if name not in ignored]
-        alike = [p for p in params if (keeper := keeper_of(p)) is not None and keeper.alike]
-        share_masters(alike, wrapper.process_group, join_facts(wrapper)[1] or 0)
+        replicated = [p for p in params if (keeper := keeper_of(p)) is not None and keeper.replicated]
+        share_masters(replicated, wrapper.process_group, join_facts(wrapper)[1] or 0)
         wrapper.join_hook.open = False

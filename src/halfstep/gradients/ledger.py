@@ -30,7 +30,7 @@ clipping over ``model.parameters()``, the image becomes the gradient, and the ot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -106,8 +106,15 @@ def widen(params: Sequence[torch.Tensor]) -> None:
 Chooser = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 """Picks some parameters out of a list."""
 
-IN_WRAPPERS: set[int] = set()
-"""Identities of the living parameters that are in a DistributedDataParallel wrapper."""
+
+class Reduces(Protocol):
+    """The all-reduce of one DistributedDataParallel wrapper, from ``distributed/ddp_hook.py``.
+
+    Attributes:
+        params: identities of the parameters whose gradients it averages, which live as long as the wrapper.
+    """
+
+    params: frozenset[int]
 
 
 def halves(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -115,11 +122,19 @@ def halves(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [p for p in params if p.dtype in HALF_DTYPES]
 
 
-def wrapped(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of some parameters that are in a wrapper or sharded. Their gradients must have the parameter's dtype."""
-    if not IN_WRAPPERS and ORDINARY.issuperset(map(type, params)):
+REDUCTIONS: list[Reduces] = []
+"""The all-reduces of the living wrappers, in the order in which these were made, which is the same on every rank."""
+
+
+def reduced_params(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of some parameters whose gradients ranks reduce: in a wrapper, or sharded.
+
+    Their gradients must have the parameter's dtype, because buckets and shards take no other.
+    """
+    if not REDUCTIONS and ORDINARY.issuperset(map(type, params)):
         return []
-    return [p for p in params if id(p) in IN_WRAPPERS or is_sharded(p)]
+    in_wrappers = frozenset[int]().union(*(reduction.params for reduction in REDUCTIONS))
+    return [p for p in params if id(p) in in_wrappers or is_sharded(p)]
 
 
 class Gradients:
@@ -129,7 +144,7 @@ class Gradients:
         wide: picks the parameters whose gradients are to be fp32 although backward passes compute them in 16 bits; None
             if there are none.
         narrow: whether such a gradient may stay in 16 bits until the step if it is neither scaled nor added to another.
-        wrapped: picks the parameters whose gradients must have the parameter's dtype.
+        reduced: picks the parameters whose gradients must have the parameter's dtype.
 
     Attributes:
         any_wide: whether ``wide`` may pick any.
@@ -137,12 +152,12 @@ class Gradients:
         saved: the gradients that are set aside, by the identity of the parameter.
     """
 
-    def __init__(self, wide: Chooser | None, *, narrow: bool = False, wrapped: Chooser = wrapped) -> None:
+    def __init__(self, wide: Chooser | None, *, narrow: bool = False, reduced: Chooser = reduced_params) -> None:
         self.any_wide = wide is not None
         self.wide: Chooser = _none if wide is None else wide
         self.saved: dict[int, torch.Tensor] = {}
         self._narrow = narrow
-        self._wrapped = wrapped
+        self._reduced = reduced
         self._pending: list[torch.Tensor] = []  # had no gradient in their place when the block was opened
         self._unscaler = Unscaler()
         self._clipper = Unscaler()
@@ -203,7 +218,7 @@ class Gradients:
             return
         empty = [p for p in params if p.grad is None]
         wide = self.wide(empty)
-        if own := set(map(id, self._wrapped(wide))):
+        if own := set(map(id, self._reduced(wide))):
             wide = [p for p in wide if id(p) not in own]
         dtype = None if as_computed else torch.float32
         for param in [p for p in wide if p.grad_dtype is not dtype]:
@@ -390,7 +405,7 @@ class Gradients:
             return
         zeroed = [p for p in params if p.grad is not None and p.grad.dtype is not p.dtype]
         # A wrapper takes only gradients of the parameter's dtype, also if they are zeros.
-        for param in self._wrapped(self.wide(zeroed)) if zeroed else ():
+        for param in self._reduced(self.wide(zeroed)) if zeroed else ():
             param.grad = None
             if HAS_GRAD_DTYPE:
                 param.grad_dtype = param.dtype

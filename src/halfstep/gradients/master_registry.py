@@ -20,10 +20,10 @@ class Keeper(Protocol):
     """Keeps masters of some parameters.
 
     Attributes:
-        alike: whether it has all masters, which are then to be the same on every rank.
+        replicated: whether it has all masters, which are then to be the same on every rank.
     """
 
-    alike: bool
+    replicated: bool
 
     def master(self, param: torch.Tensor) -> torch.Tensor | None:
         """The fp32 value of a parameter's master, which may be the master's own memory; None if it has none."""

@@ -14,7 +14,7 @@ from ..core.errors import UsageError
 from ..core.torch_compat import HAS_GRAD_DTYPE
 from ..distributed.state_dict import patch_state_init
 from ..gradients.held_masters import WITH_MEMORY, HeldMasters, settle
-from ..gradients.ledger import Chooser, Gradients, halves, widen, wrapped
+from ..gradients.ledger import Chooser, Gradients, halves, reduced_params, widen
 from ..gradients.master_registry import keeper_of, register
 from ..kernels.shards import is_sharded
 from .plain import PlainMasters
@@ -45,7 +45,7 @@ class MasterKeeper:
     Attributes:
         plain: the masters that are kept here, or None.
         any: whether there are masters.
-        alike: whether this keeper has all masters, which are then to be the same on every rank.
+        replicated: whether this keeper has all masters, which are then to be the same on every rank.
         gradients: the gradients of the parameters.
         held: the masters that users hold.
     """
@@ -61,7 +61,7 @@ class MasterKeeper:
     ) -> None:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self.any = bool(masters)
-        self.alike = masters is True
+        self.replicated = masters is True
         self.plain: PlainMasters | None = None
         self.held = HeldMasters()
         self._half: list[weakref.ref[torch.Tensor]] = []
@@ -79,7 +79,7 @@ class MasterKeeper:
 
                 def wide(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                     found = kept.having(params)
-                    taken = set(map(id, wrapped(found)))
+                    taken = set(map(id, reduced_params(found)))
                     return [p for p in found if id(p) not in taken]
 
         self.gradients = Gradients(wide, narrow=narrow)

@@ -18,8 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..core.errors import UsageError
 from ..core.scalars import in_scalar_dtype
 from ..core.torch_compat import backward_pass_id, found_inf_of, queue_after_backward, scale_of
-from ..distributed import ddp_hook
-from ..gradients.ledger import Gradients
+from ..gradients.ledger import REDUCTIONS, Gradients
 from ..kernels.tensor_table import Number
 from .param_rows import GroupRows, ParamRows
 from .release_checks import check, refuse_closure, refuse_gradient, refuse_ranks, refuse_second
@@ -78,7 +77,6 @@ class GradientRelease:
         self._optimizer = weakref.ref(optimizer)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.guard: Callable[[], None] | None = None
-        self._wrappers = ddp_hook.wrappers_seen
         self._hooks: dict[int, Any] = {}  # by the identity of the parameter
         self._places: dict[int, tuple[int, int]] = {}  # the group of each parameter, and its place in the optimizer
         self._rows: dict[tuple[int, int], GroupRows] = {}  # by group and the identity of the first parameter
@@ -248,7 +246,7 @@ class GradientRelease:
             return
         if self.guard is not None:
             self.guard()
-        if ddp_hook.wrappers_seen != self._wrappers:
+        if REDUCTIONS:
             refuse_ranks([param])
         if id(param) in self._stepped:
             refuse_second(param)

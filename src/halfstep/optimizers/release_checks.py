@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..core.errors import ArgumentValueError, UsageError
-from ..gradients.ledger import wrapped
+from ..gradients.ledger import reduced_params
 
 __all__ = ["check", "refuse_closure", "refuse_gradient", "refuse_ranks", "refuse_second"]
 
@@ -66,7 +66,7 @@ def refuse_ranks(params: list[torch.Tensor], *, first_fsdp: bool = False) -> Non
     Raises:
         UsageError: if a parameter is sharded or in a DistributedDataParallel wrapper, or with ``first_fsdp``.
     """
-    if first_fsdp or wrapped(params):
+    if first_fsdp or reduced_params(params):
         raise UsageError(
             "Gradient release steps a parameter as soon as its gradient is there, before DistributedDataParallel or "
             "FSDP has averaged it with the other ranks. Train on one process, or keep the gradients."

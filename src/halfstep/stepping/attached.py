@@ -19,9 +19,9 @@ import torch.distributed as dist
 from ..casting.scope import NO_CASTING, active_casting
 from ..core.errors import UsageError
 from ..core.inner_optimizers import bare
-from ..distributed import ddp_hook
 from ..distributed.ddp_sync import BackwardRecord, share_overflow
 from ..gradients.held_masters import WITH_MEMORY, settle
+from ..gradients.ledger import REDUCTIONS
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
 from ..optimizers.base import FusedOptimizer
@@ -272,7 +272,7 @@ class AttachedOptimizer:
             self.replaced.refuse(optimizer)
         if passes.known is not None:
             passes.drop_brought()
-        records = passes.take_records(agreed=closure is None) if passes.records or ddp_hook.wrappers_seen else []
+        records = passes.take_records(agreed=closure is None) if passes.records or REDUCTIONS else []
         casting = active_casting()
         with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None

@@ -17,9 +17,8 @@ import torch
 from ..core.callers import callers_level
 from ..core.errors import UsageError
 from ..core.text import counted
-from ..distributed import ddp_hook
 from ..distributed.ddp_sync import BackwardRecord, RankSync, share_overflow
-from ..gradients.ledger import halves
+from ..gradients.ledger import REDUCTIONS, halves
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
 from ..optimizers.release import GradientRelease
@@ -156,9 +155,9 @@ class BackwardPasses:
             self.drop_brought(params)
         elif scale is not None:
             self.known = params
-        alone = self.ranks.inside or not ddp_hook.wrappers_seen
+        alone = not (REDUCTIONS or self.ranks.reductions)
         if not alone:
-            self._discover_wrappers(params)
+            self._find_wrappers(params)
             scale = self.ranks.gradient_scale(scale)
         gone = release is None or not release.has_stepped
         if gone and self.records and not self.ranks.reductions and all(param.grad is None for param in params):
@@ -298,16 +297,13 @@ class BackwardPasses:
             steps: whether a step follows.
 
         Raises:
-            UsageError: as ``RankSync.agree``.
+            UsageError: as ``RankSync.sync_gradients``.
         """
-        if self.ranks.inside:
-            return
         params = self.params()
-        self._discover_wrappers(params)
+        self._find_wrappers(params)
         if self.ranks.reductions:
-            self.ranks.agree(params, self.records, self.scalers, steps=steps)
-            if self.ranks.has_unsynced:
-                self.ranks.average_unsynced(params, halves(params) if self.keeper.any else [])
+            half = halves(params) if self.keeper.any else []
+            self.ranks.sync_gradients(params, half, self.records, self.scalers, steps=steps)
             sync_overflow([self])
 
     def take_records(self, *, agreed: bool = True) -> list[BackwardRecord]:
@@ -316,13 +312,13 @@ class BackwardPasses:
         Args:
             agreed: whether the ranks agree on them before. If not, they have done so already.
         """
-        if agreed and ddp_hook.wrappers_seen:
+        if agreed and REDUCTIONS:
             self.sync()
         records, self.records = self.records, []
         if records:
             self.unsettled = True
             self.scalers = list(dict.fromkeys(record.scaler for record in records))
-        if ddp_hook.wrappers_seen:
+        if REDUCTIONS:
             self.ranks.end_window()
         return records
 
@@ -335,8 +331,8 @@ class BackwardPasses:
         self.gradients.clear(self.params())
         self.in_place = self.unsettled = False
         self.records.clear()
-        if ddp_hook.wrappers_seen:
-            self.ranks.clear()
+        if REDUCTIONS:
+            self.ranks.end_window()
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -362,9 +358,9 @@ class BackwardPasses:
         wide = set(map(id, self.gradients.wide(params)))
         return self.ranks.averaged_next([p for p in params if id(p) not in wide])
 
-    def _discover_wrappers(self, params: Sequence[torch.Tensor]) -> None:
+    def _find_wrappers(self, params: Sequence[torch.Tensor]) -> None:
         half = halves(params) if self.keeper.any else []
-        self.ranks.discover_wrappers(params, half, half if self.keeper.alike else [])
+        self.ranks.find_wrappers(params, half, half if self.keeper.replicated else [])
 
 
 def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
