@@ -20,7 +20,7 @@ from ..core.errors import UsageError
 from ..core.text import listed
 from ..core.torch_compat import children_of, parameters_of
 
-__all__ = ["ReplacedParameters", "Replacement"]
+__all__ = ["ReplacedParameters", "Replacement", "modules_in"]
 
 Ref = weakref.ref[torch.Tensor]
 
@@ -67,16 +67,8 @@ class ReplacedParameters:
         Raises:
             UsageError: if so.
         """
-        # As `parameters()` of all models, in less than half of its time. A shared parameter comes more than once.
-        left: list[nn.Module] = [model for ref in self._models if (model := ref()) is not None]
-        seen = set(map(id, left))
-        present: list[torch.Tensor] = []
-        for module in left:  # which grows
-            for child in children_of(module).values():
-                if child is not None and id(child) not in seen:
-                    seen.add(id(child))
-                    left.append(child)
-            present.extend(p for p in parameters_of(module).values() if p is not None)
+        models = [model for ref in self._models if (model := ref()) is not None]
+        present = [p for module in modules_in(models) for p in parameters_of(module).values() if p is not None]
         if len(present) != len(self._latest) or not all(map(is_, present, [ref() for ref in self._latest])):
             self._latest = list(map(weakref.ref, present))
             before = {id(ref()) for ref in self._origin.values()}
@@ -117,6 +109,19 @@ class ReplacedParameters:
             if (model := ref()) is not None:
                 for name, param in model.named_parameters():
                     yield i, name, param
+
+
+def modules_in(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Some models and all modules inside of them, each once, in a fifth of the time of ``nn.Module.modules``."""
+    found = list(models)
+    seen = set(map(id, found))
+    for module in found:  # which grows
+        if children := children_of(module):
+            for child in children.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    found.append(child)
+    return found
 
 
 def _same_place(old: str, new: str) -> bool:
