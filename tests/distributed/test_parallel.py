@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -261,3 +262,37 @@ def test_multiproc_runs_torchrun(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "torchrun" in done.stderr
     assert sorted(p.name for p in tmp_path.glob("*-of-*"))[:2] == ["0-of-2", "1-of-2"] or torch.cuda.is_available()
+
+
+def wrapped_for_a_while(rank: int, level: str) -> list[Any]:
+    """Two steps in a wrapper, two without it, and two in a new one; passes are not synchronized."""
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+    dtypes, masters = [], []
+    for round_ in range(3):
+        called = model if round_ == 1 else torch.nn.parallel.DistributedDataParallel(model)
+        for step in range(2):
+            x = torch.full((2, 3), 0.5 + step + (rank if called is not model else 0))
+            with contextlib.nullcontext() if called is model else called.no_sync():
+                called(x).float().square().mean().backward()
+                dtypes.append(model[0].weight.grad.dtype)
+                optimizer.zero_grad()
+                with amp.scale_loss(called(x).float().square().mean(), optimizer) as scaled:
+                    scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del called
+        masters.append([p.detach().clone() for p in amp.master_params(optimizer)])
+    amp.deactivate()
+    return [dtypes, masters]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_when_a_wrapper_is_gone_its_parameters_are_ordinary_ones(ranks: Ranks, level: str) -> None:
+    (dtypes, masters), (_, others) = ranks.run(wrapped_for_a_while, level)
+    alone, together = torch.float32, torch.bfloat16 if level == "O2" else torch.float32
+    assert dtypes[:2] == [together] * 2
+    assert dtypes[3] is alone, "from the next zero_grad on"
+    for mine, its in zip(masters, others, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
