@@ -283,6 +283,8 @@ def test_a_scale_that_stops_to_be_dynamic_stays_and_goes_on_by_the_same_rule() -
     rule = DynamicLossScale(init_scale=8.0, growth_interval=1)
     scaler = DeviceLossScaler(rule, verbose=False)
     scaler.update(NO)
+    scaler.dynamic = True
+    assert scaler.rule is rule
     scaler.dynamic = False
     assert scaler.rule == StaticLossScale(16.0)
     scaler.update(YES)
