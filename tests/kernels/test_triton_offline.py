@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.triton_offline import KERNELS, KNOWN, STORAGES, TARGETS
+from benchmarks import triton_offline
+from benchmarks.triton_offline import KERNELS, KNOWN, STORAGES, TARGETS, combinations
 from tests.support.python import python
 
 pytestmark = pytest.mark.skipif(
@@ -65,14 +66,34 @@ def test_the_split_adam_step_with_clipping_moves_28_bytes_in_vectors(tmp_path: P
     assert update["in_flight"] >= 48 << 10
 
 
+ONE_STORAGE = """
+from itertools import groupby
+from benchmarks import triton_offline as t
+programs = [list(each) for _, each in groupby(t.combinations(), key=lambda program: program[0].name)]
+t.combinations = lambda: [each[(place + {}) % len(each)] for place, each in enumerate(programs)]
+"""
+"""Of each kernel one program; with as many numbers as it has storages, it has all of them."""
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_on_every_target(tmp_path: Path, target: str) -> None:
-    """A third of the storages of each, for compiling takes minutes: each program is compiled for two of the targets."""
-    part = str(list(TARGETS).index(target) % 3)
-    records = assert_sound(offline(tmp_path, "--targets", target, "--part", part, "3"))
+def test_every_kernel_on_every_target(tmp_path: Path, target: str, request: pytest.FixtureRequest) -> None:
+    """With one storage each, for compiling takes minutes; there are more targets than storages."""
+    everything = request.config.getoption("combinations") == "all"
+    mutate = "" if everything else ONE_STORAGE.format(list(TARGETS).index(target))
+    records = assert_sound(offline(tmp_path, "--targets", target, mutate=mutate))
     assert {facts["kernel"] for facts in records} == set(KERNELS)
-    assert {facts["storage"] for facts in records} == set(STORAGES)
+    assert len(records) == (len(list(combinations())) if everything else len(KERNELS))
+
+
+def test_every_program_is_compiled_for_one_of_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    every, found = set(combinations()), set()
+    for place in range(len(TARGETS)):
+        monkeypatch.setattr(triton_offline, "combinations", combinations)
+        exec(ONE_STORAGE.format(place), {})
+        found |= set(triton_offline.combinations())
+    assert found == every
+    assert {storage for _, storage in every} == set(STORAGES)
 
 
 REPLACE = """
