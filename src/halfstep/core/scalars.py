@@ -16,6 +16,8 @@ from .torch_compat import dispatch_mode_count
 
 __all__ = ["has_float64", "in_scalar_dtype", "on_host", "one_minus_power", "scalar_dtype"]
 
+_FEW = 64  # numbers: they are read faster than an op computes with them
+
 
 @functools.cache
 def has_float64(device: torch.device) -> bool:
@@ -47,10 +49,6 @@ def on_host(numbers: torch.Tensor) -> float | torch.Tensor:
         if len(values) == 1:
             return values.pop()
     return numbers
-
-
-_FEW = 64
-"""So many numbers are read faster than an op computes with them."""
 
 
 def one_minus_power(beta: float, t: float | torch.Tensor) -> Any:

@@ -95,7 +95,7 @@ class StepWrites:
         self._unchecked -= 1
         moved = [each.master_has_moved() for each in self._before]
         for each, has_moved in zip(self._before, moved, strict=True):
-            if each.weight_has_new_version() and not has_moved:
+            if each.weight._version != each.versions[0] and not has_moved:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step wrote to a 16-bit weight, of shape {tuple(each.weight.shape)}, "
                     "and not to its fp32 master, which is in its param_groups while it steps: it keeps a list of the "
@@ -135,25 +135,21 @@ class _Before:
 
     def __init__(self, weight: torch.Tensor, master: torch.Tensor, *, by_value: bool) -> None:
         self.weight, self.master = weight, master
-        self._versions = weight._version, master._version
+        self.versions = weight._version, master._version
         self._values: tuple[torch.Tensor, torch.Tensor] | None = None
         if by_value:
             self._values = local(weight.detach()).clone(), local(master.detach()).clone()
 
     def master_has_moved(self) -> bool:
         """Whether the step has written to the master."""
-        if self.master._version != self._versions[1]:
+        if self.master._version != self.versions[1]:
             return True
         return self._values is not None and not _same(local(self.master.detach()), self._values[1], torch.int32)
-
-    def weight_has_new_version(self) -> bool:
-        """Whether the step has written to the weight, and not through ``.data``."""
-        return self.weight._version != self._versions[0]
 
     def weight_has_moved(self) -> bool:
         """Whether the step has written to the weight."""
         if self._values is None:
-            return self.weight_has_new_version()
+            return self.weight._version != self.versions[0]
         return not _same(local(self.weight.detach()), self._values[0], torch.int16)
 
 

@@ -161,24 +161,15 @@ class PlainMasters:
         for master in self._masters:
             master.grad = None
         self.step_writes.end()
-        self.round()
-        self.places = []
-
-    def round(self) -> None:
-        """Round every master into its parameter."""
         if self._params:
             masters: list[torch.Tensor] = list(self._masters)
             groups = self._groups.get("round", masters, masters, self._params)
             multi_tensor.copy(masters, self._params, groups=groups)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether masters have the places of their parameters now."""
-        return bool(self.places)
+        self.places = []
 
     def has_in_place(self, key: object) -> bool:
         """Whether something is a master that has the place of its parameter now."""
-        return self.in_place and any(key is master for master in self._masters)
+        return bool(self.places) and any(key is master for master in self._masters)
 
     @torch.no_grad()
     def write(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

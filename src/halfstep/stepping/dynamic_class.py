@@ -19,8 +19,6 @@ from ..optimizers.base import FusedOptimizer
 
 __all__ = ["base_of", "class_over"]
 
-_hooking = torch.optim.Optimizer.profile_hook_step
-
 
 class _Attached:
     """The methods that go before those of the optimizer's own class."""
@@ -32,6 +30,9 @@ class _Attached:
         """One step, unless a scaled backward pass overflowed."""
         self._opt_called = True  # for schedulers, which warn of a forgotten step
         return self._amp_stash.step(closure, *args, **kwargs)
+
+    # Torch puts its hooks around a step that does not say so, and schedulers a counter on the instance.
+    vars(step).update(hooked=True, _wrapped_by_lr_sched=True)
 
     @eager
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -69,9 +70,10 @@ class _Attached:
         If a user put a ``step`` on the instance to see whether it is called, as Accelerate does, the answer is no:
         then the scaler reads the flag and leaves the call out.
         """
-        return not ("step" in vars(self) and counts_calls(self)) and bool(
-            vars(self).get("_step_supports_amp_scaling", getattr(super(), "_step_supports_amp_scaling", False))
-        )
+        step = vars(self).get("step")
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # which torch's schedulers put there
+            return False
+        return bool(vars(self).get("_step_supports_amp_scaling", getattr(super(), "_step_supports_amp_scaling", False)))
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
@@ -84,9 +86,7 @@ class _Attached:
 @functools.cache
 def class_over(base: type, hooked: bool) -> type:
     """A subclass of an optimizer class that has our methods, with torch's hooks around ``step`` or without."""
-    step: Any = _hooking(_Attached.step) if hooked else _wrapped(_Attached.step)
-    step.hooked = True  # torch puts its hooks around a step that does not say so
-    step._wrapped_by_lr_sched = True  # and schedulers a counter on the instance
+    step: Any = torch.optim.Optimizer.profile_hook_step(_Attached.step) if hooked else _Attached.step
     names: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(base.__name__, (_Attached, base), {**_with_masters(base), **names, "step": step})
 
@@ -107,7 +107,7 @@ def _in_place(method: Callable[..., Any]) -> Callable[..., Any]:
         keeper = self._amp_stash.keeper
         with keeper.in_place():
             result = method(self, *args, **kwargs)
-        return result if keeper.plain is None or keeper.plain.in_place else _params_for(keeper.plain.pairs(), result)
+        return result if keeper.plain is None or keeper.plain.places else _params_for(keeper.plain.pairs(), result)
 
     return on_masters
 
@@ -118,19 +118,6 @@ def _params_for(pairs: list[tuple[torch.Tensor, torch.Tensor]], result: Any) -> 
     if params.keys().isdisjoint(map(id, tensors_in(result))):
         return result
     return map_tensors(lambda tensor: params.get(id(tensor), tensor), result)
-
-
-def _wrapped(step: Callable[..., Any]) -> Callable[..., Any]:
-    def unhooked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return step(self, *args, **kwargs)
-
-    return unhooked
-
-
-def counts_calls(optimizer: object) -> bool:
-    """Whether there is a step on the instance that is not a scheduler's."""
-    step = vars(optimizer).get("step")
-    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
 def base_of(optimizer: object) -> type:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +11,11 @@ import torch
 from ..core.errors import UsageError
 
 __all__ = ["ForwardingOptimizer"]
+
+
+def _forwarded(name: str) -> Any:
+    """A property that is an attribute of the optimizer in the back."""
+    return property(attrgetter(f"optimizer.{name}"), lambda self, value: setattr(self.optimizer, name, value))
 
 
 class ForwardingOptimizer(torch.optim.Optimizer):
@@ -28,32 +34,9 @@ class ForwardingOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer in the back."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The state of the optimizer in the back, keyed by the parameters in ``param_groups``."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The default hyperparameters of the optimizer in the back."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optimizer.defaults = value
+    param_groups: list[dict[str, Any]] = _forwarded("param_groups")
+    state: Any = _forwarded("state")
+    defaults: dict[str, Any] = _forwarded("defaults")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One step of the optimizer in the back."""
