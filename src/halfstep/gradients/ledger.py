@@ -154,7 +154,7 @@ class Gradients:
 
     def __init__(self, wide: Chooser | None, *, narrow: bool = False, reduced: Chooser = reduced_params) -> None:
         self.any_wide = wide is not None
-        self.wide: Chooser = _none if wide is None else wide
+        self.wide: Chooser = wide or (lambda _: [])
         self.saved: dict[int, torch.Tensor] = {}
         self._narrow = narrow
         self._reduced = reduced
@@ -411,7 +411,3 @@ class Gradients:
                 param.grad_dtype = param.dtype
             param.grad = torch.zeros_like(param)
         self.expect(params)
-
-
-def _none(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return []
