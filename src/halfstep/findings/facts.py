@@ -17,7 +17,7 @@ from ..casting.modules import casting_of
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.inner_optimizers import bare
 from ..core.policy import Policy
-from ..core.torch_compat import buffers_of, parameters_of
+from ..core.torch_compat import buffers_of, children_of, parameters_of
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..observe.samples import Reading, can_sample, grid_flags, sample
 from ..stepping.attached import attached_to
