@@ -42,11 +42,10 @@ class TensorGroups:
         cut: those among them that are not empty, each once.
     """
 
-    __slots__ = ("_plain", "_rows", "cut", "domains")
+    __slots__ = ("_rows", "cut", "domains")
 
     def __init__(self, *columns: Sequence[torch.Tensor], owners: Sequence[torch.Tensor] = ()) -> None:
         self._rows = group_rows(*columns)
-        self._plain = all(ORDINARY.issuperset(map(type, column)) for column in columns)
         flat = FLATTENED if FLATTENED in map(domain_of, owners) else ()
         self.domains: list[Domain] = [domain_of(columns[0][rows[0]]) or flat for rows in self._rows]
         self.cut: list[Domain] = [domain for domain in dict.fromkeys(self.domains) if domain]
@@ -62,7 +61,8 @@ class TensorGroups:
             groups = [tuple([[column[i] for i in rows] for column in columns]) for rows in self._rows]
         else:
             groups = [tuple([column if isinstance(column, list) else list(column) for column in columns])]
-        return groups if self._plain else [tuple(map(locals_of, group)) for group in groups]
+        plain = all(ORDINARY.issuperset(map(type, column)) for column in columns)
+        return groups if plain else [tuple(map(locals_of, group)) for group in groups]
 
 
 class TensorGroupsCache:
