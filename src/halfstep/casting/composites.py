@@ -18,7 +18,7 @@ from typing import Any
 from ..core.torch_compat import pop_function_mode, push_function_mode
 from .dispatch import CastMode, Rule
 
-__all__ = ["composite_rule", "is_composite_of", "refresh_globals"]
+__all__ = ["composite_rule", "has_question", "is_composite_of", "refresh_globals"]
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _OPERATORS = {"@": "matmul", "**": "pow", "BINARY_MATRIX_MULTIPLY": "matmul", "BINARY_POWER": "pow"}
@@ -31,9 +31,14 @@ def is_composite_of(func: Callable[..., Any], listed: frozenset[str]) -> bool:
     """Whether a callable is a function in Python that calls one of the listed ops."""
     return (
         isinstance(func, types.FunctionType)
-        and not set(_QUESTIONS).isdisjoint(func.__code__.co_names)
+        and has_question(func)
         and not listed.isdisjoint(_names_inside(func) - {func.__name__})
     )
+
+
+def has_question(func: types.FunctionType) -> bool:
+    """Whether a function in Python offers itself to modes."""
+    return not set(_QUESTIONS).isdisjoint(func.__code__.co_names)
 
 
 @functools.cache

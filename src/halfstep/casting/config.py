@@ -13,6 +13,7 @@ from ..core.hardware import accelerator
 from ..core.oplists import OpLists
 from ..core.oplists.tables import NATIVE
 from .emulation import Emulate, EmulatedKinds, emulated_kinds
+from .meeting import call_again
 from .rule_table import build_table
 
 __all__ = ["CastingConfig", "config_of", "derive"]
@@ -63,6 +64,7 @@ class CastingConfig:
         key: a text of the settings.
         native: types of the devices on which native autocast does a part of the work.
         emulated: which 16-bit ops run in fp32 kernels.
+        call_again: called with an op whose dtypes torch has refused; None where nothing is cast. See ``meeting``.
         is_noop: whether nothing is done to any op.
         table: makes the table of rules; with ``explicit=True`` one that leaves nothing to native autocast.
     """
@@ -103,6 +105,7 @@ class CastingConfig:
             "keeps_autocast": keeps_autocast,
         }
         self.key, self.native, self.emulated = derive(**self.settings)
+        self.call_again = call_again if enabled else None
         self.is_noop = not enabled and not self.emulated
         kinds = frozenset(kind for _, _, kind in self.emulated)
         self.table = functools.partial(

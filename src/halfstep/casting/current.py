@@ -177,7 +177,8 @@ def follow(
     """
     mode.session = session
     mode.table = {} if casting is None else casting.table(explicit=explicit)
-    mode.is_needed = bool(mode.table) or session is not None
+    mode.call_again = None if casting is None else casting.call_again
+    mode.is_needed = bool(mode.table) or session is not None or mode.call_again is not None
     if casting is not None:
         mode.dtype = casting.dtype
         mode.devices = casting.devices

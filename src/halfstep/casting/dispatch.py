@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..core.compiler_compat import traced_as_constant
+from ..core.errors import HalfstepError
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import (
     DeviceContext,
@@ -85,6 +86,8 @@ class CastMode(TorchFunctionMode):
         cache: copies of weights, or None to keep none.
         verbose: whether each cast is logged.
         allow_banned: whether banned ops run in fp32.
+        call_again: what is asked when torch has refused the dtypes of a call; see ``meeting.call_again``. None to leave
+            it at that.
     """
 
     def __init__(self) -> None:
@@ -100,6 +103,7 @@ class CastMode(TorchFunctionMode):
         self.cache: WeightCache | None = None
         self.verbose = False
         self.allow_banned = False
+        self.call_again: Callable[..., tuple[bool, Any]] | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -113,9 +117,17 @@ class CastMode(TorchFunctionMode):
             rule = self.table.get(func)
         if rule is None and isinstance(func, (OpOverload, OpOverloadPacket)):
             rule = self.table.get(qualified_name(func))
-        if rule is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return rule(self, func, args, kwargs or {})
+        try:
+            if rule is None:
+                return func(*args, **kwargs) if kwargs else func(*args)
+            return rule(self, func, args, kwargs or {})
+        except RuntimeError as error:
+            if self.call_again is None or isinstance(error, (HalfstepError, torch.OutOfMemoryError)):
+                raise
+            taken, result = self.call_again(self, rule or _as_it_is, func, args, kwargs or {})
+            if not taken:
+                raise
+            return result
 
     def casts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is cast: its device is one of ours, and nobody turned native autocast off inside."""
@@ -153,6 +165,11 @@ class CastMode(TorchFunctionMode):
             return tensor
         half = self.half_of(tensor)
         return tensor if half is None else self.cache.cast(tensor, half)
+
+
+def _as_it_is(mode: CastMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of ops that no list names."""
+    return func(*args, **kwargs)
 
 
 def function_modes() -> list[TorchFunctionMode]:

@@ -32,6 +32,7 @@ from . import dynamo
 from .containers import cast_tree
 from .current import leave_traced
 from .dynamo import not_by_itself
+from .inputs import to_finite
 from .scope import OpCasting, enter, join_session, keep_session, leave, moved_to
 
 __all__ = [
@@ -116,8 +117,8 @@ class ModuleHooks:
                 settle(refresh=False)
             _check_weight(module, *self.weight)
         if self.inputs is not None:
-            args = tuple([cast_tree(arg, self.inputs) for arg in args])
-            kwargs = cast_tree(kwargs, self.inputs) if kwargs else kwargs
+            args = tuple([cast_tree(arg, self.inputs, to_finite) for arg in args])
+            kwargs = cast_tree(kwargs, self.inputs, to_finite) if kwargs else kwargs
         if self.casting is not None and compiling:
             (dynamo.enter_scope if self.explicit else dynamo.enter_model)(self.casting)
         elif self.casting is not None:

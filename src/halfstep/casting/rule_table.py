@@ -60,8 +60,14 @@ def build_table(
     for func, (name, inplace) in spellings().items():
         # 2 / x is written as x.reciprocal() * 2, and native autocast runs reciprocal in fp32 on CUDA.
         rule = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
+        if rule is not None and name == rules.ATTENTION:
+            rule = rules.bind(rules.finite_mask, rule)
+        if rule is not None and name in ("mm", "addmm", "matmul"):
+            rule = rules.bind(rules.dense_only, name, rule)
         if rule is not None:
             table[func] = rule
+    if lists is not None:
+        table |= {func: rules.bind(rules.dense_only, name, None) for func, name in rules.SPARSE_PRODUCTS.items()}
     cast = frozenset(name for func, (name, _) in spellings().items() if func in table)
     for func in spellings():
         if func not in table and is_composite_of(func, cast):

@@ -22,13 +22,18 @@ from ..core.torch_compat import is_any_autocast_enabled
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule
 from .emulation import has_own_ops, narrow, widen
+from .inputs import to_finite
 from .weight_cache import WeightCache
 
 __all__ = [
+    "ATTENTION",
+    "SPARSE_PRODUCTS",
     "backward",
     "banned",
     "bind",
+    "dense_only",
     "emulated",
+    "finite_mask",
     "float_inplace",
     "half_native",
     "match_self",
@@ -47,6 +52,13 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _CONTAINERS = (list, tuple, Mapping)
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 _ORDINARY = {torch.Tensor, Parameter}
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+ATTENTION = "scaled_dot_product_attention"
+"""The op that takes an additive mask."""
+
+SPARSE_PRODUCTS = {torch.sparse.mm: "mm", torch.sparse.addmm: "addmm"}
+"""Functions that take a sparse matrix, and the names of the products that take one too."""
+
 _APEX_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double"}
 
 
@@ -66,12 +78,13 @@ def bind(rule: Callable[..., Any], *details: Any, native_off: bool = False) -> R
         if not mode.on():
             return func(*args, **kwargs)
 
-        def without_native(*args: Any, **kwargs: Any) -> Any:
-            return _call_without_native(mode, func, args, kwargs)
-
-        return bound(mode, without_native, args, kwargs)
+        return bound(mode, functools.partial(_uncast, mode, func), args, kwargs)
 
     return shielded
+
+
+def _uncast(mode: CastMode, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _call_without_native(mode, func, args, kwargs)
 
 
 def _call_without_native(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -219,6 +232,33 @@ def banned(name: str, hint: str, mode: CastMode, func: Callable[..., Any], args:
             if tensor.dtype in HALF_DTYPES and mode.casts(tensor):
                 raise UnsafeOpError(f"{name} is unsafe with {dtype_name(tensor.dtype)} inputs. {hint}")
     return to_float(name, mode, func, args, kwargs)
+
+
+# ---- arguments that a plain cast would destroy
+
+
+def finite_mask(otherwise: Rule, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Attention in 16 bits: the finite numbers of an fp32 mask stay finite."""
+    place = 3
+    mask = args[place] if len(args) > place else kwargs.get("attn_mask")
+    half = mode.half_of(args[0]) if args else None
+    if isinstance(mask, torch.Tensor) and mask.dtype is torch.float32 and half is not None:
+        mask = to_finite(mask, half)
+        if len(args) > place:
+            args = (*args[:place], mask, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, "attn_mask": mask}
+    return otherwise(mode, func, args, kwargs)
+
+
+def dense_only(
+    name: str, otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """A product with a sparse matrix runs in fp32: there are no 16-bit kernels for its backward pass."""
+    if any(isinstance(a, torch.Tensor) and a.layout in _SPARSE for a in args):
+        shielded = functools.partial(_uncast, mode, func)
+        return _call_in(torch.float32, name, mode, shielded, args, kwargs)
+    return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
 
 
 # ---- in-place ops

@@ -1,0 +1,91 @@
+"""Ops that torch refuses for the dtypes of their arguments: they are called again with dtypes that agree.
+
+The op lists name the ops that need a cast. There are others in which torch refuses a 16-bit tensor beside an fp32 one,
+as an assignment ``x[mask] = y`` does, or 16 bits alone, for which it has no kernel. It refuses before it computes
+or writes anything, so a second call repeats nothing. Nothing is done to a call that torch takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from ..core.dtypes import HALF_DTYPES
+from ..core.oplists import OpLists
+from ..core.oplists.names import spellings
+from .composites import composite_rule, has_question
+from .containers import map_tensors, tensors_in
+from .dispatch import CastMode, Rule
+from .rules import without_native
+
+__all__ = ["call_again"]
+
+_MEETING = (*HALF_DTYPES, torch.float32)
+_ASSIGNMENTS = ("__setitem__", "index_put_", "put_")
+
+
+def call_again(
+    mode: CastMode, rule: Rule, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, Any]:
+    """Call an op again that was refused, with its fp32 and 16-bit arguments in one dtype after the other.
+
+    Args:
+        mode: whose devices are served.
+        rule: of the op.
+        func: the op.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        Whether a call was taken, and what it returned.
+    """
+    floating = [t for t in tensors_in(args, kwargs) if t.dtype in _MEETING]
+    halves = [t for t in floating if t.dtype in HALF_DTYPES]
+    name, _ = spellings().get(func, (getattr(func, "__name__", ""), False))
+    foreign = any(t.device.type not in mode.devices for t in floating)
+    native = mode.native_on()
+    if not (halves or native) or foreign or kwargs.get("out") is not None or not _computes(func, name):
+        return False, None
+    if isinstance(func, FunctionType) and has_question(func):  # written in Python: the ops inside meet
+        return True, composite_rule(func)(mode, func, args, kwargs)
+    for dtype in _candidates(func, name, args, halves[0].dtype if halves else mode.dtype):
+        if all(t.dtype is dtype for t in floating) and not native:
+            continue
+        try:
+            call = rule if dtype in HALF_DTYPES else without_native
+            result = call(mode, func, _cast(args, dtype), _cast(kwargs, dtype))
+        except RuntimeError:  # refused again; the first error says more
+            continue
+        return True, result
+    return False, None
+
+
+def _computes(func: Callable[..., Any], name: str) -> bool:
+    """Whether a callable computes from its arguments: it is an op. ``backward`` or a setter of ``grad`` is none."""
+    if isinstance(func, FunctionType):
+        return func in spellings() or func.__module__ in _OF_FUNCTIONS
+    return func in spellings() or name in _ASSIGNMENTS or hasattr(torch.ops.aten, name)
+
+
+_OF_FUNCTIONS = ("torch.nn.functional", "torch.functional")
+
+
+def _candidates(func: Callable[..., Any], name: str, args: Any, half: torch.dtype) -> Iterator[torch.dtype]:
+    """The dtypes to try: that of the tensor that is written to; else 16 bits for a product, and fp32."""
+    inplace = spellings().get(func, ("", False))[1] or (name.endswith("_") and not name.endswith("__"))
+    if inplace or name in _ASSIGNMENTS:
+        yield args[0].dtype
+        return
+    if _LISTS.rule_of(name) == "half":
+        yield half
+    yield torch.float32
+
+
+_LISTS = OpLists.default()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype in _MEETING else tensor, value)

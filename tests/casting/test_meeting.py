@@ -1,0 +1,272 @@
+"""Ops whose dtypes torch refuses at O1 are called again with dtypes that agree; others are left alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep import amp
+from halfstep.casting.scope import OpCasting
+
+HALVES = (torch.bfloat16, torch.float16)
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+A = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
+SPARSE = (A * (A > 0)).to_sparse_coo()
+
+OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {  # of a 16-bit and an fp32 tensor
+    "linear": F.linear,
+    "linear, the other way": lambda half, full: F.linear(full, half),
+    "matmul": lambda half, full: half @ full,
+    "einsum": lambda half, full: torch.einsum("ij,jk->ik", half, full),
+    "conv1d": lambda half, full: F.conv1d(full[None], half[:, :, None]),
+    "lstm_cell": lambda half, full: torch.lstm_cell(half, [full, full], *[half.repeat(4, 1)] * 2)[0],
+    "gru_cell": lambda half, full: torch.gru_cell(half, full, *[half.repeat(3, 1)] * 2),
+    "attention": lambda half, full: F.scaled_dot_product_attention(half[None], full[None], half[None])[0],
+    "attention with a mask": lambda half, full: F.scaled_dot_product_attention(half, half, half, attn_mask=full),
+    "index_add": lambda half, full: half.index_add(0, torch.tensor([1]), full[:1]),
+    "index_copy": lambda half, full: full.index_copy(0, torch.tensor([1]), half[:1]),
+    "scatter_reduce": lambda half, full: half.scatter_reduce(0, torch.zeros(4, 4).long(), full, "sum"),
+    "masked_scatter": lambda half, full: half.masked_scatter(torch.ones(4, 4, dtype=torch.bool), full),
+    "index_put": lambda half, full: full.index_put((torch.tensor([0]),), half[0]),
+    "sparse product": lambda half, full: torch.sparse.mm(SPARSE, half) + full,
+    "fft": lambda half, full: torch.fft.rfft(half).abs() + full[:, :3],
+    "svd": lambda half, full: torch.linalg.svdvals(half) + full[0],
+    "bessel": lambda half, full: torch.special.bessel_j0(half) + full,
+    "ndtri": lambda half, full: torch.special.ndtri(half.sigmoid()) + full,
+    "histogram": lambda half, full: torch.histogram(half, 4, range=(-1.5, 1.5)).hist + full[0],
+    "a fill that 16 bits do not have": lambda half, full: half.masked_fill(full > 0, -1e10).clamp(min=-4),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", OPS)
+def test_ops_meet(name: str, half: torch.dtype) -> None:
+    op = OPS[name]
+    wanted = op(A.to(half).float(), A)
+    full = A.clone().requires_grad_()
+    with OpCasting(half):
+        for _ in range(2):  # the second call is cast at once
+            result = op(A.to(half), full)
+    torch.testing.assert_close(result.float(), wanted, atol=TOLERANCE[half] * 4, rtol=TOLERANCE[half] * 4)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("layout", ["to_sparse_coo", "to_sparse_csr"])
+def test_a_product_with_a_sparse_matrix_has_a_gradient(layout: str, half: torch.dtype) -> None:
+    matrix = getattr(A * (A > 0), layout)()
+    dense = A.to(half).requires_grad_()
+    for product in (torch.sparse.mm, torch.matmul, torch.mm):
+        dense.grad = None
+        with OpCasting(half):
+            result = product(matrix, dense)
+        result.float().sum().backward()
+        wanted = (A * (A > 0)).t() @ torch.ones(4, 4)
+        torch.testing.assert_close(dense.grad.float(), wanted, atol=0.05, rtol=TOLERANCE[half])  # type: ignore[union-attr]
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "x[mask] = y": lambda x, y: x.__setitem__(torch.tensor([True, False, True, False]), y[:2]),
+    "x[index] = y": lambda x, y: x.__setitem__(torch.tensor([0, 1]), y[:2]),
+    "index_put_": lambda x, y: x.index_put_((torch.tensor([0, 1]),), y[:2]),
+    "put_": lambda x, y: x.put_(torch.tensor([0, 1]), y[0, :2]),
+    "index_add_": lambda x, y: x.index_add_(0, torch.tensor([0]), y[:1]),
+    "scatter_add_": lambda x, y: x.scatter_add_(0, torch.zeros(4, 4).long(), y),
+    "addmm_": lambda x, y: x.addmm_(y, y),
+}
+
+
+@pytest.mark.parametrize("written", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_keeps_the_tensor_and_its_dtype(name: str, written: torch.dtype) -> None:
+    other = torch.bfloat16 if written is torch.float32 else torch.float32
+    wanted = A.clone()
+    WRITES[name](wanted, A)
+    target = A.to(written)
+    memory = target.data_ptr()
+    with OpCasting(torch.bfloat16):
+        WRITES[name](target, A.to(other))
+    assert (target.dtype, target.data_ptr()) == (written, memory)
+    torch.testing.assert_close(target.float(), wanted, atol=0.05, rtol=0.02)
+
+
+def test_an_error_that_is_not_of_dtypes_is_torchs_own() -> None:
+    with OpCasting(torch.bfloat16), pytest.raises(RuntimeError, match="shapes cannot be"):
+        F.linear(torch.ones(2, 3), A.bfloat16())
+
+
+def test_what_is_no_op_is_not_called_again() -> None:
+    weight = nn.Parameter(A.bfloat16())
+    loss = (weight * 2).sum()
+    loss.backward()
+    with OpCasting(torch.bfloat16):
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="grad"):
+            weight.grad = torch.ones(3, 3)
+    assert weight.grad is not None
+    assert weight.grad.shape == (4, 4)
+
+
+# ---- models
+
+
+class States(nn.Module):
+    """Recurrent cells with states that are made in ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.gru, self.out = nn.LSTMCell(4, 8), nn.GRU(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        state = torch.zeros(len(x), 8), torch.zeros(len(x), 8)
+        outputs = []
+        for _ in range(3):
+            state = self.cell(x, state)
+            outputs.append(state[0])
+        return self.out(self.gru(torch.stack(outputs), torch.zeros(1, len(x), 8))[0][-1])
+
+
+class Fourier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.mix(torch.fft.fft(torch.fft.fft(self.mix(x), dim=-1), dim=0).real)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        mask = torch.full((len(x), len(x)), torch.finfo(torch.float32).min).triu(1)
+        return self.out((q @ k.t() / 2 + mask).softmax(-1) @ v)
+
+
+class Positions(nn.Module):
+    """A table of positions in fp32, as a plain attribute, and a sum over a graph's edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.linspace(0, 1, 16).reshape(4, 4)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        nodes = torch.zeros(3, 4).index_add(0, torch.arange(len(x)) % 3, self.one(x[:, :4]))
+        return self.two(nodes[torch.arange(len(x)) % 3] + self.table[0])
+
+
+class Cayley(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map="cayley")
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)
+
+
+class Density(nn.Module):
+    """Sampling in ``forward``, and a loss from another method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        gamma = torch.distributions.Gamma(F.softplus(self.rate(x)) + 1, torch.ones(4), validate_args=False)
+        return gamma.mean + 0 * gamma.rsample()
+
+    def log_prob(self, x: torch.Tensor) -> torch.Tensor:
+        return -self.rate(x).square().sum(-1)
+
+
+MODELS = (States, Fourier, Masked, Positions, Cayley, Density)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_makes_fp32_tensors_trains(kind: type[nn.Module], half: torch.dtype) -> None:
+    torch.manual_seed(0)
+    reference = kind()
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    losses = []
+    for mixed in (False, True):
+        model = copy.deepcopy(reference)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if mixed:
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level="O1", dtype=half, loss_scale=16.0, verbosity=0
+            )
+        for _ in range(10):
+            torch.manual_seed(1)
+            loss = F.mse_loss(model(x).float(), y)
+            with amp.scale_loss(loss, optimizer) if mixed else _plain(loss) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+class _plain:
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+    def __enter__(self) -> torch.Tensor:
+        return self.loss
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+# ---- what a cast would destroy
+
+
+class Seen(nn.Module):
+    """Keeps what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.seen: Any = None
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        self.seen = args, kwargs
+        return self.layer.weight.sum()
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_finite_inputs_stay_finite_and_infinite_ones_infinite(half: torch.dtype) -> None:
+    model = amp.initialize(Seen(), opt_level="O2", dtype=half, verbosity=0)
+    lowest = torch.finfo(torch.float32).min
+    model(torch.tensor([[[lowest, 0.5, -lowest, float("inf"), -float("inf"), float("nan")]]]))
+    ((seen,), _) = model.seen
+    limits = torch.finfo(half)
+    wanted = torch.tensor([[[limits.min, 0.5, limits.max, float("inf"), -float("inf"), float("nan")]]], dtype=half)
+    assert torch.equal(seen.nan_to_num(7.0, 8.0, 9.0), wanted.nan_to_num(7.0, 8.0, 9.0))
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_row_that_is_hidden_whole_is_finite_in_attention(half: torch.dtype) -> None:
+    mask = torch.zeros(4, 4)
+    mask[1:, 2:] = mask[3] = torch.finfo(torch.float32).min
+    q = A[None]
+    wanted = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    with OpCasting(half):
+        for found in (
+            F.scaled_dot_product_attention(q, q, q, attn_mask=mask),
+            F.scaled_dot_product_attention(q, q, q, mask),
+        ):
+            assert found.isfinite().all()
+            torch.testing.assert_close(found[:, :3].float(), wanted[:, :3], atol=0.02, rtol=0.02)
