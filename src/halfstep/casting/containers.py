@@ -1,4 +1,4 @@
-"""Tensors in nests of containers."""
+"""Casts of tensors, alone and in nests of containers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ..core.dtypes import HALF_DTYPES
+
 Cast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
-__all__ = ["cast_tree", "map_tensors", "tensors_in"]
+__all__ = ["cast_tree", "map_tensors", "tensors_in", "to_finite"]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -93,3 +95,15 @@ def _changed(items: Mapping[Any, Any], dtype: torch.dtype, cast: Cast) -> dict[A
     """The items that a cast makes other objects of, cast."""
     changes = {key: cast_tree(item, dtype, cast) for key, item in items.items()}
     return {key: item for key, item in changes.items() if item is not items[key]}
+
+
+def to_finite(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A floating tensor in another dtype, in which finite numbers stay finite.
+
+    A mask of ``torch.finfo(torch.float32).min`` would be -inf in 16 bits, and the softmax of a row that it hides whole
+    would be NaN.
+    """
+    if tensor.dtype is dtype or dtype not in HALF_DTYPES or tensor.dtype in HALF_DTYPES:
+        return tensor.to(dtype)
+    info = torch.finfo(dtype)
+    return torch.where(tensor.isinf(), tensor, tensor.clamp(info.min, info.max)).to(dtype)

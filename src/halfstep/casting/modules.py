@@ -29,10 +29,9 @@ from ..gradients.held_masters import settle
 from ..gradients.master_registry import master_of, write_master
 from ..kernels.shards import is_sharded
 from . import dynamo
-from .containers import cast_tree
+from .containers import cast_tree, to_finite
 from .current import leave_traced
 from .dynamo import not_by_itself
-from .inputs import to_finite
 from .scope import OpCasting, enter, join_session, keep_session, leave, moved_to
 
 __all__ = [

@@ -19,10 +19,9 @@ from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..core.errors import UnsafeOpError
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import is_any_autocast_enabled
-from .containers import map_tensors, tensors_in
+from .containers import map_tensors, tensors_in, to_finite
 from .dispatch import CastMode, Rule
 from .emulation import has_own_ops, narrow, widen
-from .inputs import to_finite
 from .weight_cache import WeightCache
 
 __all__ = [
