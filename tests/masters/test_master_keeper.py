@@ -68,7 +68,7 @@ def test_gradients_of_copied_weights_come_in_16_bits_and_are_fp32_once_they_are_
 @needs_grad_dtype
 def test_copied_weights_in_a_wrapper_have_gradients_of_their_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     copied, other = params(FP32)
-    monkeypatch.setattr(module, "wrapped", list)
+    monkeypatch.setattr(module, "reduced_params", list)
     keeper = MasterKeeper(CopyingOptimizer([copied, other], lr=1.0), False, (BF16, True))
     assert keeper.gradients.wide([copied, other]) == []
 

@@ -1,4 +1,4 @@
-"""Casts of tensors, alone and in nests of containers."""
+"""Tensors in nests of containers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..core.dtypes import HALF_DTYPES
-
-Cast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
-
-__all__ = ["cast_tree", "map_tensors", "tensors_in", "to_finite"]
+__all__ = ["cast_tree", "map_tensors", "tensors_in"]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -45,42 +41,34 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
     return found
 
 
-def cast_tree(value: Any, dtype: torch.dtype, cast: Cast = torch.Tensor.to) -> Any:
+def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     """Cast every floating tensor in a nest of containers; what holds none comes back as the same object.
 
     Containers keep their type: lists, tuples, named tuples, sets, mappings of any class, dataclasses,
     ``PackedSequence``. Another object with a ``to`` method is asked ``value.to(dtype)``, as Apex did.
-
-    Args:
-        value: anything.
-        dtype: of the results.
-        cast: makes the cast of a tensor.
     """
     if isinstance(value, torch.Tensor):
-        if not value.is_floating_point() or value.dtype == dtype:
-            return value
-        return cast(value, dtype)
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
     if isinstance(value, PackedSequence):
         return value.to(dtype) if value.data.is_floating_point() else value
     if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [cast_tree(item, dtype, cast) for item in value]
+        items = [cast_tree(item, dtype) for item in value]
         changed = any(new is not old for new, old in zip(items, value, strict=True))
         return _sequence(type(value), items) if changed else value
     if isinstance(value, Mapping):
-        changes = _changed(value, dtype, cast)
-        if type(value) is dict or not changes:
-            return {**value, **changes} if changes else value
+        cast = _changed(value, dtype)
+        if type(value) is dict or not cast:
+            return {**value, **cast} if cast else value
         mapping: Any = copy.copy(value)
-        for key, item in changes.items():
+        for key, item in cast.items():
             mapping[key] = item
         return mapping
     if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changes = _changed(fields, dtype, cast)
-        other = copy.copy(value) if changes else value
-        for name, item in changes.items():
+        cast = _changed({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, dtype)
+        other = copy.copy(value) if cast else value
+        for name, item in cast.items():
             object.__setattr__(other, name, item)
         return other
     convert = getattr(value, "to", None)
@@ -91,19 +79,7 @@ def _sequence(kind: Any, items: list[Any]) -> Any:
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
-def _changed(items: Mapping[Any, Any], dtype: torch.dtype, cast: Cast) -> dict[Any, Any]:
+def _changed(items: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
     """The items that a cast makes other objects of, cast."""
-    changes = {key: cast_tree(item, dtype, cast) for key, item in items.items()}
-    return {key: item for key, item in changes.items() if item is not items[key]}
-
-
-def to_finite(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A floating tensor in another dtype, in which finite numbers stay finite.
-
-    A mask of ``torch.finfo(torch.float32).min`` would be -inf in 16 bits, and the softmax of a row that it hides whole
-    would be NaN.
-    """
-    if tensor.dtype is dtype or dtype not in HALF_DTYPES or tensor.dtype in HALF_DTYPES:
-        return tensor.to(dtype)
-    info = torch.finfo(dtype)
-    return torch.where(tensor.isinf(), tensor, tensor.clamp(info.min, info.max)).to(dtype)
+    cast = {key: cast_tree(item, dtype) for key, item in items.items()}
+    return {key: item for key, item in cast.items() if item is not items[key]}

@@ -29,7 +29,7 @@ from ..gradients.held_masters import settle
 from ..gradients.master_registry import master_of, write_master
 from ..kernels.shards import is_sharded
 from . import dynamo
-from .containers import cast_tree, to_finite
+from .containers import cast_tree
 from .current import leave_traced
 from .dynamo import not_by_itself
 from .scope import OpCasting, enter, join_session, keep_session, leave, moved_to
@@ -116,8 +116,8 @@ class ModuleHooks:
                 settle(refresh=False)
             _check_weight(module, *self.weight)
         if self.inputs is not None:
-            args = tuple([cast_tree(arg, self.inputs, to_finite) for arg in args])
-            kwargs = cast_tree(kwargs, self.inputs, to_finite) if kwargs else kwargs
+            args = tuple([cast_tree(arg, self.inputs) for arg in args])
+            kwargs = cast_tree(kwargs, self.inputs) if kwargs else kwargs
         if self.casting is not None and compiling:
             (dynamo.enter_scope if self.explicit else dynamo.enter_model)(self.casting)
         elif self.casting is not None:

@@ -19,7 +19,7 @@ from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..core.errors import UnsafeOpError
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import is_any_autocast_enabled
-from .containers import map_tensors, tensors_in, to_finite
+from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule
 from .emulation import has_own_ops, narrow, widen
 from .weight_cache import WeightCache
@@ -237,12 +237,16 @@ def banned(name: str, hint: str, mode: CastMode, func: Callable[..., Any], args:
 
 
 def finite_mask(otherwise: Rule, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Attention in 16 bits: the finite numbers of an fp32 mask stay finite."""
+    """Attention in 16 bits: the finite numbers of an fp32 mask stay finite.
+
+    A mask of ``torch.finfo(torch.float32).min`` would be -inf in 16 bits, and a row that it hides whole NaN.
+    """
     place = 3
     mask = args[place] if len(args) > place else kwargs.get("attn_mask")
     half = mode.half_of(args[0]) if args else None
     if isinstance(mask, torch.Tensor) and mask.dtype is torch.float32 and half is not None:
-        mask = to_finite(mask, half)
+        limits = torch.finfo(half)
+        mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max)).to(half)
         if len(args) > place:
             args = (*args[:place], mask, *args[place + 1 :])
         else:
