@@ -403,7 +403,7 @@ def test_a_step_that_fails() -> None:
         train(model, optim)
         backward(model, optim)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(optim, "_step_rows", lambda *_: 1 / 0)
+            patch.setattr(optim, "_update", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 optim.step()
         in_place(model, optim)

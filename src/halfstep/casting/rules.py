@@ -82,7 +82,7 @@ def bind(rule: Callable[..., Any], *details: Any, native_off: bool = False) -> R
     return shielded
 
 
-def _uncast(mode: CastMode, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _uncast(mode: CastMode, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return _call_without_native(mode, func, args, kwargs)
 
 
