@@ -208,9 +208,10 @@ def module_hooks(module: torch.nn.Module) -> int:
     )
 
 
-def tensor_hooks(tensor: torch.Tensor) -> int:
-    """How many hooks there are on the gradient of a leaf."""
-    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """The hooks on the gradient of a leaf."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return [*(tensor._backward_hooks or {}).values(), *(after or {}).values()]
 
 
 def node_sequence_number(node: Any) -> int:

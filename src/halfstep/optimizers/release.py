@@ -7,17 +7,16 @@ This file decides when parameters step, and by what their gradients are multipli
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.errors import UsageError
 from ..core.scalars import in_scalar_dtype
-from ..core.torch_compat import backward_pass_id, found_inf_of, queue_after_backward, scale_of
+from ..core.torch_compat import backward_pass_id, found_inf_of, queue_after_backward, scale_of, tensor_hooks
 from ..gradients.ledger import REDUCTIONS, Gradients
 from ..kernels.tensor_table import Number
 from .param_rows import GroupRows, ParamRows
@@ -26,8 +25,6 @@ from .release_checks import check, refuse_closure, refuse_gradient, refuse_ranks
 __all__ = ["GradientRelease", "release_of"]
 
 _BUCKET = 2**22  # elements: smaller parameters wait for each other, so that one launch steps them all
-
-_RELEASES: MutableMapping[torch.Tensor, weakref.ref[GradientRelease]] = WeakIdKeyDictionary()
 
 
 class _Block(NamedTuple):
@@ -59,6 +56,12 @@ def _arrive(release: weakref.ref[GradientRelease], param: torch.Tensor) -> None:
     alive = release()
     if alive is not None:
         alive.arrive(param)
+
+
+def _is_released(param: torch.Tensor) -> bool:
+    """Whether a parameter has the hook of an optimizer that is alive."""
+    hooks = [hook for hook in tensor_hooks(param) if isinstance(hook, partial) and hook.func is _arrive]
+    return any(hook.args[0]() is not None for hook in hooks)
 
 
 class GradientRelease:
@@ -123,7 +126,7 @@ class GradientRelease:
         optimizer: Any = self._optimizer()
         if optimizer.release is not None:
             raise UsageError(f"This {type(optimizer).__name__} is attached already; remove() that first.")
-        check(optimizer, model, [p for p, ref in _RELEASES.items() if (one := ref()) and id(p) in one._hooks])
+        check(optimizer, model, _is_released)
         optimizer.release = self
         self._watch()
 
@@ -267,7 +270,6 @@ class GradientRelease:
             for param in group["params"]:
                 self._places[id(param)] = index, len(self._places)
                 if param.requires_grad and id(param) not in self._hooks:
-                    _RELEASES[param] = weakref.ref(self)
                     hook = partial(_arrive, weakref.ref(self))
                     self._hooks[id(param)] = param.register_post_accumulate_grad_hook(hook)
         for gone in self._hooks.keys() - self._places.keys():

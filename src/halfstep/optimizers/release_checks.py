@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from ..gradients.ledger import reduced_params
 __all__ = ["check", "refuse_closure", "refuse_gradient", "refuse_ranks", "refuse_second"]
 
 
-def check(optimizer: torch.optim.Optimizer, model: nn.Module, released: Iterable[torch.Tensor]) -> None:
+def check(optimizer: torch.optim.Optimizer, model: nn.Module, is_released: Callable[[torch.Tensor], bool]) -> None:
     """Refuse an optimizer and a model whose gradients cannot be released.
 
     Args:
         optimizer: a fused one.
         model: whose backward passes are to step.
-        released: parameters whose gradients another optimizer releases.
+        is_released: whether another optimizer releases the gradient of a parameter.
 
     Raises:
         ArgumentValueError: for parameters that are not in the model or on several devices, and for sparse layers.
@@ -29,7 +29,7 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module, released: Iterable
     groups = enumerate(optimizer.param_groups)
     names = {id(p): f"parameter {i} of group {g}" for g, group in groups for i, p in enumerate(group["params"])}
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    known, taken = {id(p) for p in model.parameters()}, {id(p) for p in released}
+    known = {id(p) for p in model.parameters()}
     for param in params:
         name = f"attach(model): {names[id(param)]}, of shape {tuple(param.shape)},"
         if id(param) not in known:
@@ -37,7 +37,7 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module, released: Iterable
                 f"{name} is not in the model. Give a model that has all parameters of this optimizer; "
                 "torch.nn.ModuleList makes one of several."
             )
-        if id(param) in taken:
+        if is_released(param):
             raise UsageError(f"{name} is released by another optimizer already, and only one can use its gradient.")
     if len(devices := sorted({str(p.device) for p in params})) > 1:
         raise ArgumentValueError(

@@ -59,7 +59,7 @@ def surroundings(step: Steps, params: list[torch.Tensor]) -> tuple[dict[str, obj
     autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     now: dict[str, object] = {
         "parameters, buffers or their hooks": [
-            (t.data_ptr(), t.requires_grad, tensor_hooks(t)) for t in (*params, *tensors)
+            (t.data_ptr(), t.requires_grad, len(tensor_hooks(t))) for t in (*params, *tensors)
         ],
         "modules, their modes or hooks": [(id(m), m.training, module_hooks(m)) for m in modules],
         "the optimizer's state": list(map(id, state)),
