@@ -16,6 +16,7 @@ from ..gradients.ledger import get_grads
 from ..observe.fetched import Fetched
 from ..observe.samples import Drawn, can_sample, draw, element_shares, sample
 from ..observe.updates import BeforeStep
+from ..observe.watch import Hook
 from ..stepping.attached import attached_to
 from .finding import Finding, grouped, log
 from .rules import finding
@@ -73,8 +74,8 @@ class Watch:
         self._late: deque[Fetched] = deque()
         self._worst: Finding | None = None
         self._hooks = [
-            optimizer.register_step_pre_hook(self._begin),
-            optimizer.register_step_post_hook(self._end),
+            optimizer.register_step_pre_hook(Hook(self._begin)),
+            optimizer.register_step_post_hook(Hook(self._end)),
         ]
 
     def remove(self) -> None:

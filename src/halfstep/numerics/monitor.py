@@ -144,8 +144,8 @@ class Monitor:
             self._hooks = [self._root.register_forward_pre_hook(before, prepend=True, with_kwargs=True)]
             return self
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_plain_step),
-            optimizer.register_step_post_hook(self._after_plain_step),
+            optimizer.register_step_pre_hook(Hook(self._before_plain_step)),
+            optimizer.register_step_post_hook(Hook(self._after_plain_step)),
         ]
         observers.append(self)
         self._begin()
@@ -157,9 +157,8 @@ class Monitor:
         if self._totals:  # of steps after the last sampled one
             self._add(max(self._next - 1, 0), Survey(0))
         self.findings()  # which logs them
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
         if self in observers:
             observers.remove(self)
         if isinstance(self._optimizer, FusedOptimizer):

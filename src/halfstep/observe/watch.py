@@ -215,7 +215,7 @@ class Watch:
 
 
 class Hook:
-    """A function as a hook of a module. In a copy or pickle of the module it does nothing: that one is not watched."""
+    """A function as a hook of a module or an optimizer. A copy or pickle of a module has one that does nothing."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
