@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from ..core.compiler_compat import traced_as_constant
+from ..core.dtypes import dtype_name, parse_dtype
 from ..core.hardware import accelerator
 from ..core.oplists import OpLists
 from ..core.oplists.tables import NATIVE
@@ -18,12 +20,12 @@ from .rule_table import build_table
 
 __all__ = ["CastingConfig", "config_of", "derive"]
 
-_by_key: dict[str, CastingConfig] = {}
-
 
 def config_of(key: str) -> CastingConfig:
     """The config with a key. Dynamo takes the key for a constant, and cannot do so with the config."""
-    return _by_key[key]
+    settings = ast.literal_eval(key)
+    dtype = settings["dtype"] and parse_dtype(settings["dtype"])
+    return CastingConfig(**{**settings, "dtype": dtype, "lists": OpLists.parse(settings["lists"])})
 
 
 def _present_devices() -> tuple[str, ...]:
@@ -41,7 +43,8 @@ def derive(**settings: Any) -> tuple[str, tuple[str, ...], EmulatedKinds]:
         native = tuple(device for device in devices if torch.amp.is_autocast_available(device))
     elif settings["enabled"]:
         native = tuple(device for device in devices if device in NATIVE)
-    key = str({**settings, "lists": str(settings["lists"])})
+    dtype = settings["dtype"] and dtype_name(settings["dtype"])
+    key = str({**settings, "dtype": dtype, "lists": str(settings["lists"])})
     return key, native, emulated_kinds(devices, settings["dtype"], settings["emulate"])
 
 
@@ -61,7 +64,7 @@ class CastingConfig:
 
     Attributes:
         settings: the arguments.
-        key: a text of the settings.
+        key: the settings as a text, from which ``config_of`` makes the config again.
         native: types of the devices on which native autocast does a part of the work.
         emulated: which 16-bit ops run in fp32 kernels.
         call_again: called with an op whose dtypes torch has refused; None where nothing is cast. See ``meeting``.
@@ -111,7 +114,6 @@ class CastingConfig:
         self.table = functools.partial(
             build_table, self.lists if enabled else None, self.devices, kinds, verbose=verbose
         )
-        _by_key.setdefault(self.key, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The machine that reads a pickle says what is emulated there.
