@@ -230,6 +230,56 @@ class _plain:
         pass
 
 
+REFUSED_IN_FP32: dict[str, Callable[[torch.Tensor], Any]] = {  # of a floating tensor
+    "int[mask] = y": lambda y: torch.zeros(4).long().__setitem__(torch.arange(4) < 2, y[0, :2]),
+    "bool[mask] = y": lambda y: torch.zeros(4).bool().__setitem__(torch.arange(4) < 2, y[0, :2]),
+    "double[mask] = y": lambda y: torch.zeros(4).double().__setitem__(torch.arange(4) < 2, y[0, :2]),
+    "add_": lambda y: torch.zeros(4, 4).long().add_(y),
+    "index_add_": lambda y: torch.zeros(4, 4).long().index_add_(0, torch.tensor([0]), y[:1]),
+    "scatter_": lambda y: torch.zeros(4, 4).long().scatter_(0, torch.zeros(1, 4).long(), y),
+    "a list of wrong shapes": lambda y: torch._foreach_add_([y.clone(), y.clone()], [y, y[:3]]),
+    "a tensor given by name": lambda y: torch.celu_(input=torch.zeros(4).long()),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", REFUSED_IN_FP32)
+def test_what_torch_refuses_in_fp32_stays_refused_with_its_error(name: str, half: torch.dtype) -> None:
+    refused = REFUSED_IN_FP32[name]
+    with pytest.raises(RuntimeError) as expected:
+        refused(A.to(half))
+    with OpCasting(half), pytest.raises(RuntimeError) as found:
+        refused(A.to(half))
+    assert str(found.value) == str(expected.value)
+    with OpCasting(half), pytest.raises(RuntimeError):
+        refused(A)
+
+
+def test_a_list_that_is_written_in_part_is_not_written_again() -> None:
+    sums = [torch.zeros(4), torch.zeros(4)]
+    with OpCasting(torch.bfloat16), pytest.raises(RuntimeError, match="size of tensor"):
+        torch._foreach_add_(sums, [torch.ones(4), torch.ones(3)])
+    assert max(sums[0]) <= 1
+
+
+def test_an_op_of_somebody_else_that_fails_runs_once() -> None:
+    library = torch.library.Library("halfstep_tests_meeting", "DEF")
+    calls = []
+
+    def add(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.dtype)
+        raise RuntimeError("of the user")
+
+    library.define("add(Tensor x) -> Tensor")
+    library.impl("add", add, "CompositeImplicitAutograd")
+    with OpCasting(torch.bfloat16):
+        for op in (torch.ops.halfstep_tests_meeting.add, torch.ops.halfstep_tests_meeting.add.default):
+            for dtype in (torch.bfloat16, torch.float32):
+                with pytest.raises(RuntimeError, match="of the user"):
+                    op(A.to(dtype))
+    assert len(calls) == 4
+
+
 @pytest.mark.parametrize("half", HALVES)
 def test_a_row_that_is_hidden_whole_is_finite_in_attention(half: torch.dtype) -> None:
     mask = torch.zeros(4, 4)

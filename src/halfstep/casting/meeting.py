@@ -16,6 +16,7 @@ import torch
 from ..core.dtypes import HALF_DTYPES
 from ..core.oplists import OpLists
 from ..core.oplists.names import spellings
+from ..core.torch_compat import OpOverload, OpOverloadPacket, qualified_name
 from .composites import composite_rule, has_question
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule
@@ -64,7 +65,12 @@ def call_again(
 
 
 def _computes(func: Callable[..., Any], name: str) -> bool:
-    """Whether a callable computes from its arguments: it is an op. ``backward`` or a setter of ``grad`` is none."""
+    """Whether a callable is an op of torch's. ``backward`` or a setter of ``grad`` is none.
+
+    An op of somebody else's may have done something before it failed, which a second call would repeat.
+    """
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        return qualified_name(func).startswith("aten::")
     if isinstance(func, FunctionType):
         return func in spellings() or func.__module__ in _OF_FUNCTIONS
     return func in spellings() or name in _ASSIGNMENTS or hasattr(torch.ops.aten, name)
@@ -77,7 +83,9 @@ def _candidates(func: Callable[..., Any], name: str, args: Any, half: torch.dtyp
     """The dtypes to try: that of the tensor that is written to; else 16 bits for a product, and fp32."""
     inplace = spellings().get(func, ("", False))[1] or (name.endswith("_") and not name.endswith("__"))
     if inplace or name in _ASSIGNMENTS:
-        yield args[0].dtype
+        # Lists of tensors may be written in part. Integers refuse floating numbers in fp32, too.
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype in _MEETING:
+            yield args[0].dtype
         return
     if _LISTS.rule_of(name) == "half":
         yield half
