@@ -250,6 +250,26 @@ def test_steps_that_change_no_master_are_told_of_once(
     ] * said
 
 
+class OneBlock(Optimizer):
+    """Steps one parameter and leaves the others as they are, as block-coordinate optimizers do for a while."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        first = self.param_groups[0]["params"][0]
+        first.sub_(first.grad, alpha=1e-2)
+
+
+def test_a_step_that_leaves_out_some_weights_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(8, 8)
+    optimizer: Any = OneBlock(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, loss_scale=1.0, verbosity=0)
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        for _ in range(8):
+            backward(model, optimizer)
+            optimizer.step()
+    assert not caplog.records
+
+
 def test_only_the_first_steps_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = start(EverySecond, torch.bfloat16)
     for _ in range(10):

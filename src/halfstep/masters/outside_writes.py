@@ -102,7 +102,7 @@ class StepWrites:
                     "weights of its own, and small updates would be lost. Have it go through self.param_groups, or "
                     "train at O1, where the weights are fp32."
                 )
-        if any(moved):
+        if any(moved) or self._known:  # a step may leave out some weights
             self._idle = -1
         elif any(group.get("lr") != 0.0 for group in optimizer.param_groups):
             self._idle += 1
