@@ -1,8 +1,8 @@
 """Ops that torch refuses for the dtypes of their arguments: they are called again with dtypes that agree.
 
 The op lists name the ops that need a cast. There are others in which torch refuses a 16-bit tensor beside an fp32 one,
-as an assignment ``x[mask] = y`` does, or 16 bits alone, for which it has no kernel. It refuses before it computes
-or writes anything, so a second call repeats nothing. Nothing is done to a call that torch takes.
+as an assignment ``x[mask] = y`` does, or 16 bits alone, for which it has no kernel. It refuses dtypes before
+it computes or writes anything, so a second call repeats nothing. Nothing is done to a call that torch takes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def call_again(
         return False, None
     if isinstance(func, FunctionType) and has_question(func):  # written in Python: the ops inside meet
         return True, composite_rule(func)(mode, func, args, kwargs)
-    for dtype in _candidates(func, name, args, halves[0].dtype if halves else mode.dtype):
+    for dtype in _candidates(func, name, args, floating, halves[0].dtype if halves else mode.dtype):
         if all(t.dtype is dtype for t in floating) and not native:
             continue
         try:
@@ -79,13 +79,16 @@ def _computes(func: Callable[..., Any], name: str) -> bool:
 _OF_FUNCTIONS = ("torch.nn.functional", "torch.functional")
 
 
-def _candidates(func: Callable[..., Any], name: str, args: Any, half: torch.dtype) -> Iterator[torch.dtype]:
+def _candidates(
+    func: Callable[..., Any], name: str, args: Any, floating: list[torch.Tensor], half: torch.dtype
+) -> Iterator[torch.dtype]:
     """The dtypes to try: that of the tensor that is written to; else 16 bits for a product, and fp32."""
     inplace = spellings().get(func, ("", False))[1] or (name.endswith("_") and not name.endswith("__"))
     if inplace or name in _ASSIGNMENTS:
         # Lists of tensors may be written in part. Integers refuse floating numbers in fp32, too.
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype in _MEETING:
-            yield args[0].dtype
+        target = args[0].dtype if args and isinstance(args[0], torch.Tensor) else None
+        if target in _MEETING and any(t.dtype is not target for t in floating):
+            yield target
         return
     if _LISTS.rule_of(name) == "half":
         yield half
