@@ -242,9 +242,9 @@ def finite_mask(otherwise: Rule, mode: CastMode, func: Callable[..., Any], args:
     A mask of ``torch.finfo(torch.float32).min`` would be -inf in 16 bits, and a row that it hides whole NaN.
     """
     place = 3
-    mask = args[place] if len(args) > place else kwargs.get("attn_mask")
-    half = mode.half_of(args[0]) if args else None
-    if isinstance(mask, torch.Tensor) and mask.dtype is torch.float32 and half is not None:
+    mask: Any = args[place] if len(args) > place else kwargs.get("attn_mask")
+    half = mode.half_of(mask) if isinstance(mask, torch.Tensor) and mask.dtype is torch.float32 else None
+    if half is not None:
         limits = torch.finfo(half)
         mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max)).to(half)
         if len(args) > place:
@@ -258,7 +258,7 @@ def dense_only(
     name: str, otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """A product with a sparse matrix runs in fp32: there are no 16-bit kernels for its backward pass."""
-    if any(isinstance(a, torch.Tensor) and a.layout in _SPARSE for a in args):
+    if any(isinstance(a, torch.Tensor) and a.layout in _SPARSE for a in (*args, *kwargs.values())):
         shielded = functools.partial(_uncast, mode, func)
         return _call_in(torch.float32, name, mode, shielded, args, kwargs)
     return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
