@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .findings import Finding as Finding
     from .findings import check as check
     from .findings import watch as watch
+    from .findings.memory import memory as memory
     from .model import Model as Model
     from .train_step import TrainStep as TrainStep
 
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "amp",
     "check",
+    "memory",
     "numerics",
     "watch",
 ]
@@ -50,6 +52,7 @@ _HOMES = {
     "StaticLossScale": "core.loss_scale",
     "TrainStep": "train_step",
     "check": "findings",
+    "memory": "findings.memory",
     "watch": "findings",
 }
 _MODULES = (
@@ -68,6 +71,11 @@ _MODULES = (
     "scaling",
     "static",
 )
+_OF_AMP = (
+    *("GradScaler", "auto_cast", "autocast", "decorate", "init", "initialize", "load_state_dict", "master_params"),
+    *("scale_loss", "state_dict"),
+)
+"""Names of ``amp`` that are looked for here; without importing it, since any name may be asked for."""
 
 
 def __getattr__(name: str) -> Any:
@@ -76,8 +84,9 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         found = globals()[name] = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
         return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hint = f" Did you mean halfstep.amp.{name}? Write `from halfstep import amp`." if name in _OF_AMP else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+    return sorted({*__all__, *_MODULES})

@@ -9,6 +9,7 @@ import torch
 
 from .core.checks import check_count, check_kind
 from .core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from .core.install import install_line
 
 __all__ = ["Accuracy"]
 
@@ -44,7 +45,7 @@ class Accuracy:
         try:
             import torchmetrics  # noqa: F401 - takes a second; better here than in the first batch
         except ImportError:
-            raise UsageError("metrics.Accuracy needs torchmetrics: pip install 'halfstep[metrics]'") from None
+            raise UsageError(f"metrics.Accuracy needs torchmetrics: {install_line('metrics')}") from None
         self._counts: list[Any] = []
 
     def reset(self) -> None:

@@ -22,8 +22,7 @@ from .decorate import decorate
 from .give_masters import give_masters, has_masters
 from .grad_scaler import GradScaler
 from .initialize import initialize
-from .scale_loss import scale_loss
-from .session import load_state_dict, master_params, state_dict, steps_skipped
+from .session import load_state_dict, master_params, scale_loss, state_dict, steps_skipped
 
 if TYPE_CHECKING:
     from ..compat.amp_state import _amp_state as _amp_state
@@ -73,4 +72,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "debugging"})
+    return [*__all__, "debugging"]

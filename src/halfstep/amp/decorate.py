@@ -43,6 +43,7 @@ def decorate(
     emulate: Emulate = ...,
     fused: bool = ...,
     keep_casts: bool = ...,
+    cast_ops: bool | None = ...,
 ) -> Models: ...
 
 
@@ -61,6 +62,7 @@ def decorate(
     emulate: Emulate = ...,
     fused: bool = ...,
     keep_casts: bool = ...,
+    cast_ops: bool | None = ...,
 ) -> tuple[Models, Optimizers]: ...
 
 
@@ -78,6 +80,7 @@ def decorate(
     emulate: Emulate = "auto",
     fused: bool = True,
     keep_casts: bool = False,
+    cast_ops: bool | None = None,
 ) -> Any:
     """Cast models to 16-bit weights and give optimizers fp32 masters; call it before any parallel wrapper.
 
@@ -111,6 +114,7 @@ def decorate(
         keep_casts: as in ``amp.initialize``, for the casts of ``amp.auto_cast``; only at level "O1". Call
             ``amp.clear_casts()``, too, after the step of another optimizer with ``fused=True`` over the same weights:
             torch gives them no new version.
+        cast_ops: as in ``amp.initialize``, in forward passes; only at level "O2".
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -146,6 +150,12 @@ def decorate(
     )
     check_emulate(emulate)
     check_flag("fused", fused)
+    check_switch("cast_ops", cast_ops, or_none=True)
+    if cast_ops is not None and level != "O2":
+        raise UsageError(
+            f"cast_ops={cast_ops} says whether ops are cast where they meet 16-bit weights, and at O1 the weights stay "
+            'fp32; leave it out, or use level="O2".'
+        )
     if check_flag("keep_casts", keep_casts) and level != "O1":
         raise UsageError(
             f'{KEEPS_CASTS}, and at O2 the weights themselves are 16-bit; leave it out, or use level="O1".'
@@ -153,7 +163,12 @@ def decorate(
     if level == "O2" and emulate is False:
         warn_of_slow_devices(model_list, half)
     casting = OpCasting(
-        half, enabled=False, devices=modules.device_types(model_list), emulate=emulate, keeps_autocast=True
+        half,
+        enabled=False,
+        devices=modules.device_types(model_list),
+        emulate=emulate,
+        keeps_autocast=True,
+        meets=level == "O2" and cast_ops is not False,
     )
     if level == "O1":
         for model in model_list:
@@ -166,7 +181,7 @@ def decorate(
     prepare(
         model_list,
         optimizer_list,
-        Policy(param_dtype=half, master_weights=masters),
+        Policy(param_dtype=half, master_weights=masters, cast_ops=cast_ops),
         casting=casting,
         keep=keep,
         module_filter=module_filter,

@@ -21,9 +21,8 @@ from ..optimizers.release import release_of
 from ..stepping.attached import AttachedOptimizer, attached_to
 from ..stepping.diagnosis import first_bad_gradient
 from ..stepping.scaled_backward import before_unscaling
-from .iteration import Iteration
+from .iteration import Iteration, StepResult
 from .scaler_settings import ScalerSettings
-from .step_result import StepResult
 
 __all__ = ["GradScaler"]
 
@@ -166,7 +165,7 @@ class GradScaler(ScalerSettings):
             return attached.passes.gradients.clip(attached.params(), max_norm, 2.0)
         self._iteration.refuse_second(optimizer)
         params, scale, found_inf, done = self._begin_unscaling(optimizer, attached)
-        attached.passes.records.append(BackwardRecord(found_inf, None, dynamic=self._scaler.dynamic))
+        attached.passes.records.append(BackwardRecord(found_inf, None, moves=self._scaler))
         left = [p for p in params if id(p) not in done]
         norm = attached.passes.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
         self._iteration.note(params)

@@ -13,11 +13,11 @@ from ..casting import modules
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.scope import OpCasting, begin_session
 from ..core.checks import check_count, check_flag, check_kind
-from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, is_half
+from ..core.dtypes import HALF_DTYPES, StateForm, default_half, dtype_name, is_half
 from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
-from ..stepping.prepare import check, prepare
+from ..stepping.prepare import check, check_state_form, prepare
 from .arguments import Models, Optimizers, as_models, as_optimizers, device_of, returned, warn_of_slow_devices
 from .loss_scaler import LossScaler
 from .options import Properties, resolve
@@ -54,6 +54,8 @@ def initialize(
     policy: Policy | None = ...,
     fused: bool = ...,
     keep_casts: bool = ...,
+    cast_ops: bool | None = ...,
+    state_dtype: StateForm | str = ...,
 ) -> Models: ...
 
 
@@ -83,6 +85,8 @@ def initialize(
     policy: Policy | None = ...,
     fused: bool = ...,
     keep_casts: bool = ...,
+    cast_ops: bool | None = ...,
+    state_dtype: StateForm | str = ...,
 ) -> tuple[Models, Optimizers]: ...
 
 
@@ -111,6 +115,8 @@ def initialize(
     policy: Policy | None = None,
     fused: bool = True,
     keep_casts: bool = False,
+    cast_ops: bool | None = None,
+    state_dtype: StateForm | str = None,
 ) -> Any:
     """Bring models and optimizers to an opt level; call it once for them, before any parallel wrapper.
 
@@ -158,13 +164,21 @@ def initialize(
             nowhere. The dtypes are the same in all cases.
         policy: a ``halfstep.Policy`` instead of the level and all that overrides one. Only ``loss_scale`` may be given
             with it, and replaces that of the policy.
-        fused: where optimizers get masters, run ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` of torch as the fused
-            optimizers of the same arithmetic (``halfstep.optimizers.fuse``), if their settings allow it and there are
-            kernels for the device. False leaves torch's own step, on plain fp32 masters.
+        fused: where optimizers get masters, run ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` and ``Muon`` of torch as the
+            fused optimizers of the same arithmetic (``halfstep.optimizers.fuse``), if their settings allow it and there
+            are kernels for the device. False leaves torch's own step, on plain fp32 masters.
         keep_casts: let the steps of optimizers of ``halfstep.optimizers`` write the 16-bit casts of their weights, so
             that forward passes need not make them; only at O1. Weights are written by optimizers, ``load_state_dict``
             and in-place operations; who writes through ``.data``, a detached handle or another process calls
             ``amp.clear_casts()``.
+        cast_ops: whether an op that torch refuses, because an fp32 tensor meets a 16-bit one in it or it has no 16-bit
+            kernel, is called again with dtypes that agree; only at O2 and O3. None looks for such ops in the first
+            passes of each kind of call, and goes on where it has found one, in ``forward`` and in the other public
+            methods of a model's own class; True does so always, also outside of models; False never.
+        state_dtype: how optimizers store their moments where they get masters. "8bit" is one byte for each number, so
+            that bfloat16 weights, masters and state of AdamW take 6 bytes a parameter, not 12. ``torch.bfloat16`` is
+            for first moments. For ``Adam``, ``AdamW`` and ``SGD`` of torch, and for fused optimizers that were not made
+            with another; None leaves them at fp32.
 
     Returns:
         What was given, in the same shape: ``models`` alone if ``optimizers`` is None, else ``(models, optimizers)``.
@@ -194,6 +208,7 @@ def initialize(
     check_emulate(emulate)
     rule = make_loss_scale(policy.loss_scale, min_loss_scale, max_loss_scale)
     check("amp.initialize", model_list, optimizer_list, policy.param_dtype, module_filter=module_filter)
+    check_state_form("amp.initialize", optimizer_list, policy.state_dtype, fused=fused)
     if verbosity > 0:
         _log_half_params(model_list, policy)
     if policy.compute_dtype in HALF_DTYPES and emulate is False:
@@ -206,6 +221,7 @@ def initialize(
         verbose=verbosity > 1,
         devices=modules.device_types(model_list),
         emulate=emulate,
+        meets=policy.op_lists is not None or (policy.param_dtype in HALF_DTYPES and policy.cast_ops is not False),
     )
     scalers = [LossScaler(rule, name=f"loss scaler {i}", verbose=verbosity > 0) for i in range(num_losses)]
     session = Session(recipe.options, verbosity, scalers)
@@ -223,7 +239,7 @@ def initialize(
         attached.passes.scaling.expected = scalers
         attached.passes.scaling.in_float16 = policy.compute_dtype is torch.float16
         attached.passes.scalers = [scaler for scaler in scalers if not scaler.neutral and num_losses == 1]
-    if policy.op_lists is not None:
+    if policy.op_lists is not None or policy.cast_ops:
         begin_session(casting, [*model_list, *optimizer_list])
     latest.session = session
     if verbosity > 0:

@@ -1,4 +1,4 @@
-"""What a ``GradScaler`` knows about one iteration: from one ``update`` to the next."""
+"""What a ``GradScaler`` knows about one iteration, from one ``update`` to the next, and what its ``step`` returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..core.errors import UsageError
 from ..core.torch_compat import OptState, new_optimizer_state
 
-__all__ = ["Iteration"]
+__all__ = ["Iteration", "StepResult"]
 
 
 @dataclass
@@ -80,3 +80,24 @@ class Iteration:
                 if id(param) in mine and param.grad is grad and (losses == self.losses or version == grad._version):
                     found[id(param)] = param
         return list(found.values())
+
+
+@dataclass(slots=True, eq=False)
+class StepResult:
+    """The outcome of ``GradScaler.step``: ``bool(result)`` is True if the optimizer stepped.
+
+    Attributes:
+        returned: the result of ``optimizer.step``, the loss if it was given a closure. None if the step was skipped.
+    """
+
+    _found_inf: torch.Tensor = field(repr=False)
+    returned: Any = None
+
+    @property
+    def stepped(self) -> torch.Tensor:
+        """A 0-dim bool tensor on the device, True if the optimizer stepped. Reads nothing."""
+        return self._found_inf == 0
+
+    def __bool__(self) -> bool:
+        """True if the optimizer stepped. Reads the device."""
+        return not self._found_inf.item()

@@ -97,6 +97,11 @@ class LossScaler(DeviceLossScaler):
         lambda self: self.overflowed() if self.found is None else bool(self.found),
         lambda self, value: vars(self).update(found=torch.tensor(float(value), dtype=torch.float32)),
     )
+    # A flag that a multi-tensor operation has set, an int tensor of shape [1].
+    _overflow_buf = property(
+        lambda self: self.flag(torch.device("cpu")).int().reshape(1),
+        lambda self, flag: vars(self).update(found=flag.detach().reshape(()).float()),
+    )
     _scale_seq_len = _setting("_scale_seq_len", "growth_interval")
     _max_loss_scale = _setting("_max_loss_scale", "max_scale")
     _min_loss_scale = _setting("_min_loss_scale", "min_scale", zero_is_none=True)
@@ -127,7 +132,7 @@ class LossScaler(DeviceLossScaler):
         """
         grads = list(model_grads)
         if grads:
-            found = self._flag(grads[0].device)
+            found = self.flag(grads[0].device)
             multi_tensor.scale(grads, list(master_grads), self._inverse(grads[0].device, scale_override), found)
 
     @torch.no_grad()
@@ -151,7 +156,7 @@ class LossScaler(DeviceLossScaler):
             return
         device = grads[0].device
         new, stashed, result = scale_override or (None, 1.0, 1.0)
-        multi_tensor.l2norm(grads, found_inf=self._flag(device))
+        multi_tensor.l2norm(grads, found_inf=self.flag(device))
         factor = self._inverse(device, new) * result
         multi_tensor.axpby(factor, grads, result / stashed, list(stashed_master_grads), list(master_grads))
 
@@ -165,7 +170,8 @@ class LossScaler(DeviceLossScaler):
         self.update(found)
         return self.dynamic and bool(found)
 
-    def _flag(self, device: torch.device) -> torch.Tensor:
+    def flag(self, device: torch.device) -> torch.Tensor:
+        """What ``unscale`` sets to 1.0 at an overflow: a 0-dim float32 tensor on a device."""
         if self.found is None:
             self.found = torch.tensor(0.0, dtype=torch.float32)
         self.found = self.found.to(device)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..core.checks import check_flag, check_switch
-from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half
+from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half, parse_state_form
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.loss_scale import LossScaleSpec, check_loss_scale
 from ..core.oplists import OpLists
@@ -138,8 +138,22 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
     keep_casts = check_flag("keep_casts", given["keep_casts"])
     if keep_casts and not options.patch_torch_functions:
         raise UsageError(f'{KEEPS_CASTS}, and at {level} no weight is cast; leave it out, or use opt_level="O1".')
+    cast_ops = given["cast_ops"]
+    check_switch("cast_ops", cast_ops, or_none=True)
+    if cast_ops is not None and options.cast_model_type not in HALF_DTYPES:
+        raise UsageError(
+            f"cast_ops={cast_ops} says whether ops are cast where they meet 16-bit weights, and at {level} the weights "
+            'are not 16-bit; leave it out, or use opt_level="O2".'
+        )
     described = options.policy(half, given["cast_model_outputs"], lists)
-    return Recipe(described.replace(keep_casts=keep_casts), half, options, defaults)
+    state_dtype = parse_state_form(given["state_dtype"])
+    if state_dtype is not None and not options.master_weights:
+        raise UsageError(
+            f"state_dtype={given['state_dtype']!r} is for optimizers that step on master weights, and at {level} there "
+            'are none; use opt_level="O2", or give it to the optimizer: optimizers.fuse(optimizer, state_dtype=...).'
+        )
+    described = described.replace(keep_casts=keep_casts, cast_ops=cast_ops, state_dtype=state_dtype)
+    return Recipe(described, half, options, defaults)
 
 
 def _from_policy(policy: Policy, device_half: torch.dtype, given: Mapping[str, Any]) -> Recipe:
@@ -248,6 +262,8 @@ ARGUMENTS = {
     "custom_white_list": Argument("op_lists"),
     "custom_black_list": Argument("op_lists"),
     "keep_casts": Argument("keep_casts", default=False),
+    "cast_ops": Argument("cast_ops"),
+    "state_dtype": Argument("state_dtype"),
 }
 """The arguments of ``amp.initialize`` that describe a recipe, by name."""
 

@@ -1,4 +1,4 @@
-"""Sessions: the options and loss scalers of one call of ``amp.initialize``, and how later calls find them.
+"""Sessions: the options and loss scalers of one call of ``amp.initialize``, and the functions that look them up.
 
 The optimizers hold their session, so its memory is freed with them. The module holds only the latest one, for the calls
 that name no optimizer: ``amp.state_dict()`` and ``amp.load_state_dict()``.
@@ -9,18 +9,23 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..casting.dynamo import eager
+from ..core.checks import check_flag
+from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.text import with_article
 from ..gradients.loss_scaler import saved_numbers
 from ..stepping.attached import AttachedOptimizer, attached_to
+from ..stepping.scaled_backward import ScaledBackward
 from .loss_scaler import LossScaler
 from .options import Properties
 
-__all__ = ["Session", "latest", "load_state_dict", "master_params", "state_dict", "steps_skipped"]
+__all__ = ["Session", "latest", "load_state_dict", "master_params", "scale_loss", "state_dict", "steps_skipped"]
 
 logger = logging.getLogger("halfstep")
 
@@ -77,8 +82,9 @@ def session_of(optimizers: object, caller: str) -> tuple[Session, list[AttachedO
             if not current.options.enabled:
                 return current, []
             raise UsageError(
-                f"{caller} was given a {type(optimizer).__name__} that did not come back from amp.initialize (it has "
-                "no _amp_stash); pass every optimizer through amp.initialize and use what it returns."
+                f"{caller} was given {with_article(type(optimizer).__name__)} that did not come back from "
+                "amp.initialize (it has no _amp_stash); pass every optimizer through amp.initialize and use what it "
+                "returns."
             )
         found.append(attached)
     session: Session = found[0].session if found else require_session(caller)
@@ -101,6 +107,68 @@ def check_optimizer(given: object, caller: str) -> None:
             f"{caller} needs an optimizer or a list of them, not {type(given).__name__}; pass those that "
             "amp.initialize returned."
         )
+
+
+@eager
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: torch.optim.Optimizer | list[torch.optim.Optimizer],
+    loss_id: int = 0,
+    model: torch.nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> AbstractContextManager[torch.Tensor]:
+    """Scale a loss for its backward pass, and unscale the gradients of the pass.
+
+    ::
+
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    After the block ``p.grad`` is unscaled: the gradients of the pass are added to those from before it. The gradient
+    of a 16-bit parameter with a master is fp32. If one of the new gradients was inf or NaN, the next ``step`` of each
+    optimizer given here is skipped, and a dynamic scale is lowered. Gradients of a skipped step that are still there
+    when the next block opens are set to zero. If an exception leaves the block, the gradients are those from before it,
+    and the scale does not change. With a static scale of 1.0 and without masters the block does nothing at all.
+
+    Args:
+        loss: a tensor of any floating dtype on any device; 16-bit losses are scaled in fp32.
+        optimizers: those whose parameters get gradients from this backward pass.
+        loss_id: which loss scaler to use, from 0 on and below ``num_losses`` of ``amp.initialize``.
+        model: accepted for Apex's sake, not used.
+        delay_unscale: accepted for Apex's sake: gradients accumulate rightly without it, and they are unscaled at once
+            with it, too. The scale does not move until the next pass without it, and in the block of the next pass
+            ``p.grad`` has the gradients of both.
+        delay_overflow_check: unscale, but neither move the scale nor skip a step for this pass.
+
+    Returns:
+        A context manager whose value is the loss times the scale. With a static scale of 1.0, and when amp is
+        disabled, nothing is multiplied.
+
+    Raises:
+        UsageError: before ``amp.initialize``, without an optimizer or for one that it did not return; from the block,
+            if another block of the optimizer is open, or if ``backward`` was called on the loss that is not scaled.
+        ArgumentIndexError: for a ``loss_id`` there is no scaler for.
+        ArgumentTypeError: if the loss is no floating tensor, ``loss_id`` no whole number, or a switch neither True nor
+            False.
+    """
+    session, attached = session_of(optimizers, "amp.scale_loss")
+    if not session.options.enabled:
+        return nullcontext(loss)
+    scalers = session.loss_scalers
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+        raise ArgumentTypeError(f"loss_id={loss_id!r} must be a whole number: which loss this is, counted from 0.")
+    if not 0 <= loss_id < len(scalers):
+        raise ArgumentIndexError(
+            f"loss_id={loss_id}, but amp.initialize was called with num_losses={len(scalers)}; count losses from 0, "
+            "and pass num_losses= as many as there are losses with a scale of their own."
+        )
+    delay, check = False, True
+    if delay_unscale is not False or delay_overflow_check is not False:
+        delay = check_flag("delay_unscale", delay_unscale)
+        check = not check_flag("delay_overflow_check", delay_overflow_check)
+    passes = [one.passes for one in attached]
+    return ScaledBackward(loss, passes, scalers[loss_id], name="amp.scale_loss", delay=delay, check=check)
 
 
 def master_params(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:

@@ -61,13 +61,14 @@ class CastingConfig:
         devices: types of the devices whose tensors are cast; None means the CPU and the accelerator of this machine.
         emulate: where 16-bit products run in fp32 kernels; see ``emulation.Emulate``.
         keeps_autocast: leave a plain ``torch.autocast`` around a model as it is.
+        meets: whether an op whose dtypes torch has refused is called again (``meeting``); None is what ``enabled`` is.
 
     Attributes:
         settings: the arguments.
         key: the settings as a text, from which ``config_of`` makes the config again.
         native: types of the devices on which native autocast does a part of the work.
         emulated: which 16-bit ops run in fp32 kernels.
-        call_again: called with an op whose dtypes torch has refused; None where nothing is cast. See ``meeting``.
+        call_again: called with an op whose dtypes torch has refused; None leaves it refused. See ``meeting``.
         is_noop: whether nothing is done to any op.
         table: makes the table of rules; with ``explicit=True`` one that leaves nothing to native autocast.
     """
@@ -84,6 +85,7 @@ class CastingConfig:
         devices: Iterable[str] | None = None,
         emulate: Emulate = "auto",
         keeps_autocast: bool = False,
+        meets: bool | None = None,
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
             self.key = _key_of(dtype, lists, enabled, allow_banned, devices, emulate)
@@ -106,13 +108,15 @@ class CastingConfig:
             "devices": self.devices,
             "emulate": emulate,
             "keeps_autocast": keeps_autocast,
+            "meets": meets,
         }
         self.key, self.native, self.emulated = derive(**self.settings)
-        self.call_again = call_again if enabled else None
-        self.is_noop = not enabled and not self.emulated
+        meets = enabled if meets is None else meets
+        self.call_again = call_again if meets else None
+        self.is_noop = not (enabled or self.emulated or meets)
         kinds = frozenset(kind for _, _, kind in self.emulated)
         self.table = functools.partial(
-            build_table, self.lists if enabled else None, self.devices, kinds, verbose=verbose
+            build_table, self.lists if enabled else None, self.devices, kinds, meets=meets, verbose=verbose
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -41,34 +41,42 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
     return found
 
 
-def cast_tree(value: Any, dtype: torch.dtype) -> Any:
+def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
     """Cast every floating tensor in a nest of containers; what holds none comes back as the same object.
 
     Containers keep their type: lists, tuples, named tuples, sets, mappings of any class, dataclasses,
     ``PackedSequence``. Another object with a ``to`` method is asked ``value.to(dtype)``, as Apex did.
+
+    Args:
+        value: anything.
+        dtype: of the results.
+        cast: called with each floating tensor of another dtype; None is ``tensor.to(dtype)``.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+        if not value.is_floating_point() or value.dtype == dtype:
+            return value
+        return value.to(dtype) if cast is None else cast(value)
     if isinstance(value, PackedSequence):
         return value.to(dtype) if value.data.is_floating_point() else value
     if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [cast_tree(item, dtype) for item in value]
+        items = [cast_tree(item, dtype, cast) for item in value]
         changed = any(new is not old for new, old in zip(items, value, strict=True))
         return _sequence(type(value), items) if changed else value
     if isinstance(value, Mapping):
-        cast = _changed(value, dtype)
-        if type(value) is dict or not cast:
-            return {**value, **cast} if cast else value
+        changes = _changed(value, dtype, cast)
+        if type(value) is dict or not changes:
+            return {**value, **changes} if changes else value
         mapping: Any = copy.copy(value)
-        for key, item in cast.items():
+        for key, item in changes.items():
             mapping[key] = item
         return mapping
     if dataclasses.is_dataclass(value):
-        cast = _changed({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, dtype)
-        other = copy.copy(value) if cast else value
-        for name, item in cast.items():
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changes = _changed(fields, dtype, cast)
+        other = copy.copy(value) if changes else value
+        for name, item in changes.items():
             object.__setattr__(other, name, item)
         return other
     convert = getattr(value, "to", None)
@@ -79,7 +87,9 @@ def _sequence(kind: Any, items: list[Any]) -> Any:
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
-def _changed(items: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
+def _changed(
+    items: Mapping[Any, Any], dtype: torch.dtype, cast: Callable[[torch.Tensor], torch.Tensor] | None
+) -> dict[Any, Any]:
     """The items that a cast makes other objects of, cast."""
-    cast = {key: cast_tree(item, dtype) for key, item in items.items()}
-    return {key: item for key, item in cast.items() if item is not items[key]}
+    changes = {key: cast_tree(item, dtype, cast) for key, item in items.items()}
+    return {key: item for key, item in changes.items() if item is not items[key]}

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..core.compiler_compat import exit_autocast
+from ..core.dtypes import HALF_DTYPES
 from ..core.oplists.tables import NATIVE
 from .config import CastingConfig
 from .dispatch import CastMode, SessionEnd, function_modes, place, set_function_modes
@@ -33,6 +34,7 @@ __all__ = [
     "in_autocast",
     "is_current",
     "leave_traced",
+    "met_in_fp32",
     "native_state",
     "push_traced",
     "restore",
@@ -80,12 +82,14 @@ class Scope:
         frame: of the call that opened it; None for a ``with`` block.
         saved: what its end puts back; None if it changed nothing.
         patches: names of torch that it has replaced.
+        watched: where a first pass is watched, its kind, and how many ops had met before it; see ``first_passes``.
     """
 
     owner: object
     frame: FrameType | None
     saved: Saved | None = None
     patches: list[Patches] = dataclasses.field(default_factory=list)
+    watched: tuple[Any, int] | None = None
 
 
 class ThreadState(threading.local):
@@ -206,6 +210,14 @@ def in_autocast() -> bool:
     """Whether this thread is in a ``torch.autocast`` block (a checkpoint has one), which restores what it found."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0
+
+
+def met_in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor for a function that has no gradient in 16 bits, cast where ops meet in this thread."""
+    if thread.mode.call_again is None or tensor.dtype not in HALF_DTYPES:
+        return tensor
+    thread.mode.met += 1
+    return tensor.float()
 
 
 def clear_cache() -> None:

@@ -88,6 +88,7 @@ class CastMode(TorchFunctionMode):
         allow_banned: whether banned ops run in fp32.
         call_again: what is asked when torch has refused the dtypes of a call; see ``meeting.call_again``. None to leave
             it at that.
+        met: how many calls were made again so far.
     """
 
     def __init__(self) -> None:
@@ -104,6 +105,7 @@ class CastMode(TorchFunctionMode):
         self.verbose = False
         self.allow_banned = False
         self.call_again: Callable[..., tuple[bool, Any]] | None = None
+        self.met = 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -127,6 +129,7 @@ class CastMode(TorchFunctionMode):
             taken, result = self.call_again(self, rule or _as_it_is, func, args, kwargs or {})
             if not taken:
                 raise
+            self.met += 1
             return result
 
     def casts(self, tensor: torch.Tensor) -> bool:

@@ -15,17 +15,19 @@ import torch
 
 from ..core.dtypes import HALF_DTYPES
 from ..core.oplists import OpLists
-from ..core.oplists.names import spellings
+from ..core.oplists.names import computes, spellings
 from ..core.torch_compat import OpOverload, OpOverloadPacket, qualified_name
 from .composites import composite_rule, has_question
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule
+from .finite import narrow_finite
 from .rules import without_native
 
-__all__ = ["call_again"]
+__all__ = ["call_again", "meet_in_half", "met"]
 
 _MEETING = (*HALF_DTYPES, torch.float32)
 _ASSIGNMENTS = ("__setitem__", "index_put_", "put_")
+_FILLS = (*_ASSIGNMENTS, "fill")
 
 
 def call_again(
@@ -61,7 +63,26 @@ def call_again(
         except RuntimeError:  # refused again; the first error says more
             continue
         return True, result
+    target = _target(func, name, args)
+    if target is not None and target.dtype in HALF_DTYPES and (name in _FILLS or computes(name)):
+        return _write_from_fp32(mode, func, target, args, kwargs)
     return False, None
+
+
+def _write_from_fp32(
+    mode: CastMode, func: Callable[..., Any], target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, Any]:
+    """An op in place without a kernel for 16 bits, or with a number that they do not have: it writes to an fp32 copy.
+
+    A finite number stays finite: ``masked_fill_(mask, -1e10)`` writes the lowest number of float16.
+    """
+    try:
+        wide = target.float()
+        result = without_native(mode, func, (wide, *_cast(args[1:], torch.float32)), _cast(kwargs, torch.float32))
+        target.copy_(narrow_finite(wide, target.dtype))
+    except RuntimeError:
+        return False, None
+    return True, target if result is wide else result
 
 
 def _computes(func: Callable[..., Any], name: str) -> bool:
@@ -79,16 +100,26 @@ def _computes(func: Callable[..., Any], name: str) -> bool:
 _OF_FUNCTIONS = ("torch.nn.functional", "torch.functional")
 
 
+def _in_place(func: Callable[..., Any], name: str) -> bool:
+    inplace = spellings().get(func, ("", False))[1] or (name.endswith("_") and not name.endswith("__"))
+    return inplace or name in _ASSIGNMENTS
+
+
+def _target(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The 16-bit or fp32 tensor that an op writes to; None for any other op."""
+    target = args[0] if args and _in_place(func, name) else None
+    return target if isinstance(target, torch.Tensor) and target.dtype in _MEETING else None
+
+
 def _candidates(
     func: Callable[..., Any], name: str, args: Any, floating: list[torch.Tensor], half: torch.dtype
 ) -> Iterator[torch.dtype]:
     """The dtypes to try: that of the tensor that is written to; else 16 bits for a product, and fp32."""
-    inplace = spellings().get(func, ("", False))[1] or (name.endswith("_") and not name.endswith("__"))
-    if inplace or name in _ASSIGNMENTS:
+    if _in_place(func, name):
         # Lists of tensors may be written in part. Integers refuse floating numbers in fp32, too.
-        target = args[0].dtype if args and isinstance(args[0], torch.Tensor) else None
-        if target in _MEETING and any(t.dtype is not target for t in floating):
-            yield target
+        target = _target(func, name, args)
+        if target is not None and any(t.dtype is not target.dtype for t in floating):
+            yield target.dtype
         return
     if _LISTS.rule_of(name) == "half":
         yield half
@@ -100,3 +131,34 @@ _LISTS = OpLists.default()
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype in _MEETING else tensor, value)
+
+
+def met(rule: Rule, mixed: bool, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """An op that torch takes without a right result or gradient, where nothing else is cast: it is cast, and counted.
+
+    Args:
+        rule: casts it.
+        mixed: whether only a 16-bit tensor beside an fp32 one is cast.
+        mode: the mode.
+        func: the op.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+    dtypes = {tensor.dtype for tensor in tensors_in(args, kwargs)}
+    if dtypes.isdisjoint(HALF_DTYPES) or (mixed and torch.float32 not in dtypes):
+        return func(*args, **kwargs)
+    mode.met += 1
+    return rule(mode, func, args, kwargs)
+
+
+def meet_in_half(otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Cast the arguments of a product to the 16-bit dtype among them, if they have several dtypes."""
+    dtypes = {tensor.dtype for tensor in tensors_in(args, kwargs) if tensor.dtype in _MEETING}
+    half = next((dtype for dtype in HALF_DTYPES if dtype in dtypes), None)
+    if half is not None and len(dtypes) > 1:
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(half) if tensor.dtype in _MEETING else tensor
+
+        args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
+    return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)

@@ -19,20 +19,20 @@ from ..core.dtypes import dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, NotScriptableError, UsageError
 from ..core.torch_compat import (
     BatchNorm,
-    buffers_of,
     forward_hooks,
     hook_tables,
-    parameters_of,
-    public_hook,
 )
 from ..gradients.held_masters import settle
-from ..gradients.master_registry import master_of, write_master
 from ..kernels.shards import is_sharded
 from . import dynamo
+from .buffers import buffers_to_keep
 from .containers import cast_tree
-from .current import leave_traced
+from .current import Scope, clear_cache, leave_traced, thread
 from .dynamo import not_by_itself
+from .first_passes import FirstPasses, watch_methods
+from .saved import SaveAs, load_masters
 from .scope import OpCasting, enter, join_session, keep_session, leave, moved_to
+from .sharded import cast_shards, check_groups
 
 __all__ = [
     "PARALLEL",
@@ -44,9 +44,9 @@ __all__ = [
     "casting_of",
     "device_types",
     "exempt",
+    "first_passes_of",
     "has_casting",
     "join_session_casting",
-    "refuse_sharded",
     "remove_hooks",
 ]
 
@@ -72,6 +72,7 @@ class ModuleHooks:
         weight: the name of a parameter and the dtype it was cast to; None where there is nothing to check.
         inputs: dtype of floating tensors among the arguments; None leaves them.
         outputs: dtype of floating tensors in what the module returns; None leaves them.
+        passes: what the first passes have shown; None where ops do not meet.
     """
 
     def __init__(self, casting: OpCasting | None = None, *, explicit: bool = False) -> None:
@@ -80,6 +81,7 @@ class ModuleHooks:
         self.weight: tuple[str, torch.dtype] | None = None
         self.inputs: torch.dtype | None = None
         self.outputs: torch.dtype | None = None
+        self.passes: FirstPasses | None = None
 
     @property
     def __name__(self) -> str:
@@ -111,19 +113,39 @@ class ModuleHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Before the forward."""
         compiling = torch.compiler.is_dynamo_compiling()
+        if self.casting is not None and hasattr(type(module), "unshard") and not compiling:
+            # FSDP2 frees the whole weights after each forward pass, and reduces their gradients when the backward pass
+            # leaves a module. The gradient of a cast from an earlier forward pass would come after that.
+            clear_cache()
+        moves = args and self.casting is not None and isinstance(args[0], torch.Tensor) and not compiling
+        if moves and self.casting is not None and args[0].device.type not in self.casting.devices:
+            self._move(module)
+        casting, passes, kind, first, foreign = self.casting, self.passes, None, False, False
         if self.weight is not None:
             if not torch.compiler.is_compiling():
                 settle(refresh=False)
-            _check_weight(module, *self.weight)
-        if self.inputs is not None:
+            foreign = _check_weight(module, *self.weight, meets=passes is not None and not compiling)
+        if passes is not None and compiling:
+            casting = casting if passes.on or not passes.known else passes.plain
+        elif passes is not None:
+            arguments = [
+                (a.dtype, a.ndim) if isinstance(a, torch.Tensor) else a if a is None or isinstance(a, bool) else type(a)
+                for a in (*args, *kwargs.values())
+            ]
+            kind = (module.training, torch.is_grad_enabled(), *kwargs, *arguments)
+            first = kind not in passes.known
+            casting = casting if first or passes.on or foreign else passes.plain
+        if passes is not None and (first or passes.stays or passes.saturates) and self.inputs is not None:
+            args, kwargs = passes.cast(args, kwargs, self.inputs, look=first)
+        elif self.inputs is not None:
             args = tuple([cast_tree(arg, self.inputs) for arg in args])
             kwargs = cast_tree(kwargs, self.inputs) if kwargs else kwargs
-        if self.casting is not None and compiling:
-            (dynamo.enter_scope if self.explicit else dynamo.enter_model)(self.casting)
-        elif self.casting is not None:
-            if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in self.casting.devices:
-                self._move(module)
-            enter(self.casting, self, sys._getframe(1), explicit=self.explicit)
+        if casting is not None and compiling:
+            (dynamo.enter_scope if self.explicit else dynamo.enter_model)(casting)
+        elif casting is not None:
+            enter(casting, self, sys._getframe(1), explicit=self.explicit)
+            if first:
+                thread.open[-1].watched = kind, thread.mode.met
         return None if self.inputs is None else (args, kwargs)
 
     @not_by_itself
@@ -133,18 +155,37 @@ class ModuleHooks:
             if torch.compiler.is_dynamo_compiling():
                 leave_traced()
             else:
+                latest = thread.open[-1] if thread.open else None
                 leave(self)
+                if self.passes is not None and latest is not None and (latest.watched is not None or output is None):
+                    self._look_back(self.passes, latest, output)
         return None if self.outputs is None else cast_tree(output, self.outputs)
+
+    def _look_back(self, passes: FirstPasses, scope: Scope, output: Any) -> None:
+        """After a pass that was watched, or one that has failed."""
+        error = sys.exc_info()[1] if output is None else None
+        if scope.owner is not self:
+            return
+        if scope.watched is None:
+            if not passes.on:
+                passes.note_refusal(error)
+        elif error is None:
+            kind, before = scope.watched
+            passes.end(kind, met=thread.mode.met != before)
 
     def _move(self, module: nn.Module) -> None:
         """Cast on the device of the model too, if it has moved to one of another type."""
         first = next(module.parameters(), None)
         if self.casting is not None and first is not None and first.device.type not in self.casting.devices:
             self.casting = moved_to(first.device.type, self.casting)
+            if self.passes is not None:
+                self.passes.follow(self.casting)
 
 
-def _check_weight(module: Any, name: str, dtype: torch.dtype) -> None:
-    """Look at a parameter, if it is still there.
+def _check_weight(module: Any, name: str, dtype: torch.dtype, *, meets: bool) -> bool:
+    """Look at a parameter, if it is still there. True if it has another dtype than it was cast to.
+
+    ``torch.func.functional_call`` may put others there where ops ``meets``, as MAML does with fp32 weights.
 
     Raises:
         UsageError: if it has another dtype than it was cast to.
@@ -153,8 +194,10 @@ def _check_weight(module: Any, name: str, dtype: torch.dtype) -> None:
     for part in name.split("."):
         weight = getattr(weight, part, None)
     if not isinstance(weight, torch.Tensor) or weight.dtype is dtype:
-        return
+        return False
     if caller_in("torch.nn.utils.stateless") is not None:
+        if meets:
+            return True
         raise UsageError(
             f"torch.func.functional_call was given {name} in {dtype_name(weight.dtype)}, and this model computes with "
             f"weights of {dtype_name(dtype)}. Give it weights in the dtype of those that they stand for: "
@@ -202,65 +245,17 @@ def join_session_casting(module: nn.Module, args: Any) -> None:
     join_session()
 
 
-class SaveAs:
-    """A state-dict hook of one module: its floating parameters and buffers are saved in ``dtype``.
-
-    A parameter with an fp32 master is saved from the master, so that a checkpoint loses nothing. Most entries are
-    copies, and what a user writes into those reaches no weight. A deep copy of the module has no masters. Its
-    ``state_dict()`` holds its own tensors, so that it can keep an average of weights.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._copied = False
-
-    def __deepcopy__(self, memo: Any) -> SaveAs:
-        made = SaveAs(self.dtype)
-        made._copied = True
-        return public_hook(made)
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Replace the module's own entries."""
-        for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
-            key = prefix + name
-            if tensor is None or key not in state_dict or not tensor.is_floating_point():
-                continue
-            master = master_of(tensor)
-            if master is not None or not self._copied:
-                state_dict[key] = (state_dict[key] if master is None else master.detach()).to(self.dtype)
-
-
-def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
-    """A load-state-dict pre-hook of one module: masters are loaded too, with the values before they are rounded.
-
-    Raises:
-        UsageError: if torch is set to swap parameters, which it refuses for those with masters.
-    """
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    if swaps and any(master_of(param) is not None for param in module.parameters()):
-        raise UsageError(
-            "load_state_dict() cannot swap parameters that have fp32 masters, and "
-            "torch.__future__.set_swap_module_params_on_conversion(True) asks for that. Set it to False before "
-            "load_state_dict(): then the values are copied into the parameters and their masters. Nothing was loaded."
-        )
-    for name, param in parameters_of(module).items():
-        value = state_dict.get(prefix + name)
-        if param is None or param.is_meta:  # a master on the meta device has no value either
-            continue
-        if isinstance(value, torch.Tensor) and value.shape == param.shape:
-            rounded = write_master(param, value)
-            if rounded is not None:
-                state_dict[prefix + name] = rounded
-
-
 def cast_module(
     model: nn.Module,
     dtype: torch.dtype,
     *,
     keep: Callable[[nn.Module], bool] = lambda module: False,
     module_filter: ModuleFilter | None = None,
-) -> None:
+    spare_buffers: bool = False,
+) -> list[str]:
     """Cast the floating parameters, their gradients and the buffers of a model in place; parameters keep identity.
+
+    Parameters that are cut into shards are cast, too. A model of FSDP2 must not have run yet.
 
     Args:
         model: any module; shared parameters stay shared.
@@ -270,6 +265,10 @@ def cast_module(
         module_filter: asked for each submodule with its qualified name ("" for the model); a dtype it returns is
             used for that module's own parameters and buffers instead, and its inputs and outputs are cast. None
             leaves the choice to the other arguments.
+        spare_buffers: leave ``buffers_to_keep`` as they are.
+
+    Returns:
+        The qualified names of those.
     """
     # Nothing changes before every module was asked about: a filter may raise.
     targets: list[tuple[nn.Module, torch.dtype]] = []
@@ -281,37 +280,35 @@ def cast_module(
         else:
             targets.append((module, dtype if chosen is None else parse_dtype(chosen)))
     cast = {id(p) for module, target in targets if target == dtype for p in module.parameters(recurse=False)}
+    own = [(param, target) for module, target in targets for param in module.parameters(recurse=False)]
+    shards = {id(p): target for p, target in own if is_sharded(p) and p.is_floating_point() and id(p) not in kept}
+    if shards:
+        check_groups(model, shards)
     probe = next((name for name, p in model.named_parameters() if id(p) in cast and p.is_floating_point()), None)
     if probe is not None and dtype.itemsize == 2:
         _hooks_of(model).weight = probe, dtype
+    names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+    spared: list[str] = []
     for module, target in targets:
+        for name, buffer in buffers_to_keep(module, target).items() if spare_buffers else ():
+            spared += [names[module] + name] if id(buffer) not in kept else []
+            kept.add(id(buffer))
         if target != dtype:
             hooks = _hooks_of(module)
             hooks.inputs, hooks.outputs = target, dtype
         for tensor in _own_tensors(module):
-            if tensor.is_floating_point() and tensor.dtype != target and id(tensor) not in kept:
+            stays = id(tensor) in kept or id(tensor) in shards
+            if tensor.is_floating_point() and tensor.dtype != target and not stays:
                 tensor.data = tensor.data.to(target)
                 if tensor.grad is not None:
                     tensor.grad = tensor.grad.to(target)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-
-
-def refuse_sharded(models: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
-    """Refuse to cast what FSDP2 has cut into shards already: it would still use the parameters that it knows.
-
-    Raises:
-        UsageError: if a sharded parameter has another dtype than ``dtype``.
-    """
-    for model in models:
-        for name, param in model.named_parameters():
-            if dtype is not None and param.dtype is not dtype and is_sharded(param):
-                raise UsageError(
-                    f"The parameter {name} is sharded already (fully_shard), and this level would cast it. Let "
-                    "fully_shard cast instead: MixedPrecisionPolicy(param_dtype=torch.bfloat16) computes in 16 bits, "
-                    "and the fp32 shards are the masters. For 16-bit shards cast the model before fully_shard and use "
-                    "an optimizer of halfstep.optimizers with master_weights=True."
-                )
+            if target.itemsize == 2:  # its own code refuses inputs of another dtype than its weights
+                _hooks_of(module).inputs = target
+    if shards:
+        cast_shards(model, shards)
+    return spared
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -325,6 +322,8 @@ def add_hooks(
     outputs: torch.dtype | None = None,
     saved: torch.dtype | None = None,
     casting: OpCasting | None = None,
+    always_meets: bool = False,
+    spared: Iterable[str] = (),
 ) -> None:
     """Put the hooks on a model.
 
@@ -334,12 +333,17 @@ def add_hooks(
         outputs: dtype of floating results; None leaves them. User hooks see the cast output.
         saved: dtype of floating entries in ``state_dict()`` of the model and of each of its submodules.
         casting: what is done to ops while the model runs; None adds no such hook.
+        always_meets: whether ops meet in every pass, whatever the first passes show.
+        spared: names of buffers that have stayed fp32.
     """
     if casting is not None or inputs is not None or outputs is not None:
         hooks = _hooks_of(model)
         hooks.casting = casting or hooks.casting
         hooks.inputs = inputs or hooks.inputs
         hooks.outputs = outputs or hooks.outputs
+        if casting is not None and casting.call_again is not None and not casting.enabled:
+            hooks.passes = FirstPasses(casting, always=always_meets, spared=spared)
+            watch_methods(model)
     if saved is not None:
         for module in model.modules():
             module.register_state_dict_post_hook(SaveAs(saved))
@@ -380,6 +384,11 @@ def device_types(models: Iterable[nn.Module]) -> set[str] | None:
 def has_casting(model: nn.Module, *, explicit: bool = False) -> bool:
     """Whether a casting of its own is in force while a model runs, ``explicit`` or not."""
     return any(hooks.casting is not None and hooks.explicit == explicit for hooks in _ours(model))
+
+
+def first_passes_of(model: nn.Module) -> FirstPasses | None:
+    """What the first passes of a model have shown; None if ops do not meet in it."""
+    return next((hooks.passes for hooks in _ours(model) if hooks.passes is not None), None)
 
 
 def casting_of(model: nn.Module) -> OpCasting | None:

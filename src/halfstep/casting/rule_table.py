@@ -11,10 +11,21 @@ import torch
 from ..core.oplists import OpLists
 from ..core.oplists.names import dispatcher_spellings, spellings
 from ..core.oplists.op_lists import native_rule
-from ..core.oplists.tables import BANNED, CLASS_OF, INNER_PRODUCT, NATIVE, SELF_MATCHING, SELF_PROMOTING
+from ..core.oplists.tables import (
+    BANNED,
+    CLASS_OF,
+    INNER_PRODUCT,
+    MEETING_FLOAT,
+    MEETING_PROMOTE,
+    NATIVE,
+    SELF_MATCHING,
+    SELF_PROMOTING,
+)
 from . import rules
 from .composites import composite_rule, is_composite_of
 from .dispatch import Rule, method_name
+from .finite import ATTENTION, finite_mask, finite_number
+from .meeting import meet_in_half, met
 
 __all__ = ["build_table"]
 
@@ -26,6 +37,7 @@ def build_table(
     kinds: frozenset[str] = frozenset(),
     *,
     explicit: bool = False,
+    meets: bool = False,
     verbose: bool = False,
 ) -> dict[Callable[..., Any] | str, Rule]:
     """The rule of each callable of torch under some lists; callables to leave alone are not in it.
@@ -38,9 +50,10 @@ def build_table(
         devices: types of the devices that are cast on.
         kinds: the classes of ops that are emulated somewhere.
         explicit: leave nothing to native autocast, which may be on or off, for other lists.
+        meets: whether ops are called again that torch has refused. Those that it ought to refuse have a rule then.
         verbose: log casts; native autocast cannot.
     """
-    if (lists is None or lists.level == "native") and not kinds and not explicit:
+    if (lists is None or lists.level == "native") and not (kinds or explicit or meets):
         return {}
 
     @functools.cache
@@ -60,8 +73,13 @@ def build_table(
     for func, (name, inplace) in spellings().items():
         # 2 / x is written as x.reciprocal() * 2, and native autocast runs reciprocal in fp32 on CUDA.
         rule = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
-        if rule is not None and name == rules.ATTENTION:
-            rule = rules.bind(rules.finite_mask, rule)
+        if rule is not None and name == ATTENTION:
+            rule = rules.bind(finite_mask, rule)
+        if lists is None and meets and name in MEETING_FLOAT | MEETING_PROMOTE:
+            inner = rules.match_self if inplace else rules.bind(rules.to_float, name)
+            rule = rules.bind(met, inner, name in MEETING_PROMOTE)
+        if name == "where" and (lists is not None or meets):
+            rule = rules.bind(finite_number, rule)
         if rule is not None and name in ("mm", "addmm", "matmul"):
             rule = rules.bind(rules.dense_only, name, rule)
         if rule is not None:
@@ -76,6 +94,11 @@ def build_table(
         rule = rule_of(canonical, inplace, canonical)
         if rule is not None:
             table[name] = rule
+    if lists is None and meets and explicit:  # a compiler does not call an op again
+        for func, (name, inplace) in spellings().items():
+            if not inplace and OpLists.default().rule_of(name) == "half":
+                table[func] = rules.bind(meet_in_half, table.get(func))
+        table[torch.Tensor.__setitem__] = rules.match_self
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
     table[torch.Tensor.unflatten] = rules.unflatten
     table |= {method: rule for func, rule in table.items() if callable(func) and (method := method_name(func))}

@@ -18,21 +18,20 @@ from torch.nn import Parameter
 from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..core.errors import UnsafeOpError
 from ..core.oplists.tables import NATIVE
-from ..core.torch_compat import is_any_autocast_enabled
+from ..core.torch_compat import is_any_autocast_enabled, saved_hooks_allowed
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule
 from .emulation import has_own_ops, narrow, widen
+from .operands import MIN_ELEMENTS, STEPWISE, Kept, Operand, run_product
 from .weight_cache import WeightCache
 
 __all__ = [
-    "ATTENTION",
     "SPARSE_PRODUCTS",
     "backward",
     "banned",
     "bind",
     "dense_only",
     "emulated",
-    "finite_mask",
     "float_inplace",
     "half_native",
     "match_self",
@@ -52,9 +51,6 @@ _CONTAINERS = (list, tuple, Mapping)
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 _ORDINARY = {torch.Tensor, Parameter}
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-ATTENTION = "scaled_dot_product_attention"
-"""The op that takes an additive mask."""
-
 SPARSE_PRODUCTS = {torch.sparse.mm: "mm", torch.sparse.addmm: "addmm"}
 """Functions that take a sparse matrix, and the names of the products that take one too."""
 
@@ -141,10 +137,10 @@ def _cast(mode: CastMode, value: Any, target: torch.dtype | None, name: str, cac
 
 
 def _from_cache(
-    mode: CastMode, cache: WeightCache, weight: torch.Tensor, target: torch.dtype, name: str, *, wide: bool = False
+    mode: CastMode, cache: WeightCache, weight: torch.Tensor, target: torch.dtype, name: str, *wide: Any
 ) -> torch.Tensor:
     casts = cache.casts
-    copy = cache.cast(weight, target, wide)
+    copy = cache.cast(weight, target, *wide)
     if mode.verbose and cache.casts != casts and weight.dtype is not target:
         _log_cast(name, weight.dtype, target)
     return copy
@@ -225,33 +221,15 @@ def _is_weight(value: Any) -> bool:
 
 
 def banned(name: str, hint: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Refuse 16-bit arguments, or with ``allow_banned`` cast them to fp32."""
+    """Refuse a 16-bit input, or with ``allow_banned`` cast it to fp32. Targets and weights are cast."""
     if not mode.allow_banned:
-        for tensor in tensors_in(args, kwargs):
+        for tensor in tensors_in(args[:1], kwargs.get("input")):
             if tensor.dtype in HALF_DTYPES and mode.casts(tensor):
                 raise UnsafeOpError(f"{name} is unsafe with {dtype_name(tensor.dtype)} inputs. {hint}")
     return to_float(name, mode, func, args, kwargs)
 
 
-# ---- arguments that a plain cast would destroy
-
-
-def finite_mask(otherwise: Rule, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Attention in 16 bits: the finite numbers of an fp32 mask stay finite.
-
-    A mask of ``torch.finfo(torch.float32).min`` would be -inf in 16 bits, and a row that it hides whole NaN.
-    """
-    place = 3
-    mask: Any = args[place] if len(args) > place else kwargs.get("attn_mask")
-    half = mode.half_of(mask) if isinstance(mask, torch.Tensor) and mask.dtype is torch.float32 else None
-    if half is not None:
-        limits = torch.finfo(half)
-        mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max)).to(half)
-        if len(args) > place:
-            args = (*args[:place], mask, *args[place + 1 :])
-        else:
-            kwargs = {**kwargs, "attn_mask": mask}
-    return otherwise(mode, func, args, kwargs)
+# ---- sparse matrices
 
 
 def dense_only(
@@ -317,12 +295,13 @@ def emulated(
     half = None if kwargs.get("out") is not None else _emulated_dtype(mode, args, kwargs, kind, lowers)
     if half is None:
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
-    args = _rounded(mode, half, name, args)
-    kwargs = dict(zip(kwargs, _rounded(mode, half, name, kwargs.values()), strict=True)) if kwargs else kwargs
+    kept: Kept | None = None if _is_compiling() or name in STEPWISE or not saved_hooks_allowed() else {}
+    args = _rounded(mode, half, name, args, kept)
+    kwargs = dict(zip(kwargs, _rounded(mode, half, name, kwargs.values(), kept), strict=True)) if kwargs else kwargs
+    call = functools.partial(func, *args, **kwargs)
     if _is_dynamo_compiling() or is_any_autocast_enabled():
-        result = _call_without_native(mode, func, args, kwargs)
-    else:
-        result = func(*args, **kwargs)
+        call = functools.partial(_call_without_native, mode, func, args, kwargs)
+    result = run_product(call, kept, half, kind) if kept else call()
     if not isinstance(result, torch.Tensor):
         return map_tensors(lambda tensor: narrow(tensor, half) if tensor.dtype is torch.float32 else tensor, result)
     if result.dtype is not torch.float32:
@@ -330,30 +309,31 @@ def emulated(
     return narrow(result, half) if _is_compiling() else result.to(half)
 
 
-def _rounded(mode: CastMode, half: torch.dtype, name: str, values: Iterable[Any]) -> list[Any]:
-    """Arguments with their tensors rounded to 16 bits, in fp32."""
-    compiling, cache = _is_compiling(), mode.cache
+def _rounded(mode: CastMode, half: torch.dtype, name: str, values: Iterable[Any], kept: Kept | None) -> list[Any]:
+    """Arguments with their tensors rounded to 16 bits, in fp32; ``kept`` gets those that are kept in 16 bits."""
+    cache = None if (compiling := _is_compiling()) else mode.cache
     rounded = []
     for value in values:
         if not isinstance(value, torch.Tensor):
             if isinstance(value, _CONTAINERS):
-                value = map_tensors(lambda tensor: _rounded(mode, half, name, [tensor])[0], value)
+                value = map_tensors(lambda tensor: _rounded(mode, half, name, [tensor], kept)[0], value)
         elif value.dtype not in _CASTABLE:
             pass
-        elif (
-            cache is not None and not compiling and value.is_leaf and (value.requires_grad or type(value) is Parameter)
-        ):
+        elif cache is not None and value.is_leaf and (value.requires_grad or type(value) is Parameter):
             if mode.verbose:
-                value = _from_cache(mode, cache, value, half, name, wide=True)
+                value = _from_cache(mode, cache, value, half, name, True, kept)
             else:
-                value = cache.cast(value, half, wide=True)
+                value = cache.cast(value, half, True, kept)
         else:
             if mode.verbose and value.dtype is not half:
                 _log_cast(name, value.dtype, half)
             if compiling:
                 value = widen(value if value.dtype is half else narrow(value, half))
-            else:
+            elif kept is None or value.numel() < MIN_ELEMENTS:
                 value = value.to(half).float()
+            else:
+                operand = Operand(value.to(half))
+                value = kept.setdefault(id(operand.wide), operand).wide
         rounded.append(value)
     return rounded
 

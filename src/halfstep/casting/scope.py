@@ -34,6 +34,7 @@ from .current import (
     in_autocast,
     is_current,
     leave_traced,
+    met_in_fp32,
     native_state,
     restore,
     save,
@@ -43,7 +44,7 @@ from .current import (
     without_ours,
 )
 from .dispatch import function_modes, set_function_modes
-from .torch_patches import Patches, changing_first, checkpoint_function
+from .torch_patches import Patches, applied_to, changing_first
 from .weight_cache import forget_casts
 
 __all__ = [
@@ -201,7 +202,8 @@ def _latest_session() -> Session | None:
 
 def _add(session: Session, at: int) -> None:
     """Begin a session, which has this place among the others."""
-    around_casts.hold(session)
+    if session.casting.enabled:
+        around_casts.hold(session)
     around_recomputation.hold(session)
     sessions.insert(at, session)
 
@@ -216,10 +218,10 @@ def begin_session(casting: OpCasting, owners: Iterable[object] = ()) -> None:
     """Cast ops in the whole process from now on: in this thread at once, in others when they run an O1 model.
 
     Args:
-        casting: what to do; the latest session decides.
+        casting: what to do; the latest session decides, and one that casts goes before those that do not.
         owners: see ``Session``.
     """
-    _add(Session(casting, owners), len(sessions))
+    _add(Session(casting, owners), len(sessions) if casting.enabled else 0)
     join_session()
 
 
@@ -360,7 +362,7 @@ def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function, updated=())
     def remembering(*args: Any, **kwargs: Any) -> Any:
-        if thread.current is casting:
+        if thread.current is casting and (not thread.mode.is_needed or thread.mode in function_modes()):
             return function(*args, **kwargs)
         owner = object()
         enter(casting, owner, explicit=True)
@@ -387,7 +389,8 @@ around_casts = Patches(
 around_recomputation = Patches(
     {
         ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator"): changing_first(_remember),
-        ("torch.utils.checkpoint", "CheckpointFunction"): checkpoint_function(_remember),
+        ("torch.utils.checkpoint", "CheckpointFunction"): applied_to(_remember),
+        ("torch.distributions.dirichlet", "_Dirichlet"): applied_to(met_in_fp32),  # no gradient in 16 bits
         # It runs replicas in threads of its own.
         ("torch.nn.parallel.data_parallel", "parallel_apply"): changing_first(lambda ms: [_remember(m) for m in ms]),
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["Patches", "changing_first", "checkpoint_function"]
+__all__ = ["Patches", "applied_to", "changing_first"]
 
 Wrap = Callable[[Any], Any]
 
@@ -70,6 +70,6 @@ def changing_first(change: Callable[[Any], Any]) -> Wrap:
     return wrap
 
 
-def checkpoint_function(change: Callable[[Any], Any]) -> Wrap:
-    """A wrapper of torch's ``CheckpointFunction`` that changes the function it is given."""
+def applied_to(change: Callable[[Any], Any]) -> Wrap:
+    """A wrapper of an ``autograd.Function`` that changes the first thing it is applied to."""
     return lambda own: type(own)(own.__name__, (own,), {"apply": staticmethod(changing_first(change)(own.apply))})

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from ..core.torch_compat import dispatch_mode_at, dispatch_mode_count, functorch_level, jit_tracing_state
+from .operands import MIN_ELEMENTS, Kept, Operand
 from .weight_copies import attach_gradient, clear_kept, copy_of
 
 __all__ = ["WeightCache", "clear_casts", "forget_casts"]
@@ -14,7 +15,7 @@ __all__ = ["WeightCache", "clear_casts", "forget_casts"]
 _Key = tuple[int, bool]
 """The identity of the weight, and whether the copy is widened again."""
 
-_Entry = tuple[int, int, torch.dtype, bool, bool, torch.Tensor, "weakref.ref[torch.Tensor]"]
+_Entry = tuple[int, int, torch.dtype, bool, bool, "torch.Tensor | Operand", "weakref.ref[torch.Tensor]"]
 """The version and address of the weight when it was cast, the dtype, whether the copy has a gradient function, whether
 it was made in inference mode, the copy, and the weak reference that drops the entry with the weight."""
 
@@ -84,13 +85,16 @@ class WeightCache:
         """Forget every cast."""
         self._entries.clear()
 
-    def cast(self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False) -> torch.Tensor:
+    def cast(
+        self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False, kept: Kept | None = None
+    ) -> torch.Tensor:
         """The weight in ``dtype``, as it was cast before if the weight has not changed.
 
         Args:
             weight: a leaf.
             dtype: torch.float16 or torch.bfloat16.
             wide: give the rounded numbers in fp32, for emulated products.
+            kept: gets the operand of the product that reads them; None keeps them in fp32.
         """
         if self._clears != _clears:
             self.clear()
@@ -99,15 +103,19 @@ class WeightCache:
         recording = (dispatch_mode_count() and _is_recorded()) or jit_tracing_state()
         entry = None if recording else entries.get(key)
         if entry is not None:
-            version, address, kept, has_graph, inference, cast, _ = entry
+            version, address, cast_to, has_graph, inference, cast, _ = entry
             if (
-                kept is dtype
+                cast_to is dtype
                 and version == weight._version
                 and address == weight.data_ptr()
                 and (has_graph == weight.requires_grad or not _is_grad_enabled())
                 and (not inference or torch.is_inference_mode_enabled())
             ):
-                return cast
+                if not isinstance(cast, Operand):
+                    return cast
+                if kept is not None:
+                    kept[id(cast.wide)] = cast
+                return cast.read()
         temporary = recording or functorch_level() is not None or weight.is_inference()
         copy = None if temporary or weight.dtype is dtype else copy_of(weight)
         if copy is None or copy.dtype is not dtype or not (copy.keeps or self.in_session):
@@ -119,12 +127,18 @@ class WeightCache:
                 self.casts += 1
                 value = copy.make(weight)
             cast = attach_gradient(weight, value, narrow=self.in_session)
-        if wide:
+        operand = None
+        if wide and kept is not None and cast.numel() >= MIN_ELEMENTS:
+            operand = Operand(cast, shared=not temporary)
+            cast = operand.read()
+            kept[id(cast)] = operand
+        elif wide:
             cast = cast.float()
         if not temporary:
             if len(entries) >= _MOST:
                 self.clear()
             gone = weakref.ref(weight, lambda _: entries.pop(key, None))
             address = weight.data_ptr()
-            entries[key] = (weight._version, address, dtype, cast.requires_grad, cast.is_inference(), cast, gone)
+            found = cast.requires_grad, cast.is_inference(), operand or cast, gone
+            entries[key] = (weight._version, address, dtype, *found)
         return cast

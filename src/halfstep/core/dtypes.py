@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from .errors import ArgumentTypeError, ArgumentValueError
@@ -9,15 +11,22 @@ from .errors import ArgumentTypeError, ArgumentValueError
 __all__ = [
     "DTYPES_BY_NAME",
     "HALF_DTYPES",
+    "StateForm",
     "default_half",
     "dtype_name",
     "is_half",
     "parse_dtype",
     "parse_half",
+    "parse_state_form",
 ]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 """The 16-bit floating formats: float16 (5-bit exponent, 10-bit fraction) and bfloat16 (8 and 7)."""
+
+StateForm = torch.dtype | Literal["8bit"] | None
+"""How the moments of optimizers are stored; see ``parse_state_form``."""
+
+_STATE_FORMS = "'8bit', torch.bfloat16 (of first moments), torch.float32 or None"
 
 DTYPES_BY_NAME = {
     "float16": torch.float16,
@@ -58,6 +67,24 @@ def parse_dtype(dtype: torch.dtype | str, name: str = "dtype") -> torch.dtype:
     if found is None:
         raise ArgumentValueError(f"{name}={dtype!r} is not a floating format; use one of {_allowed()}.")
     return found
+
+
+def parse_state_form(form: object, name: str = "state_dtype") -> StateForm:
+    """How moments are stored: ``"8bit"``, the dtype of first moments or its name, or None for float32.
+
+    Raises:
+        ArgumentValueError: for a name or dtype that is none of these.
+        ArgumentTypeError: for anything else.
+    """
+    if form is None or form == "8bit":
+        return form
+    if not isinstance(form, (str, torch.dtype)):
+        raise ArgumentTypeError(f"{name} must be {_STATE_FORMS}, not {form!r}.")
+    known = DTYPES_BY_NAME.get(form.strip().lower().removeprefix("torch.")) if isinstance(form, str) else form
+    if known not in (torch.float32, torch.bfloat16):
+        reason = "; float16 has no room for small gradients" if known is torch.float16 else ""
+        raise ArgumentValueError(f"{name}={form!r} must be {_STATE_FORMS}{reason}.")
+    return known
 
 
 def parse_half(dtype: torch.dtype | str) -> torch.dtype:

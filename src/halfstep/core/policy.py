@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from .dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half
+from .dtypes import HALF_DTYPES, StateForm, dtype_name, parse_dtype, parse_half, parse_state_form
 from .errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from .loss_scale import LossScaleSpec, loss_scale_text, parse_loss_scale
 from .oplists import OpLists
@@ -68,6 +68,11 @@ class Policy:
         loss_scale: a number, ``"dynamic"``, or a ``StaticLossScale`` or ``DynamicLossScale``.
         keep_casts: with ``op_lists``, let the steps of fused optimizers write the 16-bit casts of weights, which are
             then kept from step to step.
+        cast_ops: with a 16-bit ``param_dtype``, whether ops whose dtypes torch refuses are called again with dtypes
+            that agree: True in every pass of a model, False in none, and None in its first passes, and in all if such
+            an op was found in them.
+        state_dtype: with ``master_weights``, how optimizers store their moments: ``"8bit"``, the dtype of first
+            moments, or ``None`` for fp32.
     """
 
     param_dtype: torch.dtype | None = None
@@ -78,6 +83,8 @@ class Policy:
     master_weights: bool = False
     loss_scale: LossScaleSpec = 1.0
     keep_casts: bool = False
+    cast_ops: bool | None = None
+    state_dtype: StateForm = None
 
     @classmethod
     def from_level(cls, level: str, dtype: torch.dtype | str = torch.float16) -> Policy:
@@ -110,7 +117,7 @@ class Policy:
             value = getattr(self, field.name)
             if field.name == "loss_scale":
                 value = loss_scale_text(value)
-            parts.append(f"{field.name}={dtype_name(value) if isinstance(value, torch.dtype) else value}")
+            parts.append(f"{field.name}={_shown(value)}")
         return ",".join(parts)
 
     @classmethod
@@ -140,16 +147,22 @@ class Policy:
     def _parse_field(name: str, value: str) -> object:
         if name == "loss_scale":
             return parse_loss_scale(value)
-        if name in _SWITCHES:
+        if name in _SWITCHES or (name == "cast_ops" and value != "None"):
             if value not in ("True", "False"):
                 raise ArgumentValueError(f"{name}={value!r} must be True or False.")
             return value == "True"
         if value == "None":
             return None
         try:
+            if name == "state_dtype":
+                return parse_state_form(value)
             return OpLists.parse(value) if name == "op_lists" else parse_dtype(value)
         except HalfstepError as error:
             raise ArgumentValueError(f"{name}={value!r}: {error}") from None
+
+
+def _shown(value: object) -> str:
+    return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
 
 
 def check_policy(policy: Policy) -> None:
@@ -170,8 +183,11 @@ def check_policy(policy: Policy) -> None:
     for name in _SWITCHES:
         if not isinstance(getattr(policy, name), bool):
             raise ArgumentTypeError(f"{name} of the policy must be True or False, not {getattr(policy, name)!r}.")
+    if policy.cast_ops is not None and not isinstance(policy.cast_ops, bool):
+        raise ArgumentTypeError(f"cast_ops of the policy must be True, False or None, not {policy.cast_ops!r}.")
     if policy.op_lists is not None and not isinstance(policy.op_lists, OpLists):
         raise ArgumentTypeError(f"op_lists of the policy must be a halfstep.OpLists or None, not {policy.op_lists!r}.")
+    parse_state_form(policy.state_dtype, "state_dtype of the policy")
     problem = _contradiction(policy)
     if problem is not None:
         raise UsageError(f"The policy contradicts itself: {problem}.\nIt is {policy}.")
@@ -194,7 +210,15 @@ def _contradiction(policy: Policy) -> str | None:
             f"without op_lists the inputs of the model are cast to {compute_dtype}, and its weights, with "
             f"{param_dtype}, do not have that dtype"
         )
+    if policy.state_dtype is not None and not policy.master_weights:
+        return (
+            f"state_dtype={_shown(policy.state_dtype)} is for optimizers that step on master weights, and it has none. "
+            "Elsewhere it is an argument of the optimizer: optimizers.fuse(optimizer, state_dtype=...) and "
+            "optimizers.FusedAdam"
+        )
     if params not in HALF_DTYPES:
+        if policy.cast_ops is not None:
+            return f"cast_ops={policy.cast_ops} is for models with a 16-bit param_dtype, and it has {param_dtype}"
         for name in ("master_weights", "keep_batchnorm_fp32"):
             if getattr(policy, name):
                 return f"{name}=True needs a 16-bit param_dtype, and it has {param_dtype}"

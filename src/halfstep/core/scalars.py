@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 
-from .torch_compat import dispatch_mode_count
-
-__all__ = ["has_float64", "in_scalar_dtype", "on_host", "one_minus_power", "scalar_dtype"]
-
-_FEW = 64  # numbers: they are read faster than an op computes with them
+__all__ = ["has_float64", "in_scalar_dtype", "one_minus_power", "scalar_dtype"]
 
 
 @functools.cache
@@ -35,20 +31,6 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
 def in_scalar_dtype(numbers: torch.Tensor) -> torch.Tensor:
     """Numbers in the ``scalar_dtype`` of their device."""
     return numbers.double() if has_float64(numbers.device) else numbers.float()
-
-
-def on_host(numbers: torch.Tensor) -> float | torch.Tensor:
-    """The one value of a few numbers that lie in host memory and are all the same; any others as they are.
-
-    An op on a small tensor costs the host as much as fifty on a float. Where ops are recorded or compiled numbers stay
-    tensors, so that their later values are used, too.
-    """
-    repeated = dispatch_mode_count() or torch.compiler.is_compiling()
-    if type(numbers) is torch.Tensor and numbers.device.type == "cpu" and numbers.numel() <= _FEW and not repeated:
-        values = {numbers.item()} if numbers.dim() == 0 else set(numbers.tolist())
-        if len(values) == 1:
-            return values.pop()
-    return numbers
 
 
 def one_minus_power(beta: float, t: float | torch.Tensor) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-__all__ = ["counted", "listed"]
+__all__ = ["counted", "listed", "with_article"]
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
@@ -20,3 +20,12 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     """The first of some names, and the number of the others: ``a, b, c and 2 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def with_article(name: str) -> str:
+    """The name of a class with "a" or "an" before it, by how it is said: a Linear, an AdamW, an SGD."""
+    letters = "AEFHILMNORSX" if name[:2].isupper() and name[:4] not in _SAID_AS_WORDS else "AEIOaeio"
+    return f"{'an' if name[:1] in letters else 'a'} {name}"
+
+
+_SAID_AS_WORDS = ("LAMB", "LARC", "RAda")

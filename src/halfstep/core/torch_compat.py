@@ -26,6 +26,10 @@ from torch._C import _jit_get_schemas_for_operator as schemas_of_op
 from torch._C import _len_torch_dispatch_stack as dispatch_mode_count
 from torch._C import _len_torch_function_stack as function_mode_count
 from torch._C import _pop_torch_dispatch_stack as pop_dispatch_mode
+from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_hooks
+from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_hooks
+from torch._C._autograd import _saved_tensors_hooks_is_enabled as saved_hooks_allowed  # type: ignore[attr-defined]
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack as functorch_level
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
@@ -60,7 +64,9 @@ __all__ = [
     "SyncBatchNormFunction",
     "TorchDispatchMode",
     "all_op_names",
+    "apply_to_own",
     "backward_pass_id",
+    "base_of",
     "buffers_of",
     "children_of",
     "current_node",
@@ -71,6 +77,8 @@ __all__ = [
     "forget_used_parameters",
     "forward_hooks",
     "found_inf_of",
+    "fsdp_has_run",
+    "fsdp_params",
     "fsdp_policies",
     "function_mode_at",
     "function_mode_count",
@@ -98,17 +106,22 @@ __all__ = [
     "parameters_of",
     "pop_dispatch_mode",
     "pop_function_mode",
+    "pop_saved_hooks",
     "public_hook",
     "push_function_mode",
+    "push_saved_hooks",
     "qualified_name",
     "queue_after_backward",
     "rebuild_buckets",
     "register_state_dict_hook",
     "renew_flat_weights",
+    "saved_hooks",
+    "saved_hooks_allowed",
     "scale_of",
     "schema_of",
     "schemas_of_op",
     "set_found_inf",
+    "set_fsdp_policy",
     "step_hooks",
     "storage_of",
     "subclass_over",
@@ -158,6 +171,9 @@ forward_hooks: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forwar
 schema_of: Callable[[Any], FunctionSchema] = attrgetter("_schema")
 """The schema of an op: its name, its arguments, and which of these it writes to."""
 
+
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+"""The tensor that a tensor is a view of; None if autograd does not know it as a view."""
 
 divides_by_initial_world: Callable[[Any], bool] = attrgetter("_divide_by_initial_world_size")
 """Whether a wrapper divides gradients by the number of all ranks, also by those that have run out of inputs."""
@@ -268,6 +284,11 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def saved_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost hooks on saved tensors, which pack and unpack; None if there are none."""
+    return _top_saved_tensors_default_hooks(False)
+
+
 def values_of(sparse: torch.Tensor) -> torch.Tensor:
     """The values of a sparse tensor, in its own memory, coalesced or not."""
     return sparse._values()
@@ -316,13 +337,54 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def fsdp_policies(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, Any]]:
-    """Those of some modules that ``fully_shard`` was called on, each with its ``MixedPrecisionPolicy``."""
+def apply_to_own(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What ``Module.to`` does to the parameters and buffers of a module, by any function, and not to its children.
+
+    A ``DTensor`` keeps identity, and a module of FSDP2 looks at all parameters that it gathers anew.
+    """
+    module._apply(change, recurse=False)
+
+
+def _fsdp_states(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, Any]]:
+    """Those of some modules that ``fully_shard`` was called on, each with what FSDP2 keeps of it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # nobody can have called it
         return []
     kind: Any = fsdp.FSDPModule
-    return [(module, module._get_fsdp_state()._mp_policy) for module in modules if isinstance(module, kind)]
+    return [(module, module._get_fsdp_state()) for module in modules if isinstance(module, kind)]
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
+    """The groups of parameters that a module of FSDP2 gathers together: at most one in torch 2.11."""
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def fsdp_policies(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, Any]]:
+    """Those of some modules that ``fully_shard`` was called on, each with its ``MixedPrecisionPolicy``."""
+    return [(module, state._mp_policy) for module, state in _fsdp_states(modules)]
+
+
+def set_fsdp_policy(module: torch.nn.Module, policy: Any) -> None:
+    """Give a module of FSDP2 another ``MixedPrecisionPolicy``. It has not run yet, or nothing changes."""
+    ((_, state),) = _fsdp_states([module])
+    state._mp_policy = policy
+    for group in _fsdp_groups(state):
+        group.mp_policy = policy
+
+
+def fsdp_has_run(module: torch.nn.Module) -> bool:
+    """Whether a module of FSDP2 has run a forward pass, and so has read the dtypes of its parameters."""
+    ((_, state),) = _fsdp_states([module])
+    return state._is_root is not None
+
+
+def fsdp_params(model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
+    """The parameters that FSDP2 gathers together: for each of its groups in a model, by their qualified names."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups = [group for _, state in _fsdp_states(model.modules()) for group in _fsdp_groups(state)]
+    found = [[each.sharded_param for each in group.fsdp_params] for group in groups]
+    return [{names[id(param)]: param for param in params if id(param) in names} for params in found]
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -65,13 +65,18 @@ class BackwardRecord:
         found_inf: 0-dim float32 tensor, 1.0 if it overflowed on this rank; after ``share_overflow``, on any rank.
         scaler: the loss scale to update with it; None if there is none or it was updated already.
         shared: whether ``found_inf`` is the same on all ranks by now.
-        dynamic: whether an overflow lowers the loss scale.
+        moves: the loss scale that an overflow lowers if it is dynamic; None for none.
     """
 
     found_inf: torch.Tensor
     scaler: DeviceLossScaler | None
     shared: bool = False
-    dynamic: bool = False
+    moves: DeviceLossScaler | None = None
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether an overflow lowers the loss scale."""
+        return self.moves is not None and self.moves.dynamic
 
 
 class _OpenPass(NamedTuple):
@@ -342,7 +347,7 @@ class RankSync:
         if others_have_unshared and not unshared:
             for scaler in expected:
                 found_inf = torch.zeros((), dtype=torch.float32, device=self.reductions[0].device)
-                records.append(BackwardRecord(found_inf, scaler, dynamic=bool(scaler and scaler.dynamic)))
+                records.append(BackwardRecord(found_inf, scaler, moves=scaler))
         return sparse
 
 

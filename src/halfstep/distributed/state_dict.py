@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from ..core.dtypes import HALF_DTYPES
@@ -11,18 +12,53 @@ from ..core.torch_compat import HAS_GRAD_DTYPE, STATE_INIT
 
 __all__ = ["patch_state_init"]
 
+_MODULE = "torch.distributed.checkpoint.state_dict"
 _PATCHED = "_halfstep_patched"
 
 
 def patch_state_init() -> None:
-    """Wrap the one function of it that puts zeros of the parameter's dtype into ``p.grad`` (torch 2.13).
+    """Wrap the one function of that module that puts zeros of the parameter's dtype into ``p.grad`` (torch 2.13).
 
-    Does nothing if ``torch.distributed.checkpoint.state_dict`` has not been imported.
+    The import of the module takes longer than that of halfstep. Where nobody has imported it, its function is wrapped
+    when somebody does.
     """
-    module: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    if module is None or hasattr(module, _PATCHED) or not HAS_GRAD_DTYPE:
+    if not HAS_GRAD_DTYPE:
         return
-    own = getattr(module, STATE_INIT)
+    module = sys.modules.get(_MODULE)
+    if module is not None:
+        _patch(module)
+    elif _AtImport not in sys.meta_path:
+        sys.meta_path.insert(0, _AtImport)
+
+
+class _AtImport:
+    """A finder that patches the module when it is imported, and finds nothing else."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """What the other finders say of the module, with a loader that patches it."""
+        if name != _MODULE:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
+        spec = next((spec for spec in others if spec is not None), None)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            own = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                own(module)
+                _patch(module)
+                if cls in sys.meta_path:
+                    sys.meta_path.remove(cls)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def _patch(module: Any) -> None:
+    own = getattr(module, STATE_INIT, None)
+    if own is None or hasattr(module, _PATCHED):  # without it, another thread is importing the module just now
+        return
 
     @functools.wraps(own)
     def init(optimizer: Any, *args: Any, **kwargs: Any) -> Any:

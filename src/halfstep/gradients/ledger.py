@@ -42,7 +42,7 @@ from ..kernels.grouping import TensorGroupsCache
 from ..kernels.shards import ORDINARY, is_sharded, local
 from .unscale import Unscaler, reciprocal, widened
 
-__all__ = ["Chooser", "Gradients", "add_grads", "get_grads", "halves", "set_grads", "widen"]
+__all__ = ["Chooser", "Gradients", "get_grads", "halves", "set_grads", "widen"]
 
 
 class _Image(NamedTuple):
@@ -80,20 +80,6 @@ def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> 
         else:
             param.grad = narrow = grad.to(param.dtype)
             _IMAGES[param] = _Image(grad, narrow, narrow._version)
-
-
-@torch.no_grad()
-def add_grads(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-    """Add to the gradients of parameters, as autograd does at the end of a backward pass; None adds nothing."""
-    for param, present, grad in zip(params, get_grads(params), grads, strict=True):
-        if grad is None:
-            continue
-        if present is not None:
-            set_grads([param], [present.add_(grad)])
-        elif HAS_GRAD_DTYPE and param.grad_dtype is not None:
-            param.grad = grad.to(param.grad_dtype)
-        else:
-            set_grads([param], [grad])
 
 
 @torch.no_grad()

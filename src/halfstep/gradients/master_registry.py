@@ -50,7 +50,7 @@ def register(params: Iterable[torch.Tensor], keeper: Keeper) -> None:
 
 def keeper_of(param: torch.Tensor) -> Keeper | None:
     """The keeper of a parameter's master; None if there is none, or it is gone."""
-    return next((keeper for ref in _KEEPERS.get(param, ()) if (keeper := ref()) is not None), None)
+    return next((keeper for ref in (_KEEPERS and _KEEPERS.get(param)) or () if (keeper := ref()) is not None), None)
 
 
 def master_of(param: torch.Tensor) -> torch.Tensor | None:

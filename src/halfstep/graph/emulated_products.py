@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
 
 from ..casting.emulation import Emulate, emulated_kinds, narrow, widen
+from ..casting.operands import MIN_ELEMENTS, run_node
 from ..core.oplists.tables import CLASS_OF
 from ..core.torch_compat import OpOverload, schema_of
 
 __all__ = ["emulate_products", "op_name"]
+
+_BATCH = 64  # what a size that may be any number is taken for
 
 
 def op_name(node: fx.Node) -> str:
@@ -29,7 +34,7 @@ def emulate_products(
     emulate: Emulate,
     opaque: bool | None,
 ) -> None:
-    """Widen the inputs of such products, and round their results to 16 bits.
+    """Widen the inputs of such products, have them keep the 16-bit ones, and round their results to 16 bits.
 
     Args:
         graph: of aten ops; changed in place.
@@ -46,11 +51,16 @@ def emulate_products(
             continue
         if (device, half, kind) not in emulated_kinds((device,), half, emulate):
             continue
-        for source in [source for source in node.all_input_nodes if source in floating]:
+        sources = [source for source in node.all_input_nodes if source in floating]
+        for source in sources:
             if source not in in_fp32:
                 with graph.inserting_after(source):
                     in_fp32[source] = graph.call_function(widen, (source, opaque))
             node.replace_input_with(source, in_fp32[source])
+        if not opaque and any(map(_is_large, sources)):
+            op: Any = node.target
+            node.args = (op, op_name(node), sources, [in_fp32[source] for source in sources], *node.args)
+            node.target = run_node
         parts = [user for user in node.users if user.target is operator.getitem and user in floating]
         for result in parts or [node]:
             with graph.inserting_after(result):
@@ -58,6 +68,13 @@ def emulate_products(
             result.replace_all_uses_with(rounded)
             rounded.args = (result, half, opaque)  # it was one of the uses itself
             floating.add(rounded)
+
+
+def _is_large(source: fx.Node) -> bool:
+    """Whether 16 bits less of each number are worth a call in Python."""
+    value = source.meta.get("val")
+    sizes = value.shape if isinstance(value, torch.Tensor) else (0,)
+    return math.prod(size if isinstance(size, int) else _BATCH for size in sizes) >= MIN_ELEMENTS
 
 
 def _device(node: fx.Node) -> str | None:

@@ -16,7 +16,6 @@ from ..distributed.state_dict import patch_state_init
 from ..gradients.held_masters import WITH_MEMORY, HeldMasters, settle
 from ..gradients.ledger import Chooser, Gradients, halves, reduced_params, widen
 from ..gradients.master_registry import keeper_of, register
-from ..kernels.shards import is_sharded
 from .plain import PlainMasters
 
 __all__ = ["MasterKeeper"]
@@ -134,7 +133,7 @@ class MasterKeeper:
         """The master of a parameter as a parameter, the same object as long as somebody holds it.
 
         It is the parameter itself if this process has no master to give out: another rank steps the parameter
-        (``ZeroRedundancyOptimizer``), or the parameter is a ``DTensor`` whose master the optimizer keeps.
+        (``ZeroRedundancyOptimizer``).
         """
         settle(param)
         return self._held_master(param)
@@ -143,7 +142,7 @@ class MasterKeeper:
         keeper: Any = keeper_of(param)  # an optimizer inside of this one may have the master
         keeper = self if keeper is None else keeper
         plain = keeper.plain is not None and keeper.plain.keeps(param)
-        if not plain and (is_sharded(param) or not hasattr(keeper.optimizer, "master_value")):
+        if not plain and not hasattr(keeper.optimizer, "master_value"):
             return param
         return keeper.held.of(param, keeper.optimizer)  # type: ignore[no-any-return]
 
@@ -195,7 +194,7 @@ class MasterKeeper:
                     settle()
             return
         optimizer: Any = self._optimizer()
-        widen(halves([p for group in optimizer.param_groups for p in group["params"]]))
+        widen([p for group in optimizer.param_groups for p in group["params"]])
         try:
             try:
                 self.plain.enter(optimizer)
@@ -223,5 +222,5 @@ class MasterKeeper:
             self.plain.leave()
         yield
         if self.plain is not None:
-            widen(halves(self.params()))
+            widen(self.params())
             self.plain.enter(self.optimizer)

@@ -21,8 +21,7 @@ __all__ = ["OutsideWrites", "StepWrites"]
 
 logger = logging.getLogger("halfstep")
 
-_CHECKED = 8  # steps
-_IDLE = 3  # steps in a row that change no master, after which this is said
+_IDLE = 3  # steps that change no master, after which this is said
 
 
 @elementwise_kernel()
@@ -72,8 +71,7 @@ class StepWrites:
     def __init__(self) -> None:
         self._known: set[int] = set()  # weights whose masters a step has written to, by identity
         self._before: list[_Before] = []
-        self._unchecked = _CHECKED
-        self._idle = -1  # steps in a row that changed no master; the first one may have changed no version all the same
+        self._idle = -1  # the first steps that changed no master; one may have changed no version all the same
 
     def begin(
         self, weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
@@ -85,14 +83,13 @@ class StepWrites:
             self._before = [_Before(w, m, by_value=w.device.type == "cpu" or self._idle >= 0) for w, m in unknown]
 
     def check(self, optimizer: Any) -> None:
-        """After one of the first steps of an optimizer whose step is its own: it has to change masters.
+        """After a step of an optimizer whose step is its own: it has to change masters.
 
         Raises:
             UsageError: if the step wrote to a parameter that has a gradient and not to its master.
         """
-        if not self._before or not self._unchecked:
+        if not self._before or self._idle == _IDLE:
             return
-        self._unchecked -= 1
         moved = [each.master_has_moved() for each in self._before]
         for each, has_moved in zip(self._before, moved, strict=True):
             if each.weight._version != each.versions[0] and not has_moved:
@@ -103,11 +100,10 @@ class StepWrites:
                     "train at O1, where the weights are fp32."
                 )
         if any(moved) or self._known:  # a step may leave out some weights
-            self._idle = -1
-        elif any(group.get("lr") != 0.0 for group in optimizer.param_groups):
+            return
+        if any(group.get("lr") != 0.0 for group in optimizer.param_groups):
             self._idle += 1
         if self._idle == _IDLE:
-            self._unchecked = 0
             logger.warning(
                 "%d steps of %s had gradients and changed no fp32 master. If it steps weights by a list or a copy of "
                 "its own, have it go through self.param_groups, where the masters are while it steps.",

@@ -29,10 +29,9 @@ from ..optimizers.class_swap import rebase
 from ..optimizers.fuse import OfTorch, fused_base, unfuse
 from ..optimizers.param_rows import SparseGradient
 from .backward import BackwardPasses, any_overflow
-from .closure import ClosureOverflowed, guarded
-from .dynamic_class import class_over
+from .dynamic_class import add_names_of_apex, class_over
 from .replaced import ReplacedParameters
-from .step import Stepping
+from .step import ClosureOverflowed, Stepping, guarded
 
 __all__ = [
     "AttachedOptimizer",
@@ -125,6 +124,8 @@ class AttachedOptimizer:
     """
 
     class_over = staticmethod(class_over)
+    # Flags that scripts for Apex read and set. Masters are made at once, and gradients unscaled after each block.
+    lazy_init_called, params_have_scaled_gradients, process_zero_grad = True, False, True
 
     def __init__(
         self,
@@ -196,7 +197,7 @@ class AttachedOptimizer:
         may_defer = may_defer and seen is None and not gradients.any_wide and self.stepping.takes_flags
         passes.scale = scaler.state(scale.device).scale  # which will be that of the next losses, too
         alone = not passes.ranks.reductions
-        record = BackwardRecord(found_inf, None, shared=alone, dynamic=scaler.dynamic)
+        record = BackwardRecord(found_inf, None, shared=alone, moves=scaler)
         if may_defer:
             if gradients.unscale_or_check(params, scale, found_inf, step_checks=self._step_checks()):
                 self.stepping.grad_scale = scale
@@ -341,6 +342,15 @@ class AttachedOptimizer:
             state: what its ``__getstate__`` returns.
         """
         return _rebuild, (base, state, self.keeper.any, self.keeper.started(), self.verbose, self.session)
+
+
+add_names_of_apex(
+    AttachedOptimizer,
+    "Stash",
+    "all_fp16_params all_fp32_from_fp16_params all_fp32_from_fp32_params all_fp32_params fp16_groups already_patched"
+    " fp32_from_fp16_groups fp32_from_fp32_groups all_fp16_grad_stash all_fp32_grad_stash dummy_overflow_buf"
+    " all_fp32_from_fp32_grad_stash multi_tensor_scale multi_tensor_l2norm",
+)
 
 
 def _rebuild(base: Any, state: Any, masters: bool, started: Any, verbose: bool, session: Any) -> Any:

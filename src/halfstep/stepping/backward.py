@@ -300,9 +300,8 @@ class BackwardPasses:
             UsageError: as ``RankSync.sync_gradients``.
         """
         params = self.params()
-        self._find_wrappers(params)
+        half = self._find_wrappers(params)
         if self.ranks.reductions:
-            half = halves(params) if self.keeper.any else []
             self.ranks.sync_gradients(params, half, self.records, self.scalers, steps=steps)
             sync_overflow([self])
 
@@ -358,9 +357,11 @@ class BackwardPasses:
         wide = set(map(id, self.gradients.wide(params)))
         return self.ranks.averaged_next([p for p in params if id(p) not in wide])
 
-    def _find_wrappers(self, params: Sequence[torch.Tensor]) -> None:
+    def _find_wrappers(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Find the wrappers around the parameters. Returns the parameters that have masters."""
         half = halves(params) if self.keeper.any else []
         self.ranks.find_wrappers(params, half, half if self.keeper.replicated else [])
+        return half
 
 
 def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:
@@ -378,12 +379,12 @@ _MANY = 64
 def _merged(records: list[BackwardRecord]) -> list[BackwardRecord]:
     """The records of many passes without a step as few: those that all ranks have are one for each loss scale."""
     found = [record for record in records if not record.shared]
-    alike: dict[tuple[DeviceLossScaler | None, bool], list[BackwardRecord]] = {}
+    alike: dict[tuple[DeviceLossScaler | None, DeviceLossScaler | None], list[BackwardRecord]] = {}
     for record in records:
         if record.shared:
-            alike.setdefault((record.scaler, record.dynamic), []).append(record)
-    for (scaler, dynamic), row in alike.items():
-        found.append(BackwardRecord(any_overflow(row), scaler, shared=True, dynamic=dynamic))
+            alike.setdefault((record.scaler, record.moves), []).append(record)
+    for (scaler, moves), row in alike.items():
+        found.append(BackwardRecord(any_overflow(row), scaler, shared=True, moves=moves))
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..casting.dynamo import eager
 from ..core.checks import check_optimizer_state
 from ..optimizers.base import FusedOptimizer
 
-__all__ = ["base_of", "class_over"]
+__all__ = ["add_names_of_apex", "base_of", "class_over"]
 
 
 class _Attached:
@@ -81,6 +82,30 @@ class _Attached:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._amp_stash.reduced(base_of(self), self.__getstate__())  # type: ignore[attr-defined]
+
+
+def add_names_of_apex(cls: type, source: str, names: str) -> None:
+    """Give a class names that Apex had. ``compat.amp_stash`` has them, and is imported when a script asks for one.
+
+    Args:
+        cls: the class.
+        source: the class in ``compat.amp_stash``, which is made from an instance of ``cls``.
+        names: with spaces between.
+    """
+
+    def get(name: str, instance: Any) -> Any:
+        return getattr(getattr(import_module("halfstep.compat.amp_stash"), source)(instance), name)
+
+    for name in names.split():
+        setattr(cls, name, property(functools.partial(get, name)))
+
+
+add_names_of_apex(
+    _Attached,
+    "Methods",
+    "_amp_lazy_init _lazy_init_maybe_master_weights _master_params_to_model_params _prepare_amp_backward"
+    " _post_amp_backward",
+)
 
 
 @functools.cache

@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from ..casting import modules
 from ..casting.scope import OpCasting
-from ..core.dtypes import is_half, parse_dtype
+from ..casting.sharded import check_sharded
+from ..core.dtypes import StateForm, is_half, parse_dtype
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.inner_optimizers import bare, inner_optimizer
 from ..core.policy import Policy
@@ -24,11 +25,12 @@ from ..core.torch_compat import HAS_GRAD_DTYPE, is_flattened
 from ..gradients.ledger import set_grads
 from ..gradients.master_registry import keeper_of
 from ..kernels.launch import backend_for
-from ..optimizers.fuse import can_fuse
+from ..optimizers.base import FusedOptimizer
+from ..optimizers.fuse import can_fuse, has_moments
 from ..optimizers.release import release_of
 from .attached import AttachedOptimizer, attach, attached_to, share_overflows
 
-__all__ = ["check", "prepare", "prepare_model", "prepare_optimizer"]
+__all__ = ["check", "check_state_form", "prepare", "prepare_model", "prepare_optimizer"]
 
 
 def prepare(
@@ -41,7 +43,7 @@ def prepare(
     module_filter: modules.ModuleFilter | None = None,
     save_dtype: torch.dtype | None = None,
     wide_grads: bool = False,
-    fused: bool = True,
+    fused: bool,
     verbose: bool = True,
 ) -> list[AttachedOptimizer]:
     """Bring models, and the optimizers that train them, to a policy. Check both before: this does not fail half-way.
@@ -111,6 +113,7 @@ def prepare_model(
         With ``keep_originals`` the weights that were cast to 16 bits, as they were, by the identity of the parameter.
     """
     originals: dict[int, torch.Tensor] = {}
+    spared: list[str] = []
     if policy.param_dtype is not None:
         before = {id(p): p.detach() for p in model.parameters() if keep_originals and p.requires_grad}
         stays_wide = wide_grads or keep_originals
@@ -118,11 +121,12 @@ def prepare_model(
         for param, _ in grads:
             param.grad = None
         try:
-            modules.cast_module(
+            spared = modules.cast_module(
                 model,
                 policy.param_dtype,
                 keep=keep or (lambda module: policy.keep_batchnorm_fp32 and isinstance(module, modules.BatchNorm)),
                 module_filter=module_filter,
+                spare_buffers=casting is not None and casting.call_again is not None,
             )
         finally:  # a filter may raise
             for param, grad in grads:
@@ -139,6 +143,8 @@ def prepare_model(
         outputs=policy.output_dtype,
         saved=save_dtype,
         casting=None if modules.has_casting(model) else casting,
+        always_meets=bool(policy.cast_ops),
+        spared=spared,
     )
     return originals
 
@@ -149,7 +155,7 @@ def prepare_optimizer(
     models: Iterable[nn.Module] = (),
     *,
     originals: dict[int, torch.Tensor] | None = None,
-    fused: bool = True,
+    fused: bool,
     own: bool = True,
     verbose: bool = True,
 ) -> AttachedOptimizer:
@@ -160,8 +166,8 @@ def prepare_optimizer(
         policy: that of its models.
         models: those.
         originals: what ``prepare_model`` returned: where masters start.
-        fused: run Adam, AdamW, SGD and Adagrad of torch as the fused optimizers of the same arithmetic, with masters,
-            where their settings allow it and there are kernels for the device.
+        fused: run Adam, AdamW, SGD, Adagrad, Muon of torch as the fused optimizers of the same arithmetic, with
+            masters, where their settings allow it and there are kernels for the device.
         own: whether an optimizer that can may keep its masters itself: not if it shares a parameter.
         verbose: whether to log skipped steps.
     """
@@ -173,11 +179,10 @@ def prepare_optimizer(
         inner.passes.ranks.inside = True
     elif inner_optimizer(optimizer) is not None:
         own = False  # a wrapper whose step may write to weights has to find the masters in their places
-        fused = False
     casts_weights = policy.op_lists is not None and policy.compute_dtype is not None
     attached = attach(
         optimizer,
-        fused=masters and fused and sharded is None and _gains(optimizer),
+        fused=masters and fused and sharded is None and _gains(optimizer, policy.state_dtype is not None),
         masters="elsewhere" if masters and sharded is not None else masters,
         copies=(policy.compute_dtype, policy.keep_casts) if casts_weights else None,
         originals=originals,
@@ -185,6 +190,8 @@ def prepare_optimizer(
         models=models,
         verbose=verbose,
     )
+    if policy.state_dtype is not None and isinstance(optimizer, FusedOptimizer):
+        optimizer.keep_moments(policy.state_dtype)
     if not masters and optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())  # torch casts the state to the parameters' new dtype
     return attached
@@ -230,8 +237,11 @@ def check(
                 "through the model before."
             )
         if not again and modules.has_casting(model):
-            raise UsageError("This model has been through amp.initialize or amp.decorate once, and once is all it can.")
-    modules.refuse_sharded(models, dtype)
+            raise UsageError(
+                "This model has been through amp.initialize or amp.decorate once, and once is all it can. In a "
+                "notebook, run the cell again that makes the model and the optimizer, and then this one."
+            )
+    check_sharded(models, dtype)
     for name, param in [named for model in models for named in model.named_parameters()] if dtype is not None else []:
         if is_flattened(param) and param.dtype is not dtype:
             raise UsageError(
@@ -262,6 +272,33 @@ def check(
             )
 
 
+def check_state_form(caller: str, optimizers: Sequence[Any], form: StateForm, *, fused: bool = True) -> None:
+    """Refuse a ``state_dtype`` for optimizers whose moments ``prepare`` cannot store so.
+
+    Args:
+        caller: whose arguments they are, for messages.
+        optimizers: the optimizers.
+        form: the ``state_dtype``; None is for every optimizer.
+        fused: whether torch's optimizers may be fused.
+
+    Raises:
+        UsageError: for the first of them.
+    """
+    if form is None:
+        return
+    params = Counter(id(p) for one in optimizers for group in one.param_groups for p in group["params"])
+    alone = max(params.values(), default=1) == 1
+    for optimizer in optimizers:
+        inside = bare(optimizer)
+        wrapped = inner_optimizer(inside) is not None or _sharded_state(inside) is not None
+        if not has_moments(inside) or wrapped or (not isinstance(inside, FusedOptimizer) and not (fused and alone)):
+            raise UsageError(
+                f"{caller}: state_dtype={form!r} is for Adam, AdamW and SGD of torch.optim where they can be fused, "
+                "and for FusedAdam, FusedSGD, FusedLAMB and FusedNovoGrad, unwrapped and with fused=True. This is "
+                f"{type(inside).__name__}: leave state_dtype out, or let every parameter have one such optimizer."
+            )
+
+
 def _decided(models: Sequence[nn.Module], module_filter: modules.ModuleFilter) -> modules.ModuleFilter:
     """A filter that has been asked about every module of all models: it may raise, and nothing has changed yet."""
     asked = [(module, name) for model in models for name, module in model.named_modules()]
@@ -270,8 +307,11 @@ def _decided(models: Sequence[nn.Module], module_filter: modules.ModuleFilter) -
     return lambda module, name: chosen[id(module), name]
 
 
-def _gains(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has 16-bit parameters and a fused form with masters that is faster on their device."""
+def _gains(optimizer: torch.optim.Optimizer, smaller: bool = False) -> bool:
+    """Whether an optimizer has 16-bit parameters and a fused form with masters that is faster on their device.
+
+    With ``smaller`` it need not be faster.
+    """
     half = [p for group in optimizer.param_groups for p in group["params"] if is_half(p)]
     devices = {p.device.type for p in half}
     return (
@@ -279,7 +319,7 @@ def _gains(optimizer: torch.optim.Optimizer) -> bool:
         and all(keeper_of(p) is None for p in half)
         and HAS_GRAD_DTYPE
         and can_fuse(optimizer)
-        and all(backend_for(device) not in ("eager", "torch") for device in devices)
+        and (smaller or all(backend_for(device) not in ("eager", "torch") for device in devices))
     )
 
 

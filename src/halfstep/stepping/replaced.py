@@ -153,5 +153,5 @@ def _message(optimizer: torch.optim.Optimizer, found: Iterable[Replacement]) -> 
         "them after amp.initialize or amp.decorate, as parallelize_module, fully_shard, load_state_dict(assign=True), "
         "to_empty, weight_norm or a new layer do. Change or shard the model first, make the optimizer from its new "
         "parameters, and initialize then, which gives them their dtype, too; or give the new ones to the optimizer "
-        "(add_param_group), or freeze them. fully_shard goes with O1, or with its own MixedPrecisionPolicy."
+        "(add_param_group), or freeze them. Every level takes a model that fully_shard or parallelize_module has cut."
     )

@@ -201,7 +201,7 @@ def record_pass(
     """
     alone = not any(passes.ranks.reductions for passes in optimizers)
     of = scaler if moves or alone else None
-    record = BackwardRecord(found_inf, of, shared=alone, dynamic=moves and scaler.dynamic)
+    record = BackwardRecord(found_inf, of, shared=alone, moves=scaler if moves else None)
     for passes in optimizers:
         passes.note(record)
         passes.scales[scaler] = scale

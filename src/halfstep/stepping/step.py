@@ -1,21 +1,34 @@
-"""The step of one optimizer: it is taken, skipped on the host, or skips itself on the device. Skips are counted."""
+"""The step of one optimizer: it is taken, skipped on the host, or skips itself on the device. Skips are counted.
+
+A closure that is given to it is evaluated as mixed precision needs it.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
+from ..casting.scope import OpCasting
+from ..core.errors import UsageError
 from ..core.inner_optimizers import package_of_step
+from ..distributed.ddp_sync import BackwardRecord
+from ..masters.keeper import MasterKeeper
 from ..masters.plain import PlainMasters
 from ..optimizers.base import FusedOptimizer
+from .backward import any_overflow
 
-__all__ = ["Stepping"]
+__all__ = ["ClosureOverflowed", "Stepping", "guarded"]
+
+logger = logging.getLogger("halfstep")
+
+_RETRIES = 64  # enough to bring any float32 scale down to its floor by halving, twice over
 
 
 class Stepping:
@@ -151,3 +164,57 @@ def _start_momentum(optimizer: torch.optim.SGD) -> bool:
             for param in unset:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
     return True
+
+
+class ClosureOverflowed(Exception):  # noqa: N818 - never leaves a step
+    """Leaves an optimizer's step before it has changed anything."""
+
+
+def guarded(
+    closure: Callable[[], Any],
+    *,
+    keeper: MasterKeeper,
+    casting: OpCasting | None,
+    take_records: Callable[[], list[BackwardRecord]],
+    name: str,
+    verbose: bool,
+) -> Callable[[], Any]:
+    """A closure that sees up-to-date 16-bit weights and the casts, and is run again when it overflows.
+
+    A static loss scale would overflow again in the same way. There the step is skipped, if nothing has moved yet.
+
+    Args:
+        closure: the user's.
+        keeper: the optimizer's masters, which leave their places while the closure runs.
+        casting: the op casting in force around the step, which itself runs without.
+        take_records: hands over the records of the backward passes since the last call, agreed on by all ranks.
+        name: of the optimizer, for messages.
+        verbose: whether to log that the closure runs again.
+    """
+    first = True
+
+    def evaluate() -> Any:
+        nonlocal first
+        with keeper.out_of_place():
+            for _ in range(_RETRIES):
+                with torch.enable_grad(), casting if casting is not None else nullcontext():
+                    loss = closure()
+                records = take_records()
+                if not records or not any_overflow(records).item():
+                    first = False
+                    return loss
+                if not any(record.dynamic for record in records):
+                    if first:
+                        raise ClosureOverflowed
+                    raise UsageError(
+                        f"The closure given to {name}.step overflowed under a static loss scale after the optimizer "
+                        "had moved the weights; use a lower scale, or a dynamic one."
+                    )
+                if verbose:
+                    logger.info("Gradient overflow. Running the closure again")
+        raise UsageError(
+            f"The closure given to {name}.step overflowed {_RETRIES} times in a row, each time at a lower loss scale; "
+            "its loss or its gradients are not finite at any scale."
+        )
+
+    return evaluate

@@ -7,15 +7,15 @@ The update is left out of the graph on purpose: Inductor has no vector code for 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from ..core.compiler_compat import compile_errors, compile_with_autograd
-from ..core.torch_compat import tensor_hooks
-from ..gradients.ledger import add_grads
+from ..core.torch_compat import HAS_GRAD_DTYPE, tensor_hooks
+from ..gradients.ledger import get_grads, set_grads
 from ..kernels.shards import is_sharded
 from .signature import Signature
 
@@ -90,7 +90,7 @@ class Program:
         # The graph starts from a gradient of 1.0; the block multiplies it by the loss scale.
         with scaled(torch.full((), 1 / share, dtype=torch.float32, device=params[0].device)) as scale:
             loss, grads = self._whole(scale, batch)
-            add_grads(params, grads)
+            _add_grads(params, grads)
         return loss
 
     def _passes(self, scale: torch.Tensor, batch: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -127,3 +127,17 @@ def _first_line(error: Exception) -> str:
     """The reason of an error, without the name of the backend that Dynamo puts before it."""
     lines = [line for line in map(str.strip, str(error).splitlines()) if line and not line.endswith("raised:")]
     return lines[0] if lines else type(error).__name__
+
+
+@torch.no_grad()
+def _add_grads(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    """Add to the gradients of parameters, as autograd does at the end of a backward pass; None adds nothing."""
+    for param, present, grad in zip(params, get_grads(params), grads, strict=True):
+        if grad is None:
+            continue
+        if present is not None:
+            set_grads([param], [present.add_(grad)])
+        elif HAS_GRAD_DTYPE and param.grad_dtype is not None:
+            param.grad = grad.to(param.grad_dtype)
+        else:
+            set_grads([param], [grad])

@@ -15,12 +15,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..amp.grad_scaler import GradScaler
-from ..amp.scale_loss import scale_loss
+from ..amp.session import scale_loss
 from ..core.checks import check_count, check_flag
 from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.text import with_article
 from ..gradients.held_masters import settle
 from ..gradients.loss_scaler import DeviceLossScaler
+from ..gradients.unscale import Unscaler
+from ..kernels.shards import placements_of
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.release import release_of
 from ..stepping.attached import attached_to
@@ -203,7 +206,11 @@ class TrainStep:
         if self.max_grad_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            self.grad_norm = nn.utils.clip_grad_norm_(self._params(), self.max_grad_norm)
+            params = list(self._params())
+            # torch clips no list of plain tensors and shards, nor one of shards on several meshes.
+            meshes = {id(place and place[0]) for place in placements_of(params)}
+            clip = nn.utils.clip_grad_norm_ if len(meshes) < 2 else Unscaler().clip
+            self.grad_norm = clip(params, self.max_grad_norm, 2.0)
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -316,7 +323,7 @@ def _check(
     if loss_fn is not None and not callable(loss_fn):
         raise ArgumentTypeError(
             f"TrainStep: loss_fn must be called with (output, target), or be None if the model returns the loss; it "
-            f"is a {type(loss_fn).__name__}."
+            f"is {with_article(type(loss_fn).__name__)}."
         )
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentTypeError(

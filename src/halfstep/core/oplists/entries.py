@@ -36,9 +36,9 @@ def entries(ops: Iterable[object] = (), *, lists: OpLists | None = None, device:
     Raises:
         ArgumentValueError: for a name that no op has.
     """
-    chosen = lists or OpLists.default()
+    ops, chosen = list(ops), lists or OpLists.default()
     names = [name for op in ops for name in resolve(op)]
-    if not names:
+    if not ops:
         names = sorted(
             name for name in LISTED.union(chosen.white, chosen.black, chosen.free) if not name.startswith("_")
         )

@@ -14,7 +14,7 @@ from torch.overrides import get_overridable_functions
 
 from ..errors import ArgumentTypeError, ArgumentValueError
 from ..torch_compat import C_NAMESPACES, FunctionSchema, OpOverload, OpOverloadPacket, all_op_names, schemas_of_op
-from .tables import KEEPS_DTYPE, LISTED, PADDLE_NAMES, pairs, words
+from .tables import KEEPS_DTYPE, LISTED, OF_TORCHVISION, PADDLE_KERNELS, PADDLE_NAMES, pairs, words
 
 __all__ = ["Spelling", "computes", "dispatcher_spellings", "known_names", "resolve", "spellings"]
 
@@ -130,6 +130,9 @@ def resolve(op: object) -> tuple[str, ...]:
         op: a torch callable (``torch.softmax``, ``torch.nn.functional.softmax``, ``torch.Tensor.softmax``), or a name:
             "softmax", "F.softmax", "torch.nn.functional.softmax", "aten::softmax.int", or Paddle's, "reduce_sum".
 
+    Returns:
+        The names; none for an op of Paddle's that is given the dtype of its result, such as "cast".
+
     Raises:
         ArgumentValueError: for a name no op has, with the nearest ones, or a callable that is no op of torch.
         ArgumentTypeError: for anything else.
@@ -147,7 +150,17 @@ def resolve(op: object) -> tuple[str, ...]:
             return (spelling[0],)
         if name in PADDLE_NAMES:
             return PADDLE_NAMES[name]
-        public = [known for known in known_names() | PADDLE_NAMES.keys() if not known.startswith("_")]
+        if name in PADDLE_KERNELS:
+            return (PADDLE_KERNELS[name],)
+        if name in OF_TORCHVISION:
+            theirs = OF_TORCHVISION[name]
+            raise ArgumentValueError(
+                f"{op!r} is no op of torch, but of torchvision. Take it off the list and use "
+                f"amp.register_float_function(torchvision.ops, {theirs!r}) or amp.register_half_function."
+            )
+        public = [
+            known for known in known_names() | PADDLE_NAMES.keys() | PADDLE_KERNELS.keys() if not known.startswith("_")
+        ]
         nearest = difflib.get_close_matches(name.lower(), sorted(public), n=3, cutoff=0.5)
         hint = f" Did you mean {', '.join(map(repr, nearest))}?" if nearest else ""
         raise ArgumentValueError(

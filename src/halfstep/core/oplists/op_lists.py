@@ -128,7 +128,7 @@ class OpLists:
         Raises:
             ArgumentValueError: if it is no op.
         """
-        rules = {self.rule_of(name) for name in resolve(op)}
+        rules = {self.rule_of(name) for name in resolve(op)} or {"free"}
         if len(rules) > 1:
             raise ArgumentValueError(f"{op!r} stands for {', '.join(resolve(op))}, which have different rules.")
         return rules.pop()

@@ -17,6 +17,8 @@ __all__ = [
     "INNER_PRODUCT",
     "KEEPS_DTYPE",
     "LISTED",
+    "MEETING_FLOAT",
+    "MEETING_PROMOTE",
     "MOVEMENT",
     "NATIVE",
     "OP_CLASSES",
@@ -90,9 +92,11 @@ EXTRA_FLOAT: dict[str, str] = {
 FLOAT: dict[str, str] = {
     **EXTRA_FLOAT,
     **_each("exp expm1 exp2 cosh sinh tan pow float_power square logaddexp logaddexp2 logcumsumexp", "exp-range"),
+    **_each("special_i1 special_i1e", "no-16-bit-gradient"),
     **_each("log log10 log2 log1p acos asin atanh erfinv reciprocal rsqrt tanhshrink softplus gelu", "cancellation"),
     **_each("softmax softmin log_softmax logsumexp", "exp-range"),
     **_each("sum nansum mean nanmean prod cumsum cumprod trace", "large-reduction"),
+    **_each("histc segment_reduce", "large-reduction"),
     **_each("sum_to_size trapz trapezoid cumulative_trapezoid", "large-reduction"),
     **_each("std var std_mean var_mean cov corrcoef quantile nanquantile", "large-reduction"),
     **_each("dist cdist pdist pairwise_distance cosine_similarity", "norm"),
@@ -148,6 +152,15 @@ BANNED: dict[str, str] = {
 
 LISTED: frozenset[str] = HALF | FLOAT.keys() | PROMOTE | SEQUENCE | BANNED.keys()
 """Every op on a list."""
+
+MEETING_FLOAT: frozenset[str] = words("""
+    matrix_exp linalg_matrix_exp lu_solve linalg_lu_solve pdist special_i1 special_i1e logcumsumexp soft_margin_loss
+    grid_sample grid_sampler grid_sampler_2d grid_sampler_3d
+    """)
+"""Ops that torch takes in 16 bits and computes wrong, or whose gradient it has not in 16 bits (2.11 to 2.13, CPU)."""
+
+MEETING_PROMOTE: frozenset[str] = words("addr huber_loss linear_cross_entropy mse_loss")
+"""Ops that take a 16-bit tensor beside an fp32 one, while their gradient does not."""
 
 INNER_PRODUCT: frozenset[str] = words(
     """bilinear tensordot inner linalg_vecdot cov corrcoef matrix_power matrix_exp linalg_matrix_power linalg_matrix_exp
@@ -257,8 +270,25 @@ PADDLE_NAMES: dict[str, tuple[str, ...]] = {
             hsigmoid_loss=binary_cross_entropy_with_logits log_loss=binary_cross_entropy
             bce_loss=binary_cross_entropy kldiv_loss=kl_div warpctc=ctc_loss sync_batch_norm=batch_norm
             sigmoid_cross_entropy_with_logits=binary_cross_entropy_with_logits
+            cross_entropy_with_softmax=cross_entropy parallel_cross_entropy=cross_entropy square_error_cost=mse_loss
+            linear_interp=interpolate nearest_interp=interpolate bilinear_interp=interpolate
+            bicubic_interp=interpolate trilinear_interp=interpolate flatten_contiguous_range=flatten pad2d=pad
+            c_embedding=embedding fc=linear swiglu=silu
+            flash_attention=scaled_dot_product_attention flash_attn_npu=scaled_dot_product_attention
+            flash_attn_unpadded=scaled_dot_product_attention flash_attn_varlen=scaled_dot_product_attention
+            memory_efficient_attention=scaled_dot_product_attention
+
+
+            elementwise_fmax=fmax elementwise_fmin=fmin reduce_any=any reduce_all=all reduce_amax=amax
+            expand_as_v2=expand_as top_k=topk one_hot_v2=one_hot where_index=nonzero strided_slice=slice diag_v2=diag
+            assign=clone gather_nd=index scatter_nd_add=index_put index_sample=gather take_along_axis=take_along_dim
+            put_along_axis=scatter unstack=unbind isfinite_v2=isfinite isnan_v2=isnan determinant=linalg_det
+            bilinear_tensor_product=bilinear
             """).items()
     },
+    "tril_triu": ("tril", "triu"),
+    **dict.fromkeys(words("cast set_value shape increment assign_value fill_constant"), ()),
+    **dict.fromkeys(words("fill_constant_batch_size_like uniform_random gaussian_random"), ()),
     "matmul_v2": ("matmul", "mm", "linear"),
     "pool2d": ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
     "max_pool2d_with_index": ("max_pool2d",),
@@ -271,4 +301,17 @@ PADDLE_NAMES: dict[str, tuple[str, ...]] = {
     "transpose2": ("transpose", "permute"),
     "rnn": ("lstm", "gru", "rnn_tanh", "rnn_relu"),
 }
-"""Paddle's operator names that differ from torch's, and the torch ops that do the same."""
+"""Paddle's operator names that differ from torch's, and the torch ops that do the same. None for an op that is given
+the dtype of its result: there is nothing that a list could change."""
+
+PADDLE_KERNELS: dict[str, str] = pairs("""
+    fused_layernorm=layer_norm fused_rms_norm=rms_norm softmax_mask_fuse=softmax
+    softmax_mask_fuse_upper_triangle=softmax fused_softmax_mask=softmax fused_softmax_mask_upper_triangle=softmax
+    fused_conv2d_add_act=conv2d conv2d_fusion=conv2d fused_linear=linear fused_feedforward=linear cudnn_lstm=lstm
+    gru_unit=gru_cell
+    """)
+"""Paddle's names of kernels that do an op together with others, or in one library only. Its lists may have them."""
+
+OF_TORCHVISION = pairs("""roi_align=roi_align roi_pool=roi_pool psroi_pool=ps_roi_pool deformable_conv=deform_conv2d
+    multiclass_nms3=batched_nms""")
+"""Paddle's names of ops that torch does not have and torchvision has."""

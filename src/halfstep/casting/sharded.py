@@ -1,0 +1,101 @@
+"""The cast of parameters that are ``DTensor``: shards of FSDP2 and of HSDP, and what tensor parallelism has cut.
+
+Such a parameter is a tensor around a local one, and FSDP2 remembers the local one. So its data cannot be replaced as
+that of a plain parameter can: torch swaps the contents of the two tensors, and FSDP2 looks at its parameters anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from ..core.errors import UsageError
+from ..core.torch_compat import apply_to_own, fsdp_has_run, fsdp_params, fsdp_policies, set_fsdp_policy
+from ..kernels.shards import is_sharded
+
+__all__ = ["cast_shards", "check_groups", "check_sharded"]
+
+
+def check_sharded(models: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
+    """Refuse sharded models whose parameters cannot be cast any more.
+
+    Args:
+        models: the models.
+        dtype: what their weights are to be cast to; None if they are not.
+
+    Raises:
+        UsageError: if FSDP2 casts to another dtype, if a model has run, or if somebody holds a weak reference to a
+            parameter, which torch cannot swap then.
+    """
+    for model in models:
+        names = {name: p for name, p in model.named_parameters() if is_sharded(p)}
+        if dtype is None or all(p.dtype is dtype for p in names.values()):
+            continue
+        for module, policy in fsdp_policies(model.modules()):
+            if policy.param_dtype not in (None, dtype):
+                raise UsageError(
+                    f"fully_shard was given MixedPrecisionPolicy(param_dtype={policy.param_dtype}), and this level "
+                    f"makes the weights {dtype}. Leave param_dtype out: the shards are {dtype} then, and so is what "
+                    "they compute. Or use O0 with that policy: it computes in 16 bits, and fp32 shards are the masters."
+                )
+            if fsdp_has_run(module):
+                raise UsageError(
+                    "This model has run once since fully_shard, and FSDP2 goes on with the dtypes that it found then. "
+                    "Call amp.initialize after fully_shard and before the first forward pass."
+                )
+        for name, param in names.items():
+            if weakref.getweakrefcount(param):
+                raise UsageError(
+                    f"Somebody holds a weak reference to the sharded parameter {name}, and torch cannot change the "
+                    "dtype of one that has them (torch.utils.swap_tensors). Call amp.initialize directly after "
+                    "fully_shard or parallelize_module, before other tools see the model."
+                )
+
+
+def check_groups(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> None:
+    """Refuse to give parameters that FSDP2 gathers together more than one dtype, which it cannot do.
+
+    Args:
+        model: the model.
+        dtypes: what each parameter is to be cast to, by its identity. Others stay as they are.
+
+    Raises:
+        UsageError: if they are.
+    """
+    for names in fsdp_params(model):
+        found = {name: dtypes.get(id(p), p.dtype) for name, p in names.items() if p.requires_grad}
+        if len(set(found.values())) > 1:
+            kinds = {dtype: name for name, dtype in reversed(found.items())}
+            listed = " and ".join(f"{name} {dtype}" for dtype, name in reversed(kinds.items()))
+            raise UsageError(
+                f"FSDP2 gathers parameters together that would have different dtypes at this level: {listed}. Call "
+                "fully_shard on the modules that stay fp32 first (BatchNorm, or what module_filter names), each by "
+                "itself; or give keep_batchnorm_fp32=False. Nothing was changed."
+            )
+
+
+def cast_shards(model: nn.Module, dtypes: Mapping[int, torch.dtype]) -> None:
+    """Cast sharded parameters in place, and their gradients. Parameters keep identity.
+
+    FSDP2 reduces the gradients of what is cast to 16 bits in fp32 from now on, unless its policy names a dtype.
+
+    Args:
+        model: the model.
+        dtypes: what each of its sharded parameters is to be cast to, by its identity.
+    """
+    wanted = dict(dtypes)
+    for param in model.parameters():
+        if param.grad is not None and id(param) in dtypes:
+            wanted[id(param.grad)] = dtypes[id(param)]
+    of_fsdp = fsdp_policies(model.modules())
+    own = {id(module) for module, _ in of_fsdp}
+    for module in reversed(list(model.modules())):  # FSDP2 looks at the parameters of a module and of those below it
+        if id(module) in own or any(id(param) in dtypes for param in module.parameters(recurse=False)):
+            apply_to_own(module, lambda tensor: tensor.to(wanted.get(id(tensor), tensor.dtype)))
+    for module, policy in of_fsdp:
+        if policy.reduce_dtype is None:
+            set_fsdp_policy(module, dataclasses.replace(policy, reduce_dtype=torch.float32))
