@@ -11,18 +11,22 @@ from .shards import FLATTENED, ORDINARY, Domain, domain_of, locals_of
 __all__ = ["TensorGroups", "TensorGroupsCache", "group_rows"]
 
 
-def group_rows(*columns: Sequence[torch.Tensor | None]) -> list[list[int]]:
+def group_rows(*columns: Sequence[torch.Tensor | None], marks: Sequence[Hashable] = ()) -> list[list[int]]:
     """The positions of rows whose tensors have the same device, dtype and sharding, column by column.
 
     Args:
         columns: lists of equal length; row i is ``(columns[0][i], columns[1][i], ...)``. None goes with None.
+        marks: one for each row, if there are any; rows with the same go together.
 
     Returns:
         A list of positions for each group. Groups come in the order of their first rows.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, row in enumerate(zip(*columns, strict=True)):
-        key = tuple([None if t is None else (t.device, t.dtype, domain_of(t)) for t in row])
+        key = (
+            tuple([None if t is None else (t.device, t.dtype, domain_of(t)) for t in row]),
+            marks[i] if marks else None,
+        )
         groups.setdefault(key, []).append(i)
     return list(groups.values())
 

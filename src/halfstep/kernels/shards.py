@@ -99,7 +99,7 @@ def domain_of(tensor: torch.Tensor) -> Domain:
             f"A tensor of shape {tuple(tensor.shape)} is placed as {whole.placements}: its processes hold summands. "
             "Redistribute it to Shard or Replicate first."
         )
-    return tuple(whole.device_mesh.get_group(i) for i, place in enumerate(whole.placements) if place.is_shard())
+    return tuple(whole.device_mesh.get_group(i) for i, place in enumerate(whole.placements) if not place.is_replicate())
 
 
 def complete_sum(values: torch.Tensor, domain: Domain) -> torch.Tensor:

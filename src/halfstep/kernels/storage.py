@@ -1,6 +1,8 @@
-"""How the values of a column are stored: one tensor, a 16-bit weight with its remainder, or a weight with a master.
+"""How the values of a column are stored: one tensor, a 16-bit weight with its remainder, a weight with a master, or
+8-bit codes.
 
-The bit arithmetic of these forms is here, on tensors. The ``compiled`` and ``triton`` backends print the same steps.
+The bit arithmetic of these forms is here, on tensors; that of 8-bit codes is in ``blockwise``. The ``compiled`` and
+``triton`` backends print the same steps.
 """
 
 from __future__ import annotations
@@ -38,12 +40,20 @@ class Storage:
         kind: ``dense`` is one tensor; ``split`` a bfloat16 weight and the int16 remainder of its fp32 value;
             ``plain`` an fp32 master and a 16-bit weight, which is the value where it is not the master rounded;
             ``copied`` an fp32 weight that is read and written and a 16-bit copy that is only written;
-            ``stochastic`` a bfloat16 tensor that is rounded at random when written.
+            ``stochastic`` a bfloat16 tensor that is rounded at random when written;
+            ``blockwise`` 8-bit codes, the largest magnitude of each block, and the map that codes are places in.
         dtypes: of its tensors.
+        signed: whether a blockwise column has values below 0.
     """
 
-    kind: Literal["dense", "split", "plain", "copied", "stochastic"]
+    kind: Literal["dense", "split", "plain", "copied", "stochastic", "blockwise"]
     dtypes: tuple[torch.dtype, ...]
+    signed: bool = False
+
+    @property
+    def elementwise(self) -> int:
+        """How many of its tensors, which come first, have one element for each value."""
+        return 1 if self.kind == "blockwise" else len(self.dtypes)
 
 
 SPLIT = Storage("split", (torch.bfloat16, torch.int16))
@@ -112,7 +122,7 @@ def split_of(master: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a == b) | ((a != a) & (b != b))
+    return (a == b) | (a.isnan() & b.isnan())  # torch 2.11 knows no a != a of a DTensor
 
 
 def round_half_away(value: torch.Tensor) -> torch.Tensor:

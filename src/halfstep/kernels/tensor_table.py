@@ -98,6 +98,11 @@ class TensorTable:
         """A table of columns that hold one dtype each."""
         return cls({name: (dense(tensors[0].dtype), (list(tensors),)) for name, tensors in columns.items()})
 
+    def beside(self, columns: Mapping[str, list[torch.Tensor]]) -> TensorTable:
+        """A table of the columns of this one and of others, of tensors that hold one dtype each."""
+        more = {name: (dense(tensors[0].dtype), (tensors,)) for name, tensors in columns.items()}
+        return TensorTable({**self.columns, **more}, self.compute_dtype)
+
     def __len__(self) -> int:
         return self._length
 
@@ -147,24 +152,30 @@ class TensorTable:
 class AddressTable:
     """Where the tensors of a table begin in memory.
 
-    A row whose tensors do not all lie in memory in the same dense order is staged: kernels work on contiguous copies
-    of it, written back after they ran.
+    A row whose tensors do not all lie in memory in the same dense order is staged: kernels work on copies of it that
+    do, written back after they ran. They have the order of its 8-bit codes, whose blocks are runs in memory; without
+    codes they are contiguous.
 
     Attributes:
         device: where the tensors lie.
         lengths: how many elements each row has.
         parts: the tensors of each part of each column, one list for a part. The first list is empty between steps.
-        staged: the contiguous copies of the tensors of each row that is staged, by the number of the row.
+        staged: the copies of the tensors of each row that is staged, by the number of the row; None for a tensor that
+            has not one element for each value, which is used where it lies.
         values: int64, shape [parts * rows]: the addresses of the tensors of each part of each column, on the device.
     """
 
     def __init__(self, table: TensorTable) -> None:
         self.device = table.device
         self.parts = [list(part) for _, parts in table.columns.values() for part in parts]
-        self.staged: dict[int, list[torch.Tensor]] = {
-            i: [torch.empty_like(t, memory_format=torch.contiguous_format) for t in row]
+        # Of each part, whether it has one element for each value; and where 8-bit codes are.
+        storages = [storage for storage, _ in table.columns.values()]
+        alike = [place < each.elementwise for each in storages for place in range(len(each.dtypes))]
+        codes = next((i for i, part in enumerate(self.parts) if part and part[0].dtype is torch.uint8), None)
+        self.staged: dict[int, list[torch.Tensor | None]] = {
+            i: _staging(row, alike, None if codes is None else row[codes])
             for i, row in enumerate(zip(*self.parts, strict=True))
-            if not _alike(row)
+            if not _alike(list(itertools.compress(row, alike)))
         }
         self.lengths = [t.numel() for t in self.parts[0]]
         self.values = torch.empty(0, dtype=torch.int64)
@@ -182,7 +193,8 @@ class AddressTable:
         found = [list(map(torch.Tensor.data_ptr, part)) for part in self.parts]
         for i, copies in self.staged.items():
             for addresses, scratch in zip(found, copies, strict=True):
-                addresses[i] = scratch.data_ptr()
+                if scratch is not None:
+                    addresses[i] = scratch.data_ptr()
         if found == self._known:
             return True
         if self._known and found[1:] != self._known[1:]:
@@ -203,20 +215,24 @@ class AddressTable:
         return True
 
     def tensors(self, part: int) -> list[torch.Tensor]:
-        """The tensors of one part; of staged rows their contiguous copies."""
-        return [self.staged[i][part] if i in self.staged else t for i, t in enumerate(self.parts[part])]
+        """The tensors of one part; of staged rows their copies."""
+        found = [(self.staged[i][part] if i in self.staged else None, t) for i, t in enumerate(self.parts[part])]
+        return [t if copy is None else copy for copy, t in found]
 
     def stage_in(self) -> None:
-        """Before a kernel runs: bring the staged rows' values into their contiguous copies."""
+        """Before a kernel runs: bring the staged rows' values into their copies."""
         for i, copies in self.staged.items():
             for part, scratch in enumerate(copies):
-                scratch.copy_(self.parts[part][i])
+                if scratch is not None:
+                    scratch.copy_(self.parts[part][i])
 
     def stage_out(self, parts: Sequence[int]) -> None:
         """After a kernel ran: write the staged rows' values back from the parts it wrote."""
         for i, copies in self.staged.items():
             for part in parts:
-                self.parts[part][i].copy_(copies[part])
+                scratch = copies[part]
+                if scratch is not None:
+                    self.parts[part][i].copy_(scratch)
 
 
 class PointerTable:
@@ -278,6 +294,19 @@ def _alike(row: Sequence[torch.Tensor]) -> bool:
         return True
     strides = row[0].stride()
     return all(t.stride() == strides for t in row) and _dense(row[0])
+
+
+def _staging(
+    row: Sequence[torch.Tensor], alike: Sequence[bool], codes: torch.Tensor | None
+) -> list[torch.Tensor | None]:
+    """Room for copies of a row that lie alike in memory."""
+    if codes is None:
+        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in row]
+    size, strides = codes.size(), codes.stride()
+    return [
+        torch.empty_strided(size, strides, dtype=t.dtype, device=t.device) if each else None
+        for t, each in zip(row, alike, strict=True)
+    ]
 
 
 def _dense(tensor: torch.Tensor) -> bool:

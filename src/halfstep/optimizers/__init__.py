@@ -5,6 +5,7 @@ from .adam import FusedAdam
 from .fuse import can_fuse, fuse, unfuse
 from .lamb import FusedLAMB, FusedMixedPrecisionLamb
 from .larc import LARC
+from .muon import FusedMuon
 from .novograd import FusedNovoGrad
 from .sgd import FusedSGD
 
@@ -14,6 +15,7 @@ __all__ = [
     "FusedAdam",
     "FusedLAMB",
     "FusedMixedPrecisionLamb",
+    "FusedMuon",
     "FusedNovoGrad",
     "FusedSGD",
     "can_fuse",

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from ..core.dtypes import StateForm
 from ..core.scalars import one_minus_power
 from ..core.torch_compat import fused_adam_, fused_adamw_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars, of_rows
 from .base import FusedOptimizer, Hyper, Step
 from .options import FusedOptions, MasterForm, check_hyperparameters
-from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
+from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout
 
 __all__ = ["FusedAdam", "adam", "adam_scalars", "amsgrad"]
 
@@ -119,7 +120,7 @@ class FusedAdam(FusedOptimizer):
         master_weights: see ``FusedOptions``.
         maximize: go up the gradient.
         max_grad_norm: see ``FusedOptions``; clips within the step.
-        state_dtype: of ``exp_avg``; see ``FusedOptions``.
+        state_dtype: of the moments; see ``FusedOptions``.
         rounding: see ``FusedOptions``.
         seed: of stochastic rounding.
 
@@ -143,7 +144,7 @@ class FusedAdam(FusedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateForm = None,
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
@@ -165,9 +166,8 @@ class FusedAdam(FusedOptimizer):
         check_hyperparameters(group, "lr", "betas", "eps", "weight_decay")
 
     def _layout(self, group: Hyper) -> StateLayout:
-        second = StateSpec(torch.float32)
-        layout = {"step": NUMBER, "exp_avg": StateSpec(self.options.state_dtype or torch.float32), "exp_avg_sq": second}
-        return {**layout, "max_exp_avg_sq": second} if group["amsgrad"] else layout
+        layout = {"step": NUMBER, "exp_avg": FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT}
+        return {**layout, "max_exp_avg_sq": SECOND_MOMENT} if group["amsgrad"] else layout
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
         kernel = amsgrad if group["amsgrad"] else adam

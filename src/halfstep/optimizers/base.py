@@ -7,7 +7,7 @@ and round. Nothing is read back from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ from torch.autograd.graph import increment_version
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError
-from ..core.scalars import in_scalar_dtype, on_host
-from ..core.torch_compat import scale_of, set_found_inf
+from ..core.scalars import in_scalar_dtype
+from ..core.torch_compat import dispatch_mode_count, scale_of, set_found_inf
 from ..kernels.tensor_table import Number
 from .fused_state import FusedState, Hyper
 from .lost_updates import warn_of_lost_updates
@@ -27,20 +27,41 @@ from .release import GradientRelease
 __all__ = ["FusedOptimizer", "Hyper", "Step"]
 
 
+_FEW = 64  # numbers: they are read faster than an op computes with them
+
+
 class Step(NamedTuple):
     """One step of some rows.
 
     Attributes:
-        t: which step of each row this is, counted from 1: float64 of shape [rows]. None if the state has no ``step``.
+        taken: how many steps each row has taken before: float32 of shape [rows]. None if the state has no ``step``.
         factor: what gradients are to be multiplied by: 1 / loss scale, clipping, the sign of ``maximize``.
         skip: 0-dim float32 tensor; where it is not 0 nothing may change.
-        t_on_host: ``t`` as one float, where ``on_host`` has it, or else ``t``.
     """
 
-    t: Any
+    taken: torch.Tensor | None
     factor: Number
     skip: torch.Tensor | None
-    t_on_host: Any
+
+    @property
+    def t(self) -> Any:
+        """Which step of each row this is, counted from 1: float64 of shape [rows]. None if nobody counts."""
+        return None if self.taken is None else in_scalar_dtype(self.taken) + 1.0
+
+    @property
+    def t_on_host(self) -> Any:
+        """``t``; as one float where few rows lie in host memory, and it is the same for all.
+
+        An op on a small tensor costs the host as much as fifty on a float. Where ops are recorded or compiled numbers
+        stay tensors, so that their later values are used, too.
+        """
+        taken = self.taken
+        repeated = dispatch_mode_count() or torch.compiler.is_compiling()
+        if type(taken) is torch.Tensor and taken.device.type == "cpu" and len(taken) <= _FEW and not repeated:
+            values = set(taken.tolist())
+            if len(values) == 1:
+                return values.pop() + 1.0
+        return self.t
 
 
 OnGradients = Callable[[Sequence[ParamRows], Number], None]
@@ -69,6 +90,10 @@ class FusedOptimizer(FusedState):
     def _layout(self, group: Hyper) -> StateLayout:
         """What is kept for a parameter, by the name it has in ``state[param]``."""
         raise NotImplementedError
+
+    def _marks(self, group: Hyper, params: Sequence[torch.Tensor]) -> list[Hashable]:
+        """One for each parameter of a group; those with the same are in the same rows."""
+        return [self.options.quantizes(param) for param in params]
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
         """Update the rows.
@@ -235,7 +260,7 @@ class FusedOptimizer(FusedState):
             if fused.copies is not None:
                 fused.copies.watch(params)  # some may have come since
             self._complete_state(hyper, params)
-            known = GroupRows(params, self.state, layout, fused.options, positions, copies)
+            known = GroupRows(params, self.state, layout, fused.options, positions, copies, self._marks(hyper, params))
         return hyper, known
 
     def _warn_once(self) -> None:
@@ -316,9 +341,7 @@ class FusedOptimizer(FusedState):
                     scale = scale.to(rows.device, non_blocking=True)
                 flag = None if skip is None else skip.to(rows.device, non_blocking=True)
                 taken = rows.numbers.get("step")
-                t = None if taken is None else in_scalar_dtype(taken) + 1.0
-                step = Step(t, -scale if group.get("maximize") else scale, flag, t if t is None else on_host(t))
-                self._update(group, rows, step)
+                self._update(group, rows, Step(taken, -scale if group.get("maximize") else scale, flag))
                 if taken is not None:
                     taken.add_(1.0 if flag is None else 1.0 - flag)
                 increment_version(rows.weights)  # kernels write to them behind autograd's back

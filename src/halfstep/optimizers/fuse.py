@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..core.dtypes import HALF_DTYPES
+from ..core.dtypes import HALF_DTYPES, StateForm
 from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
+from ..core.text import with_article
 from ..core.torch_compat import is_traceable_wrapper_subclass
 from ..kernels.shards import is_sharded
 from ..masters.split import master_value
@@ -21,10 +22,11 @@ from .adam import FusedAdam
 from .base import FusedOptimizer, Hyper
 from .class_swap import counts_steps, rebase
 from .fused_state import FusedData
+from .muon import FusedMuon
 from .options import FusedOptions, MasterForm
 from .sgd import FusedSGD
 
-__all__ = ["OfTorch", "can_fuse", "fuse", "fused_base", "unfuse"]
+__all__ = ["OfTorch", "can_fuse", "fuse", "fused_base", "has_moments", "unfuse"]
 
 _DTYPES = {torch.float64, torch.float32, *HALF_DTYPES}
 _MASTERS = {"remainder": torch.int16, "master": torch.float32}
@@ -133,15 +135,25 @@ class Adagrad(OfTorch, FusedAdagrad, torch.optim.Adagrad):
         return {**super()._hyper(group), "initial_accumulator_value": initial}
 
 
-_FUSED: dict[type[torch.optim.Optimizer], type[OfTorch]] = {cls.plain: cls for cls in (Adam, AdamW, SGD, Adagrad)}
+class Muon(OfTorch, FusedMuon, torch.optim.Muon):
+    """``torch.optim.Muon`` with a fused step."""
+
+    plain = torch.optim.Muon
+    _counts = False
+    _fixed: ClassVar = {"use_muon": True}
+    __init__ = torch.optim.Muon.__init__
+
+
+_CLASSES: tuple[type[OfTorch], ...] = (Adam, AdamW, SGD, Adagrad, Muon)
+_FUSED: dict[type[torch.optim.Optimizer], type[OfTorch]] = {cls.plain: cls for cls in _CLASSES}
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``fuse`` takes this optimizer.
 
-    It does if it is exactly a ``torch.optim.Adam``, ``AdamW``, ``SGD`` or ``Adagrad``, without ``differentiable``, not
-    yet under ``amp``, with torch's own ``step`` (a scheduler may have marked it); if its parameters are real dense
-    floating-point tensors, sharded or not, and no gradient that is there now is sparse.
+    It does if it is exactly torch's ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` or ``Muon``, without ``differentiable``,
+    not yet under ``amp``, with torch's own ``step`` (a scheduler may have marked it); if its parameters are real dense
+    floating-point tensors, sharded or not (Muon: not), and no gradient that is there now is sparse.
     """
     return _obstacle(optimizer) is None
 
@@ -151,9 +163,9 @@ def fuse(
     *,
     master_weights: MasterForm = None,
     max_grad_norm: float | None = None,
-    state_dtype: torch.dtype | None = None,
+    state_dtype: StateForm = None,
 ) -> torch.optim.Optimizer:
-    """Turn a ``torch.optim.Adam``, ``AdamW``, ``SGD`` or ``Adagrad`` into the fused optimizer of that name, in place.
+    """Turn torch's ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` or ``Muon`` into the fused one of that name, in place.
 
     ::
 
@@ -182,8 +194,20 @@ def fuse(
     obstacle = _obstacle(optimizer)
     if obstacle is not None:
         raise obstacle
+    if options.state_dtype == "8bit" and not has_moments(optimizer):
+        raise ArgumentValueError(
+            f"fuse: state_dtype='8bit' is for moments, which are averages. {type(optimizer).__name__} adds up squares, "
+            "and a sum that is rounded stops growing; leave state_dtype out."
+        )
     rebase(optimizer, fused_base(optimizer, options))
     return optimizer
+
+
+def has_moments(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a fused optimizer, or can be one, that keeps moments."""
+    fused = type(optimizer) if isinstance(optimizer, FusedOptimizer) else _FUSED.get(type(optimizer))
+    can = isinstance(optimizer, FusedOptimizer) or can_fuse(optimizer)
+    return can and fused is not None and not issubclass(fused, FusedAdagrad)
 
 
 def fused_base(optimizer: torch.optim.Optimizer, options: FusedOptions | None = None) -> type[OfTorch]:
@@ -200,7 +224,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
     Its state is what torch's class keeps: in fp32 for a parameter that had a master, else in the parameter's dtype.
 
     Args:
-        optimizer: a fused ``torch.optim.Adam``, ``AdamW``, ``SGD`` or ``Adagrad``.
+        optimizer: a fused ``torch.optim.Adam``, ``AdamW``, ``SGD``, ``Adagrad`` or ``Muon``.
 
     Returns:
         The fp32 values of the 16-bit parameters that had masters. They are not kept anywhere else from now on, and
@@ -210,7 +234,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
         ArgumentTypeError: for an optimizer that ``fuse`` did not make.
     """
     if not isinstance(optimizer, OfTorch):
-        raise ArgumentTypeError(f"unfuse takes what fuse has made, not a {type(optimizer).__name__}.")
+        raise ArgumentTypeError(f"unfuse takes what fuse has made, not {with_article(type(optimizer).__name__)}.")
     if optimizer.release is not None:
         optimizer.release.remove()
     masters = {}
@@ -221,6 +245,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
                 master = _take_master(param, state)
                 if master is not None:
                     masters[param] = master
+                optimizer._widen_moments(group, state)
                 _restore(param, state, group, param.dtype if master is None else master.dtype, optimizer._counts)
                 if not state:
                     del optimizer.state[param]
@@ -247,11 +272,17 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> HalfstepError | None:
         if group.get("differentiable"):
             return ArgumentValueError("fuse: differentiable=True needs a step that autograd can follow; leave it out.")
         for param in group["params"]:
+            if kind is torch.optim.Muon and is_sharded(param):
+                return ArgumentValueError(
+                    f"fuse: a matrix of shape {tuple(param.shape)} is sharded, and a fused Muon needs whole ones. "
+                    "Leave this optimizer as it is: torch's Muon gathers them."
+                )
             foreign = not is_sharded(param) and is_traceable_wrapper_subclass(param)
             if param.dtype not in _DTYPES or foreign or param.layout is not torch.strided:
+                kind_of = with_article(type(param).__name__)
                 return ArgumentTypeError(
-                    f"fuse: a parameter is a {type(param).__name__} of {param.dtype}, {param.layout}; fused optimizers "
-                    "update dense real floating-point parameters. Give the others to a torch.optim optimizer."
+                    f"fuse: a parameter is {kind_of} of {param.dtype}, {param.layout}; fused optimizers update dense "
+                    "real floating-point parameters. Give the others to a torch.optim optimizer."
                 )
             if param.grad is not None and param.grad.layout is not torch.strided:
                 return ArgumentValueError(

@@ -11,13 +11,14 @@ import torch
 
 from ..casting.weight_copies import WeightCopies
 from ..core.checks import check_optimizer_state
-from ..core.dtypes import HALF_DTYPES
+from ..core.dtypes import HALF_DTYPES, StateForm
 from ..gradients.held_masters import settle
-from ..kernels.shards import is_sharded
+from ..kernels.shards import is_sharded, local, rewrapped
 from ..kernels.storage import honoured, join, split, split_of
 from ..masters.split import master_value, take_back_rounding
+from . import moments
 from .options import FusedOptions
-from .param_rows import GroupRows
+from .param_rows import GroupRows, StateLayout, codes_of
 
 if TYPE_CHECKING:
     from .release import GradientRelease
@@ -82,6 +83,8 @@ class FusedState(torch.optim.Optimizer):
     """
 
     _fused: FusedData
+    _hyper: Callable[[Hyper], Hyper]
+    _layout: Callable[[Hyper], StateLayout]
 
     options: FusedOptions = _field("options")
     set_grad_none: bool = _field("set_grad_none")
@@ -130,6 +133,12 @@ class FusedState(torch.optim.Optimizer):
             given = started or {}
             self._fused.started = {id(p): given[id(p)].to(torch.float32) for p in mine if id(p) in given}
 
+    def keep_moments(self, form: StateForm) -> None:
+        """Store moments in another form from now on, unless told otherwise when made."""
+        if self.options.state_dtype is None:
+            self.options = replace(self.options, state_dtype=form)
+            self._fused.groups.clear()
+
     def master_value(self, param: torch.Tensor) -> torch.Tensor:
         """A new float32 tensor: the value of a parameter's master; without a master, of the parameter."""
         state = self.state.get(param, {})
@@ -148,13 +157,13 @@ class FusedState(torch.optim.Optimizer):
         if "master" in state:
             state["master"].copy_(value)
         elif "remainder" in state:
-            high, low = split(value.to(param.device, torch.float32))
-            state["remainder"].copy_(low)
-            return high
+            high, low = split(local(value.to(param.device, torch.float32)))
+            local(state["remainder"]).copy_(low)
+            return rewrapped(high, param)
         elif self.options.master_weights:
             start = self._fused.started[id(param)] = value.to(param.device, torch.float32, copy=True)
             # A remainder that is loaded after this belongs to the weight that ``split`` makes.
-            return split(start)[0] if self._will_split(param) else start.to(param.dtype)
+            return rewrapped(split(local(start))[0], param) if self._will_split(param) else start.to(param.dtype)
         return value.to(param.dtype)
 
     def unused_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -176,14 +185,21 @@ class FusedState(torch.optim.Optimizer):
             self.copies = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as torch saves it, but masters of sharded weights are fp32: no collective operation sends int16."""
+        """The state as torch saves it, but masters and 8-bit moments of sharded weights are fp32.
+
+        No collective operation sends int16, and blocks of 256 elements cannot be cut anew. Moments that are loaded into
+        the same shards become the same codes again, to the bit.
+        """
         settle(refresh=False)
         saved = super().state_dict()
         for group, names in zip(self.param_groups, saved["param_groups"], strict=True):
             for param, name in zip(group["params"], names["params"], strict=True):
-                if is_sharded(param) and "remainder" in (state := saved["state"].get(name, {})):
-                    kept = {key: value for key, value in state.items() if key != "remainder"}
-                    saved["state"][name] = {**kept, "master": master_value(param, state)}
+                if is_sharded(param) and name in saved["state"]:
+                    kept = saved["state"][name] = dict(saved["state"][name])
+                    if "remainder" in kept:
+                        kept["master"] = master_value(param, kept)
+                        del kept["remainder"]
+                    self._widen_moments(group, kept)
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -247,6 +263,14 @@ class FusedState(torch.optim.Optimizer):
 
     # ---- inside
 
+    def _widen_moments(self, group: Hyper, state: dict[str, Any]) -> None:
+        """Make float32 tensors of the 8-bit codes in the state of a parameter of a group."""
+        for name, spec in self._layout(self._hyper(group)).items():
+            codes, absmax = moments.keys(name, codes_of(spec))
+            if codes in state:
+                state[name] = moments.value(state, name, codes_of(spec))
+                del state[codes], state[absmax]
+
     def _complete_state(self, group: Hyper, params: Iterable[torch.Tensor]) -> None:
         """Let masters that are made in this step start from what they were given.
 
@@ -265,8 +289,9 @@ class FusedState(torch.optim.Optimizer):
 
     def _start(self, param: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """The value a master was to start from, where the parameter is still what that rounds to."""
-        start, weight = start.to(param.device), param.detach()
-        return join(*split_of(start, weight)) if self._will_split(param) else honoured(start, weight)
+        value, weight = local(start.to(param.device)), local(param.detach())
+        value = join(*split_of(value, weight)) if self._will_split(param) else honoured(value, weight)
+        return rewrapped(value, param)
 
     def _will_split(self, param: torch.Tensor) -> bool:
         return self.options.storage(param.dtype, param.device).kind == "split"

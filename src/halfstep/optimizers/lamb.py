@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from ..core.dtypes import StateForm
 from ..core.errors import ArgumentValueError
 from ..core.scalars import one_minus_power
 from ..kernels.expr import elementwise_kernel
 from ..kernels.tensor_table import Number
 from .base import FusedOptimizer, Hyper, Step
 from .options import FusedOptions, MasterForm, check_hyperparameters
-from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
+from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout, StateSpec
 
 __all__ = [
     "FusedLAMB",
@@ -114,7 +115,7 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: scale by the ratio of norms also where ``weight_decay`` is 0.
         master_weights: see ``FusedOptions``.
         maximize: go up the gradient.
-        state_dtype: of ``exp_avg``; see ``FusedOptions``.
+        state_dtype: of the moments; see ``FusedOptions``.
         rounding: see ``FusedOptions``.
         seed: of stochastic rounding.
 
@@ -139,7 +140,7 @@ class FusedLAMB(FusedOptimizer):
         *,
         master_weights: MasterForm = None,
         maximize: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateForm = None,
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
@@ -163,8 +164,7 @@ class FusedLAMB(FusedOptimizer):
         check_hyperparameters(group, "lr", "betas", "eps", "weight_decay")
 
     def _layout(self, group: Hyper) -> StateLayout:
-        first = StateSpec(self.options.state_dtype or torch.float32)
-        return {"step": NUMBER, "exp_avg": first, "exp_avg_sq": StateSpec(torch.float32)}
+        return {"step": NUMBER, "exp_avg": FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT}
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
         scalars = lamb_scalars(group, step.t, step.factor)

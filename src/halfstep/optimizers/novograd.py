@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..core.dtypes import StateForm
 from ..core.errors import ArgumentValueError
 from ..core.scalars import in_scalar_dtype, one_minus_power, scalar_dtype
 from ..kernels.expr import elementwise_kernel
@@ -13,7 +14,7 @@ from ..kernels.shards import complete_max
 from ..kernels.tensor_table import Number
 from .base import FusedOptimizer, Hyper, Step
 from .options import FusedOptions, MasterForm, check_hyperparameters
-from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
+from .param_rows import FIRST_MOMENT, NUMBER, ParamRows, StateLayout
 
 __all__ = ["FusedNovoGrad", "moving_norm", "novograd", "novograd_scalars"]
 
@@ -81,7 +82,7 @@ class FusedNovoGrad(FusedOptimizer):
         master_weights: see ``FusedOptions``.
         maximize: go up the gradient.
         max_grad_norm: see ``FusedOptions``.
-        state_dtype: of ``exp_avg``; see ``FusedOptions``.
+        state_dtype: of the moments; see ``FusedOptions``.
         rounding: see ``FusedOptions``.
         seed: of stochastic rounding.
 
@@ -107,7 +108,7 @@ class FusedNovoGrad(FusedOptimizer):
         master_weights: MasterForm = None,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateForm = None,
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
@@ -134,18 +135,18 @@ class FusedNovoGrad(FusedOptimizer):
             raise ArgumentValueError(f"norm_type={group['norm_type']!r} must be 2, or 0 for the largest magnitude.")
 
     def _layout(self, group: Hyper) -> StateLayout:
-        return {"step": NUMBER, "exp_avg": StateSpec(self.options.state_dtype or torch.float32), "exp_avg_sq": NUMBER}
+        return {"step": NUMBER, "exp_avg": FIRST_MOMENT, "exp_avg_sq": NUMBER}
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
-        stored, skip = rows.numbers["exp_avg_sq"], step.skip
+        stored, t, skip = rows.numbers["exp_avg_sq"], step.t, step.skip
         before = in_scalar_dtype(stored)
         scale: Any = abs(step.factor)
         norm = (rows.squared_norms().sqrt() if group["norm_type"] == 2 else _largest(rows)) * scale
         after = moving_norm(before, norm, group["betas"][1], group["norm_type"])
         if not group["init_zero"]:
-            after = torch.where(step.t == 1.0, norm, after)
+            after = torch.where(t == 1.0, norm, after)
         stored.copy_(after if skip is None else torch.where(skip != 0, before, after))
-        rows.launch(novograd, novograd_scalars(group, step.t, step.factor, after), skip)
+        rows.launch(novograd, novograd_scalars(group, t, step.factor, after), skip)
 
 
 def _largest(rows: ParamRows) -> torch.Tensor:

@@ -9,14 +9,17 @@ from typing import Any, Literal
 import torch
 
 from ..core.checks import check_number
-from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype
+from ..core.dtypes import HALF_DTYPES, StateForm, parse_state_form
 from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.torch_compat import is_flattened
+from ..kernels.blockwise import SIGNED, UNSIGNED
 from ..kernels.launch import backend_for
 from ..kernels.storage import SPLIT, Storage, dense, plain, stochastic
 
 __all__ = ["FusedOptions", "MasterForm", "check_hyperparameters"]
 
 MasterForm = Literal["split", "plain"] | bool | None
+_SMALL = 4096  # elements; a tensor of fewer is not worth 8 bits (Dettmers et al., section 2.3)
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,10 @@ class FusedOptions:
         master_weights: ``"split"`` keeps the fp32 value of a bfloat16 weight as the weight and an int16 remainder,
             ``"plain"`` keeps an fp32 copy, True the former for bfloat16 and the latter for float16, or for both on a
             CPU without a C++ compiler; None or False updates the 16-bit weight itself.
-        state_dtype: of the first moment; None is float32. Second moments are always float32.
+        state_dtype: of the moments. ``"8bit"`` keeps 8-bit codes for each moment and one float32 number for each block
+            of 256 elements (``kernels.blockwise``), but for parameters with less than two dimensions, which norms and
+            biases are, for those with less than 4,096 elements, and for float64 ones. ``torch.bfloat16`` is for the
+            first moment, and second moments are float32 then. None is float32.
         rounding: ``"nearest"`` or, for bfloat16 weights without masters, ``"stochastic"``.
         seed: of stochastic rounding.
 
@@ -39,7 +45,7 @@ class FusedOptions:
 
     max_grad_norm: float | None = None
     master_weights: MasterForm = None
-    state_dtype: torch.dtype | None = None
+    state_dtype: StateForm = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
     seed: int = 0
 
@@ -60,14 +66,7 @@ class FusedOptions:
             )
         if not isinstance(self.seed, int):
             raise ArgumentTypeError(f"seed must be an int, not {self.seed!r}.")
-        if self.state_dtype is not None:
-            dtype = parse_dtype(self.state_dtype, "state_dtype")
-            if dtype not in (torch.float32, torch.bfloat16):
-                raise ArgumentValueError(
-                    f"state_dtype={dtype_name(dtype)}: first moments are kept in float32 or bfloat16; float16 has no "
-                    "room for small gradients."
-                )
-            object.__setattr__(self, "state_dtype", dtype)
+        object.__setattr__(self, "state_dtype", parse_state_form(self.state_dtype))
 
     def storage(self, dtype: torch.dtype, device: torch.device | str) -> Storage:
         """How a weight of this dtype is stored on a device.
@@ -91,6 +90,20 @@ class FusedOptions:
         if self.master_weights:
             return SPLIT
         return stochastic(dtype) if self.rounding == "stochastic" else dense(dtype)
+
+    def quantizes(self, param: torch.Tensor) -> bool:
+        """Whether the moments of a parameter are 8-bit codes. Of a sharded one the whole decides, on any mesh."""
+        matrix = param.dim() >= 2 or is_flattened(param)
+        return self.state_dtype == "8bit" and matrix and param.numel() >= _SMALL and param.dtype is not torch.float64
+
+    def state_storage(self, moment: Literal["first", "second"] | None, param: torch.Tensor) -> Storage:
+        """How a moment of a parameter is stored, or something else that is kept for each of its elements (None)."""
+        if moment is not None and self.quantizes(param):
+            return SIGNED if moment == "first" else UNSIGNED
+        if param.dtype is torch.float64:
+            return dense(torch.float64)
+        lower = moment == "first" and isinstance(self.state_dtype, torch.dtype)
+        return dense(self.state_dtype if lower else torch.float32)  # type: ignore[arg-type]
 
 
 def check_hyperparameters(group: Mapping[str, Any], *names: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from operator import attrgetter, is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ..core.errors import ArgumentTypeError, UsageError
+from ..kernels.blockwise import SIGNED, UNSIGNED
 from ..kernels.expr import ElementwiseKernel, elementwise_kernel
 from ..kernels.grouping import group_rows
 from ..kernels.launch import launch
@@ -16,9 +17,19 @@ from ..kernels.shards import ORDINARY, Domain, complete_sum, domain_of, local, l
 from ..kernels.storage import Storage, copied, dense
 from ..kernels.tensor_table import Column, Scalars, TensorTable
 from ..masters import split
+from . import moments
 from .options import FusedOptions
 
-__all__ = ["NUMBER", "GroupRows", "ParamRows", "SparseGradient", "StateLayout", "StateSpec"]
+__all__ = [
+    "FIRST_MOMENT",
+    "NUMBER",
+    "SECOND_MOMENT",
+    "GroupRows",
+    "ParamRows",
+    "SparseGradient",
+    "StateLayout",
+    "StateSpec",
+]
 
 
 class SparseGradient(UsageError):  # noqa: N818 - what it says
@@ -26,13 +37,18 @@ class SparseGradient(UsageError):  # noqa: N818 - what it says
 
 
 class StateSpec(NamedTuple):
-    """One thing an update keeps for a parameter: a tensor like it, or one float32 number where ``dtype`` is None."""
+    """One thing an update keeps for a parameter: a tensor like it, or one float32 number where ``dtype`` is None.
+
+    A moment is stored as the ``FusedOptions`` say: a first one has both signs, a second one has none.
+    """
 
     dtype: torch.dtype | None
     initial: float = 0.0
+    moment: Literal["first", "second"] | None = None
 
 
 NUMBER = StateSpec(None)
+FIRST_MOMENT, SECOND_MOMENT = StateSpec(torch.float32, 0.0, "first"), StateSpec(torch.float32, 0.0, "second")
 _GRAD = attrgetter("grad")
 StateLayout = Mapping[str, StateSpec]
 
@@ -91,20 +107,26 @@ class ParamRows:
         self.domain: Domain = domain_of(params[0])
         self.device = params[0].device
         storage = options.storage(params[0].dtype, self.device)
+        kept = {
+            name: options.state_storage(spec.moment, params[0])
+            for name, spec in layout.items()
+            if spec.dtype is not None
+        }
         for param, state in zip(params, states, strict=True):
-            _prepare(param, state, layout, storage)
-        self.numbers = {name: _vector(states, name, self.device) for name, kept in layout.items() if kept.dtype is None}
+            _prepare(param, state, layout, kept)
+            split.adapt(param, state, storage)
+        self.numbers = {name: _vector(states, name, self.device) for name, spec in layout.items() if spec.dtype is None}
         columns: dict[str, Column] = {"grad": (dense(grads[0].dtype), (grads,))}
         if copies is not None:  # an fp32 weight is the master of its copy
             columns["param"] = (copied(copies[0].dtype), (self.weights, copies))
         else:
             columns["param"] = (storage, _parts(self.weights, states, storage))
-        for name, kept in layout.items():
-            if kept.dtype is not None:
-                columns[name] = (dense(states[0][name].dtype), ([state[name] for state in states],))
+        for name, form in kept.items():
+            columns[name] = (form, moments.parts(states, name, form))
         # The second part of a weight's storage lies in the state, too, and can be replaced there.
         extra = {"split": "remainder", "plain": "master"}.get(storage.kind)
-        names = [*layout, *([extra] if extra else [])]
+        names = [*self.numbers, *(key for name, form in kept.items() for key in moments.keys(name, form))]
+        names += [extra] if extra else []
         self._expected = {name: [state[name] for state in states] for name in names}
         self.table = TensorTable(columns)
         _check_shapes(self.table.columns)
@@ -130,8 +152,16 @@ class ParamRows:
         scalars: Scalars,
         skip: torch.Tensor | None = None,
         found: torch.Tensor | None = None,
+        beside: Mapping[str, list[torch.Tensor]] | None = None,
     ) -> torch.Tensor:
         """Run a kernel on the table; stochastic rounding gets its seeds from the step counts.
+
+        Args:
+            kernel: what to run.
+            scalars: its numbers.
+            skip: see ``Launcher``.
+            found: see ``Launcher``.
+            beside: columns that only this call has, by name.
 
         Returns:
             The sums of squares it names, of whole tensors where they are sharded.
@@ -139,7 +169,8 @@ class ParamRows:
         if self._random:
             drawn = (self._seeds + self.numbers["step"].long() * _ODD[1]) & 0xFFFF_FFFF
             scalars = {**scalars, "seed": torch.where(drawn > 0x7FFF_FFFF, drawn - (1 << 32), drawn).to(torch.int32)}
-        results = launch(self.table, kernel, scalars, skip=skip, found=found)
+        table = self.table if beside is None else self.table.beside(beside)
+        results = launch(table, kernel, scalars, skip=skip, found=found)
         return self._complete(results, found) if kernel.squares else results
 
     def _complete(self, squares: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
@@ -188,6 +219,7 @@ class GroupRows:
         options: of the optimizer.
         places: of the parameters in the optimizer.
         copies: for each parameter, the 16-bit copy that is to be written as well, or None.
+        marks: for each parameter; those with the same go together.
     """
 
     def __init__(
@@ -198,6 +230,7 @@ class GroupRows:
         options: FusedOptions,
         places: Sequence[int],
         copies: list[torch.Tensor | None],
+        marks: Sequence[Hashable],
     ) -> None:
         self._params = list(params)
         self._plain = ORDINARY.issuperset(map(type, params))
@@ -212,7 +245,8 @@ class GroupRows:
             _refuse(params[i], grads[i])  # type: ignore[arg-type]
         here: list[Any] = [None if grad is None else local(grad) for grad in grads]
         columns = [[column[i] for i in there] for column in (params, here, copies)]
-        self._positions = [[there[k] for k in rows] for rows in group_rows(*columns)]
+        alike = group_rows(*columns, marks=[marks[i] for i in there])
+        self._positions = [[there[k] for k in rows] for rows in alike]
         self.rows = [
             ParamRows(
                 [params[i] for i in positions],
@@ -272,19 +306,18 @@ def _refuse(param: torch.Tensor, grad: torch.Tensor) -> None:
         )
 
 
-def _prepare(param: torch.Tensor, state: dict[str, Any], layout: StateLayout, storage: Storage) -> None:
+def _prepare(param: torch.Tensor, state: dict[str, Any], layout: StateLayout, kept: Mapping[str, Storage]) -> None:
     """Make what state is missing, and bring what was loaded from elsewhere into the form kept here."""
-    wide = torch.float64 if param.dtype is torch.float64 else None
-    for name, (dtype, initial) in layout.items():
-        value = state.get(name)
-        if dtype is None:
-            if not isinstance(value, torch.Tensor):
-                state[name] = torch.tensor(float(initial if value is None else value), dtype=torch.float32)
-        elif not isinstance(value, torch.Tensor):
-            state[name] = torch.full_like(param, initial, dtype=wide or dtype, memory_format=torch.preserve_format)
-        elif value.dtype is not (wide or dtype) or value.device != param.device:
-            state[name] = value.to(param.device, wide or dtype)
-    split.adapt(param, state, storage)
+    for name, spec in layout.items():
+        if spec.dtype is not None:
+            moments.adapt(param, state, name, spec.initial, kept[name], codes_of(spec))
+        elif not isinstance(value := state.get(name), torch.Tensor):
+            state[name] = torch.tensor(float(spec.initial if value is None else value), dtype=torch.float32)
+
+
+def codes_of(spec: StateSpec) -> Storage:
+    """How 8-bit codes of something that is kept are to be read."""
+    return SIGNED if spec.moment == "first" else UNSIGNED
 
 
 def _check_shapes(columns: Mapping[str, Column]) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from ..core.dtypes import StateForm
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.torch_compat import fused_sgd_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars
 from .base import FusedOptimizer, Hyper, Step
 from .options import FusedOptions, MasterForm, check_hyperparameters
-from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
+from .param_rows import FIRST_MOMENT, NUMBER, ParamRows, StateLayout
 
 __all__ = ["FusedSGD", "momentum_sgd", "sgd", "sgd_scalars"]
 
@@ -132,7 +133,7 @@ class FusedSGD(FusedOptimizer):
         master_weights: MasterForm = None,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: StateForm = None,
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
@@ -170,13 +171,14 @@ class FusedSGD(FusedOptimizer):
     def _layout(self, group: Hyper) -> StateLayout:
         if not group["momentum"]:
             return {}
-        layout = {"momentum_buffer": StateSpec(self.options.state_dtype or torch.float32)}
+        layout = {"momentum_buffer": FIRST_MOMENT}
         return {"step": NUMBER, **layout} if group["dampening"] else layout
 
     def _update(self, group: Hyper, rows: ParamRows, step: Step) -> None:
         new: Number = 1.0
         if group["momentum"] and group["dampening"]:
             # The first step takes the gradient whole; the buffer is zero then.
-            new = 1.0 - group["dampening"] * (step.t > 1.0).to(step.t)
+            t = step.t
+            new = 1.0 - group["dampening"] * (t > 1.0).to(t)
         kernel = momentum_sgd if group["momentum"] else sgd
         rows.launch(kernel, sgd_scalars(group, new, step.factor), step.skip)

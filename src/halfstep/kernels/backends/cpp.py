@@ -10,11 +10,13 @@ import functools
 
 import torch
 
+from ..blockwise import BLOCK
 from ..codegen import GeneratedLauncher, Layout, layout_of, scalar_names
 from ..expr import ElementwiseKernel, Trace, trace
 from ..storage import Storage
 from ..tensor_table import TensorTable
 from . import compiler
+from .blockwise_source import CPP_PRELUDE, suffix
 
 __all__ = ["CppLauncher"]
 
@@ -23,7 +25,14 @@ _SERIAL = 65536  # fewer elements than this are not worth waking threads for
 _RUN = 512  # elements whose squares are summed at once
 _AHEAD = 4096  # elements: how far a kernel that only reads asks ahead
 _LINE = 16  # elements of fp32 in a cache line
-_C_TYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "uint16_t"}
+_C_TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "half",
+    torch.bfloat16: "uint16_t",
+    torch.int16: "int16_t",
+    torch.uint8: "uint8_t",
+}
 
 _PRELUDE = """
 #include <cmath>
@@ -213,8 +222,9 @@ def source(kernel: ElementwiseKernel, layout: Layout) -> str:
         setup.append(f"const uint32_t seed = bits_of((float)scalars[{names.index('seed')} * rows + r]);")
     for name, slot, storage in layout.columns:
         for part, dtype in enumerate(storage.dtypes):
-            kind = _C_TYPES.get(dtype, "int16_t")
-            setup.append(f"{kind}* const {name}{part} = ({kind}*)table[{slot + part} * rows + r] + begin;")
+            kind = _C_TYPES[dtype]
+            place = "begin" if part < storage.elementwise else (f"begin / {BLOCK}", "0")[part - storage.elementwise]
+            setup.append(f"{kind}* const {name}{part} = ({kind}*)table[{slot + part} * rows + r] + {place};")
     storages = {name: storage for name, _, storage in layout.columns}
     body = [_line(i, node.op, node.args, storages) for i, node in enumerate(traced.nodes)]
     for name, index in traced.stores.items():
@@ -233,14 +243,16 @@ def source(kernel: ElementwiseKernel, layout: Layout) -> str:
     if unsummed := [i for i in traced.checks if i not in traced.squares]:
         body.extend(f"wrong |= !(std::fabs(v{i}) <= std::numeric_limits<acc>::max());" for i in unsummed)
         clauses += " reduction(|:wrong)"
-    loops = _loop("0", "n", clauses, body)
-    if traced.squares:
-        setup.extend(f"double q{i} = 0.0;" for i in range(len(traced.squares)))
-        finish.extend(f"partial[{i} * chunks + c] = q{i};" for i in range(len(traced.squares)))
-        loops = _summing_loops(traced, clauses, body, _prefetches(traced, storages))
+    setup.extend(f"double q{i} = 0.0;" for i in range(len(traced.squares)))
+    finish.extend(f"partial[{i} * chunks + c] = q{i};" for i in range(len(traced.squares)))
+    coded = {name: storage for name, storage in storages.items() if storage.kind == "blockwise"}
+    if traced.squares or coded:
+        loops = _loops_over_runs(traced, clauses, body, _prefetches(traced, storages), coded)
+    else:
+        loops = _loop("0", "n", clauses, body)
     parts = {"setup": _indent(setup, 4), "loops": _indent(loops, 4), "finish": _indent(finish, 4)}
     acc = _C_TYPES[layout.compute_dtype]
-    return _PRELUDE % {"acc": acc} + _ENTRY % parts
+    return _PRELUDE % {"acc": acc} + (CPP_PRELUDE if coded else "") + _ENTRY % parts
 
 
 def _loop(begin: str, end: str, clauses: str, body: list[str]) -> list[str]:
@@ -265,19 +277,30 @@ def _prefetches(traced: Trace, storages: dict[str, Storage]) -> list[str]:
     return [f"for (int64_t i = from; i < to; i += {_LINE}) {{", *_indent(ahead, 2).splitlines(), "}"]
 
 
-def _summing_loops(traced: Trace, clauses: str, body: list[str], prefetches: list[str]) -> list[str]:
-    """The values of short runs are kept in L1 and their squares summed there; the sums are added up in double."""
-    count = range(len(traced.squares))
+def _loops_over_runs(
+    traced: Trace, clauses: str, body: list[str], prefetches: list[str], coded: dict[str, Storage]
+) -> list[str]:
+    """The values of short runs are kept in L1. There their squares are summed, and the sums added up in double; or they
+    become 8-bit codes, a block at a time.
+    """
+    count, run = range(len(traced.squares)), BLOCK if coded else _RUN
     kept = [f"run{i}[i - from] = v{index};" for i, index in enumerate(traced.squares)]
     flags = ["&wrong" if index in traced.checks else "&ignored" for index in traced.squares]
+    encoded = [name for name in traced.stores if name in coded]
     return [
-        *(f"acc run{i}[{_RUN}];" for i in count),
-        "int ignored = 0;",
-        f"for (int64_t from = 0; from < n; from += {_RUN}) {{",
-        f"  const int64_t to = from + {_RUN} < n ? from + {_RUN} : n;",
+        *(f"acc run{i}[{run}];" for i in count),
+        *(f"float {name}_new[{run}];" for name in encoded),
+        *(["int ignored = 0;"] if "&ignored" in flags else []),
+        f"for (int64_t from = 0; from < n; from += {run}) {{",
+        f"  const int64_t to = from + {run} < n ? from + {run} : n;",
+        *(f"  const float {name}_scale = {name}1[from / {run}];" for name in traced.loads if name in coded),
         *_indent(prefetches, 2).splitlines(),
         *_indent(_loop("from", "to", clauses, [*body, *kept]), 2).splitlines(),
         *(f"  q{i} += sum_of_squares(run{i}, to - from, {flags[i]});" for i in count),
+        *(
+            f"  encode_{suffix(coded[name])}({name}_new, to - from, {name}0 + from, {name}1 + from / {run});"
+            for name in encoded
+        ),
         "}",
     ]
 
@@ -285,6 +308,8 @@ def _summing_loops(traced: Trace, clauses: str, body: list[str], prefetches: lis
 def _line(i: int, op: str, args: tuple[int | float | str, ...], storages: dict[str, Storage]) -> str:
     if op == "load":
         name = str(args[0])
+        if storages[name].kind == "blockwise":
+            return f"const acc v{i} = {name}2[{name}0[i]] * {name}_scale;"
         both = {"split": "join", "plain": "honoured"}.get(storages[name].kind)
         return f"const acc v{i} = " + (f"{both}({name}0[i], {name}1[i]);" if both else f"wide({name}0[i]);")
     if op == "scalar":
@@ -299,6 +324,8 @@ def _stores(name: str, storage: Storage, value: str) -> list[str]:
         return [f"{name}0[i] = half_away(bits_of({value}));", f"{name}1[i] = (int16_t)bits_of({value});"]
     if storage.kind == "stochastic":
         return [f"{name}0[i] = stochastic({value}, seed, (uint32_t)(begin + i));"]
+    if storage.kind == "blockwise":
+        return [f"{name}_new[i - from] = (float){value};"]
     kinds = [_C_TYPES[dtype] for dtype in storage.dtypes]
     if storage.kind == "plain":  # the weight is the master rounded, not a float64 value rounded once
         return [f"{name}0[i] = (float){value};", f"{name}1[i] = narrow<{kinds[1]}>({name}0[i]);"]

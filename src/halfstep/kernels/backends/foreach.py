@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...core.scalars import in_scalar_dtype, scalar_dtype
+from ..blockwise import dequantize, quantize
 from ..expr import ElementwiseKernel, trace
 from ..storage import honoured, join, round_stochastic, split
 from ..tensor_table import Launcher, Number, Scalars, TensorTable
@@ -54,6 +55,9 @@ class ForeachLauncher(Launcher):
                 found.copy_(torch.maximum(found, (~largest.isfinite()).any().to(found)))
         for name in traced.stores:
             values = outputs[name].tensors
+            if table.columns[name][0].kind == "blockwise":
+                _store_codes(table, name, values, None if on_cpu else skip)
+                continue
             if skip is not None and not on_cpu:
                 old = loaded[name] if name in loaded else _load(table, name)
                 values = [torch.where(skip != 0, o, v) for o, v in zip(old, values, strict=True)]
@@ -121,6 +125,9 @@ def _load(table: TensorTable, name: str) -> list[torch.Tensor]:
     storage, parts = table.columns[name]
     if storage.kind == "split":
         return [join(weight, remainder) for weight, remainder in zip(*parts, strict=True)]
+    if storage.kind == "blockwise":
+        wide = [dequantize(codes, absmax, storage) for codes, absmax in zip(*parts[:2], strict=True)]
+        return wide if table.compute_dtype is torch.float32 else [each.to(table.compute_dtype) for each in wide]
     source = parts[0]
     if storage.kind == "plain":
         source = [honoured(master, weight) for master, weight in zip(*parts, strict=True)]
@@ -152,6 +159,15 @@ def _store(table: TensorTable, name: str, values: list[torch.Tensor], scalars: S
     else:
         for targets in parts:
             torch._foreach_copy_(targets, values)
+
+
+def _store_codes(table: TensorTable, name: str, values: list[torch.Tensor], skip: torch.Tensor | None) -> None:
+    """Write values as 8-bit codes. Where ``skip`` is not 0, the old codes are written: no rounding may touch them."""
+    storage, parts = table.columns[name]
+    for value, *old in zip(values, *parts[:2], strict=True):
+        laid = torch.empty_like(old[0], dtype=torch.float32).copy_(value)
+        for kept, new in zip(old, quantize(laid, storage), strict=True):
+            kept.copy_(new if skip is None else torch.where(skip != 0, kept, new))
 
 
 def zeros_and_largest(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,9 +25,9 @@ Tensors = list[torch.Tensor]
 
 
 def launcher(kernel: ElementwiseKernel, table: TensorTable) -> Launcher:
-    """A kernel made ready for a table. Stochastic rounding numbers the elements of whole tensors."""
-    random = any(storage.kind == "stochastic" for storage, _ in table.columns.values())
-    return ForeachLauncher(kernel, table) if random else PieceLauncher(kernel, table)
+    """A kernel made ready for a table. Stochastic rounding numbers the elements of whole tensors, and so do blocks."""
+    whole = any(storage.kind in ("stochastic", "blockwise") for storage, _ in table.columns.values())
+    return ForeachLauncher(kernel, table) if whole else PieceLauncher(kernel, table)
 
 
 class _Piece:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from ..blockwise import BLOCK
 from ..codegen import Layout, scalar_names
 from ..expr import ElementwiseKernel, trace
 from ..storage import Storage
+from .blockwise_source import TRITON_PRELUDE, suffix
 
 __all__ = ["source"]
 
@@ -16,6 +18,7 @@ _TYPES = {
     torch.float16: "tl.float16",
     torch.bfloat16: "tl.bfloat16",
     torch.int16: "tl.int16",
+    torch.uint8: "tl.uint8",
 }
 
 # bfloat16 is rounded by its bits: the interpreter's own cast truncates, and the bits are the other backends'.
@@ -197,11 +200,19 @@ def source(kernel: ElementwiseKernel, layout: Layout, *, amd: bool = False) -> s
     ]
     # How many elements a thread moves at once: 16 bytes of the widest column, as many elements of any other. So all
     # columns are spread alike over the threads, and none is passed from thread to thread through shared memory.
-    vector = 16 // max(dtype.itemsize for _, _, dtype in parts)
+    each = (dtype for *_, storage in layout.columns for dtype in storage.dtypes[: storage.elementwise])
+    vector = 16 // max(dtype.itemsize for dtype in each)
     setup = [f"{pointer} = tl.load(table + {slot} * rows + row)" for pointer, slot, _ in parts]
+    beside = {
+        f"{name}{storage.elementwise + i}": place
+        for name, _, storage in layout.columns
+        for i, place in enumerate([f" + begin // {BLOCK}", ""][: len(storage.dtypes) - storage.elementwise])
+    }
     body = []
     for pointer, _, dtype in parts:
-        body.append(f"{pointer} = {pointer}.to(tl.pointer_type({_TYPES[dtype]})) + begin")
+        body.append(f"{pointer} = {pointer}.to(tl.pointer_type({_TYPES[dtype]})){beside.get(pointer, ' + begin')}")
+        if pointer in beside:
+            continue
         body.append(f"if VECTORS:\n        {pointer} = tl.multiple_of({pointer}, {vector * dtype.itemsize})")
     if "seed" in names:
         body.append(f"seed = bits_of(tl.load(scalars + {names.index('seed')} * rows + row))")
@@ -210,6 +221,7 @@ def source(kernel: ElementwiseKernel, layout: Layout, *, amd: bool = False) -> s
         body.extend(_lines(i, node.op, node.args, storages, names, acc))
     for name, index in traced.stores.items():
         body.extend(_stores(name, storages[name], f"v{index}"))
+    coded = any(storage.kind == "blockwise" for storage in storages.values())
     squares, statistics = [], []
     for i, index in enumerate(traced.squares):
         squares.append(f"square{index} = sum_of_squares(tl.where(alive, v{index}, 0.0))")
@@ -231,14 +243,19 @@ def source(kernel: ElementwiseKernel, layout: Layout, *, amd: bool = False) -> s
     if kernel.results:
         finish = [f"add_up(partial, results, first, done, row, rows, chunks, {kernel.sums}, {kernel.results})"]
     pointers = [pointer for pointer, _, _ in parts]
-    return _PRELUDE + _ENTRY % {
-        "vector": vector,
-        "pointers": ", ".join(pointers),
-        "bits": " | ".join(pointers),
-        "setup": _indent(setup),
-        "body": _indent(body),
-        "finish": _indent(finish),
-    }
+    return (
+        _PRELUDE
+        + (TRITON_PRELUDE if coded else "")
+        + _ENTRY
+        % {
+            "vector": vector,
+            "pointers": ", ".join(pointers),
+            "bits": " | ".join(pointers),
+            "setup": _indent(setup),
+            "body": _indent(body),
+            "finish": _indent(finish),
+        }
+    )
 
 
 def _indent(lines: list[str]) -> str:
@@ -266,6 +283,12 @@ def _lines(
 
 def _loads(i: int, name: str, storage: Storage, acc: str) -> list[str]:
     """Each part is loaded on a line of its own: so the compiler's notes say which column an access belongs to."""
+    if storage.kind == "blockwise":
+        return [
+            f"{name}_code = tl.load({name}0 + i, mask=alive, other=0)",
+            f"{name}_scale = tl.load({name}1 + i // {BLOCK}, mask=alive, other=0.0)",
+            f"v{i} = (tl.load({name}2 + {name}_code, mask=alive, other=0.0) * {name}_scale).to({acc})",
+        ]
     if storage.kind not in ("split", "plain"):
         return [f"v{i} = tl.load({name}0 + i, mask=alive, other=0).to({acc})"]
     lines = [f"{name}{part}_in = tl.load({name}{part} + i, mask=alive, other=0)" for part in range(2)]
@@ -276,6 +299,13 @@ def _loads(i: int, name: str, storage: Storage, acc: str) -> list[str]:
 
 
 def _stores(name: str, storage: Storage, value: str) -> list[str]:
+    if storage.kind == "blockwise":
+        return [
+            f"{name}_codes, {name}_absmax = encode_{suffix(storage)}({value}, alive, BLOCK)",
+            f"tl.store({name}0 + i, {name}_codes, mask=alive)",
+            f"blocks = tl.arange(0, BLOCK // {BLOCK})",
+            f"tl.store({name}1 + blocks, {name}_absmax, mask=blocks * {BLOCK} < count)",
+        ]
     if storage.kind == "split":
         forms = [f"half_away({value})", f"low_bits({value})"]
     elif storage.kind == "stochastic":

@@ -1,0 +1,178 @@
+"""8-bit storage of moments: codes of a dynamic map, with the largest magnitude of each block of 256 elements.
+
+The scheme is that of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), as
+bitsandbytes has it. Values are divided by the largest magnitude of their block (``absmax``) and rounded to the nearest
+number of a map of 256. The map has seven decades, from 1e-7 to 1, each with twice as many numbers as the one below.
+
+Two things differ. A second moment that is not 0 is never rounded to 0, because the step is divided by its root: this is
+the zero point problem of Li et al., "Memory Efficient Optimizers with 4-bit States" (arXiv 2309.01507). And code 0 of a
+signed map, which has no -1, is read as -1 where ``widened`` can know that it was: see there.
+
+The arithmetic on tensors is here. The ``compiled`` and ``triton`` backends print the same steps, for the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from .storage import Storage
+
+__all__ = [
+    "BLOCK",
+    "OFFSET",
+    "PER_WIDTH",
+    "SIGNED",
+    "TINY",
+    "UNSIGNED",
+    "Grid",
+    "blocks_of",
+    "dequantize",
+    "dynamic_map",
+    "grid",
+    "map_on",
+    "quantize",
+    "widened",
+]
+
+BLOCK = 256
+"""Elements that share one ``absmax``. A block is a run of elements in the order in which they lie in memory."""
+
+SIGNED = Storage("blockwise", (torch.uint8, torch.float32, torch.float32), signed=True)
+UNSIGNED = Storage("blockwise", (torch.uint8, torch.float32, torch.float32))
+"""The parts are codes, ``absmax`` and the map, which all rows of a table share."""
+
+_DECADES = 7
+OFFSET, PER_WIDTH = torch.tensor([0.1, 1 / 0.9], dtype=torch.float32, device="cpu").tolist()
+"""Where a decade begins, and what makes its length 1; both are float32 numbers."""
+
+TINY = 2.0**-126
+"""The smallest ``absmax`` that is divided by: the inverse of a smaller one is infinite."""
+
+
+class Grid(NamedTuple):
+    """The rule by which magnitudes between 0 and 1 become places in a map, without looking through the map.
+
+    The numbers of a decade lie at equal distances, so a place in it is a product. All are float32 numbers.
+
+    Attributes:
+        decades: of each decade, the lowest magnitude, the power of ten that makes its upper end 1, how many numbers the
+            map has in it. The first begins at 0.
+        zero: the lowest magnitude that is not rounded to 0.
+        top: the highest magnitude that is not rounded to 1.
+    """
+
+    decades: tuple[tuple[float, float, float], ...]
+    zero: float
+    top: float
+
+
+@functools.cache
+def dynamic_map(storage: Storage) -> torch.Tensor:
+    """The 256 numbers that codes stand for, float32, rising; with both signs or not.
+
+    These are the bits of ``create_dynamic_map`` of bitsandbytes. The largest is 1, and only the signed map has numbers
+    below 0, of which the lowest is -0.993.
+    """
+    signed = storage.signed
+    numbers = [0.0, 1.0]
+    for decade in range(_DECADES):
+        with torch.device("cpu"):
+            ends = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float32)
+        numbers += ((ends[:-1] + ends[1:]) / 2.0 * 10.0 ** (decade + 1 - _DECADES)).tolist()
+    if signed:
+        numbers += [-number for number in numbers if 0.0 < number < 1.0]
+    return torch.tensor(sorted(numbers), dtype=torch.float32, device="cpu")
+
+
+@functools.cache
+def map_on(storage: Storage, device: torch.device) -> torch.Tensor:
+    """``dynamic_map`` on a device."""
+    return dynamic_map(storage).to(device)
+
+
+@functools.cache
+def grid(storage: Storage) -> Grid:
+    """The rule for the map of a storage."""
+    numbers = dynamic_map(storage)
+    between = ((numbers[1:] + numbers[:-1]) / 2).tolist()
+    zero = numbers.tolist().index(0.0)
+    first = 1 if storage.signed else 2
+    decades, place = [], zero
+    for decade in range(_DECADES):
+        count = first * 2**decade
+        decades.append((between[place] if decade else 0.0, 10.0 ** (_DECADES - 1 - decade), float(count)))
+        place += count
+    return Grid(tuple(decades), between[zero], between[-1])
+
+
+def blocks_of(elements: int) -> int:
+    """How many blocks so many elements have."""
+    return -(-elements // BLOCK)
+
+
+def quantize(value: torch.Tensor, storage: Storage) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and ``absmax`` of a tensor.
+
+    Args:
+        value: float32, laid out densely; blocks are counted in the order of memory. A block that holds NaN or inf has
+            that as its ``absmax``, and is NaN as a whole when it is read.
+        storage: ``SIGNED`` or ``UNSIGNED``.
+
+    Returns:
+        uint8 of the shape and strides of ``value``, and float32 of shape [blocks].
+    """
+    count, blocks = value.numel(), blocks_of(value.numel())
+    flat = torch.nn.functional.pad(value.as_strided((count,), (1,)), (0, blocks * BLOCK - count)).view(blocks, BLOCK)
+    absmax = flat.abs().amax(1) if blocks else flat.new_zeros(0)
+    inverse = 1.0 / torch.where(absmax < TINY, TINY, absmax)
+    codes = _codes(flat * inverse[:, None], storage).to(torch.uint8).flatten()[:count]
+    return codes.clone().as_strided(value.shape, value.stride()), absmax
+
+
+def dequantize(codes: torch.Tensor, absmax: torch.Tensor, storage: Storage) -> torch.Tensor:
+    """The float32 values of codes, as a step reads them, of their shape and strides."""
+    return map_on(storage, codes.device)[codes.int()] * _spread(absmax, codes)
+
+
+def widened(codes: torch.Tensor, absmax: torch.Tensor, storage: Storage) -> torch.Tensor:
+    """Float32 values whose ``quantize`` gives back these codes and this ``absmax`` to the bit.
+
+    The largest magnitude of a block is exact. So a block in which nothing has the code of 1 had its largest magnitude
+    below 0: code 0, which stands for -0.993 otherwise, is -1 there.
+    """
+    values = dequantize(codes, absmax, storage)
+    if storage.signed:
+        count, blocks = codes.numel(), len(absmax)
+        flat = torch.nn.functional.pad(codes.as_strided((count,), (1,)), (0, blocks * BLOCK - count), value=1)
+        flat = flat.view(blocks, BLOCK)
+        lowest = (flat == 0) & (flat != 255).all(1, keepdim=True)
+        lowest = lowest.flatten()[:count].as_strided(codes.shape, codes.stride())
+        values = torch.where(lowest, -_spread(absmax, codes), values)
+    return values
+
+
+def _spread(absmax: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """The ``absmax`` of each code, laid out as the codes."""
+    each = absmax.repeat_interleave(BLOCK, output_size=len(absmax) * BLOCK)[: codes.numel()]
+    return each.as_strided(codes.shape, codes.stride())
+
+
+def _codes(scaled: torch.Tensor, storage: Storage) -> torch.Tensor:
+    """The codes of numbers between -1 and 1, as float32. The backends have the same steps in the same order."""
+    rule = grid(storage)
+    size = scaled.abs()
+    power, width = (torch.full_like(size, number) for number in rule.decades[0][1:])
+    for lowest, its_power, its_width in rule.decades[1:]:
+        above = size >= lowest
+        power, width = torch.where(above, its_power, power), torch.where(above, its_width, width)
+    place = ((size * power - OFFSET) * PER_WIDTH + 1.0) * width
+    last = width + width - 1.0
+    place = torch.where(place < last, place, last).trunc()
+    place = torch.where(size > rule.top, 2.0 * rule.decades[-1][2], place)
+    if not storage.signed:  # the first decade has the places 2 and 3; 1 is for 0 alone
+        return torch.where(size == 0, 1.0, torch.where(place < 2.0, 2.0, place)) - 1.0
+    place = torch.where(size < rule.zero, 0.0, place)
+    return torch.where(scaled < 0, 127.0 - torch.where(place < 127.0, place, 127.0), 127.0 + place)
