@@ -104,9 +104,8 @@ def facts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def read(tensor: torch.Tensor, counts: torch.Tensor, numbers: torch.Tensor) -> Checked:
     """The facts on the host, in one read."""
-    nan, inf, zeros, largest, smallest, mean = (
-        torch.cat([counts.double(), numbers.double()]) + 0.0
-    ).tolist()  # no -0.0
+    found = torch.cat([counts.double(), numbers.double()]) + 0.0  # no -0.0
+    nan, inf, zeros, largest, smallest, mean = found.tolist()
     device = tensor.device.type if tensor.device.type == "cpu" else f"gpu:{tensor.device.index}"
     return Checked(device, tensor.dtype, tensor.numel(), int(nan), int(inf), int(zeros), largest, smallest, mean)
 

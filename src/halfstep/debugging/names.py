@@ -9,22 +9,10 @@ from typing import Any
 from ..core.oplists import resolve
 from ..core.oplists.tables import PADDLE_NAMES, pairs
 from ..core.torch_compat import current_node
+from ..observe.names import canonical
 from ..observe.ops import OpCall
 
-__all__ = ["canonical", "list_name", "listed", "log_name", "op_of"]
-
-_PUBLIC = pairs("""
-    mm=matmul bmm=matmul addmm=linear _to_copy=cast copy_=cast to_copy=cast
-    native_layer_norm=layer_norm native_group_norm=group_norm native_batch_norm=batch_norm
-    _native_batch_norm_legit=batch_norm _batch_norm_with_update=batch_norm cudnn_batch_norm=batch_norm
-    miopen_batch_norm=batch_norm native_dropout=dropout _fused_dropout=dropout _fused_rms_norm=rms_norm
-    nll_loss_forward=nll_loss nll_loss2d_forward=nll_loss2d max_pool2d_with_indices=max_pool2d
-    max_pool3d_with_indices=max_pool3d _adaptive_avg_pool2d=adaptive_avg_pool2d
-    _adaptive_avg_pool3d=adaptive_avg_pool3d upsample_linear1d=interpolate upsample_bilinear2d=interpolate
-    upsample_trilinear3d=interpolate upsample_nearest2d=interpolate upsample_bicubic2d=interpolate
-    _thnn_fused_lstm_cell=lstm _thnn_fused_gru_cell=gru mkldnn_linear=linear
-    """)
-"""The function of torch that users know, by the ATen op that it runs where the names differ."""
+__all__ = ["list_name", "listed", "log_name", "op_of"]
 
 _LISTED = pairs("""
     conv2d=conv2d batch_norm=batch_norm cross_entropy=softmax_with_cross_entropy binary_cross_entropy=bce_loss
@@ -36,23 +24,6 @@ _LISTED = pairs("""
 """The name on Paddle's op lists where the table of these has none, or several for one op of torch."""
 
 _LOGGED = pairs("div=divide sub=subtract mul=multiply pow=elementwise_pow")
-
-
-@functools.cache
-def canonical(name: str, dims: int = 2) -> str:
-    """The name of the function of torch that runs an ATen op.
-
-    Args:
-        name: of the op, without namespace and overload.
-        dims: of a convolution.
-    """
-    if "convolution" in name:
-        return f"conv{dims}d"
-    if "scaled_dot_product" in name:
-        return "scaled_dot_product_attention"
-    name = _PUBLIC.get(name, name)
-    bare = name.strip("_") if not name.startswith("__") else name
-    return _PUBLIC.get(bare, bare)
 
 
 @functools.cache

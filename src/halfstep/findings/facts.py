@@ -5,7 +5,7 @@ Everything costs nothing until a rule asks for it: a healthy model is one walk o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,23 +18,26 @@ from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.inner_optimizers import bare
 from ..core.policy import Policy
 from ..core.torch_compat import buffers_of, children_of, parameters_of
+from ..gradients.ledger import get_grads
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..observe.samples import Reading, can_sample, grid_flags, sample
 from ..stepping.attached import attached_to
 from ..stepping.replaced import modules_in
 from .finding import grouped
 from .forward import Forward
-from .gradients import ask_gradients
 from .groups import Group, SecondMoment, dtypes_of, second_moments
 from .lost import LostUpdates
 
-__all__ = ["Facts"]
+__all__ = ["Facts", "gradients_of"]
 
 _STEPPED = 8
 """How many fp32 weights, about, are looked at for values on a 16-bit grid."""
 
 _FEWEST = 64
 """With fewer elements they prove nothing."""
+
+_TENSORS, _ELEMENTS = 16, 64
+"""How many gradients are looked at for a number other than 0, and how many elements of each."""
 
 
 @dataclass(eq=False)
@@ -70,7 +73,7 @@ class Facts:
         self.groups = [Group.of(one, group) for one in self.optimizers for group in one.param_groups]
         self.lost = LostUpdates.of(self.groups, self.reading)
         self._stepped = self._ask_stepped()
-        self._any_gradient = ask_gradients(self.trained_params, self.reading)
+        self._any_gradient = _ask_gradients(self.trained_params, self.reading)
         seen = self.forward
         self._forward_flags = [(name, self.reading.ask(flags)) for name, flags in (seen.flags if seen else ())]
         self._norms = [(name, self.reading.ask(inf)) for name, inf in (seen.overflows if seen else ())]
@@ -199,10 +202,9 @@ class Facts:
         some = list(params)
         key = tuple(map(id, some))
         if key not in self._where:
+            names = self.names
             nameless = f"{type(self.optimizers[0]).__name__}'s parameter" if self.optimizers else "parameter"
-            self._where[key] = grouped(
-                {self.names.get(id(p), f"{nameless} {i}"): p.numel() for i, p in enumerate(some)}
-            )
+            self._where[key] = grouped({names.get(id(p)) or f"{nameless} {i}": p.numel() for i, p in enumerate(some)})
         return self._where[key]
 
     @cached_property
@@ -227,3 +229,18 @@ class Facts:
 def _is_on_grid(flags: list[float]) -> bool:
     off, used = flags
     return not off and bool(used)
+
+
+def _ask_gradients(params: Sequence[torch.Tensor], reading: Reading) -> slice | None:
+    """Ask of some gradients whether any number is other than 0; None if there are no gradients."""
+    have = [p for p, grad in zip(params, get_grads(params), strict=True) if grad is not None]
+    some = [grad for _, grad in gradients_of(have[:: -(-len(have) // _TENSORS)])] if have else []
+    some = [grad for grad in some if grad.device == some[0].device]
+    return reading.ask(torch.cat([sample(grad, _ELEMENTS) for grad in some]).any()) if some else None
+
+
+def gradients_of(params: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters that have dense gradients, with these."""
+    for param, grad in zip(params, get_grads(params), strict=True):
+        if grad is not None and not grad.is_sparse and grad.numel() and can_sample(grad):
+            yield param, grad

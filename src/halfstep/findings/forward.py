@@ -6,9 +6,10 @@ Nothing remains of it: it runs without gradients, and the random state and all b
 from __future__ import annotations
 
 import functools
+import random
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from ..observe.samples import grid_flags, sample
 from ..observe.watch import ModuleCall, Watch
 from .statistics import Statistics
 
-__all__ = ["Forward", "is_norm", "is_router", "run"]
+__all__ = ["Forward", "is_norm", "is_router", "run", "same_random_numbers"]
 
 LOSSES = frozenset(
     (
@@ -163,6 +164,18 @@ class Forward:
             self.flags.append(("the loss", grid_flags(loss.detach().reshape(1))))
 
 
+@contextmanager
+def same_random_numbers(model: nn.Module) -> Iterator[None]:
+    """Put the state of the random numbers of torch, on the devices of a model, and of Python back after the block."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(state)
+
+
 def run(model: nn.Module, batch: Any) -> Forward:
     """Run a forward pass in the mode (train or eval) that the model is in, and put back what it changes.
 
@@ -179,10 +192,7 @@ def run(model: nn.Module, batch: Any) -> Forward:
         for name, buffer in buffers_of(module).items()
         if buffer is not None
     ]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(torch.no_grad())
+    with same_random_numbers(model), torch.no_grad():
         try:
             with forward.watching():
                 result = call()

@@ -88,13 +88,13 @@ def second_moments(groups: Sequence[Group]) -> Iterator[SecondMoment]:
         if not isinstance(keeps, float):
             continue
         there: dict[torch.dtype, list[torch.Tensor]] = {}
+        name = ""
         for param in group.halves or group.params[:1]:
             entry = state.get(param)
-            if entry:
+            if entry and name not in entry:
                 name = next((name for name in _NAMES if name in entry), "")
-                dtype = getattr(entry.get(name), "dtype", None)
-            else:
-                dtype = param.dtype if made else None
+            moment = entry.get(name) if entry else param if made else None
+            dtype = getattr(moment, "dtype", None)
             if dtype in HALF_DTYPES:
                 there.setdefault(dtype, []).append(param)
         yield from (SecondMoment(group, params, dtype, keeps) for dtype, params in there.items())

@@ -13,7 +13,7 @@ from . import rules_of_model as of_model
 from . import rules_of_optimizer as of_optimizer
 from .facts import Facts
 from .finding import Finding, Found
-from .gradients import ZERO_GRADIENTS_FIX
+from .rules_of_gradients import ZERO_GRADIENTS_FIX
 
 __all__ = ["RULES", "Rule", "finding"]
 
@@ -66,6 +66,11 @@ RULES: dict[str, Rule] = {
     "HS115": Rule(
         of_optimizer.foreign_parameters,
         "Make the optimizer from model.parameters() after the model was built, moved and wrapped.",
+    ),
+    "HS118": Rule(of_model.inputs_that_a_cast_destroys),
+    "HS119": Rule(
+        of_model.buffers_that_a_cast_destroys,
+        "Nothing is lost; ops that mix dtypes cost a cast. cast_ops=False of amp.initialize casts these buffers, too.",
     ),
     "HS121": Rule(of_gradients.zero_gradients, f"{ZERO_GRADIENTS_FIX[0].upper()}{ZERO_GRADIENTS_FIX[1:]}."),
 }

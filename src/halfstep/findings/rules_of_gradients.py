@@ -7,11 +7,15 @@ from collections.abc import Iterator
 import torch
 
 from ..gradients.ledger import get_grads
-from .facts import Facts
+from .facts import Facts, gradients_of
 from .finding import Found
-from .gradients import gradients_of
 
-__all__ = ["zero_gradients"]
+__all__ = ["ZERO_GRADIENTS_FIX", "zero_gradients"]
+
+ZERO_GRADIENTS_FIX = (
+    "in float16 use a loss scale (amp.GradScaler(), loss_scale='dynamic'), or bfloat16: numbers below 6e-8 become 0; "
+    "else see what cuts the graph or multiplies by 0: detach(), a mask, a dead ReLU"
+)
 
 _MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")
 """Entries of the state of torch's optimizers that are 0 as long as all gradients are 0."""

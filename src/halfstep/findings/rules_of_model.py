@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from ..casting.modules import has_casting
+from ..casting.buffers import POSITIONS
+from ..casting.modules import first_passes_of, has_casting
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.hardware import has_units
 from ..core.text import listed
@@ -22,14 +22,15 @@ from .forward import is_norm, is_router
 
 __all__ = [
     "average_in_16_bits",
+    "buffers_that_a_cast_destroys",
     "fp32_in_name_only",
     "fsdp_reduces_in_16_bits",
+    "inputs_that_a_cast_destroys",
     "loss_in_16_bits",
     "no_units",
     "sensitive_parts_in_16_bits",
 ]
 
-_POSITIONS = re.compile(r"inv_freq|^(freqs?|positions?|timesteps?|timescale)$")
 _SLOW_AVERAGE = 0.998
 
 
@@ -51,7 +52,7 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Found]:
         for key, buffer in buffers_of(module).items():
             if buffer is not None and is_half(buffer):
                 whole = f"{name}.{key}".lstrip(".")
-                if _POSITIONS.search(key):
+                if POSITIONS.search(key):
                     positions[whole] = buffer.numel()
                 elif isinstance(module, BatchNorm):
                     statistics[whole] = buffer.numel()
@@ -151,8 +152,8 @@ def _decay_of(module: nn.Module) -> float | None:
             if "decay" in cells:
                 return float(cells["decay"].cell_contents)
         return None
-    given = vars(module)
-    decay = next((given[name] for name in ("decay", "ema_decay", "beta") if name in given), None)
+    given = vars(module).get
+    decay = given("decay", given("ema_decay", given("beta")))
     return decay if isinstance(decay, float) and bool(children_of(module)) else None
 
 
@@ -184,6 +185,44 @@ def _faster(device: torch.device, slow: torch.dtype) -> str:
     if has_units(device, other, "product"):
         return f"Train in {dtype_name(other)} (dtype= of amp.initialize), for which {device} has units."
     return 'For speed train in fp32 (opt_level="O0"): on this device 16 bits only save memory.'
+
+
+def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
+    """HS118: inputs of a 16-bit model that its first passes have not cast as they are.
+
+    Integers beyond the exact ones of the dtype, as time steps are, stay fp32. Finite numbers beyond its range, as masks
+    of ``torch.finfo(torch.float32).min`` have, become its largest. Source: diffusers#993.
+    """
+    passes = first_passes_of(facts.model)
+    if passes is None:
+        return
+    dtype = dtype_name(passes.casting.dtype)
+    stay, saturate = (sorted({place for place, _ in each}) for each in (passes.stays, passes.saturates))
+    if stay:
+        yield Found(
+            "note",
+            listed([f"input {place}" for place in stay]),
+            f"Inputs hold integers that {dtype} does not have, so they stay float32.",
+            {"inputs": stay},
+            "Nothing is lost; ops that mix dtypes cost a cast. Integer tensors, or features made from them, cost none.",
+        )
+    if saturate:
+        yield Found(
+            "note",
+            listed([f"input {place}" for place in saturate]),
+            f"Inputs hold finite numbers that are infinite in {dtype}; they become its largest ones.",
+            {"inputs": saturate},
+            "Make masks of bool, or of torch.finfo(dtype).min in the dtype of the weights; scale other inputs.",
+        )
+
+
+def buffers_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
+    """HS119: buffers that have stayed fp32, because numbers in them would be 0 or inf, or are frequencies."""
+    passes = first_passes_of(facts.model)
+    if passes is not None and passes.spared:
+        dtype = dtype_name(passes.casting.dtype)
+        text = f"Buffers stay float32: {dtype} would destroy what they hold."
+        yield Found("note", listed(list(passes.spared)), text, {"buffers": list(passes.spared)})
 
 
 def fp32_in_name_only(facts: Facts) -> Iterator[Found]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,10 @@ import torch
 from ..core.checks import check_count
 from ..core.errors import ArgumentTypeError
 from ..core.inner_optimizers import bare
-from ..gradients.async_reader import capturing
+from ..gradients.async_reader import AsyncReader, capturing
 from ..gradients.ledger import get_grads
-from ..observe.fetched import Fetched
 from ..observe.samples import Drawn, can_sample, draw, element_shares, sample
-from ..observe.updates import BeforeStep
+from ..observe.updates import BeforeStep, Change
 from ..observe.watch import Hook
 from ..stepping.attached import attached_to
 from .finding import Finding, grouped, log
@@ -70,8 +69,8 @@ class Watch:
         self._optimizer = weakref.ref(optimizer)
         self._every = every
         self._steps = 0
-        self._before: _Before | None = None
-        self._late: deque[Fetched] = deque()
+        self._before: Callable[[], list[torch.Tensor]] | None = None
+        self._late = AsyncReader(2)
         self._worst: Finding | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(Hook(self._begin)),
@@ -99,20 +98,19 @@ class Watch:
         params = [p for p in params if can_sample(p)]
         params = [p for p, grad in zip(params, get_grads(params), strict=True) if grad is not None]
         if params and not capturing(params[0].device):
-            self._before = _Before(optimizer, draw(params))
+            self._before = _losses(optimizer, draw(params))
 
     @torch.no_grad()
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         before, self._before = self._before, None
-        counts = [] if before is None else before.counts()
+        counts = [] if before is None else before()
         if counts:
             home = counts[0].device
             total = torch.stack([each.to(home, non_blocking=True) for each in counts]).sum(0)
-            self._late.append(Fetched(total * (1.0 - _skipped(optimizer, home))))
+            self._late.post(*(total * (1.0 - _skipped(optimizer, home))).unbind())
 
     def _poll(self, *, wait: bool) -> None:
-        while self._late and (wait or self._late[0].ready):
-            lost_share, moving = self._late.popleft().get().tolist()
+        for lost_share, moving in self._late.poll(wait=wait):
             if moving:
                 self._report(lost_share / moving)
 
@@ -131,26 +129,27 @@ class Watch:
             log([self._worst], by="halfstep.watch")
 
 
-class _Before:
-    """A sample of what some parameters are before a step, and of where their gradients are not 0."""
+def _losses(optimizer: torch.optim.Optimizer, drawn: Sequence[Drawn]) -> Callable[[], list[torch.Tensor]]:
+    """Sample parameters before a step, and where their gradients are not 0.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, drawn: list[Drawn]) -> None:
-        params, self._shares, elements = zip(*drawn, strict=True)
-        grads = [grad for grad in get_grads(params) if grad is not None]
-        self._place = {id(param): i for i, param in enumerate(params)}
-        self._moving = [sample(grad, count) != 0 for grad, count in zip(grads, elements, strict=True)]
-        self._values = BeforeStep(optimizer, params, elements)
+    Returns:
+        To be called after the step: how much it has lost, and how much has a gradient, for each device, as shares of
+        all parameters.
+    """
+    params, shares, elements = zip(*drawn, strict=True)
+    grads = [grad for grad in get_grads(params) if grad is not None]
+    place = {id(param): i for i, param in enumerate(params)}
+    is_moving = [sample(grad, count) != 0 for grad, count in zip(grads, elements, strict=True)]
+    before = BeforeStep(optimizer, params, elements)
 
-    def counts(self) -> list[torch.Tensor]:
-        """How much the step has lost, and how much has a gradient: for each device, as shares of all parameters."""
-        found = []
-        for change in self._values.changes():
-            places = [self._place[id(param)] for param in change.params]
-            moving = torch.cat([self._moving[i] for i in places])
-            shares = element_shares([self._shares[i] for i in places], change.lengths, moving.device)
-            lost = moving & (change.before == change.after)
-            found.append(torch.stack([shares @ lost.float(), shares @ moving.float()]))
-        return found
+    def lost_and_moving(change: Change) -> torch.Tensor:
+        places = [place[id(param)] for param in change.params]
+        moving = torch.cat([is_moving[i] for i in places])
+        each = element_shares([shares[i] for i in places], change.lengths, moving.device)
+        lost = moving & (change.before == change.after)
+        return torch.stack([each @ lost.float(), each @ moving.float()])
+
+    return lambda: list(map(lost_and_moving, before.changes()))
 
 
 def _skipped(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Tensor:

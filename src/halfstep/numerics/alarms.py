@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -15,7 +17,7 @@ from ..observe.row import Row
 from .step_size import StepSizes
 from .zero_gradients import ZeroGradients
 
-__all__ = ["Alarms", "first_bad"]
+__all__ = ["Alarms", "findings_in"]
 
 _KEPT = 6  # sampled steps that a trend is drawn through
 _FEWEST = 3
@@ -59,7 +61,7 @@ class Alarms:
         for row in rows:
             if row.tensor == "output":
                 self._add_output(row)
-        if self._overflow is None and (bad := first_bad(rows)) is not None:
+        if self._overflow is None and (bad := _first_bad(rows)) is not None:
             self._overflow = bad, f"at step {bad.step} {_said_of(bad, rows)}"
         self._sizes.add(rows)
         self._zeros.add(rows)
@@ -147,12 +149,18 @@ class Alarms:
             self._near.setdefault(row.module, (row.step, headroom, left))
 
 
-def first_bad(rows: Iterable[Row]) -> Row | None:
-    """The first output with inf or NaN; None if all are finite.
+def findings_in(rows: Iterable[Row]) -> list[Finding]:
+    """The findings by all rows of a run, the likely cause first."""
+    alarms = Alarms()
+    for _, of_step in itertools.groupby(sorted(rows, key=attrgetter("step")), key=attrgetter("step")):
+        found = list(of_step)
+        alarms.add(found)
+        alarms.add_counted(found)
+    return alarms.findings()
 
-    Args:
-        rows: of one step, in the order of execution.
-    """
+
+def _first_bad(rows: Iterable[Row]) -> Row | None:
+    """The first output of a step with inf or NaN; None if all are finite."""
     return next((row for row in rows if row.tensor == "output" and not row.is_finite), None)
 
 

@@ -1,21 +1,19 @@
-"""Which op adds how much to the error of a step: two lists of records, aligned and compared."""
+"""Which row of a run adds how much error: two lists of rows that are aligned, compared."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from difflib import SequenceMatcher
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
 from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..observe.ops import USER
 from ..observe.samples import grid_flags
-from .comparison import Entry
-from .errors import Error, entry_of, error_of
-from .recording import Record
+from .comparison import LIMIT, Entry
+from .errors import Error, error_of
+from .linked_rows import LinkedRow
 
 __all__ = ["entries_of", "first_not_finite"]
 
@@ -23,127 +21,133 @@ _WIDE = torch.float32
 _PROOF = 64
 """With fewer values on the grid of a 16-bit format nothing is proved."""
 
+_FEW = 2.0**-7
+"""A share of lost values that is nothing yet: the unit of their excess."""
+
 _MANY = 0.1
 """The share of subnormal values above which they are the reason of an error."""
 
 
-def entries_of(candidate: Sequence[Record], reference: Sequence[Record], scale: float) -> tuple[list[Entry], int]:
-    """The errors that the ops of a candidate add, in order of execution, and the number of ops that only one run has.
+def entries_of(
+    candidate: Sequence[LinkedRow], reference: Sequence[LinkedRow], matched: Mapping[int, int], scale: float = 1.0
+) -> list[Entry]:
+    """The errors that the rows of a candidate add, in order of execution.
 
     Args:
-        candidate: its records.
-        reference: those of the same step in a wide dtype.
+        candidate: its rows.
+        reference: those of the same step, or steps, in a wide dtype.
+        matched: the place in the reference of those that both have.
         scale: the loss scale that the candidate has and the reference has not.
     """
-    matched, unmatched = _matches(candidate, reference)
-    gradients = _gradient_norms(reference)
+    sizes = _largest_rms(reference)
     errors: list[Error] = []
     entries: list[Entry] = []
     occurrences: Counter[tuple[str, str, bool]] = Counter()
-    for i, record in enumerate(candidate):
-        inherited = Error.largest(errors[j] for j in record.inputs)
+    for i, row in enumerate(candidate):
+        inherited = Error.largest(errors[j] for j in row.inputs)
         # what a backward op has from the forward pass decides which gradients are 0
-        decided = max((errors[j].whole for j in record.inputs if not candidate[j].backward), default=0.0)
-        other = reference[matched[i]] if i in matched else None
-        if record.passes_on:  # measured by itself, and hands on what it gets
-            amax = sum(candidate[j].amax for j in record.inputs)
-            found = Error() if record.source is None else _error(record, record.source, amax)
+        decided = max((errors[j].whole for j in row.inputs if not (candidate[j].backward or row.is_saved)), default=0.0)
+        if row.passes_on:  # measured by itself, and hands on what it gets
+            amax = sum(candidate[j].amax for j in row.inputs)
+            found = Error() if row.source is None else _error(row, row.source, amax)
             errors.append(Error(0.0, max(inherited.lost, found.lost), inherited.whole + found.whole))
             inherited, decided = Error(), 0.0
-        elif other is None or (record.index and not record.backward):  # unknown, or statistics beside the result
-            errors.append(inherited)
+        elif i not in matched or (row.index and not row.backward and not row.is_saved):
+            errors.append(inherited)  # unknown, or statistics beside the result
             continue
         else:
-            factor = scale if record.scaled else 1.0
-            norm = gradients.get(record.module, 0.0) * factor if record.leaf else 0.0
-            found = _error(record, other.sample * factor, other.amax, norm)
-            errors.append(found._replace(whole=max(found.whole, _sketched(record.sketch, other.sketch * factor))))
-        if record.passes_on and record.source is None:
+            right, factor = reference[matched[i]], scale if row.scaled else 1.0
+            norm = sizes[_family(row)] * factor if row.leaf else 0.0
+            found = _error_of_saved(row, right, norm) if row.is_saved else _error_of_op(row, right, factor, norm)
+            errors.append(Error.largest((inherited, found)) if row.is_saved else found)
+        if row.passes_on and row.source is None:
             continue
-        known, why = _known(record, candidate)
-        key = (record.module, record.op, record.backward)
-        entries.append(
-            entry_of(
-                found,
-                inherited._replace(lost=inherited.lost + decided),
-                _roundoff(_WIDE if record.wide else record.dtype),
-                least=known,
-                why=why or ("underflow" if _is_subnormal(record) else ""),
-                module=record.module,
-                op=record.op,
-                occurrence=occurrences[key],
-                backward=record.backward,
-                dtype=dtype_name(record.dtype),
-            )
-        )
+        known, why = (0.0, "") if row.is_saved else _known(row, candidate)
+        key = (row.module, row.op, row.backward)
+        inherited = inherited._replace(lost=inherited.lost + decided)
+        entries.append(_entry(row, row.index if row.is_saved else occurrences[key], found, inherited, known, why))
         occurrences[key] += 1
-    return entries, unmatched
+    return entries
 
 
-def first_not_finite(records: Sequence[Record]) -> str:
+def _entry(row: LinkedRow, occurrence: int, found: Error, inherited: Error, known: float, why: str) -> Entry:
+    """The entry of a row with some errors, and with an excess that is known for another reason."""
+    added = 0.0 if math.isinf(inherited.whole) else max(0.0, found.error - inherited.whole)
+    more = 0.0 if math.isinf(inherited.lost) else max(0.0, found.lost - inherited.lost)
+    by_error = added / (_roundoff(_WIDE if row.wide else row.dtype) + inherited.whole) if added else 0.0
+    by_loss = more / (_FEW + inherited.lost) if more else 0.0
+    excess = max(known, by_error, by_loss)
+    if math.isinf(excess):
+        why = "overflow"
+    elif excess <= LIMIT:
+        why = ""
+    elif by_loss == excess:
+        why = "underflow"
+    return Entry(
+        row.module,
+        row.op,
+        occurrence,
+        row.backward,
+        dtype_name(row.dtype),
+        error=max(found.error, found.lost),
+        inherited=max(inherited.whole, inherited.lost),
+        added=max(added, more),
+        excess=excess,
+        why=why or ("cancellation" if excess > LIMIT else ""),
+        step=row.step,
+    )
+
+
+def first_not_finite(rows: Sequence[LinkedRow]) -> str:
     """The op that made a run inf or NaN, as in "NaN, from 1.norm: rsqrt"; "" if its loss and gradients are finite.
 
     Followed back from the first NaN, or without one from the first such gradient or loss, to the first op that had
     finite inputs. So an inf that a mask needs is no fault.
     """
-    bad = [not math.isfinite(record.amax) for record in records]
-    ends = [i for i, record in enumerate(records) if record.leaf]
-    ends += [i for i, record in enumerate(records) if not (record.backward or record.passes_on)][-1:]
+    bad = [not math.isfinite(row.amax) for row in rows]
+    ends = [i for i, row in enumerate(rows) if row.leaf]
+    ends += [i for i, row in enumerate(rows) if not (row.backward or row.passes_on)][-1:]
     ends = [i for i in ends if bad[i]]
     if not ends:
         return ""
-    nan = [i for i, record in enumerate(records) if math.isnan(record.amax)]
+    nan = [i for i, row in enumerate(rows) if math.isnan(row.amax)]
     at = nan[0] if nan else ends[0]
-    while before := [i for i in records[at].inputs if bad[i] and i < at]:
+    while before := [i for i in rows[at].inputs if bad[i] and i < at]:
         at = before[0]
-    record = records[at]
-    return f"{'NaN' if nan else 'inf'}, from {record.module}: {record.op}{' (backward)' if record.backward else ''}"
-
-
-# ---- alignment
-
-
-def _aligned(a: Sequence[Hashable], b: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
-    """Which places in two sequences belong together."""
-    if a == b:
-        yield from ((i, i) for i in range(len(a)))
-        return
-    for at_a, at_b, size in SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks():
-        yield from ((at_a + i, at_b + i) for i in range(size))
-
-
-def _matches(candidate: Sequence[Record], reference: Sequence[Record]) -> tuple[dict[int, int], int]:
-    """The place of each record of the candidate in the reference, and how many ops have none."""
-    places: list[dict[Any, list[int]]] = []
-    for records in (candidate, reference):
-        found: dict[Any, list[int]] = defaultdict(list)
-        for i, record in enumerate(records):
-            if not record.passes_on:
-                found[record.module, record.backward].append(i)
-        places.append(found)
-    matched: dict[int, int] = {}
-    for where in places[0].keys() & places[1].keys():
-        ours, theirs = places[0][where], places[1][where]
-        keys = [
-            [(r.op, r.index, r.shape) for r in map(records.__getitem__, at)]
-            for records, at in ((candidate, ours), (reference, theirs))
-        ]
-        matched |= {ours[i]: theirs[j] for i, j in _aligned(*keys)}
-    total = sum(len(at) for found in places for at in found.values())
-    return matched, total - 2 * len(matched)
+    row = rows[at]
+    return f"{'NaN' if nan else 'inf'}, from {row.module}: {row.op}{' (backward)' if row.backward else ''}"
 
 
 # ---- errors
 
 
-def _is_subnormal(record: Record) -> bool:
+def _is_subnormal(row: LinkedRow) -> bool:
     """Whether many values are so small that they have fewer digits."""
-    sizes = record.sample[record.sample != 0].abs()
-    return len(sizes) > 0 and float((sizes < torch.finfo(record.dtype).smallest_normal).float().mean()) > _MANY
+    sizes = row.sample[row.sample != 0].abs()
+    return len(sizes) > 0 and float((sizes < torch.finfo(row.dtype).smallest_normal).float().mean()) > _MANY
 
 
-def _error(record: Record, right: torch.Tensor, right_amax: float, norm: float = 0.0) -> Error:
-    return error_of(record.sample, right, record.amax, right_amax, norm=norm, gradient=record.backward)
+def _error(row: LinkedRow, right: torch.Tensor, right_amax: float, norm: float = 0.0) -> Error:
+    return error_of(row.sample, right, row.amax, right_amax, norm=norm, gradient=row.backward)
+
+
+def _error_of_op(row: LinkedRow, right: LinkedRow, factor: float, norm: float) -> Error:
+    found = _error(row, right.sample * factor, right.amax, norm)
+    return found._replace(whole=max(found.whole, _sketched(row.sketch, right.sketch * factor)))
+
+
+def _error_of_saved(row: LinkedRow, right: LinkedRow, norm: float) -> Error:
+    """The error of the values that rows keep, or where these differ in their places, of magnitudes."""
+    if row.shape == right.shape and row.sample.shape == right.sample.shape and row.sample.numel():
+        found = _error(row, right.sample, right.amax, norm)
+    else:
+        pairs = ((row.rms, right.rms), (row.amax, right.amax))
+        columns = (torch.tensor(pair, dtype=torch.float64).reshape(2, 1) for pair in pairs)
+        found = Error.largest(error_of(a, b, row.amax, right.amax, norm=norm) for a, b in columns)
+    lost = 0.0
+    if row.backward and right.zeros < 1.0 and row.shape == right.shape:  # known of more values than rows keep
+        lost = max(0.0, row.zeros - right.zeros) / (1.0 - right.zeros)
+    return found._replace(lost=lost, whole=max(found.whole, lost))
 
 
 def _sketched(sketch: torch.Tensor, right: torch.Tensor) -> float:
@@ -153,16 +157,23 @@ def _sketched(sketch: torch.Tensor, right: torch.Tensor) -> float:
     return float((sketch[1:].double() - right[1:].double()).norm() / right[0])
 
 
-def _gradient_norms(reference: Sequence[Record]) -> dict[str, float]:
-    """The largest root mean square of the gradients of each module's parameters.
+def _largest_rms(reference: Sequence[LinkedRow]) -> dict[Hashable, float]:
+    """The largest root mean square among the parameters of a module, or their gradients.
 
-    The gradient of a bias before a norm is 0 but for roundoff, and is to be measured against that of the weight.
+    One alone is no measure: the gradient of a bias before a norm is 0 but for roundoff.
     """
-    found: dict[str, float] = defaultdict(float)
-    for record in reference:
-        if record.leaf and math.isfinite(record.amax):
-            found[record.module] = max(found[record.module], float(record.sample.double().square().mean().sqrt()))
+    found: dict[Hashable, float] = defaultdict(float)
+    for row in reference:
+        rms = row.rms
+        if row.leaf and math.isfinite(row.amax):
+            rms = float(row.sample.double().square().mean().sqrt()) if rms is None else rms
+            found[_family(row)] = max(found[_family(row)], rms)
     return found
+
+
+def _family(row: LinkedRow) -> Hashable:
+    """What the parameters of a module, or their gradients, have in common: kind and step where these are known."""
+    return row.module, row.step, row.op.partition(" of ")[0] if row.is_saved else ""
 
 
 # ---- roundoff that no error shows
@@ -172,25 +183,23 @@ def _roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def _known(record: Record, candidate: Sequence[Record]) -> tuple[float, str]:
-    """An excess that is known whatever the errors are, and why."""
-    wide = _roundoff(_WIDE)
-    if record.wide and record.dtype in HALF_DTYPES:
-        return _roundoff(record.dtype) / wide, "fp32 op in 16 bits"
-    if record.dtype is not _WIDE or not record.inputs:
-        return 0.0, ""
-    if record.cast is not None:
-        dtype = _rounded_by_user(record, candidate)
-        return (0.0, "") if dtype is None else (_roundoff(dtype) / wide, "fp32 in name only")
-    inputs = (candidate[j] for j in record.inputs)
-    if not record.passes_on and _is_on_grid(record.sample) and all(map(_is_off_grid, inputs)):
-        return _roundoff(torch.bfloat16) / wide, "fp32 in name only"
-    return 0.0, ""
+def _known(row: LinkedRow, candidate: Sequence[LinkedRow]) -> tuple[float, str]:
+    """An excess that is known whatever the errors are, and why; or only why, where there is an error."""
+    wide, dtype = _roundoff(_WIDE), None
+    if row.wide and row.dtype in HALF_DTYPES:
+        return _roundoff(row.dtype) / wide, "fp32 op in 16 bits"
+    if row.dtype is _WIDE and row.cast is not None:
+        dtype = _rounded_by_user(row, candidate)
+    elif row.dtype is _WIDE and row.inputs and not row.passes_on and _is_on_grid(row.sample):
+        dtype = torch.bfloat16 if all(_is_off_grid(candidate[j]) for j in row.inputs) else None
+    if dtype is not None:
+        return _roundoff(dtype) / wide, "fp32 in name only"
+    return 0.0, "underflow" if _is_subnormal(row) else ""
 
 
-def _rounded_by_user(record: Record, candidate: Sequence[Record]) -> torch.dtype | None:
+def _rounded_by_user(row: LinkedRow, candidate: Sequence[LinkedRow]) -> torch.dtype | None:
     """The dtype to which the script has cast fp32 values that are cast back here, with nothing in between."""
-    at = record.inputs
+    at = row.inputs
     while at and candidate[at[0]].passes_on:
         before = candidate[at[0]]
         if before.cast is not None:
@@ -200,9 +209,9 @@ def _rounded_by_user(record: Record, candidate: Sequence[Record]) -> torch.dtype
     return None
 
 
-def _is_off_grid(record: Record) -> bool:
-    wide = record.dtype is _WIDE and record.sample.numel() >= _PROOF
-    return wide and bool(grid_flags(record.sample)[0])
+def _is_off_grid(row: LinkedRow) -> bool:
+    wide = row.dtype is _WIDE and row.sample.numel() >= _PROOF
+    return wide and bool(grid_flags(row.sample)[0])
 
 
 def _is_on_grid(sample: torch.Tensor) -> bool:

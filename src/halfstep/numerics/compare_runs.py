@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..core.errors import ArgumentValueError
-from ..observe.names import OUTSIDE, ROOT, owner_of
+from ..observe.names import OUTSIDE, owner_of
 from ..observe.row import Row, load_rows
-from .comparison import Comparison, Entry
-from .errors import Error, entry_of, error_of
+from .blame import entries_of
+from .comparison import Comparison
+from .linked_rows import LinkedRow, Place, aligned_rows
 
 __all__ = ["compare"]
 
 Run = str | Path | Iterable[Row]
 
-_FEEDS = ("output", "output_grad")
 _GRADIENTS = ("output_grad", "grad")
+_NO_SKETCH = torch.empty(0, dtype=torch.float32)
 
 
 def compare(run_a: Run, run_b: Run) -> Comparison:
@@ -51,17 +50,18 @@ def compare(run_a: Run, run_b: Run) -> Comparison:
         ArgumentValueError: for a file of something else, or runs that have no row in common.
     """
     rows_a, rows_b = _rows(run_a), _rows(run_b)
-    reference = {_key(row): row for row in rows_a}
-    found = [(reference[_key(row)], row) for row in rows_b if _key(row) in reference]
-    if not found:
+    matched, alone = aligned_rows(*([_place(row) for row in rows] for rows in (rows_b, rows_a)))
+    if not matched:
         raise ArgumentValueError(
             f"The runs have no row in common: {_extent(rows_a)} against {_extent(rows_b)}. Watch the same steps "
             "(every=) of models whose modules have the same names."
         )
-    alone = len(rows_a) + len(rows_b) - 2 * len(found)
+    found = [(rows_a[matched[i]], row) for i, row in enumerate(rows_b) if i in matched]
+    reference, candidate = (_linked(rows) for rows in zip(*found, strict=True))
+    entries = entries_of(candidate, reference, {i: i for i in range(len(found))})
     names = (_name(run_a, "reference"), _name(run_b, "candidate"))
     about = {"rows of one run only": alone} if alone else {}
-    return Comparison(_entries(found), names, about, _not_finite(found))
+    return Comparison(entries, names, about, _not_finite(found))
 
 
 def _not_finite(pairs: Sequence[tuple[Row, Row]]) -> str:
@@ -81,8 +81,8 @@ def _name(run: Run, otherwise: str) -> str:
     return Path(run).name if isinstance(run, (str, Path)) else otherwise
 
 
-def _key(row: Row) -> tuple[int, str, str, int]:
-    return row.step, row.module, row.tensor, row.call
+def _place(row: Row) -> Place:
+    return (row.step, row.module, row.tensor), row.call
 
 
 def _extent(rows: Sequence[Row]) -> str:
@@ -92,70 +92,35 @@ def _extent(rows: Sequence[Row]) -> str:
     return f"steps {steps[0]} to {steps[-1]} of {len({row.module for row in rows})} modules and parameters"
 
 
-def _entries(pairs: Sequence[tuple[Row, Row]]) -> list[Entry]:
-    sizes = _largest_rms(right for right, _ in pairs)
-    handed_on, before = Error(), (-1, "")
-    entries = []
-    for right, row in pairs:
-        module, _, name = row.module.rpartition(".")
-        module, what = module or ROOT, f"{row.tensor} of {name}"
-        norm = 0.0 if row.tensor in _FEEDS else sizes[row.step, module, row.tensor]
+def _linked(rows: Iterable[Row]) -> list[LinkedRow]:
+    """Rows with their links: each inherits what the output, or gradient of an output, before it hands on."""
+    inputs: tuple[int, ...] = ()
+    made_by, step = OUTSIDE, -1
+    found = []
+    for i, row in enumerate(rows):
+        owner, what, feeds = owner_of(row.module), f"{row.tensor} of {row.module.rpartition('.')[2]}", False
         if row.tensor == "output":
-            module, what = row.module, row.tensor
+            owner, what, feeds = row.module, row.tensor, True
         elif row.tensor == "output_grad":  # the backward pass of the module before has made it
-            module, what = before[1] if before[0] == row.step else OUTSIDE, f"output_grad of {row.module}"
-            before = row.step, row.module
-        found = _error(row, right, norm)
-        entries.append(
-            entry_of(
-                found,
-                handed_on,
-                torch.finfo(getattr(torch, row.dtype)).eps / 2,
-                op=what,
-                module=module,
-                occurrence=row.call,
-                backward=row.tensor in _GRADIENTS,
-                dtype=row.dtype,
+            owner, what, feeds = made_by if step == row.step else OUTSIDE, f"output_grad of {row.module}", True
+            made_by, step = row.module, row.step
+        found.append(
+            LinkedRow(
+                owner,
+                what,
+                row.call,
+                row.tensor in _GRADIENTS,
+                getattr(torch, row.dtype),
+                torch.Size((row.numel,)),
+                torch.tensor(row.probe, dtype=torch.float64),
+                row.amax,
+                _NO_SKETCH,
+                inputs,
+                leaf=not feeds,
+                rms=row.rms,
+                zeros=row.zeros,
                 step=row.step,
             )
         )
-        if row.tensor in _FEEDS:
-            handed_on = Error.largest((handed_on, found))
-    return entries
-
-
-def _largest_rms(rows: Iterable[Row]) -> dict[Any, float]:
-    """The largest root mean square among the parameters of a module, by step, module and tensor.
-
-    One parameter alone is no measure: the gradient of a bias before a norm is nothing but noise.
-    """
-    found: dict[Any, float] = defaultdict(float)
-    for row in rows:
-        if row.tensor not in _FEEDS and math.isfinite(row.rms):
-            key = row.step, owner_of(row.module), row.tensor
-            found[key] = max(found[key], row.rms)
+        inputs = (i,) if feeds else inputs
     return found
-
-
-def _error(row: Row, right: Row, norm: float) -> Error:
-    """The error of the values that rows keep, or where these differ in their places, of magnitudes."""
-    gradient = row.tensor in _GRADIENTS
-    columns = [(row.probe, right.probe)]
-    if row.numel != right.numel or len(row.probe) != len(right.probe) or not row.probe:
-        columns, gradient = [((row.rms,), (right.rms,)), ((row.amax,), (right.amax,))], False
-    found = Error.largest(
-        error_of(_tensor(a), _tensor(b), row.amax, right.amax, norm=norm, gradient=gradient) for a, b in columns
-    )
-    lost = _lost(row, right)
-    return found._replace(lost=lost, whole=max(found.whole, lost))
-
-
-def _tensor(values: tuple[float, ...]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def _lost(row: Row, right: Row) -> float:
-    """In gradients, the share of numbers that became 0, which is known of more of them than rows keep."""
-    if row.tensor not in _GRADIENTS or right.zeros == 1.0 or row.numel != right.numel:
-        return 0.0
-    return max(0.0, row.zeros - right.zeros) / (1.0 - right.zeros)

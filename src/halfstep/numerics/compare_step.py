@@ -13,12 +13,14 @@ from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.loss_scale import make_loss_scale
 from ..core.policy import Policy, check_policy
+from ..findings.forward import same_random_numbers
 from ..observe.names import qualified_names
 from ..observe.watch import Watch
 from .blame import entries_of, first_not_finite
 from .comparison import Comparison
-from .recording import Record, Recorder
-from .trial_runs import as_candidate, as_reference, refuse, run_step, same_random_numbers
+from .linked_rows import LinkedRow, Place, aligned_rows
+from .recording import Recorder
+from .trial_runs import as_candidate, as_reference, refuse, run_step
 
 __all__ = ["compare_step"]
 
@@ -100,17 +102,23 @@ def compare_step(
     wide, narrow = Recorder(samples, reference), Recorder(samples)
     with as_reference(model, reference):
         run(wide, 1.0, reference)
-    scale = _scale(policy, wide.records)
+    scale = _scale(policy, wide.rows)
     with as_candidate(model, policy):
         scaled = run(narrow, scale)
-    entries, unmatched = entries_of(narrow.records, wide.records, scale if scaled else 1.0)
-    about: dict[str, Any] = {"ops of one run only": unmatched} if unmatched else {}
+    matched, alone = aligned_rows(*(list(map(_place, recorder.rows)) for recorder in (narrow, wide)))
+    entries = entries_of(narrow.rows, wide.rows, matched, scale if scaled else 1.0)
+    about: dict[str, Any] = {"ops of one run only": alone} if alone else {}
     if scaled and scale != 1.0:
         about["loss scale"] = scale
     name = "as it is" if candidate is None else candidate if isinstance(candidate, str) else str(candidate)
     if isinstance(candidate, str) and policy is not None:
         name += f" {dtype_name(policy.compute_dtype)}" if policy.compute_dtype is not None else ""
-    return Comparison(entries, (dtype_name(reference), name), about, first_not_finite(wide.records))
+    return Comparison(entries, (dtype_name(reference), name), about, first_not_finite(wide.rows))
+
+
+def _place(row: LinkedRow) -> Place:
+    """Ops are aligned by module, pass, name and shape. A run in one dtype has none that only hands on values."""
+    return None if row.passes_on else ((row.module, row.backward), (row.op, row.index, row.shape))
 
 
 def _policy(candidate: Any, dtype: torch.dtype | None) -> Policy | None:
@@ -123,7 +131,7 @@ def _policy(candidate: Any, dtype: torch.dtype | None) -> Policy | None:
     raise ArgumentTypeError(f"candidate={candidate!r} must be a halfstep.Policy, a level such as 'O1', or None.")
 
 
-def _scale(policy: Policy | None, reference: Sequence[Record]) -> float:
+def _scale(policy: Policy | None, reference: Sequence[LinkedRow]) -> float:
     """The loss scale of a policy; for a dynamic one the largest power of two that leaves room to the gradients."""
     if policy is None:
         return 1.0

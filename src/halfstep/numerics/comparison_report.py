@@ -22,7 +22,6 @@ from ..pages import (
     note,
     numbers,
     paragraph,
-    power,
     section,
     write_page,
 )
@@ -111,7 +110,6 @@ def _errors(entries: Sequence[Any]) -> Markup:
     known = [value for line in drawn for _, value in line.points if value < math.inf]
     high = max(2.0, math.ceil(max(known, default=0.0)) + 1.0)
     low = min(math.floor(min(known, default=0.0)), -4.0) - 1.0
-    step = next(n for n in (2, 4, 8, 16) if (high - low) / n <= 6 or n == 16)
     picture = lines(
         "Errors in the order of execution",
         f"{counted(len(entries), 'tensor')}; "
@@ -119,8 +117,6 @@ def _errors(entries: Sequence[Any]) -> Markup:
         drawn,
         low=low,
         high=high,
-        label=power,
-        ticks=[float(at) for at in range(-(-int(low) // step) * step, int(high) + 1, step)],
     )
     names = ["module", "op", "pass", "dtype", "error", "inherited", "added", "times roundoff", "why"]
     body = [

@@ -1,19 +1,14 @@
-"""The error of a tensor, measured by a sample, and the part of it that is added and not inherited."""
+"""The error of a tensor, measured by a sample."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .comparison import LIMIT, Entry
-
-__all__ = ["Error", "entry_of", "error_of"]
-
-_FEW = 2.0**-7
-"""A share of lost values that is nothing yet: the unit of their excess."""
+__all__ = ["Error", "error_of"]
 
 
 class Error(NamedTuple):
@@ -72,37 +67,3 @@ def _relative(values: torch.Tensor, right: torch.Tensor, norm: float) -> float:
     size = max(float(right.norm()), norm * math.sqrt(right.numel()))
     difference = float((values - right).norm())
     return difference / size if size else float(difference > 0)
-
-
-def entry_of(
-    found: Error, inherited: Error, roundoff: float, *, least: float = 0.0, why: str = "", **where: Any
-) -> Entry:
-    """An entry from its errors.
-
-    Args:
-        found: the error of the tensor.
-        inherited: the largest error of what went in.
-        roundoff: the unit roundoff of the dtype that the op should compute in.
-        least: an excess that is known for another reason.
-        why: the reason of that, or of an error.
-        **where: the other attributes.
-    """
-    added = 0.0 if math.isinf(inherited.whole) else max(0.0, found.error - inherited.whole)
-    more = 0.0 if math.isinf(inherited.lost) else max(0.0, found.lost - inherited.lost)
-    by_error = added / (roundoff + inherited.whole) if added else 0.0
-    by_loss = more / (_FEW + inherited.lost) if more else 0.0
-    excess = max(least, by_error, by_loss)
-    if math.isinf(excess):
-        why = "overflow"
-    elif excess <= LIMIT:
-        why = ""
-    elif by_loss == excess:
-        why = "underflow"
-    return Entry(
-        error=max(found.error, found.lost),
-        inherited=max(inherited.whole, inherited.lost),
-        added=max(added, more),
-        excess=excess,
-        why=why or ("cancellation" if excess > LIMIT else ""),
-        **where,
-    )

@@ -25,10 +25,9 @@ from ..optimizers.base import FusedOptimizer
 from ..optimizers.param_rows import ParamRows
 from ..stepping.attached import AttachedOptimizer, attached_to, observers
 from .alarms import Alarms
-from .gradients import GradientTotals
 from .report import write_report
 from .sampled_step import Named, SampledStep
-from .step_rows import StepRows
+from .step_rows import GradientTotals, StepRows
 from .survey import Survey
 
 __all__ = ["TENSORS", "Monitor"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -68,12 +68,12 @@ class CastRow:
     bytes: int
 
 
+@dataclass(frozen=True)
 class OpTable:
     """The ops of one step. Print it, or ask for its rows. Views and casts are not counted among the calls."""
 
-    def __init__(self, rows: Iterable[OpRow], casts: Iterable[CastRow]) -> None:
-        self._rows = list(rows)
-        self._casts = list(casts)
+    _rows: Sequence[OpRow]
+    _casts: Sequence[CastRow]
 
     def rows(self) -> list[OpRow]:
         """The calls by module and op, in the order in which they came first."""
@@ -158,7 +158,7 @@ def op_table(step: Callable[[], Any], model: nn.Module | None = None) -> OpTable
 
     with Watch(None if model is None else qualified_names(model), ops=notice, casts=True):
         step()
-    return OpTable(rows.values(), _cast_rows(casts))
+    return OpTable(list(rows.values()), _cast_rows(casts))
 
 
 def _cast_rows(casts: dict[tuple[str, bool, Cast], int]) -> list[CastRow]:

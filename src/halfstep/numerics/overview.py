@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from ..observe.row import Row
 
@@ -40,11 +38,6 @@ class Tensor:
         """The least of all steps."""
         return min(row.headroom for row in self.rows)
 
-    @property
-    def bad(self) -> Row | None:
-        """The first row with inf or NaN."""
-        return next((row for row in self.rows if row.overflow > 0.0 or row.nan > 0.0 or row.headroom < 0.0), None)
-
     def mean(self, share: Callable[[Row], float]) -> float:
         """The mean of a share over the steps where it is known; NaN if it never is."""
         known = [value for row in self.rows if not math.isnan(value := share(row))]
@@ -59,10 +52,9 @@ def tensors_of(rows: Iterable[Row]) -> list[Tensor]:
     found = []
     for (kind, name), those in groups.items():
         those.sort(key=lambda row: row.step)
-        counts: dict[int, int] = defaultdict(int)
+        counts: Counter[int] = Counter()
         for row in those:
-            for exponent, count in row.exponents.items():
-                counts[exponent] += count
+            counts.update(row.exponents)
         found.append(Tensor(name or "(model)", kind, tuple(those), dict(counts)))
     return found
 
@@ -104,8 +96,8 @@ def grids(rows: Iterable[Row]) -> list[Grid]:
 def _grid_of(name: str, pairs: Sequence[tuple[Row, Row]]) -> Grid:
     shares: dict[int, float] = defaultdict(float)
     for update, weight in pairs:
-        finfo = torch.finfo(getattr(torch, weight.dtype))
-        lowest, digits = round(math.log2(finfo.smallest_normal)), 1 - round(math.log2(finfo.eps))
+        lowest = weight.range.normal
+        digits = 1 + lowest - weight.range.subnormal
         all_pairs = sum(update.exponents.values()) * sum(weight.exponents.values()) * len(pairs)
         for of_weight, weight_count in weight.exponents.items():
             half_ulp = max(of_weight, lowest) - digits

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +11,12 @@ from torch import nn
 from ..casting.scope import active_casting
 from ..core.oplists.names import spellings
 from ..core.oplists.tables import FLOAT, words
-from ..observe.names import OUTSIDE
-from ..observe.ops import Cast, OpCall, tensors_in
+from ..observe.names import OUTSIDE, canonical
+from ..observe.ops import OpCall, tensors_in
 from ..observe.samples import can_sample, sample
+from .linked_rows import LinkedRow
 
-__all__ = ["INPUT", "Record", "Recorder"]
+__all__ = ["Recorder"]
 
 _PASS_ON = frozenset(("_to_copy", "copy_", "lift_fresh", "detach"))
 """Ops that hand on values, perhaps in another dtype. A run in one dtype does not have all of them."""
@@ -28,56 +27,11 @@ _MAKE = words("""
     """)
 """Ops whose results no input explains."""
 
-INPUT = "input"
-"""The name of what no op of the step has made, in place of an op."""
-
 _SUMMED = 128
 """How many sums a sketch has: the norm of a difference is known to about a tenth."""
 
 _SUMS = frozenset(("add", "add_"))
 """In a backward pass autograd adds up gradients, in an order that depends on the casts."""
-
-
-@dataclass
-class Record:
-    """One floating tensor that an op has returned, or a parameter, a buffer or an input of the step.
-
-    Attributes:
-        module: the qualified name of the module that ran the op.
-        op: the name of the op; for a parameter or buffer its own; ``INPUT`` for an input.
-        index: which of the tensors that the op returned.
-        backward: whether a backward pass has called it.
-        dtype: of the tensor.
-        shape: of the tensor.
-        sample: some of its values, in fp32 or wider; after ``fetch`` on the host.
-        amax: the largest magnitude of all values; inf or NaN if one is.
-        sketch: the L2 norm of all values, and sums of all of them with fixed random signs. The norm of the difference
-            of two such columns is, nearly, that of the difference of the tensors. Empty if the sample is all there is.
-        inputs: the places in the list of records of what the inputs of the op are.
-        passes_on: whether the op computes nothing, or adds up gradients.
-        cast: the cast that it is; None for any other op.
-        source: if it is a cast or a sum, the same sample of what went in.
-        leaf: whether it ends as the gradient of a parameter.
-        wide: whether the op should compute in fp32.
-        scaled: whether the loss scale of ``begin_backward`` is in it.
-    """
-
-    module: str
-    op: str
-    index: int
-    backward: bool
-    dtype: torch.dtype
-    shape: torch.Size
-    sample: torch.Tensor
-    amax: Any
-    sketch: torch.Tensor
-    inputs: tuple[int, ...] = ()
-    passes_on: bool = False
-    cast: Cast | None = None
-    source: torch.Tensor | None = None
-    leaf: bool = False
-    wide: bool = False
-    scaled: bool = False
 
 
 class Recorder:
@@ -89,7 +43,7 @@ class Recorder:
     """
 
     def __init__(self, samples: int, dtype: torch.dtype = torch.float32) -> None:
-        self.records: list[Record] = []
+        self.rows: list[LinkedRow] = []
         self._samples = samples
         self._dtype = dtype
         self._made: dict[int, int] = {}
@@ -101,15 +55,15 @@ class Recorder:
         for module, name in names.items():
             for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 if tensor.is_floating_point() and _place(tensor) not in self._made:
-                    self._write(Record(name, own, 0, False, tensor.dtype, tensor.shape, *self._look(tensor)), tensor)
+                    self._write(LinkedRow(name, own, 0, False, tensor.dtype, tensor.shape, *self._look(tensor)), tensor)
 
     def begin_backward(self, root: torch.Tensor) -> None:
         """Write down the gradient of the loss, which is a loss scale."""
         self._pauses = True
         look = self._look(root)
         self._pauses = False
-        record = Record(OUTSIDE, "loss scale", 0, True, root.dtype, root.shape, *look, passes_on=True, scaled=True)
-        self._write(record, root)
+        row = LinkedRow(OUTSIDE, "loss scale", 0, True, root.dtype, root.shape, *look, passes_on=True, scaled=True)
+        self._write(row, root)
 
     def notice(self, call: OpCall) -> None:
         """Write down what an op has returned, unless it is a view."""
@@ -124,7 +78,7 @@ class Recorder:
         inputs = tuple(dict.fromkeys(self._came_from(call.module, call.args, call.kwargs)))
         results = call.result if call.result is not None else call.args[:1]
         for index, tensor in enumerate(_floating(results)):
-            record = Record(
+            row = LinkedRow(
                 call.module,
                 name,
                 index,
@@ -135,42 +89,42 @@ class Recorder:
                 inputs,
                 passes_on=name in _PASS_ON or (call.backward and name in _SUMS),
                 wide=wide,
-                scaled=any(self.records[i].scaled for i in inputs),
+                scaled=any(self.rows[i].scaled for i in inputs),
             )
-            if name == "add" and record.passes_on:
+            if name == "add" and row.passes_on:
                 terms = [term for term in call.args[:2] if term.shape == tensor.shape]
-                record.source = self._sample(terms[0]) + self._sample(terms[1]) if len(terms) == 2 else None
-            elif record.passes_on and name != "add_":
-                record.cast = call.cast
-                if record.cast is not None and call.source.shape == tensor.shape:
-                    record.source = self._sample(call.source)
-            self._write(record, tensor)
+                row.source = self._sample(terms[0]) + self._sample(terms[1]) if len(terms) == 2 else None
+            elif row.passes_on and name != "add_":
+                row.cast = call.cast
+                if row.cast is not None and call.source.shape == tensor.shape:
+                    row.source = self._sample(call.source)
+            self._write(row, tensor)
 
     def end(self, model: nn.Module) -> None:
         """Mark the gradients of parameters, and fetch what was written down."""
         for param in model.parameters():
             at = None if param.grad is None or not can_sample(param.grad) else self._made.get(_place(param.grad))
-            while at is not None and self.records[at].backward and not self.records[at].leaf:
-                self.records[at].leaf = True
-                at = self.records[at].inputs[0] if self.records[at].passes_on and self.records[at].inputs else None
-        if self.records:
+            while at is not None and self.rows[at].backward and not self.rows[at].leaf:
+                self.rows[at].leaf = True
+                at = self.rows[at].inputs[0] if self.rows[at].passes_on and self.rows[at].inputs else None
+        if self.rows:
             self._fetch()
 
     def _fetch(self) -> None:
         """Bring all samples to the host, in one copy for each device."""
-        values = [(record, name) for record in self.records for name in ("sample", "amax", "sketch", "source")]
-        there: dict[torch.device, list[tuple[Record, str, torch.Tensor]]] = {}
-        for record, name in values:
-            value = getattr(record, name)
+        values = [(row, name) for row in self.rows for name in ("sample", "amax", "sketch", "source")]
+        there: dict[torch.device, list[tuple[LinkedRow, str, torch.Tensor]]] = {}
+        for row, name in values:
+            value = getattr(row, name)
             if value is not None:
-                there.setdefault(value.device, []).append((record, name, value))
+                there.setdefault(value.device, []).append((row, name, value))
         for found in there.values():
             column = torch.cat([value.reshape(-1) for _, _, value in found]).cpu()
             parts = column.split([value.numel() for _, _, value in found])
-            for (record, name, _), part in zip(found, parts, strict=True):
-                setattr(record, name, part)
-        for record in self.records:
-            record.amax = float(record.amax)
+            for (row, name, _), part in zip(found, parts, strict=True):
+                setattr(row, name, part)
+        for row in self.rows:
+            row.amax = float(row.amax)
 
     def _look(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The sample, the largest magnitude and the sketch of a tensor."""
@@ -192,26 +146,18 @@ class Recorder:
             signs = self._signs[values.device] = (2 * bits - 1).to(values.device, self._dtype)
         return torch.cat([flat.norm().reshape(1), signs[:rows] @ flat[: rows * _SUMMED].view(rows, _SUMMED)])
 
-    def _write(self, record: Record, tensor: torch.Tensor) -> None:
-        self._made[_place(tensor)] = len(self.records)
-        self.records.append(record)
+    def _write(self, row: LinkedRow, tensor: torch.Tensor) -> None:
+        self._made[_place(tensor)] = len(self.rows)
+        self.rows.append(row)
 
     def _came_from(self, module: str, *values: Any) -> Iterator[int]:
         for tensor in _floating(values):
             if _place(tensor) not in self._made:
                 if not tensor.dim():  # a constant
                     continue
-                look = self._look(tensor)
-                self._write(Record(module, INPUT, 0, False, tensor.dtype, tensor.shape, *look, passes_on=True), tensor)
+                look, known = self._look(tensor), (tensor.dtype, tensor.shape)
+                self._write(LinkedRow(module, "input", 0, False, *known, *look, passes_on=True), tensor)
             yield self._made[_place(tensor)]
-
-
-@functools.cache
-def _listed(op: str) -> str:
-    """The name of an ATen op on the op lists."""
-    bare = op.removesuffix("_").removeprefix("_")
-    names = (bare, bare.removeprefix("native_"), bare.removeprefix("fused_"), bare.removesuffix("_forward"))
-    return next((name for name in names if name in FLOAT), bare)
 
 
 def _should_be_wide(op: str, running: Callable[..., Any] | None) -> bool:
@@ -222,7 +168,7 @@ def _should_be_wide(op: str, running: Callable[..., Any] | None) -> bool:
         running: the function that calls it, which the lists are about: a pooling may call ``mean``.
     """
     name = spellings().get(running, ("", False))[0] if running is not None else ""
-    name, casting = name or _listed(op), active_casting()
+    name, casting = name or canonical(op), active_casting()
     return FLOAT.get(name) == "loss" if casting is None else casting.lists.rule_of(name) in ("float", "banned")
 
 

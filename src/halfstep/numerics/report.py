@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
-
-import torch
 
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentValueError
 from ..core.text import counted, listed
-from ..observe.row import Row
+from ..observe.row import Range, Row
 from ..pages import (
     Band,
     Line,
@@ -33,7 +32,7 @@ from ..pages import (
     strips,
     write_page,
 )
-from .alarms import Alarms, first_bad
+from .alarms import findings_in
 from .overview import Grid, Tensor, grids, tensors_of
 
 __all__ = ["write_report"]
@@ -86,7 +85,7 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
     dtypes = ", ".join(sorted({row.dtype for row in rows}))
     about = f"{counted(len(tensors), 'tensor')} of {span}, in {dtypes}."
     parts = [header("halfstep numerics", title, made_by(command), about)]
-    parts += [section("What stands out", _findings(rows, tensors, lost))]
+    parts += [section("What stands out", _findings(rows, lost))]
     for kind in _NAMES:
         of_kind = [each for each in tensors if each.kind == kind and each.exponents]
         if of_kind:
@@ -100,76 +99,34 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
 # ---- the sections
 
 
-def _findings(rows: Sequence[Row], tensors: Sequence[Tensor], lost: Sequence[Grid]) -> Markup:
-    """The worst of each kind, in a sentence; what is likely to be the cause of others first."""
-    alarms = Alarms()
-    for _, of_step in itertools.groupby(sorted(rows, key=lambda row: row.step), key=lambda row: row.step):
-        alarms.add(list(of_step))
-    advice = {each.code: f"{each.where}: {each.message}. To do: {each.fix}." for each in alarms.findings()}
-    said = [text for code, text in advice.items() if code == "HS120"]
-    bad = [(row, each) for each in tensors if (row := each.bad) is not None]
-    if bad:
-        first = min(row.step for row, _ in bad)
-        names = [f"{each.name} ({each.kind})" for row, each in bad if row.step == first]
-        origin = first_bad(row for row in rows if row.step == first)
-        began = f" It began inside of {origin.began_in}." if origin is not None and origin.began_in else ""
-        said.append(f"inf or NaN first at step {first:,}: in {listed(names)}.{began}")
-        if list(advice)[:1] == ["HS116"]:
-            said.reverse()
-    said += [text for code, text in advice.items() if code == "HS121"]
-    near = [each for each in tensors if each.kind == "output" and 0.0 <= each.headroom < 2.0]
-    if near:
-        worst = min(near, key=lambda each: each.headroom)
-        others = f" {len(near)} outputs came within a factor of 4." if len(near) > 1 else ""
-        said.append(
-            f"{worst.name} ({worst.kind}) came within a factor of {2.0**worst.headroom:.2g} of the largest "
-            f"{worst.last.dtype}.{others}"
-        )
-    flushed = [each for each in tensors if each.mean(lambda row: row.flushed) >= 0.01]
-    if flushed:
-        worst = max(flushed, key=lambda each: each.mean(lambda row: row.flushed))
-        others = f" {len(flushed)} tensors lose 1 % or more." if len(flushed) > 1 else ""
-        said.append(
-            f"{_percent(worst.mean(lambda row: row.flushed))} of {worst.name} ({worst.kind}) became 0, because it is "
-            f"too small for {worst.last.dtype}, as estimated.{others}"
-        )
+def _findings(rows: Sequence[Row], lost: Sequence[Grid]) -> Markup:
+    """What the rules of a ``Monitor`` find in the rows, the likely cause first, and what only the whole run shows."""
+    found = findings_in(rows)
+    said = [f"{each.where}: {each.message}. To do: {each.fix}." for each in found]
+    bad = [row for row in rows if not row.is_finite]
+    if bad and not any(each.code == "HS116" and each.severity == "error" for each in found):
+        first = min(row.step for row in bad)
+        names = [f"{row.module} ({row.tensor})" for row in bad if row.step == first]
+        said.append(f"inf or NaN first at step {first:,}: in {listed(names)}.")
     rounded = [each for each in lost if each.lost >= 0.5]
     if rounded:
-        worst_grid = max(rounded, key=lambda each: each.lost)
+        worst = max(rounded, key=lambda each: each.lost)
         others = f" {len(rounded)} of {len(lost)} parameters lose half of theirs or more." if len(rounded) > 1 else ""
-        said.append(
-            f"{_percent(worst_grid.lost)} of the updates of {worst_grid.name} are too small to change a number in "
-            f"{worst_grid.dtype}.{others}"
-        )
+        share = _percent(worst.lost)
+        text = f"{share} of the updates of {worst.name} are too small to change a number in {worst.dtype}.{others}"
+        said.append(text)
     if not said:
         return paragraph("Nothing: no overflow, nothing close to one, and few numbers that are too small.")
     return element("ul", *(element("li", text) for text in said))
 
 
-class _Range:
-    """Where the numbers of a row lie in its dtype, by exponents of numbers without their loss scale."""
-
-    def __init__(self, row: Row) -> None:
-        finfo = torch.finfo(getattr(torch, row.dtype))
-        self.shift = round(math.log2(row.scale))
-        self.subnormal = round(math.log2(finfo.smallest_normal * finfo.eps)) - self.shift
-        self.normal = round(math.log2(finfo.smallest_normal)) - self.shift
-        self.end = round(math.log2(finfo.max)) - self.shift
-
-    def kind(self, exponent: int) -> str:
-        return "low" if exponent < self.normal else "high" if exponent >= self.end - 1 else "normal"
-
-    def bands(self) -> list[Band]:
-        return [Band(self.subnormal, self.normal, "subnormal"), Band(self.normal, self.end, "range")]
-
-
 def _exponents(kind: str, tensors: Sequence[Tensor]) -> Markup:
     shown = _foremost(tensors, lambda each: each.headroom if kind == "output" else -each.mean(_low))
-    ranges = [_Range(each.last) for each in shown]
+    ranges = [each.last.range for each in shown]
     narrow = [each for each, row in zip(ranges, shown, strict=True) if row.last.dtype == "float16"]
     low, high = _limits(
         [each.exponents for each in shown],
-        [at for each in narrow for at in (each.subnormal, each.end)],
+        [at for each in narrow for at in (each.subnormal, each.overflow)],
     )
     rows = []
     for each, within in zip(shown, ranges, strict=True):
@@ -180,9 +137,12 @@ def _exponents(kind: str, tensors: Sequence[Tensor]) -> Markup:
                 each.name,
                 _power_or_none(each.headroom) if kind == "output" else _percent(share),
                 {at: count / total for at, count in each.exponents.items()},
-                within.kind,
-                within.bands(),
-                [within.subnormal + within.shift] if within.shift else [],
+                partial(_kind, within),
+                [
+                    Band(within.subnormal, within.normal, "subnormal"),
+                    Band(within.normal, within.overflow, "range"),
+                ],
+                [within.subnormal + shift] if (shift := round(math.log2(each.last.scale))) else [],
                 alarming=each.headroom < 1.0 if kind == "output" else share >= 0.1,
             )
         )
@@ -211,8 +171,13 @@ def _exponents(kind: str, tensors: Sequence[Tensor]) -> Markup:
     )
 
 
+def _kind(within: Range, exponent: int) -> str:
+    return "low" if exponent < within.normal else "high" if exponent >= within.overflow - 1 else "normal"
+
+
 def _table(tensors: Sequence[Tensor]) -> tuple[list[str], list[list[str]], str]:
     names = ["tensor", "dtype", "largest", "rms", "headroom", "subnormal", "flushed", "zeros", "inf", "NaN"]
+    shares = ("subnormal", "flushed", "zeros", "overflow", "nan")
     body = [
         [
             each.name,
@@ -220,16 +185,7 @@ def _table(tensors: Sequence[Tensor]) -> tuple[list[str], list[list[str]], str]:
             f"{max((row.amax for row in each.rows), key=lambda v: math.inf if math.isnan(v) else v):.3g}",
             f"{each.last.rms:.3g}",
             _power_or_none(each.headroom),
-            *(
-                _percent(each.mean(share))
-                for share in (
-                    lambda row: row.subnormal,
-                    lambda row: row.flushed,
-                    lambda row: row.zeros,
-                    lambda row: row.overflow,
-                    lambda row: row.nan,
-                )
-            ),
+            *(_percent(each.mean(attrgetter(share))) for share in shares),
         ]
         for each in tensors
     ]
@@ -258,7 +214,6 @@ def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
         )
         for (kind, dtype), at in ((key, sorted(at.items())) for key, at in worst.items())
     ]
-    step = next(n for n in (2, 4, 8, 16, 32, 64) if high / n <= 6 or n == 64)
     least = sorted(those, key=lambda each: each.headroom)
     steps = len({row.step for each in those for row in each.rows})
     description = (
@@ -273,7 +228,6 @@ def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
         low=low,
         high=high,
         label=lambda at: power(at) if at else "overflow",
-        ticks=[float(at) for at in range(0, int(high) + 1, step)],
         limit=0.0,
     )
     names = ["tensor", "kind", "dtype", "least headroom", "at step", "at last"]

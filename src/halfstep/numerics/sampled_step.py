@@ -152,12 +152,17 @@ class SampledStep:
         if call.of is self._root:
             self._begin_pass()
         if self._outputs and call.of in self._modules and self._is_looked_at():
-            call.note = tuple(map(self._input, _tensors((args, kwargs) if kwargs else args)))
+            with DisableTorchFunction():  # a casting would hear of each attribute that is read
+                call.note = tuple(map(self._input, _tensors((args, kwargs) if kwargs else args)))
 
     def returned(self, call: ModuleCall, args: Any, output: Any) -> None:
         """A module has returned."""
         if call.of not in self._modules or not self._is_looked_at():
             return
+        with DisableTorchFunction():
+            self._see_output(call, output)
+
+    def _see_output(self, call: ModuleCall, output: Any) -> None:
         name, calls = call.name, self._calls[call.recomputed]
         number_of_call, calls[name] = calls[name], calls[name] + 1
         for i, tensor in enumerate(_tensors(output)):
@@ -165,9 +170,8 @@ class SampledStep:
                 continue
             of, number = (f"{name}[{i}]" if i else name, number_of_call), _NOT_LOOKED_AT
             if self._outputs and of not in self._done:
-                with DisableTorchFunction():
-                    about = self._about(of[0], "output", tensor, tensor.dtype, number_of_call)
-                    number = self._survey.add(about, tensor, callers=self._callers(call))
+                about = self._about(of[0], "output", tensor, tensor.dtype, number_of_call)
+                number = self._survey.add(about, tensor, callers=self._callers(call))
             self._returned.add(tensor, number)
             self._done.add(of)
             if self._output_grads and tensor.requires_grad:
@@ -193,15 +197,14 @@ class SampledStep:
         number = self._returned.get(tensor)
         number = self._entered.get(tensor) if number is None else number
         if number is None:
-            with DisableTorchFunction():
-                number = self._survey.add_input(tensor)
+            number = self._survey.add_input(tensor)
             self._entered.add(tensor, number)
         return number
 
     def _gradient(self, name: str, call: int, grad: torch.Tensor) -> None:
-        if not self._closed and can_survey(grad):
-            self.note_scale(self._live_scale())
-            with DisableTorchFunction():
+        with DisableTorchFunction():
+            if not self._closed and can_survey(grad):
+                self.note_scale(self._live_scale())
                 self._survey.add(self._about(name, "output_grad", grad, grad.dtype, call), grad, scale="in")
 
     def _about(self, name: str, kind: str, tensor: torch.Tensor, dtype: torch.dtype, call: int = 0) -> About:

@@ -1,41 +1,143 @@
-"""The rows of one sampled step, whose numbers are on their way to the host."""
+"""The rows of a sampled step, with what a fused step has read of the gradients of every step."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+import torch
+
+from ..core.dtypes import dtype_name
+from ..core.scalars import scalar_dtype
+from ..kernels.shards import local
+from ..kernels.tensor_table import Number
+from ..observe.fetched import Fetched
 from ..observe.names import OUTSIDE, ROOT
 from ..observe.row import Row, merge_rows
-from .gradients import GradientTotals
-from .survey import Looked, Survey
+from ..optimizers.param_rows import ParamRows
+from .survey import About, Looked, Survey
 
-__all__ = ["StepRows"]
+__all__ = ["GradientTotals", "StepRows"]
 
 
-class StepRows:
+class GradientTotals:
+    """An ``OnGradients``: adds up, on their device, what the gradients of some steps look like.
+
+    Of each parameter there are squares, zeros, steps with inf or NaN, steps, and the largest magnitude. Steps with inf
+    or NaN in a gradient count as ``overflow``, and take no part in its magnitudes.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[int, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
+        """By the parameters that step together."""
+        self._abouts: list[list[About]] = []
+        self._fetched: list[Fetched] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._totals)
+
+    @torch.no_grad()
+    def __call__(self, all_rows: Sequence[ParamRows], inverse: Number) -> None:
+        """Add a step.
+
+        Args:
+            all_rows: with the gradients of the step.
+            inverse: what makes them unscaled.
+        """
+        for rows in all_rows:
+            key = tuple(map(id, rows.params))
+            if key not in self._totals:
+                new = torch.zeros(5, len(rows.params), dtype=scalar_dtype(rows.device), device=rows.device)
+                self._totals[key] = rows.params, new
+            squares, zeros, largest = rows.survey()
+            if isinstance(inverse, torch.Tensor):
+                inverse = inverse.to(rows.device, non_blocking=True)
+            squares, largest = squares * (inverse * inverse), largest * inverse
+            finite = squares.isfinite() & largest.isfinite()
+            total = self._totals[key][1]
+            total[:4] += torch.stack([squares.where(finite, 0.0), zeros, ~finite, torch.ones_like(zeros)])
+            torch.maximum(total[4], largest.where(finite, 0.0), out=total[4])
+
+    def finish(self, step: int, names: Mapping[int, str]) -> GradientTotals:
+        """Send the totals to the host; no steps are added after that.
+
+        Args:
+            step: of the rows that are made of them.
+            names: of the parameters, by their ``id``. Others are left out.
+        """
+        for params, total in self._totals.values():
+            found = ((names.get(id(param), ""), param) for param in params)
+            abouts = [About(step, name, "grad", 0, dtype_name(p.dtype), local(p).numel()) for name, p in found]
+            self._abouts.append(abouts)
+            self._fetched.append(Fetched(total))
+        self._totals = {}
+        return self
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``into`` need not wait."""
+        return all(fetched.ready for fetched in self._fetched)
+
+    def into(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows of a step; those of gradients have the magnitudes, zeros and overflows of all the steps.
+
+        A parameter that had a gradient in other steps only gets a row, too, without what only a sample shows.
+        """
+        sums: dict[str, list[float]] = {}
+        missing: dict[str, About] = {}
+        for abouts, fetched in zip(self._abouts, self._fetched, strict=True):
+            for about, (*line, largest) in zip(abouts, fetched.get().T.tolist(), strict=True):
+                if about.module:
+                    known = sums.setdefault(about.module, [0.0] * 5)
+                    added = (a + b for a, b in zip(known, line, strict=False))
+                    sums[about.module] = [*added, max(known[4], largest)]
+                    missing[about.module] = about
+        made = []
+        for row in rows:
+            is_known = row.tensor == "grad" and missing.pop(row.module, None) is not None
+            made.append(_with(row, *sums[row.module]) if is_known else row)
+        return [*made, *(_with(Row(*about), *sums[name]) for name, about in missing.items())]
+
+
+def _with(row: Row, squares: float, zeros: float, bad: float, steps: float, largest: float) -> Row:
+    good = max(steps - bad, 1.0)
+    return replace(
+        row,
+        amax=largest if bad < steps else row.amax,
+        rms=math.sqrt(squares / (good * row.numel)),
+        zeros=zeros / (steps * row.numel),
+        overflow=bad / steps,
+        probe=row.probe if steps == 1 else (),
+        merged=int(steps),
+    )
+
+
+class StepRows(NamedTuple):
     """The numbers of a sampled step. Rows take more memory, so they are made only when somebody asks for them.
 
-    Args:
+    Attributes:
         survey: the tensors that were looked at.
         totals: finished, of the gradients of this step and of those since the last sampled one.
     """
 
-    def __init__(self, survey: Survey, totals: GradientTotals) -> None:
-        self._survey, self._totals = survey, totals
+    survey: Survey
+    totals: GradientTotals
 
     @property
     def ready(self) -> bool:
         """Whether rows can be made without waiting."""
-        return self._totals.ready and self._survey.ready
+        return self.totals.ready and self.survey.ready
 
     def rows(self, *, bins: bool = False, brief: bool = False) -> list[Row]:
         """The rows, in the order of execution; with histograms, or without what takes time, as of ``Survey.rows``."""
-        seen = self._survey.rows(bins=bins, brief=brief)
+        seen = self.survey.rows(bins=bins, brief=brief)
         bad = {looked.number for looked, row in seen if not row.is_finite}
         if bad:
-            bad |= self._survey.bad_inputs()
+            bad |= self.survey.bad_inputs()
             seen = [(each, row if row.is_finite else replace(row, began_in=_origin(each, bad))) for each, row in seen]
-        return self._totals.into(merge_rows(row for _, row in seen))
+        return self.totals.into(merge_rows(row for _, row in seen))
 
 
 def _origin(looked: Looked, bad: set[int]) -> str:

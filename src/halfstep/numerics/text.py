@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 __all__ = ["aligned"]
 
@@ -10,9 +10,8 @@ __all__ = ["aligned"]
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
     """The lines of a table, with these columns flush right and the others flush left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(_cells(row, widths, right)).rstrip() for row in rows]
 
+    def filled(i: int, cell: str) -> str:
+        return cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
 
-def _cells(row: Sequence[str], widths: Sequence[int], right: Collection[int]) -> Iterator[str]:
-    for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
-        yield cell.rjust(width) if i in right else cell.ljust(width)
+    return ["  ".join(filled(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]

@@ -6,7 +6,6 @@ on a parameter runs. The run is stopped before gradients are unscaled or an opti
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,23 +25,11 @@ from ..kernels.shards import is_sharded
 from ..stepping.prepare import prepare_model
 from ..stepping.scaled_backward import before_unscaling
 
-__all__ = ["as_candidate", "as_reference", "run_step", "same_random_numbers"]
+__all__ = ["as_candidate", "as_reference", "refuse", "run_step"]
 
 
 class _Ended(BaseException):
     """The step has come to its loss scaler or its optimizer."""
-
-
-@contextmanager
-def same_random_numbers(model: nn.Module) -> Iterator[None]:
-    """Put the state of the random numbers of torch, on the devices of a model, and of Python back after the block."""
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(state)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ..findings.finding import Finding, grouped
-from ..findings.gradients import ZERO_GRADIENTS_FIX
+from ..findings.rules_of_gradients import ZERO_GRADIENTS_FIX
 from ..observe.names import OUTSIDE, owner_of
 from ..observe.row import Row
 

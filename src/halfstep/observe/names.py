@@ -1,10 +1,14 @@
-"""The names of modules in all that is told of a run."""
+"""The names of modules and ops in all that is told of a run."""
 
 from __future__ import annotations
 
+import functools
+
 from torch import nn
 
-__all__ = ["OPTIMIZER", "OUTSIDE", "ROOT", "owner_of", "qualified_names"]
+from ..core.oplists.tables import pairs
+
+__all__ = ["OPTIMIZER", "OUTSIDE", "ROOT", "canonical", "owner_of", "qualified_names"]
 
 OUTSIDE = "(step)"
 """Where ops are that no module runs: the loss, in most scripts."""
@@ -14,6 +18,20 @@ ROOT = "(root)"
 
 OPTIMIZER = "(optimizer)"
 """Where the ops of an optimizer's step are."""
+
+_PUBLIC = pairs("""
+    mm=matmul bmm=matmul addmm=linear _to_copy=cast copy_=cast to_copy=cast
+    native_layer_norm=layer_norm native_group_norm=group_norm native_batch_norm=batch_norm
+    _native_batch_norm_legit=batch_norm _batch_norm_with_update=batch_norm cudnn_batch_norm=batch_norm
+    miopen_batch_norm=batch_norm native_dropout=dropout _fused_dropout=dropout _fused_rms_norm=rms_norm
+    nll_loss_forward=nll_loss nll_loss2d_forward=nll_loss2d max_pool2d_with_indices=max_pool2d
+    max_pool3d_with_indices=max_pool3d _adaptive_avg_pool2d=adaptive_avg_pool2d
+    _adaptive_avg_pool3d=adaptive_avg_pool3d upsample_linear1d=interpolate upsample_bilinear2d=interpolate
+    upsample_trilinear3d=interpolate upsample_nearest2d=interpolate upsample_bicubic2d=interpolate
+    _thnn_fused_lstm_cell=lstm _thnn_fused_gru_cell=gru mkldnn_linear=linear
+    _cdist_forward=cdist _pdist_forward=pdist native_norm=norm
+    """)
+"""The function of torch that users know, by the ATen op that it runs where the names differ."""
 
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -36,3 +54,20 @@ def owner_of(param: str) -> str:
 def _clean(name: str, inside: str) -> str:
     parts = [part for part in name.split(".") if part != "_orig_mod"]
     return ".".join(parts[1:] if inside and parts[:1] == [inside] else parts)
+
+
+@functools.cache
+def canonical(name: str, dims: int = 2) -> str:
+    """The name of the function of torch that runs an ATen op.
+
+    Args:
+        name: of the op, without namespace and overload.
+        dims: of a convolution.
+    """
+    if "convolution" in name:
+        return f"conv{dims}d"
+    if "scaled_dot_product" in name:
+        return "scaled_dot_product_attention"
+    name = _PUBLIC.get(name, name)
+    bare = name.strip("_") if not name.startswith("__") else name
+    return _PUBLIC.get(bare, bare)

@@ -5,24 +5,38 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.errors import ArgumentValueError
 from ..core.files import replacing
 
-__all__ = ["PROBE", "Row", "load_rows", "merge_rows", "save_rows"]
+__all__ = ["PROBE", "Range", "Row", "load_rows", "merge_rows", "save_rows"]
 
 PROBE = 64
 """How many values of a tensor a row keeps."""
 
 _FORMAT = 1
 _DERIVED = ("headroom", "subnormal", "flushed")
+
+
+class Range(NamedTuple):
+    """The exponents of the numbers that a dtype can hold, where these are shown without their loss scale.
+
+    Attributes:
+        subnormal: of the smallest number, which has one digit.
+        normal: of the smallest number with all digits.
+        overflow: the first one that is too large.
+    """
+
+    subnormal: int
+    normal: int
+    overflow: int
 
 
 @dataclass(frozen=True)
@@ -86,14 +100,15 @@ class Row:
             return -math.inf
         if self.amax == 0.0:
             return math.inf
-        return math.log2(self._finfo.max) - math.log2(self.amax) - math.log2(self.scale)
+        largest = torch.finfo(getattr(torch, self.dtype)).max
+        return math.log2(largest) - math.log2(self.amax) - math.log2(self.scale)
 
     @property
     def subnormal(self) -> float:
         """The share of numbers below the normal range of ``dtype``, which have fewer digits. NaN without ``bins``."""
         if not self.exponents:
             return 0.0 if self.zeros == 1.0 else math.nan
-        first = round(math.log2(self._finfo.smallest_normal)) - self._shift
+        first = self.range.normal
         below = sum(count for exponent, count in self.exponents.items() if exponent < first)
         return below / sum(self.exponents.values()) * self._nonzero
 
@@ -108,7 +123,7 @@ class Row:
         """
         if not self.exponents:
             return 0.0 if self.zeros in (0.0, 1.0) else math.nan
-        edge = round(math.log2(self._finfo.smallest_normal * self._finfo.eps)) - self._shift
+        edge = self.range.subnormal
         lowest, above = self.exponents.get(edge, 0), self.exponents.get(edge + 1, 0)
         if not lowest:
             return 0.0
@@ -128,12 +143,11 @@ class Row:
         return Row(**{**known, "exponents": exponents, "probe": tuple(known.get("probe", ()))})
 
     @property
-    def _finfo(self) -> torch.finfo:
-        return torch.finfo(getattr(torch, self.dtype))
-
-    @property
-    def _shift(self) -> int:
-        return round(math.log2(self.scale))
+    def range(self) -> Range:
+        """Where the numbers lie that ``dtype`` can hold, with their scale divided out."""
+        finfo = torch.finfo(getattr(torch, self.dtype))
+        ends = (finfo.smallest_normal * finfo.eps, finfo.smallest_normal, finfo.max)
+        return Range(*(round(math.log2(end)) - round(math.log2(self.scale)) for end in ends))
 
     @property
     def _nonzero(self) -> float:
@@ -161,10 +175,9 @@ def _sum(rows: list[Row]) -> Row:
     def mean(values: Iterable[float]) -> float:
         return sum(value * row.numel for value, row in zip(values, rows, strict=True)) / max(numel, 1)
 
-    exponents: dict[int, int] = defaultdict(int)
+    exponents: Counter[int] = Counter()
     for row in rows:
-        for exponent, count in row.exponents.items():
-            exponents[exponent] += count
+        exponents.update(row.exponents)
     return Row(
         **{name: getattr(first, name) for name in ("step", "module", "tensor", "call", "dtype")},
         numel=numel,

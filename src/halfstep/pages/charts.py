@@ -35,6 +35,12 @@ def between(low: float, high: float) -> list[float]:
     return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
+def _doublings(low: float, high: float) -> list[float]:
+    """Some exponents of 2 from one to another, for ticks: whole numbers that a power of 2 divides."""
+    step = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if (high - low) / n <= 6 or n == 128)
+    return [float(at) for at in range(math.ceil(low / step) * step, math.floor(high) + 1, step)]
+
+
 @dataclass(frozen=True)
 class Line:
     """A line over steps.
@@ -61,8 +67,8 @@ def lines(
     *,
     low: float,
     high: float,
-    label: Callable[[float], str],
-    ticks: Sequence[float],
+    label: Callable[[float], str] = power,
+    ticks: Sequence[float] | None = None,
     limit: float | None = None,
 ) -> Markup:
     """Lines over steps, with a legend.
@@ -73,8 +79,8 @@ def lines(
         drawn: the lines, eight at most.
         low: the number at the lower edge. What lies below is drawn at the edge, as a mark.
         high: the number at the upper edge. What lies above is drawn at the edge, as a mark.
-        label: a number as text.
-        ticks: which numbers get a line across.
+        label: a number as text; without one numbers are exponents of 2.
+        ticks: which numbers get a line across; None for some whole ones.
         limit: a number with a line of its own.
     """
     steps = [step for line in drawn for step, _ in line.points]
@@ -89,7 +95,7 @@ def lines(
         return _HEIGHT * (1.0 - (min(max(value, low), high) - low) / room)
 
     parts: list[str] = []
-    for tick in ticks:
+    for tick in _doublings(low, high) if ticks is None else ticks:
         parts.append(element("line", x1=0, x2="100%", y1=y(tick), y2=y(tick), class_="rule"))
         parts.append(element("text", label(tick), x=-8, y=y(tick) + 4, class_="tick end"))
     for step in [tick for tick in between(first, last) if tick == round(tick)]:
@@ -174,15 +180,16 @@ def strips(
         value_name: what the numbers at the end of the rows are.
     """
     width = max(high - low, 1)
-    step = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if width / n <= 6 or n == 128)
-    ticks = list(range(-(-low // step) * step, high + 1, step))
 
     def percent(at: float) -> float:
         return 100.0 * (min(max(at, low), high) - low) / width
 
     axis = element(
         "svg",
-        *(element("text", label(at), x=f"{percent(at):.4g}%", y=12, class_=_side(percent(at))) for at in ticks),
+        *(
+            element("text", label(at), x=f"{percent(at):.4g}%", y=12, class_=_side(percent(at)))
+            for at in _doublings(low, high)
+        ),
         class_="axis",
         height=16,
         width="100%",
