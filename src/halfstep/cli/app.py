@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from importlib import import_module
 
 import click
@@ -16,6 +17,7 @@ SUBCOMMANDS = {
     "compare": "Where two saved runs part.",
     "migrate": "Rewrite code that calls Apex.",
     "oplists": "Which op runs in which precision.",
+    "memory": "Bytes a parameter for every level and optimizer.",
     "doctor": "What this machine can do, or what loses precision in a script.",
 }
 """Name and one line of help. The name is also the module beside this one, which holds a ``command``."""
@@ -35,6 +37,18 @@ class LazyGroup(click.Group):
         command = import_module(f".{cmd_name}", __package__).command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The subcommand of an argument; another word is refused with what may have been meant."""
+        word = args[0]
+        if word not in SUBCOMMANDS and not word.startswith("-"):
+            near = difflib.get_close_matches(word, SUBCOMMANDS, n=1)
+            meant = near[0] if near else f"run {word}" if word.endswith(".py") else ""
+            hint = f" Did you mean `halfstep {meant}`?" if meant else f" There are {', '.join(SUBCOMMANDS)}."
+            ctx.fail(f"No such command {word!r}.{hint}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of subcommands, without importing any."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from .files import check_script
+
 if TYPE_CHECKING:
     import torch
     from rich.table import Table
@@ -37,16 +39,17 @@ class Advice(NamedTuple):
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--device", type=click.Choice(["cpu"]), help="send what the script asks of CUDA to the CPU")
 @click.option("--json", "as_json", is_flag=True, help="print JSON, for other programs to read")
-@click.argument("script", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("script", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def command(device: str | None, as_json: bool, script: Path | None, args: tuple[str, ...]) -> None:
+def command(device: str | None, as_json: bool, script: str | None, args: tuple[str, ...]) -> None:
     """Print the devices, what each supports, what is installed, and which level and dtype to use.
 
     With SCRIPT, run it with ARGS until its first optimizer step, and say what loses precision in it. Exits with 1 if
     that is an error.
     """
     if script is not None:
-        _check(script, args, device, as_json)
+        check_script(click.get_current_context(), script)
+        _check(Path(script), args, device, as_json)
         return
     if device is not None:
         raise click.UsageError("--device goes with a SCRIPT.")
@@ -70,15 +73,17 @@ def command(device: str | None, as_json: bool, script: Path | None, args: tuple[
             console.print(line, highlight=False)
     for each in devices:
         advice = advise(each)
-        console.print(f"On {each} use {advice}: {advice.reason}", highlight=False)
+        console.print(f"On {each} train with {advice}: {advice.reason}", highlight=False)
 
 
 def _check(script: Path, args: tuple[str, ...], device: str | None, as_json: bool) -> None:
     """Print what is found in a script. As JSON it is alone on stdout: what the script prints goes to stderr."""
-    from .script_check import check_script
+    from .run_script import hide_halfstep
+    from .script_check import first_step_of
 
+    hide_halfstep(lambda error: None)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        findings = check_script(script, args, device)
+        findings = first_step_of(script, args, device)
     if findings is None:
         raise click.ClickException(f"{script.name} has ended without a step of an optimizer on a model that it called.")
     if as_json:
@@ -145,11 +150,16 @@ def _emulation(device: torch.device) -> str | None:
     from ..core.oplists.tables import OP_CLASSES
 
     lacks = [
-        f"{'everything' if len(kinds) == len(OP_CLASSES) else ', '.join(kinds)} in {name}"
+        name if len(kinds) == len(OP_CLASSES) else f"{name} ({', '.join(kinds)})"
         for name, kinds in _emulated(device).items()
         if kinds
     ]
-    return f"No units on {device} for {'; '.join(lacks)}: fp32 kernels with 16-bit rounding instead." if lacks else None
+    if not lacks:
+        return None
+    return (
+        f"The chip of {device} cannot compute in {' and '.join(lacks)}. halfstep emulates it: the same rounding as on "
+        "a chip that can, at about the speed of fp32."
+    )
 
 
 def _emulated(device: torch.device) -> dict[str, list[str]]:
@@ -172,10 +182,14 @@ def advise(device: torch.device) -> Advice:
     from ..core.hardware import slow_reason
 
     if slow_reason(device, torch.bfloat16) is None:
-        return Advice("O2", torch.bfloat16, "16-bit weights, fp32 masters, and no loss scale is needed.")
+        return Advice("O2", torch.bfloat16, "weights of 16 bits with an fp32 copy behind each; it needs no loss scale.")
     if slow_reason(device, torch.float16) is None:
-        return Advice("O2", torch.float16, "16-bit weights, fp32 masters, and a dynamic loss scale.")
-    return Advice("O0", torch.float32, "16 bits save memory here, and no time.")
+        return Advice(
+            "O2", torch.float16, "weights of 16 bits with an fp32 copy behind each, and a loss scale that adapts."
+        )
+    return Advice(
+        "O0", torch.float32, "this is fp32. Computing in 16 bits is no faster here; O2 would save memory only."
+    )
 
 
 def _devices_table(devices: list[torch.device], cpu: str) -> Table:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..core.install import install_line
 from ..core.text import counted
 from .files import check_writable
 
@@ -112,11 +113,16 @@ def command(paths: tuple[Path, ...], to: str, write: bool) -> None:
         try:
             import libcst  # noqa: F401
         except ImportError:
-            raise click.ClickException("--to torch needs libcst: pip install 'halfstep[migrate]'") from None
+            raise click.ClickException(f"--to torch needs libcst: {install_line('migrate')}") from None
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     left = changed = mentioned = 0
+    for path in paths:
+        if not path.is_dir() and path.suffix not in (".py", ".pyw", ""):
+            raise click.BadParameter(
+                f"{path} is no Python file; name files that end in .py, or folders with such files."
+            )
     files = [path for path in _files(paths) if _speaks_of_apex(path)]
     if write:
         for path in {path.parent: path for path in files}.values():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from .files import check_script
 from .run_outputs import Outputs
 
 __all__ = ["command"]
@@ -46,7 +47,10 @@ def command(
 ) -> None:
     """Run SCRIPT with ARGS; its `import apex` finds halfstep. A SCRIPT of `-` is the standard input."""
     _check_level(opt_level, dtype)
-    _check_script(script, module)
+    if module:
+        _check_module(script)
+    elif script != "-":
+        check_script(click.get_current_context(), script)
     outputs = Outputs(report, numerics, every)
     outputs.check()
     options = {"opt-level": opt_level, "dtype": dtype, "device": device, **vars(outputs)}
@@ -99,13 +103,10 @@ def _check_level(opt_level: str | None, dtype: str | None) -> None:
         raise click.BadParameter(str(error), param_hint="--opt-level") from None
 
 
-def _check_script(script: str, module: bool) -> None:
-    if module:
-        sys.path[0] = os.getcwd()  # where python -m looks first
-        if importlib.util.find_spec(script.partition(".")[0]) is None:
-            raise click.BadParameter(f"No module named {script}", param_hint="-m")
-    elif script != "-" and not Path(script).is_file():
-        raise click.BadParameter(f"File {script!r} does not exist.", param_hint="SCRIPT")
+def _check_module(name: str) -> None:
+    sys.path[0] = os.getcwd()  # where python -m looks first
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise click.BadParameter(f"No module named {name}", param_hint="-m")
 
 
 def _hint(device: str | None, error: BaseException) -> str | None:

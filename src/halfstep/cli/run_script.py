@@ -51,16 +51,25 @@ def prepare_workers(device: str | None) -> None:
 
 
 def hide_halfstep(hint: Callable[[BaseException], str | None]) -> None:
-    """Have the traceback of an error begin in the script, and write a hint below it if there is one."""
-    own, here = sys.excepthook, Path(__file__).parent
+    """Have the traceback of an error begin in the script, and write a hint below it if there is one.
+
+    What watches the script is not in it either: its frames stand between those of a model and those of torch.
+    """
+    own, here, observe = sys.excepthook, Path(__file__).parent, Path(__file__).parents[1] / "observe"
     starters = {sys.modules["__main__"].__dict__.get("__file__"), runpy.__file__, "<frozen runpy>"}
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        frames = []
         while trace is not None:
-            file = trace.tb_frame.f_code.co_filename
-            if file not in starters and Path(file).parent != here:
-                break
+            frames.append(trace)
             trace = trace.tb_next
+        files = [Path(frame.tb_frame.f_code.co_filename) for frame in frames]
+        first = max((i + 1 for i, file in enumerate(files) if file.parent == here), default=0)
+        while first < len(files) and str(files[first]) in starters:
+            first += 1
+        for frame, file in reversed([*zip(frames, files, strict=True)][first:]):
+            if file.parent != observe:
+                frame.tb_next, trace = trace, frame
         own(kind, error.with_traceback(trace), trace)
         said = hint(error)
         if said:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..pages import Line, Markup, between, figure, lines, numbers, power
+from ..pages import Line, Markup, figure, lines, numbers, power
 
 __all__ = ["scale_figure", "scale_line"]
 
@@ -43,8 +43,6 @@ def scale_figure(
         drawn,
         low=low,
         high=high,
-        label=power,
-        ticks=[tick for tick in between(low, high) if tick == round(tick)],
     )
     changes = []
     for label, line in scales.items():

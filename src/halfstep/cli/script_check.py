@@ -23,7 +23,7 @@ from ..findings.facts import Facts
 from ..findings.forward import Forward
 from ..observe.watch import ModuleCall
 
-__all__ = ["check_script"]
+__all__ = ["first_step_of"]
 
 
 class _FirstStep(BaseException):
@@ -90,7 +90,7 @@ class _Run(Forward):
                 cls.scale = scale
 
 
-def check_script(script: Path, args: tuple[str, ...], device: str | None = None) -> list[Finding] | None:
+def first_step_of(script: Path, args: tuple[str, ...], device: str | None = None) -> list[Finding] | None:
     """Run a script until an optimizer has stepped, and check the model that it trains.
 
     Args:

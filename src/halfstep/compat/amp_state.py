@@ -5,19 +5,16 @@ from __future__ import annotations
 from ..amp.loss_scaler import LossScaler
 from ..amp.options import Properties
 from ..amp.session import Session, latest, require_session
-from ..casting.scope import clear_cache, deactivate, disable_casts, session_casting
+from ..casting.scope import clear_cache, deactivate, disable_casts
+from .casting_switch import CastingSwitch
 
 __all__ = ["AmpState"]
 
 
-class StateHandle:
+class StateHandle(CastingSwitch):
     """``amp._amp_state.handle`` of Apex, which some scripts use: the process-wide op casting."""
 
     disable_casts = staticmethod(disable_casts)
-
-    def is_active(self) -> bool:
-        """True if ops are cast."""
-        return session_casting() is not None
 
     def _clear_cache(self) -> None:
         clear_cache()

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -133,6 +134,13 @@ def _memory() -> int:
 
 _NOTHING = """synchronize empty_cache set_device init ipc_collect reset_peak_memory_stats reset_max_memory_allocated
     manual_seed_all seed seed_all set_stream reset_max_memory_cached reset_accumulated_memory_stats"""
+_PROFILER = {"init": _answer(None), "start": _answer(None), "stop": _answer(None), "profile": _block}
+_CUDART = SimpleNamespace(
+    **{name: _answer(0) for name in ("cudaProfilerInitialize", "cudaProfilerStart", "cudaProfilerStop")},
+    cudaGetDeviceCount=_answer(1),
+    cudaMemGetInfo=lambda device=None: (_memory(), _memory()),
+)
+_NCCL = {"version": _answer((2, 18, 0)), "is_available": _answer(False), "unique_id": _answer(b"")}
 _TENSOR_TYPES = "FloatTensor DoubleTensor HalfTensor BFloat16Tensor LongTensor IntTensor ByteTensor BoolTensor"
 _ZERO = """memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached
     utilization"""
@@ -160,6 +168,7 @@ _TORCH_CUDA: dict[str, Any] = {
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     "get_rng_state_all": lambda: [torch.get_rng_state()],
     "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
+    "cudart": lambda: _CUDART,
     "Event": _Event,
     "Stream": _Stream,
     "current_stream": lambda device=None: _Stream(),
@@ -205,6 +214,8 @@ class _ToCpu(TorchFunctionMode):
             return True
         if func is torch.Tensor.get_device and _asked_by_script():
             return 0
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs and _asked_by_script():
+            return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.type and len(args) > 1 and isinstance(args[1], str):
             args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
         if func is torch.device:
@@ -257,6 +268,8 @@ def cuda_on_cpu() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         *((torch.cuda, name, value) for name, value in _TORCH_CUDA.items()),
         *((torch.cuda.nvtx, name, value) for name, value in _NVTX.items()),
+        *((torch.cuda.profiler, name, value) for name, value in _PROFILER.items()),
+        *((torch.cuda.nccl, name, value) for name, value in _NCCL.items()),
         (torch.version, "cuda", "12.1"),
         (torch, "Generator", _Generator),
         (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -91,6 +92,15 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
         """The number of the last step that overflowed, counted from 0; -1 if none did. Reads the device."""
         return int(self.loss_scaler.engine.last_overflow)
 
+    # Of a dynamic scale only: as in Apex, a static one has neither.
+    scale_factor = property(attrgetter("loss_scaler.scale_factor"))
+    scale_window = property(attrgetter("loss_scaler.scale_window"))
+
+    @property
+    def fp16_groups_flat(self) -> list[torch.Tensor]:
+        """A copy of ``fp16_groups``, each group as one vector in its own dtype. Writing to it changes nothing."""
+        return [torch.cat([p.detach().reshape(-1) for p in group]) for group in self.fp16_groups if group]
+
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
         """The tensors that steps update, group by group: the masters of 16-bit parameters, and the other parameters."""
@@ -115,9 +125,8 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
             "cur_iter": self.cur_iter,
         }
         if self.dynamic_loss_scale:
-            scaler: Any = self.loss_scaler
             own |= {"last_overflow_iter": self.last_overflow_iter}
-            own |= {"scale_factor": scaler.scale_factor, "scale_window": scaler.scale_window}
+            own |= {"scale_factor": self.scale_factor, "scale_window": self.scale_window}
         return {
             **own,
             "optimizer_state_dict": self.optimizer.state_dict(),

@@ -34,6 +34,7 @@ from ..stepping.attached import AttachedOptimizer, attach, attached_to, share_ov
 from ..stepping.dynamic_class import base_of
 from ..stepping.optimizer_wrapper import ForwardingOptimizer
 from ..stepping.scaled_backward import ScaledBackward, check_loss
+from .casting_switch import CastingSwitch
 
 __all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "init"]
 
@@ -118,6 +119,7 @@ class NoOpHandle:
     verbose = False
     """True if each cast is logged."""
     _alive = False
+    _is_active = False
 
     def is_active(self) -> bool:
         """True if ops are cast."""
@@ -166,7 +168,7 @@ class NoOpHandle:
         """Put everything back that this handle changed."""
 
 
-class AmpHandle(NoOpHandle):
+class AmpHandle(CastingSwitch, NoOpHandle):
     """Op casting in the whole process, and a loss scale.
 
     Args:

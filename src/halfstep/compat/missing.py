@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ..core.errors import MissingModuleError, MissingNameError
+from ..core.errors import HalfstepError, MissingModuleError, MissingNameError
 
 __all__ = ["refuse_missing", "refusing"]
 
@@ -82,9 +82,15 @@ _INSTEAD: dict[str, str | dict[str, str]] = {
     },
     "parallel.optimized_sync_batchnorm_kernel": _SYNC,
     "parallel.sync_batchnorm_kernel": _SYNC,
+    "pyprof.parse": "Use torch.profiler, and key_averages() of what it gives.",
+    "pyprof.prof": "Use torch.profiler, and key_averages() of what it gives.",
     "transformer": "Use Megatron-LM, or torch.distributed.tensor.parallel and torch.distributed.pipelining.",
 }
 """For each module below ``apex`` what to use instead of it, or instead of names in it, with spaces between."""
+
+
+class _NotImportedError(HalfstepError, AttributeError):
+    """A module that is not here was asked for as an attribute; ``from`` imports of it ask the finder below next."""
 
 
 class _Missing(importlib.abc.MetaPathFinder):
@@ -110,9 +116,10 @@ def refuse_missing() -> None:
 def refusing(module: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a module of Apex's tree, by its ``__name__``; it says of missing names what to use.
 
-    It raises an ImportError and no AttributeError: of that, ``from module import name`` would not show the message.
+    Of a name it raises an ImportError and no AttributeError: of that, ``from module import name`` would not
+    show the message.
     """
-    path = module.removeprefix(_TREE)
+    path = module.removeprefix(_TREE[:-1]).removeprefix(".")
     table = _INSTEAD.get(path)
     instead = (
         {name: advice for names, advice in table.items() for name in names.split()} if isinstance(table, dict) else {}
@@ -121,6 +128,10 @@ def refusing(module: str) -> Callable[[str], Any]:
     def getattr_(name: str) -> NoReturn:
         if name in instead:
             raise MissingNameError(f"apex.{path}.{name} is not in halfstep. {instead[name]}", name=name)
+        below = f"{path}.{name}".removeprefix(".")
+        advice = _INSTEAD.get(below)
+        if isinstance(advice, str):
+            raise _NotImportedError(f"halfstep does not have apex.{below}. {advice}")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return getattr_

@@ -182,7 +182,8 @@ class FusedAdamOf2018(FusedAdam):
         beta1, beta2 = group["betas"]
         rate = group["lr"]
         if group["bias_correction"]:
-            rate = rate * (1.0 - beta2**step.t).sqrt() / (1.0 - beta1**step.t)
+            t = step.t
+            rate = rate * (1.0 - beta2**t).sqrt() / (1.0 - beta1**t)
         numbers = {
             "factor": step.factor,
             "new1": 1.0 - beta1,

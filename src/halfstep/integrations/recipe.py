@@ -32,8 +32,8 @@ class Recipe:
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 where there is CUDA, else bfloat16.
         custom_white_list: ops to run in 16 bits; see ``amp.auto_cast``.
         custom_black_list: ops to run in fp32, likewise.
-        excluded_layers: modules or module types that stay fp32 at O2; see ``amp.decorate``. A module that has nothing
-            but buffers that are not saved, such as the frequencies of rotary embeddings, stays too.
+        excluded_layers: modules or module types that stay fp32 at O2; see ``amp.decorate``. Buffers that a
+            cast would destroy, such as the frequencies of rotary embeddings, stay at every face.
         module_filter: the dtype of single modules; see ``amp.decorate``.
         scaler: the loss scale. None means an ``amp.GradScaler`` in float16, and none in bfloat16.
         policy: a ``halfstep.Policy`` in the place of ``level``, ``dtype``, op lists and ``excluded_layers``. It is
@@ -135,10 +135,8 @@ class Recipe:
             amp.initialize(called, policy=policy, module_filter=self._layers["module_filter"], verbosity=0)
         elif self._level == "O2":
             given = self._layers["excluded_layers"]
-            layers = [*given] if isinstance(given, (list, tuple, set)) else [] if given is None else [given]
-            layers += filter(_holds_constants, model.modules())
             filtered = self._layers["module_filter"]
-            amp.decorate(model, None, "O2", self.half, None, "float32", excluded_layers=layers, module_filter=filtered)
+            amp.decorate(model, None, "O2", self.half, None, "float32", excluded_layers=given, module_filter=filtered)
         self._weights.update((param, weight) for param, weight in before if is_half(param))
         self._models.add(model)
         return model
@@ -168,10 +166,3 @@ class Recipe:
         result = self.scaler.step(optimizer, *args, **kwargs)
         self.scaler.update()
         return result
-
-
-def _holds_constants(module: nn.Module) -> bool:
-    """True for a module that has nothing but buffers that are not saved."""
-    return (
-        next(module.parameters(), None) is None and next(module.buffers(), None) is not None and not module.state_dict()
-    )

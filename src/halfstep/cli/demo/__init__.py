@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from ...core.install import install_line
 from ..files import check_writable
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def command(
     Prints one table and writes report.html with pictures of time, memory, losses and loss scales.
     """
     if find_spec("sklearn") is None:
-        raise click.ClickException("The demo also needs scikit-learn: pip install 'halfstep[demo]'")
+        raise click.ClickException(f"The demo also needs scikit-learn: {install_line('demo')}")
 
     import torch
     from rich.console import Console
@@ -61,7 +63,7 @@ def command(
     from halfstep.core.dtypes import default_half, parse_dtype
     from halfstep.core.hardware import slow_reason
 
-    from .report import write_report, write_results
+    from .report import busy_note, write_report, write_results
     from .training import Settings
 
     check_writable(out / "report.html")
@@ -81,13 +83,17 @@ def command(
         console.print(sentence, style="yellow")
     runs = _train(console, settings)
     _print_table(console, runs, where)
+    busy = busy_note(runs)
+    if busy:
+        notes.append(busy)
+        console.print(busy, style="yellow", highlight=False)
     write_report(out / "report.html", runs, settings, notes)
     write_results(out / "results.json", runs, settings)
     console.print(f"Pictures of time, memory, losses and loss scales: {out / 'report.html'}", soft_wrap=True)
 
 
 def _train(console: Console, settings: Settings) -> list[Run]:
-    """Train under a progress bar."""
+    """Train under a progress bar, or with a line for each epoch where the output is no terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from .training import EPOCH_STEPS, train
@@ -96,7 +102,17 @@ def _train(console: Console, settings: Settings) -> list[Run]:
     with Progress(*columns, console=console, transient=True) as progress:
         steps = len(settings.runs()) * settings.epochs * EPOCH_STEPS
         task = progress.add_task("training", total=steps)
-        return train(settings, lambda name: progress.update(task, advance=1, description=f"training at {name}"))
+        return train(
+            settings,
+            lambda name: progress.update(task, advance=1, description=f"training at {name}"),
+            lambda epoch, runs: None if console.is_terminal else _print_epoch(console, settings, epoch, runs),
+        )
+
+
+def _print_epoch(console: Console, settings: Settings, epoch: int, runs: Sequence[Run]) -> None:
+    losses = ", ".join(f"{run.name} {run.final_loss:.3f}" for run in runs)
+    seconds = sum(sum(run.step_seconds) for run in runs)
+    console.print(f"epoch {epoch} of {settings.epochs}, {seconds:.0f} s: loss {losses}", highlight=False)
 
 
 def _print_table(console: Console, runs: list[Run], device: torch.device) -> None:
@@ -106,7 +122,7 @@ def _print_table(console: Console, runs: list[Run], device: torch.device) -> Non
     from .report import summarize
 
     header, rows = summarize(runs, device)
-    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=0)
     for name in header:
         words = name in ("level", "dtype", "computed")
         # A header of two words stands on two lines: the table then fits 80 columns.

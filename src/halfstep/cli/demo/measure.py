@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+import weakref
+from typing import Any
 
 import torch
-from torch import nn
 
-from ...stepping.attached import attached_to
+from ...casting.containers import tensors_in
+from ...core.torch_compat import TorchDispatchMode
 
-__all__ = ["PeakMemory", "held_bytes", "now"]
+__all__ = ["PeakMemory", "now"]
 
 
 def now(device: torch.device) -> float:
@@ -19,28 +21,64 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of weights, buffers, masters, gradients and optimizer state, each storage once."""
-    held = [*model.parameters(), *model.buffers()]
-    held += [tensor.grad for tensor in held if tensor.grad is not None]
-    attached = attached_to(optimizer)
-    if attached is not None:
-        held += [master for _, master in attached.keeper.started()]
-    held += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in held}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
 class PeakMemory:
-    """The peak of CUDA memory from now on, less what others hold now: all that is allocated but ``own`` bytes."""
+    """The most memory of tensors on a device while a block runs, with what was held before it: one training step.
 
-    def __init__(self, device: torch.device, own: int) -> None:
+    CUDA's allocator counts it. On a CPU nobody does: there the results of all ops count, for as long as somebody has
+    their memory. What a kernel needs only while it runs is in the first count and not in the second.
+
+    Args:
+        device: on which the step runs.
+        held: bytes that are held before it; see ``halfstep.memory``.
+    """
+
+    def __init__(self, device: torch.device, held: int) -> None:
         self.device = device
-        self.others = 0
-        if device.type == "cuda":
-            self.others = torch.cuda.memory_allocated(device) - own
-            torch.cuda.reset_peak_memory_stats(device)
+        self.bytes = self.held = held
+        self._results = _Results() if device.type != "cuda" else None
 
-    def read(self) -> int | None:
-        """Bytes, or None on a device that keeps no such count."""
-        return torch.cuda.max_memory_allocated(self.device) - self.others if self.device.type == "cuda" else None
+    def __enter__(self) -> PeakMemory:
+        if self._results is not None:
+            self._results.__enter__()  # type: ignore[no-untyped-call]
+        else:
+            self._others = torch.cuda.memory_allocated(self.device) - self.held
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._results is not None:
+            self._results.__exit__(*exc)  # type: ignore[no-untyped-call]
+            self.bytes = self.held + self._results.most
+        else:
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - self._others
+
+
+class _Results(TorchDispatchMode):
+    """Counts the bytes of memory that ops have made and that is still there.
+
+    Attributes:
+        most: of them at any time.
+    """
+
+    only_watches = True  # so casts of weights are kept under it as without
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = self._now = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        for tensor in tensors_in(args, kwargs or {}):
+            self._known.add(tensor.untyped_storage())  # what was there before, and what no op has made
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage not in self._known:
+                self._known.add(storage)
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.most = max(self.most, self._now)
+        return result
+
+    def _free(self, size: int) -> None:
+        self._now -= size

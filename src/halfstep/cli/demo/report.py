@@ -42,7 +42,7 @@ from ..machine import describe_machine, machine_section
 from ..scale_picture import scale_figure, scale_line
 from .training import BATCH_SIZE, EPOCH_STEPS, LOSS_SCALE, WARM_UP, Run, Settings
 
-__all__ = ["summarize", "write_report", "write_results"]
+__all__ = ["busy_note", "summarize", "write_report", "write_results"]
 
 
 def summarize(runs: Sequence[Run], device: torch.device) -> tuple[list[str], list[list[str]]]:
@@ -52,18 +52,32 @@ def summarize(runs: Sequence[Run], device: torch.device) -> tuple[list[str], lis
         "level": lambda run: run.level,
         "dtype": lambda run: dtype_name(run.dtype),
         "test accuracy": lambda run: f"{100 * run.test_accuracy:.1f} %",
-        "step ms": lambda run: f"{1e3 * run.median_step:.1f}",
+        "step ms": lambda run: f"{1e3 * run.median_step:.1f}±{1e3 * run.step_spread:.1f}",
         f"ratio to {base.level}": lambda run: f"{run.median_step / base.median_step:.2f}",
         "computed": lambda run: _computed(run.dtype, device),
         "final loss": lambda run: f"{run.final_loss:.4f}",
         "held MiB": lambda run: _mebibytes(run.held_bytes),
-        "peak MiB": lambda run: _mebibytes(run.peak_bytes or 0),
+        "peak MiB": lambda run: _mebibytes(run.peak_bytes),
         "loss scale": lambda run: _scale(run.loss_scales[-1]),
         "steps skipped": lambda run: str(run.steps_skipped),
     }
-    if any(run.peak_bytes is None for run in runs):
-        del columns["peak MiB"]
     return list(columns), [[text(run) for text in columns.values()] for run in runs]
+
+
+_BUSY = 0.15
+"""The spread of a step, divided by its median, from which on a ratio of two levels says little."""
+
+
+def busy_note(runs: Sequence[Run]) -> str:
+    """A sentence for times that are not to be trusted, because other programs used the machine; empty otherwise."""
+    worst = max(runs, key=lambda run: run.step_spread / run.median_step)
+    spread = worst.step_spread / worst.median_step
+    if spread <= _BUSY:
+        return ""
+    return (
+        f"The machine was busy with something else: steps of {worst.name} differ by ±{100 * spread:.0f} % from their "
+        "median. Do not trust the times and ratios; run the demo again when nothing else runs."
+    )
 
 
 def write_results(path: Path, runs: Sequence[Run], settings: Settings) -> None:
@@ -79,6 +93,7 @@ def write_results(path: Path, runs: Sequence[Run], settings: Settings) -> None:
                 "test_accuracy": run.test_accuracy,
                 "final_loss": _finite(run.final_loss),
                 "step_seconds": run.median_step,
+                "step_spread_seconds": run.step_spread,
                 "held_bytes": run.held_bytes,
                 "peak_bytes": run.peak_bytes,
                 "steps_skipped": run.steps_skipped,
@@ -121,7 +136,8 @@ def write_report(path: Path, runs: Sequence[Run], settings: Settings, notes: Seq
             paragraph(
                 "The runs take turns, an epoch each, in one process. So where the speed of the machine changes, it "
                 "changes for all of them. A step is forward, backward, unscaling, update and zeroing of the gradients. "
-                f"It is timed with the device idle before and after. Given is the median without the first {WARM_UP}.",
+                f"It is timed with the device idle before and after. Given is the median without the first {WARM_UP}, "
+                "and ± half of the distance between the quartiles: half of the steps lie within it.",
             ),
             paragraph("Made by ", element("code", _command(settings))),
         ),
@@ -139,14 +155,13 @@ def _results(runs: Sequence[Run], device: torch.device) -> list[Markup]:
     body = [[join([_dot(i), f"{level} {dtype}"]), *rest] for i, (level, dtype, *rest) in enumerate(rows)]
     text = (
         "Accuracy is on 360 images that were not trained on: one image is 0.28 points. The final loss is the mean of "
-        "the last epoch. Held are weights, masters, gradients, optimizer state and BatchNorm statistics."
+        "the last epoch. Held are weights, masters, gradients, optimizer state and BatchNorm statistics. The peak of a "
+        "step also counts activations."
     )
-    if "peak MiB" in columns:
-        text += " Peak also counts activations."
     if any("emulated" in row for row in rows):
         text += (
             " Emulated: this device has no 16-bit units for convolutions in that dtype. fp32 kernels compute them "
-            "and round as the dtype does, so it learns as on a device with units, at the speed of fp32."
+            "and round as the dtype does, so it learns as on a device with units, at about the speed of fp32."
         )
     shown = element("div", table(["run", *columns[2:]], body, "One row for each run"), class_="results")
     return [shown, small(text)]
@@ -156,7 +171,8 @@ def _times(runs: Sequence[Run]) -> Markup:
     base = _base(runs)
     longest = max(run.median_step for run in runs)
     rows = [
-        Bar(run.name, f"{1e3 * run.median_step:.1f} ms", run.median_step / longest, hue=i) for i, run in enumerate(runs)
+        Bar(run.name, f"{1e3 * run.median_step:.1f} ± {1e3 * run.step_spread:.1f} ms", run.median_step / longest, hue=i)
+        for i, run in enumerate(runs)
     ]
     ratios = ", ".join(f"{run.name} {run.median_step / base.median_step:.2f}" for run in runs if run is not base)
     described = f"{base.name} takes {1e3 * base.median_step:.1f} ms a step. Divided by that: {ratios or 'none'}."
@@ -166,16 +182,18 @@ def _times(runs: Sequence[Run]) -> Markup:
 
 def _memory(runs: Sequence[Run]) -> Markup:
     base = _base(runs)
-    largest = max(run.held_bytes for run in runs) or 1
+    largest = max(max(run.held_bytes, run.peak_bytes) for run in runs) or 1
     rows = [
-        Bar(run.name, f"{_mebibytes(run.held_bytes)} MiB", run.held_bytes / largest, hue=i)
+        Bar(f"{run.name}, {what}", f"{_mebibytes(size)} MiB", size / largest, hue=i)
         for i, run in enumerate(runs)
+        for what, size in (("held", run.held_bytes), ("peak", run.peak_bytes))
     ]
-    held = ", ".join(f"{run.name} {_mebibytes(run.held_bytes)}" for run in runs)
-    picture = bars("Memory", f"Held, in MiB: {held}.", rows, mark=base.held_bytes / largest, value_name="held")
+    told = ", ".join(f"{run.name} {_mebibytes(run.held_bytes)} and {_mebibytes(run.peak_bytes)}" for run in runs)
+    described = f"Held, and at the peak of a step, in MiB: {told}."
+    picture = bars("Memory", described, rows, mark=base.peak_bytes / largest, value_name="memory")
     text = (
-        "What is kept between steps. At O2 the weights are 16 bits wide and have fp32 masters; at O3 they have none. "
-        f"The line is at {base.name}."
+        "Held is what is kept between steps. At O2 the weights are 16 bits wide and have fp32 masters; at O3 they have "
+        f"none. The peak of a step has its activations, too. The line is at the peak of {base.name}."
     )
     return figure(picture, caption=text)
 

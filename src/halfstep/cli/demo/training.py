@@ -18,7 +18,8 @@ from halfstep import amp
 from halfstep.core.dtypes import dtype_name
 from halfstep.scaling import DynamicLossScale
 
-from .measure import PeakMemory, held_bytes, now
+from ...findings.memory import memory
+from .measure import PeakMemory, now
 
 __all__ = [
     "BATCH_SIZE",
@@ -124,7 +125,7 @@ class Run:
         loss_scales: by which the loss of each step was multiplied.
         step_seconds: how long each step took.
         held_bytes: of weights, buffers, masters, gradients and optimizer state.
-        peak_bytes: with activations; None on a device that does not count.
+        peak_bytes: the most in a step, with activations.
     """
 
     level: str
@@ -137,7 +138,7 @@ class Run:
     steps_skipped: int = 0
     test_accuracy: float = 0.0
     held_bytes: int = 0
-    peak_bytes: int | None = None
+    peak_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -148,6 +149,13 @@ class Run:
     def median_step(self) -> float:
         """Seconds."""
         return statistics.median(self.step_seconds[WARM_UP:] or self.step_seconds)
+
+    @property
+    def step_spread(self) -> float:
+        """Half of the distance between the quartiles of the step times, in seconds."""
+        times = self.step_seconds[WARM_UP:] or self.step_seconds
+        low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (0.0, 0.0, 0.0)
+        return (high - low) / 2
 
     @property
     def final_loss(self) -> float:
@@ -176,7 +184,11 @@ def train_step(run: Run, images: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return loss.detach()
 
 
-def train(settings: Settings, on_step: Callable[[str], None] = lambda name: None) -> list[Run]:
+def train(
+    settings: Settings,
+    on_step: Callable[[str], None] = lambda name: None,
+    on_epoch: Callable[[int, Sequence[Run]], None] = lambda epoch, runs: None,
+) -> list[Run]:
     """Train at each level from the same seed and in the same data order, an epoch of each level in turn.
 
     A machine's speed drifts. Taking turns, every level gets its share of the slow minutes, and step times compare.
@@ -184,6 +196,7 @@ def train(settings: Settings, on_step: Callable[[str], None] = lambda name: None
     Args:
         settings: what to train.
         on_step: called with the name of a run after each of its steps.
+        on_epoch: called after each epoch of all runs with its number, from 1 on, and the runs.
 
     Returns:
         The runs, in the order of ``settings.runs()``.
@@ -192,14 +205,16 @@ def train(settings: Settings, on_step: Callable[[str], None] = lambda name: None
     shuffle = torch.Generator().manual_seed(settings.seed)
     try:
         runs = [start(level, dtype, settings) for level, dtype in settings.runs()]
-        for _ in range(settings.epochs):
+        for epoch in range(1, settings.epochs + 1):
             order = torch.randperm(len(digits.train_labels), generator=shuffle).to(settings.device)
             batches = order.split(BATCH_SIZE)[:EPOCH_STEPS]  # without the last batch, which is smaller
             for run in runs:
                 _train_epoch(run, digits, batches, on_step)
+            on_epoch(epoch, runs)
         for run in runs:
             run.test_accuracy = _accuracy(run.model, digits)
             run.steps_skipped = amp.steps_skipped(run.optimizer)
+            _measure_peak(run, digits)
     finally:
         amp.deactivate()
     return runs
@@ -208,7 +223,6 @@ def train(settings: Settings, on_step: Callable[[str], None] = lambda name: None
 def _train_epoch(run: Run, digits: Digits, batches: Sequence[torch.Tensor], on_step: Callable[[str], None]) -> None:
     run.model.train()
     device = digits.train_images.device
-    peak = PeakMemory(device, own=held_bytes(run.model, run.optimizer))
     for batch in batches:
         images, labels = digits.train_images[batch], digits.train_labels[batch]
         run.loss_scales.append(amp.state_dict(optimizer=run.optimizer)["loss_scaler0"]["loss_scale"])
@@ -217,8 +231,16 @@ def _train_epoch(run: Run, digits: Digits, batches: Sequence[torch.Tensor], on_s
         run.step_seconds.append(now(device) - began)
         run.losses.append(loss.item())
         on_step(run.name)
-    run.peak_bytes = peak.read()
-    run.held_bytes = held_bytes(run.model, run.optimizer)
+    run.held_bytes = memory(run.model, run.optimizer).total
+
+
+def _measure_peak(run: Run, digits: Digits) -> None:
+    """Take a step more, of which neither the time nor the loss counts."""
+    run.model.train()
+    run.optimizer.zero_grad()
+    with PeakMemory(digits.train_images.device, memory(run.model, run.optimizer).total) as peak:
+        train_step(run, digits.train_images[:BATCH_SIZE], digits.train_labels[:BATCH_SIZE])
+    run.peak_bytes = peak.bytes
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from ..install import install, uninstall
-from ..missing import refuse_missing
+from ..missing import refuse_missing, refusing
 
 __all__ = ["DeprecatedFeatureWarning", "deprecated_warning", "install", "uninstall"]
 
@@ -26,9 +26,10 @@ def deprecated_warning(msg: str) -> None:
 
 
 refuse_missing()
+_refuse = refusing(__name__)
 
 _SUBMODULES = (
-    *("RNN", "amp", "contrib", "fp16_utils", "fused_dense", "mlp"),
+    *("_autocast_utils", "RNN", "amp", "contrib", "fp16_utils", "fused_dense", "mlp"),
     *("multi_tensor_apply", "normalization", "optimizers", "parallel", "pyprof", "reparameterization"),
 )
 
@@ -37,4 +38,4 @@ def __getattr__(name: str) -> Any:
     """``import apex`` brought the submodules with it; here each comes when asked for."""
     if name in _SUBMODULES:
         return import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _refuse(name)

@@ -24,7 +24,7 @@ class _CountingScaler(DeviceLossScaler):
     """A ``DeviceLossScaler`` that also counts iterations, and knows which of them overflowed last."""
 
     def __init__(self, rule: LossScale) -> None:
-        super().__init__(rule, name="the fp16_utils loss scaler")
+        super().__init__(rule, name="LossScaler" if not rule.dynamic else "DynamicLossScaler")
         self.cur_iter = 0
         self.last_overflow = torch.tensor(-1, dtype=torch.int64)
 

@@ -16,6 +16,7 @@ from ...core.logs import show_log
 from ...stepping.attached import attach
 from ...stepping.optimizer_wrapper import ForwardingOptimizer
 from ...stepping.scaled_backward import ScaledBackward, record_pass
+from ..master_groups import MasterGroups
 from .loss_scaler import DynamicLossScaler, LossScaler, saved_entry
 
 __all__ = ["FP16_Optimizer"]
@@ -26,7 +27,7 @@ _NAME = "FP16_Optimizer"
 _DYNAMIC_ARGS = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
 
 
-class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
+class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's name
     """Wrap an optimizer: fp32 masters for its 16-bit parameters, and a static or dynamic loss scale.
 
     ::
@@ -85,6 +86,7 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             if dynamic_loss_scale
             else LossScaler(as_number("static_loss_scale", static_loss_scale))
         )
+        self.loss_scaler.engine.name = _NAME  # which is what the user has made
         if verbose or dynamic_loss_scale:
             show_log()
         if verbose:
@@ -231,21 +233,6 @@ class FP16_Optimizer(ForwardingOptimizer):  # noqa: N801 - Apex's name
             [None if p.grad is None else p.grad.detach() for p in islice(params, len(group["params"]))]
             for group in self.param_groups
         ]
-
-    @property
-    def fp16_groups(self) -> list[list[torch.Tensor]]:
-        """The 16-bit parameters of the model that have masters, group by group."""
-        return [[p for p in group["params"] if self._attached.keeper.has(p)] for group in self.param_groups]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
-        """Their masters."""
-        return [[self._attached.keeper.view(p) for p in group] for group in self.fp16_groups]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
-        """The parameters that need no master."""
-        return [[p for p in group["params"] if not self._attached.keeper.has(p)] for group in self.param_groups]
 
     # ---- checkpoints
 

@@ -14,17 +14,17 @@ from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from ...amp.grad_scaler import GradScaler
-from ...casting.emulation import narrow
 from ...casting.scope import NO_CASTING
-from ...core.checks import check_kind
+from ...core.checks import check_flag, check_kind
 from ...core.compiler_compat import export_errors, size_expression
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.files import replacing
 from ...graph.cast_pass import Casting
 from .archive import in_fp32, read_archive, write_archive
+from .graph_edits import evaluate, with_outputs, without_idle_broadcasts
 from .tape import VALUE, Tape, Variable
 
-__all__ = ["Program", "Trainer", "Value", "capture", "load", "loss_of", "with_outputs"]
+__all__ = ["Program", "Trainer", "Value", "capture", "load", "loss_of"]
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,8 @@ class Program:
         self.trainer: Trainer | None = None
         self.tape = Tape(self) if exported is None else None
         self._recorded = 0  # how many calls of the tape are in the graph
+        self._tapes = 1  # how many it has had, this one included
+        self._tests: tuple[Program, int] | None = None  # the program that this one tests, and its number of tapes
         self._read_graph(exported, feed_names, has_loss)
 
     def _read_graph(
@@ -164,7 +166,7 @@ class Program:
             self.graph_module, self.outputs = fx.GraphModule(nn.Module(), fx.Graph()), []
             return
         module: Any = exported.module(check_guards=False)
-        self.graph_module = _without_idle_broadcasts(module)
+        self.graph_module = without_idle_broadcasts(module)
         count = len(self._results()) - has_loss
         names = ["output"] if count == 1 else [f"output{i}" for i in range(count)]
         self.outputs = [Value(self, name) for name in names]
@@ -179,7 +181,7 @@ class Program:
             raise UsageError("This program was captured as a whole. Build another in program_guard(static.Program()).")
         if self.tape is None:
             self.trainer = self.casting = None
-            self.tape, self._recorded = Tape(self), 0
+            self.tape, self._recorded, self._tapes = Tape(self), 0, self._tapes + 1
             self._read_graph(None, (), False)
         return self.tape
 
@@ -213,9 +215,43 @@ class Program:
             tape.ended, self.tape = True, None
 
     def prepare(self) -> None:
-        """Make the graph of what was recorded since the last time."""
+        """Make the graph of what was recorded since the last time; that of a test is the graph of what it tests."""
+        if self._tests is not None:
+            self._follow(*self._tests)
         if self.tape is not None and len(self.tape) > self._recorded:
             self.capture_tape()
+
+    def clone(self, for_test: bool = False) -> Program:
+        """This program as a test, as ``paddle.static.Program.clone(for_test=True)`` makes one.
+
+        Dropout does nothing in it, BatchNorm takes its running statistics, and it does not train. Parameters and casts
+        are those of this program, also where ``minimize`` comes later.
+
+        Args:
+            for_test: True.
+
+        Raises:
+            UsageError: with ``for_test=False``: a program has one optimizer, and is built once.
+        """
+        if not check_flag("for_test", for_test):
+            raise UsageError(
+                "Program.clone makes a test: pass for_test=True. For a second program to train, build or capture it "
+                "once more around the same model."
+            )
+        test = Program()
+        test.tape, test._tests = None, (self, self._tapes)
+        test.prepare()
+        return test
+
+    def _follow(self, tested: Program, tapes: int) -> None:
+        """Take the graph and the casts of the program that this one tests, unless it has begun anew since."""
+        if tested._tapes == tapes:
+            tested.prepare()
+            if tested.trainer is not None:
+                tested.trainer.prepare()
+            if self.graph_module is not tested.graph_module or self.casting is not tested.casting:
+                own = {name: vars(self)[name] for name in ("tape", "trainer", "_recorded", "_tapes", "_tests")}
+                vars(self).update({**vars(tested), **own, "_modules": {}})
 
     @property
     def loss(self) -> Value:
@@ -245,6 +281,8 @@ class Program:
 
     def train_with(self, trainer: Trainer, casting: Casting | None = None) -> None:
         """Have a trainer take the steps from now on, in the graph with casts if there is one."""
+        if self._tests is not None:
+            raise UsageError("This program is a test, by clone(for_test=True); minimize the loss of what it tests.")
         self.trainer, self.casting = trainer, casting
         self._modules.clear()
 
@@ -267,8 +305,11 @@ class Program:
         key = (tuple(fetched), compiled)
         if key not in self._modules:
             module = self.graph_module if self.casting is None else self.casting.module
-            if fetched:
+            if fetched or self._tests is not None:
                 module = with_outputs(module, fetched)
+            if self._tests is not None:
+                evaluate(module.graph)
+                module.recompile()
             # Its forward, since torch.compile warns of a module while static mode has hooks on all modules.
             self._modules[key] = torch.compile(module.forward) if compiled else module
         return self._modules[key]
@@ -356,38 +397,3 @@ def load(path: str | PathLike[str]) -> Program:
     """
     exported, facts = read_archive(Path(path).read_bytes(), fspath(path), "Program.save")
     return Program(exported, facts["feed_names"], facts["has_loss"])
-
-
-def _without_idle_broadcasts(module: fx.GraphModule) -> fx.GraphModule:
-    """Drop broadcasts of tensors of one shape: a loss makes them, and export returns the broadcast output."""
-    for node in list(module.graph.nodes):
-        if node.target is torch.ops.aten.broadcast_tensors.default:
-            inputs = node.args[0]
-            if len({str(tuple(source.meta["val"].shape)) for source in inputs}) == 1:
-                for item in list(node.users):
-                    item.replace_all_uses_with(inputs[item.args[1]])
-                    module.graph.erase_node(item)
-                module.graph.erase_node(node)
-    module.recompile()
-    return module
-
-
-def with_outputs(module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-    """A copy of a module that also returns the values of some nodes; that of an emulated product is the rounded one.
-
-    Raises:
-        ArgumentValueError: for a name that no node has.
-    """
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    result: Any = graph.graph_copy(module.graph, copies)
-    found = {node.name: copy for node, copy in copies.items()}
-    found |= {str(node.args[0]): copy for node, copy in copies.items() if node.target is narrow}
-    if missing := [name for name in names if name not in found]:
-        raise ArgumentValueError(
-            f"fetch_list names {', '.join(missing)}, which this program does not compute; fetch program.loss, one of "
-            "program.outputs, or a node that program.explain() names."
-        )
-    graph.output((*result, *(found[name] for name in names)))
-    graph.set_codegen(fx.graph.CodeGen())
-    return fx.GraphModule(module, graph)

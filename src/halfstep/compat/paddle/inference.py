@@ -15,9 +15,9 @@ from ...core.checks import check_kind
 from ...core.compiler_compat import export_errors
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.files import replacing
-from ...core.torch_compat import OpOverload, schema_of
 from .archive import in_fp32, read_archive, write_archive
-from .capture import Program, Value, with_outputs
+from .capture import Program, Value
+from .graph_edits import evaluate, with_outputs
 from .tape import Variable
 
 __all__ = ["load_inference_model", "save_inference_model"]
@@ -111,11 +111,7 @@ def _for_inference(
     output = next(node for node in graph.nodes if node.op == "output")
     results: Any = output.args[0]
     output.args = (tuple(results[position] for position in positions),)
-    for node in reversed(graph.nodes):
-        if not node.users and (node.op == "get_attr" or (node.op == "call_function" and not _is_needed(node))):
-            graph.erase_node(node)
-        elif isinstance(node.target, OpOverload):
-            _evaluate(node)
+    evaluate(graph)
     inputs = dict(zip(program.feed_names, [node for node in graph.nodes if node.op == "placeholder"], strict=True))
     # The archive keeps its example inputs, and nobody's data should be in it.
     examples = dict(zip(program.feed_names, map(torch.zeros_like, program.example_inputs()), strict=True))
@@ -136,26 +132,6 @@ def _for_inference(
             )
     except export_errors() as error:
         raise UsageError(f"torch.export cannot capture what fetch_vars need: {error}") from error
-
-
-def _is_needed(node: fx.Node) -> bool:
-    """True for a node that is needed though nobody reads its result: it writes to a value, not to a buffer."""
-    if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
-        return False
-    written = node.args[0]
-    return not (isinstance(written, fx.Node) and written.op == "get_attr")
-
-
-def _evaluate(node: fx.Node) -> None:
-    """Have an op compute as in evaluation mode: the arguments of torch's ops that say so have the same names in all."""
-    for place, argument in enumerate(schema_of(node.target).arguments):
-        value: Any = {"train": False, "training": False, "dropout_p": 0.0}.get(argument.name)
-        if argument.name == "use_input_stats" and node.args[3] is not None:  # InstanceNorm with running statistics
-            value = False
-        if value is not None and argument.name in node.kwargs:
-            node.update_kwarg(argument.name, value)
-        elif value is not None and place < len(node.args):
-            node.update_arg(place, value)
 
 
 def _open_sizes(node: fx.Node) -> dict[int, Any] | None:

@@ -21,6 +21,7 @@ from .frontend import initialize as initialize  # type: ignore[no-redef]  # with
 add_submodules(
     __name__,
     {
+        "__version__": "VERSION __version__",
         "_amp_state": "_amp_state AmpState master_params maybe_print",
         "_initialize": "",
         "_process_optimizer": "",
@@ -34,5 +35,13 @@ add_submodules(
         "scaler": "LossScaler",
         "wrap": "",
     },
-    also={**vars(_handle), **vars(_loss_scaler), **vars(_session), **vars(_state), **vars(utils)},
+    also={
+        "VERSION": (0, 1, 0),
+        "__version__": "0.1.0",
+        **vars(_handle),
+        **vars(_loss_scaler),
+        **vars(_session),
+        **vars(_state),
+        **vars(utils),
+    },
 )

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .... import amp
+from ...fp16_utils.params import to_python_float
 from ...missing import refusing
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "is_nested",
     "maybe_float",
     "maybe_half",
+    "to_python_float",
     "type_string",
 ]
 

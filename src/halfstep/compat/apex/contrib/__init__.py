@@ -1,1 +1,5 @@
 """``apex.contrib``."""
+
+from ...missing import refusing
+
+__getattr__ = refusing(__name__)

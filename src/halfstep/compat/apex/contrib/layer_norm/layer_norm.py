@@ -25,6 +25,13 @@ class FastLayerNormFN:
         return mixed_dtype_fused_layer_norm_affine(x, gamma, beta, [gamma.numel()], epsilon)
 
 
+def _fast_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float, memory_efficient: bool = False
+) -> torch.Tensor:
+    """Normalize the last dimension of ``x``; see ``FastLayerNorm``."""
+    return FastLayerNormFN.apply(x, weight, bias, epsilon, memory_efficient)
+
+
 class FastLayerNorm(nn.Module):
     """Layer normalization of the last dimension. Apex had it for certain widths only; here it takes any.
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from .....core.errors import ArgumentValueError
 from ...normalization import FusedLayerNorm, fused_layer_norm_affine
 
-__all__ = ["MultiheadAttn", "mask_of"]
+__all__ = ["MultiheadAttn", "heads_of", "mask_of"]
 
 
 class MultiheadAttn(nn.Module):
@@ -93,10 +93,7 @@ class MultiheadAttn(nn.Module):
         return fused_layer_norm_affine(query, gamma, beta, [self.embed_dim], 1e-5)
 
     def _heads(self, projected: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
-        """[time, batch, heads * parts * head_dim] as ``parts`` tensors of shape [batch, heads, time, head_dim]."""
-        time, batch, _ = projected.shape
-        split = projected.view(time, batch, self.num_heads, parts, self.head_dim)
-        return split.permute(3, 1, 2, 0, 4).unbind(0)
+        return heads_of(projected, self.num_heads, parts)
 
     def _attend(
         self,
@@ -114,6 +111,13 @@ class MultiheadAttn(nn.Module):
         time, batch, width = query.shape
         out = F.linear(heads.permute(2, 0, 1, 3).reshape(time, batch, width), self.out_proj_weight, self.out_proj_bias)
         return query + F.dropout(out, drop) if self.include_norm_add else out
+
+
+def heads_of(projected: torch.Tensor, heads: int, parts: int) -> tuple[torch.Tensor, ...]:
+    """[time, batch, heads * parts * head_dim] as ``parts`` tensors of shape [batch, heads, time, head_dim]."""
+    time, batch, width = projected.shape
+    split = projected.view(time, batch, heads, parts, width // (heads * parts))
+    return split.permute(3, 1, 2, 0, 4).unbind(0)
 
 
 def mask_of(

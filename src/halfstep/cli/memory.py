@@ -1,0 +1,58 @@
+"""``halfstep memory``: bytes a parameter for every level and optimizer, beside other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..findings.memory import Line
+
+__all__ = ["command"]
+
+
+@click.command()
+@click.option("--params", type=float, metavar="NUMBER", help="also print the GiB of a model of so many, such as 7e9")
+@click.option("--optimizer", metavar="TEXT", help="only optimizers with this in their name")
+def command(params: float | None, optimizer: str | None) -> None:
+    """Print the bytes a parameter of weights, masters, optimizer state and gradients, and those of activations."""
+    from rich.console import Console
+
+    from ..findings.memory import ACTIVATIONS, PEERS, lines
+
+    if params is not None and not 0 < params < float("inf"):
+        raise click.BadParameter(f"{params:g} must be a number of parameters above 0, such as 7e9.")
+    found = [line for line in lines() if (optimizer or "").lower() in line.optimizer.lower()]
+    if not found:
+        raise click.BadParameter(f"No optimizer of the table has {optimizer!r} in its name.")
+    console = Console()
+    console.print(_table(found, params))
+    console.print("\nBytes of a number that is kept for the backward pass:", highlight=False)
+    for level, text in ACTIVATIONS.items():
+        console.print(f"  {level}: {text}", highlight=False, soft_wrap=True)
+    console.print()
+    console.print(_table(PEERS, params))
+    for source in dict.fromkeys(line.source for line in PEERS):
+        console.print(f"  {source}", highlight=False, soft_wrap=True)
+
+
+def _table(lines: Iterable[Line], params: float | None) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("optimizer", "at"):
+        table.add_column(name, no_wrap=True)
+    for name in ("weight", "master", "state", "grad", "sum", *(["GiB"] if params else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = ""
+    for line in lines:
+        sizes = [line.weights, line.masters, line.state, line.gradients, line.total]
+        gib = [f"{line.total * params / 2**30:,.1f}"] if params else []
+        name = "" if line.optimizer == before else line.optimizer
+        table.add_row(name, f"{line.level} {line.dtype}", *(f"{size:g}" for size in sizes), *gib)
+        before = line.optimizer
+    return table

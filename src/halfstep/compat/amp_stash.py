@@ -1,0 +1,113 @@
+"""What Apex put on optimizers: fields of ``optimizer._amp_stash``, and methods such as ``_prepare_amp_backward``.
+
+Scripts that resume, average gradients or scale losses by hand use these names. Nothing in halfstep does.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..amp.loss_scaler import LossScaler
+from ..core.dtypes import is_half
+from ..stepping.attached import AttachedOptimizer, attached_to
+from ..stepping.backward import any_overflow
+from ..stepping.scaled_backward import record_pass
+from .master_groups import MasterGroups
+from .multi_tensor import multi_tensor_l2norm, multi_tensor_scale
+
+__all__ = ["Methods", "Stash"]
+
+
+class Stash(MasterGroups):
+    """The fields of Apex's ``_amp_stash``, as they are now. Lists are made anew each time they are asked for.
+
+    Args:
+        attached: what is kept about the optimizer.
+    """
+
+    multi_tensor_scale = staticmethod(multi_tensor_scale)
+    multi_tensor_l2norm = staticmethod(multi_tensor_l2norm)
+
+    def __init__(self, attached: AttachedOptimizer) -> None:
+        self._attached = attached
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step will be skipped. Reads the device."""
+        records = self._attached.passes.records
+        return bool(records) and bool(any_overflow(records))
+
+    @property
+    def dummy_overflow_buf(self) -> torch.Tensor:
+        """A flag for multi-tensor operations: an int32 tensor of shape [1] on the device of the first parameter."""
+        return torch.zeros(1, dtype=torch.int32, device=self._attached.device)
+
+    @property
+    def all_fp16_params(self) -> list[torch.Tensor]:
+        """The trainable 16-bit parameters."""
+        return [p for p in self._attached.params() if is_half(p) and p.requires_grad]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
+        """The masters."""
+        return [*chain(*self.fp32_from_fp16_groups)]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
+        """The trainable parameters without a master at a level with masters."""
+        return [p for p in chain(*self.fp32_from_fp32_groups) if p.requires_grad]
+
+    @property
+    def all_fp32_params(self) -> list[torch.Tensor]:
+        """The trainable fp32 parameters."""
+        return [p for p in self._attached.params() if not is_half(p) and p.requires_grad]
+
+    # What a block has set aside is not here: outside of blocks Apex had nothing in these lists either.
+    all_fp16_grad_stash = property(lambda self: [None] * len(self.all_fp16_params))
+    all_fp32_grad_stash = property(lambda self: [None] * len(self.all_fp32_params))
+    all_fp32_from_fp32_grad_stash = property(lambda self: [None] * len(self.all_fp32_from_fp32_params))
+
+
+class Methods:
+    """The methods that Apex put on an optimizer.
+
+    Args:
+        optimizer: an attached one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        attached = attached_to(optimizer)
+        assert attached is not None
+        self._attached = attached
+
+    def _lazy_init_maybe_master_weights(self) -> None:
+        """Give masters to parameters that were put into a group by hand. Those that were there have them already."""
+        self._attached.keeper.adopt()
+
+    _amp_lazy_init = _lazy_init_maybe_master_weights
+
+    def _master_params_to_model_params(self) -> None:
+        """Round the masters into the model, with what was written into them."""
+        for _ in self._attached.keeper.master_params():
+            pass
+
+    def _prepare_amp_backward(self) -> None:
+        """Set aside the present gradients, before a backward pass."""
+        passes = self._attached.passes
+        scaler: Any = self._attached.session.loss_scalers[0]
+        passes.begin(scaler.scale(passes.device), None, block=passes)
+
+    def _post_amp_backward(self, scaler: LossScaler) -> None:
+        """Unscale what a backward pass brought, and add what was set aside.
+
+        Args:
+            scaler: whose scale the loss was multiplied by. Its ``update_scale`` moves it.
+        """
+        passes = self._attached.passes
+        scale = scaler.scale(passes.device)
+        found_inf = scaler.flag(passes.device)
+        passes.finish(scale, found_inf, None)
+        record_pass([passes], scaler, found_inf, scale, moves=False)

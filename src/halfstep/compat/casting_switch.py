@@ -1,0 +1,34 @@
+"""The part that is the same in the handle of 2018 and in that of 2019: whether ops are cast."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from ..casting.scope import active_casting, disable_casts, join_session, session_casting
+
+__all__ = ["CastingSwitch"]
+
+
+class CastingSwitch:
+    """``handle._is_active``, which some scripts set to False and back instead of using ``disable_casts``."""
+
+    _off: AbstractContextManager[None] | None = None
+
+    def is_active(self) -> bool:
+        """True if this thread casts ops."""
+        join_session()
+        return session_casting() is not None and active_casting() is not None
+
+    @property
+    def _is_active(self) -> bool:
+        return self.is_active()
+
+    @_is_active.setter
+    def _is_active(self, active: bool) -> None:
+        """Cast ops in this thread, or do not."""
+        if not active and self._off is None:
+            self._off = disable_casts()
+            self._off.__enter__()
+        elif active and self._off is not None:
+            self._off.__exit__(None, None, None)
+            self._off = None

@@ -1,0 +1,37 @@
+"""The parameters of an optimizer and their masters, group by group, under the names that Apex gave them."""
+
+from __future__ import annotations
+
+import torch
+
+from ..stepping.attached import AttachedOptimizer
+
+__all__ = ["MasterGroups"]
+
+
+class MasterGroups:
+    """Lists of the parameters that have masters, of their masters, and of the other parameters.
+
+    Attributes:
+        _attached: what is kept about the optimizer.
+    """
+
+    _attached: AttachedOptimizer
+
+    def _groups(self) -> list[list[torch.Tensor]]:
+        return [group["params"] for group in self._attached.optimizer.param_groups]
+
+    @property
+    def fp16_groups(self) -> list[list[torch.Tensor]]:
+        """The 16-bit parameters of the model that have masters, group by group."""
+        return [[p for p in group if self._attached.keeper.has(p)] for group in self._groups()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
+        """Their masters."""
+        return [[self._attached.keeper.view(p) for p in group] for group in self.fp16_groups]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
+        """The parameters that need no master."""
+        return [[p for p in group if not self._attached.keeper.has(p)] for group in self._groups()]
