@@ -12,6 +12,7 @@ import io
 import logging
 import pickle
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -715,3 +716,13 @@ def test_master_params_of_a_list_are_those_of_its_optimizers_in_order() -> None:
     separate = [p for each in (first, second, plain) for p in amp.master_params(each)]
     assert list(map(id, amp.master_params([first, second, plain]))) == list(map(id, separate))
     assert {p.dtype for p in separate} == {torch.float32}
+
+
+@pytest.mark.parametrize(("level", "refused"), [("O0", False), ("O1", False), ("O2", True), ("O3", True)])
+def test_weights_that_fsdp1_has_flattened_stay_fp32(level: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfstep.stepping.prepare.is_flattened", lambda param: True)
+    model = nn.Linear(2, 2)
+    arguments: Any = {"opt_level": level, "dtype": torch.bfloat16, "verbosity": 0}
+    with pytest.raises(UsageError, match="has flattened the parameter weight") if refused else nullcontext():
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+    assert model.weight.dtype is torch.float32

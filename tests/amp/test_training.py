@@ -325,6 +325,17 @@ def test_accumulation_equals_one_large_batch(level: str, scale: Any, delay: bool
         torch.testing.assert_close(master.grad.float(), p.grad, rtol=0.01, atol=1e-3)
 
 
+@pytest.mark.parametrize(("level", "expected"), [("O1", 8e-8), ("O2", 8e-8), ("O3", 0.0)])
+@pytest.mark.parametrize("delay", [False, True])
+def test_gradients_below_the_smallest_float16_number_add_up_in_fp32(level: str, expected: float, delay: bool) -> None:
+    """Without masters (O3) each pass leaves float16 numbers, and 2e-8 is none."""
+    model, optim = start(level, torch.float16, "SGD", nn.Linear(1, 1, bias=False), loss_scale=65536.0)
+    for i in range(4):
+        backward((model(torch.ones(1, 1)).float() * 2e-8).sum(), optim, delay_unscale=delay and i < 3)
+    (master,) = amp.master_params(optim)
+    assert float(master.grad) == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_scale_may_change_between_delayed_passes(level: str) -> None:
     """Apex unscaled all of them by the last scale."""

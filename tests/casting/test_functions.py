@@ -53,6 +53,19 @@ def test_promote(args: Any, wanted: torch.dtype) -> None:
         assert set(amp.promote_function(dtypes)(*args)) == {wanted}
 
 
+def test_ops_inside_of_an_object_that_has_no_hash_follow_the_lists(backend: types.SimpleNamespace) -> None:
+    class Product:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ x
+
+    backend.run = Product()
+    amp.register_promote_function(backend, "run")
+    with amp.auto_cast(dtype=BF16):
+        assert backend.run(X).dtype is BF16
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_undone_in_any_order(backend: types.SimpleNamespace, order: tuple[int, ...]) -> None:
     own = backend.run

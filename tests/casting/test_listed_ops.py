@@ -15,6 +15,8 @@ from torch import linalg, nn
 from torch.nn import functional as F
 
 from halfstep import amp
+from halfstep.casting.scope import OpCasting
+from halfstep.core.errors import UnsafeOpError
 from halfstep.core.oplists import OpLists
 from halfstep.core.oplists.tables import BANNED, FLOAT, HALF, INNER_PRODUCT, PROMOTE, SEQUENCE
 from tests.support.apex_recording import grid
@@ -28,7 +30,7 @@ ROWS: dict[str, str] = {  # the slots of a call -> ops that take them and nothin
     "3x4": """
         exp expm1 exp2 cosh sinh tan square log log10 log2 log1p acos asin atanh erfinv reciprocal rsqrt tanhshrink
         softplus gelu sum nansum mean nanmean prod std var std_mean var_mean cov corrcoef norm frobenius_norm
-        nuclear_norm normalize stft trapz trapezoid cumulative_trapezoid
+        nuclear_norm normalize stft trapz trapezoid cumulative_trapezoid histc
         """,
     "4x4": """
         trace inverse pinverse cholesky_inverse det slogdet logdet matrix_exp linalg_det linalg_eig linalg_eigh
@@ -91,6 +93,11 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     "rnn_tanh_cell": ((BATCH,), cell(nn.RNNCell)),
     "rnn_relu_cell": ((BATCH,), lambda x: nn.RNNCell(4, 4, nonlinearity="relu", device=x.device)(x)),
     "pow": ((BATCH,), lambda x: x**2.5),
+    **{f"special_{name}": ((BATCH,), getattr(torch.special, name)) for name in ("i1", "i1e")},
+    "segment_reduce": (
+        (BATCH,),
+        lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([2, 1], device=x.device), unsafe=True),
+    ),
     "sum_to_size": ((BATCH,), lambda x: x.sum_to_size(1, 4)),
     "logcumsumexp": ((BATCH,), lambda x: x.logcumsumexp(0)),
     "logsumexp": ((BATCH,), lambda x: x.logsumexp(0)),
@@ -363,3 +370,21 @@ def test_max_pooling_with_indices_follows_the_entry_of_max_pooling(pool: Callabl
     assert indices.dtype is torch.int64
     with amp.auto_cast(dtype=torch.float16, emulate=False, custom_black_list=[pool]):
         assert pool(x.half(), 2, return_indices=True)[0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_counts_beyond_the_whole_numbers_of_16_bits(half: torch.dtype) -> None:
+    with OpCasting(half):
+        counts = torch.histc(torch.ones(3001, dtype=half), 1, 0.0, 2.0)
+        sums = torch.segment_reduce(torch.ones(3001, dtype=half), "sum", lengths=torch.tensor([3001]))
+    assert (counts.item(), sums.item()) == (3001, 3001)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_binary_cross_entropy_of_fp32_probabilities_takes_16_bit_targets(half: torch.dtype) -> None:
+    x, y = torch.tensor([0.25, 0.75]), torch.tensor([0.0, 1.0])
+    with OpCasting(half):
+        loss = F.binary_cross_entropy(x, y.to(half), weight=torch.ones(2, dtype=half))
+        with pytest.raises(UnsafeOpError):
+            F.binary_cross_entropy(input=x.to(half), target=y)
+    assert loss.item() == F.binary_cross_entropy(x, y).item()

@@ -1,4 +1,4 @@
-"""Ops whose dtypes torch refuses at O1 are called again with dtypes that agree; others are left alone."""
+"""Ops whose dtypes torch refuses at O1 and O2 are called again with dtypes that agree; others are left alone."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {  # of a
 
 
 @pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("lists", [True, False])
 @pytest.mark.parametrize("name", OPS)
-def test_ops_meet(name: str, half: torch.dtype) -> None:
+def test_ops_meet(name: str, lists: bool, half: torch.dtype) -> None:
     op = OPS[name]
     wanted = op(A.to(half).float(), A)
     full = A.clone().requires_grad_()
-    with OpCasting(half):
-        for _ in range(2):  # the second call is cast at once
-            result = op(A.to(half), full)
+    with OpCasting(half, enabled=lists, meets=True):
+        result = op(A.to(half), full)
     torch.testing.assert_close(result.float(), wanted, atol=TOLERANCE[half] * 4, rtol=TOLERANCE[half] * 4)
 
 
@@ -77,6 +77,31 @@ def test_a_product_with_a_sparse_matrix_has_a_gradient(layout: str, half: torch.
         torch.testing.assert_close(dense.grad.float(), wanted, atol=0.05, rtol=TOLERANCE[half])  # type: ignore[union-attr]
 
 
+LOSSES = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("swapped", [True, False])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_inside_of_a_model_has_gradients(
+    loss: Callable[..., torch.Tensor], swapped: bool, half: torch.dtype
+) -> None:
+    class WithLoss(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return loss(A, y) if swapped else loss(y, A)
+
+    plain = WithLoss(4, 4)
+    model = amp.initialize(copy.deepcopy(plain), opt_level="O2", dtype=half, emulate=False, verbosity=0)
+    for _ in range(5):
+        model.zero_grad()
+        model(A).backward()
+    plain(A).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad.float(), theirs.grad, atol=0.02, rtol=0.05)
+
+
 WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "x[mask] = y": lambda x, y: x.__setitem__(torch.tensor([True, False, True, False]), y[:2]),
     "x[index] = y": lambda x, y: x.__setitem__(torch.tensor([0, 1]), y[:2]),
@@ -88,18 +113,88 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.parametrize("lists", [True, False])
 @pytest.mark.parametrize("written", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", WRITES)
-def test_a_write_keeps_the_tensor_and_its_dtype(name: str, written: torch.dtype) -> None:
+def test_a_write_keeps_the_tensor_and_its_dtype(name: str, written: torch.dtype, lists: bool) -> None:
     other = torch.bfloat16 if written is torch.float32 else torch.float32
     wanted = A.clone()
     WRITES[name](wanted, A)
     target = A.to(written)
     memory = target.data_ptr()
-    with OpCasting(torch.bfloat16):
+    with OpCasting(torch.bfloat16, enabled=lists, meets=True):
         WRITES[name](target, A.to(other))
     assert (target.dtype, target.data_ptr()) == (written, memory)
     torch.testing.assert_close(target.float(), wanted, atol=0.05, rtol=0.02)
+
+
+HIDDEN = torch.tensor([[True, False], [True, True]])
+NUMBERS: dict[str, Callable[[torch.Tensor], Any]] = {  # that hide numbers by one that 16 bits do not have
+    "masked_fill": lambda x: x.masked_fill(HIDDEN, -3.4e38),
+    "masked_fill_": lambda x: x.masked_fill_(HIDDEN, -3.4e38),
+    "where": lambda x: torch.where(~HIDDEN, x, -3.4e38),
+    "where, the other way": lambda x: torch.where(HIDDEN, -3.4e38, x),
+    "where, a method": lambda x: x.where(~HIDDEN, -3.4e38),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_hides_stays_finite(name: str, half: torch.dtype) -> None:
+    hide = NUMBERS[name]
+    leaf = torch.ones(2, 2, dtype=half, requires_grad=True)
+    with OpCasting(half):
+        found = hide(leaf * 1).softmax(-1)
+    torch.testing.assert_close(found.float(), torch.tensor([[0.0, 1.0], [0.5, 0.5]]))
+    (found[0] * torch.tensor([1.0, 2.0])).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.isfinite().all()
+
+
+def test_an_op_in_place_without_a_16_bit_kernel_writes_its_result() -> None:
+    x = A.half()
+    memory = x.data_ptr()
+    with OpCasting(torch.float16):
+        assert F.rrelu(x, 0.25, 0.25, inplace=True) is x
+    assert x.data_ptr() == memory
+    torch.testing.assert_close(x, F.leaky_relu(A, 0.25).half())
+    with OpCasting(torch.float16), pytest.raises(RuntimeError, match="leaf"):
+        A.half().requires_grad_().masked_fill_(A > 0, -1e10)
+    with OpCasting(torch.float16), pytest.raises(RuntimeError, match="views"):
+        A.half().requires_grad_().clone()[0].detach_()
+
+
+TAKEN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {  # without a right gradient
+    "addr": lambda half, full: torch.addr(half, full[0], half[0]),
+    "addr_": lambda half, full: (full * 1).addr_(half[0], full[0]),
+    "huber_loss": F.huber_loss,
+    "matrix_exp": lambda half, full: torch.linalg.matrix_exp(half * 4) + full,
+    "pdist": lambda half, full: F.pdist(half * 2) + full[0, 0],
+    "i1": lambda half, full: torch.special.i1(half) + full,
+    "logcumsumexp": lambda half, full: half.logcumsumexp(0) + full,
+    "soft_margin_loss": lambda half, full: F.soft_margin_loss(half * 16, full.sign().detach()),
+    "Dirichlet": lambda half, full: torch.distributions.Dirichlet(half.exp() + 2).rsample().square() + full,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "half"),  # the others have gradients that are too large for float16
+    [(n, d) for n in TAKEN for d in HALVES if d is torch.bfloat16 or n not in ("matrix_exp", "i1", "Dirichlet")],
+)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_gradients_where_torch_takes_16_bits_and_has_none(name: str, enabled: bool, half: torch.dtype) -> None:
+    results = []
+    for dtype in (torch.float32, half):
+        torch.manual_seed(0)
+        x, y = A.to(half).to(dtype).requires_grad_(), A.clone().requires_grad_()
+        with OpCasting(half, enabled=enabled and dtype is half, meets=dtype is half):
+            result = TAKEN[name](x, y)
+        result.sum().backward()
+        assert x.grad is not None
+        results.append((result.detach().float(), x.grad.float()))
+    for wanted, found in zip(*results, strict=True):
+        largest = wanted.abs().max().item()
+        torch.testing.assert_close(found, wanted, atol=4 * TOLERANCE[half] * largest, rtol=0)
 
 
 def test_an_error_that_is_not_of_dtypes_is_torchs_own() -> None:
@@ -200,8 +295,9 @@ MODELS = (States, Fourier, Masked, Positions, Cayley, Density)
 
 
 @pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_that_makes_fp32_tensors_trains(kind: type[nn.Module], half: torch.dtype) -> None:
+def test_a_model_that_makes_fp32_tensors_trains(kind: type[nn.Module], level: str, half: torch.dtype) -> None:
     torch.manual_seed(0)
     reference = kind()
     x, y = torch.randn(6, 4), torch.randn(6, 4)
@@ -211,7 +307,7 @@ def test_a_model_that_makes_fp32_tensors_trains(kind: type[nn.Module], half: tor
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         if mixed:
             model, optimizer = amp.initialize(
-                model, optimizer, opt_level="O1", dtype=half, loss_scale=16.0, verbosity=0
+                model, optimizer, opt_level=level, dtype=half, loss_scale=16.0, verbosity=0
             )
         for _ in range(10):
             torch.manual_seed(1)

@@ -429,6 +429,21 @@ def test_inference_mode() -> None:
     both(run)
 
 
+@needs_compiler
+@NARROW
+def test_before_a_step_only_gradients_of_weights_that_another_optimizer_owns_are_widened() -> None:
+    model, optim = make()
+    other = torch.optim.SGD([next(model.parameters())], lr=0.1)
+    train(model, optim)
+    backward(model, optim)
+    before = [p.grad.dtype for p in model.parameters()]
+    assert before[0] is BF16
+    weight_copies.widen_gradients(optim)
+    assert [p.grad.dtype for p in model.parameters()] == before
+    weight_copies.widen_gradients(other)
+    assert [p.grad.dtype for p in model.parameters()] == [FP32, *before[1:]]
+
+
 # ---- ways: how gradients come
 
 
@@ -654,7 +669,7 @@ def test_a_step_between_forward_and_backward(keep: bool) -> None:
     refuses it, as it does for the weights themselves in fp32."""
 
     def run() -> list[torch.Tensor]:
-        model, optim = make(keep_casts=keep, emulate=False)  # emulated products hold fp32 copies of the casts
+        model, optim = make(keep_casts=keep, emulate=False)  # emulated products keep small operands in fp32
         model[1] = nn.Identity()  # an fp32 weight that a step has changed is refused by autograd
         train(model, optim)
         x = X.clone().requires_grad_()

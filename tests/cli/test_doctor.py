@@ -59,7 +59,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} used" in output
     built_for = "the CPU only" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     assert row(output, "torch is built for")[1] == built_for
-    assert re.search(r"^On cpu use opt_level=", output, re.MULTILINE)
+    assert re.search(r"^On cpu train with opt_level=", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -69,18 +69,28 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
             [],
             [],
             {"cpu": ["as fp32", "as fp32"]},
-            ['On cpu use opt_level="O0": 16 bits save memory here, and no time.'],
+            ['On cpu train with opt_level="O0": this is fp32. Computing in 16 bits is no faster here; '],
         ),
-        ([], ["avx512_bf16"], {"cpu": ["as fp32", "fast"]}, ['On cpu use opt_level="O2", dtype=torch.bfloat16: ']),
-        ([], ["fp16_arith", "bf16"], {"cpu": ["fast", "fast"]}, ['On cpu use opt_level="O2", dtype=torch.bfloat16: ']),
+        (
+            [],
+            ["avx512_bf16"],
+            {"cpu": ["as fp32", "fast"]},
+            ['On cpu train with opt_level="O2", dtype=torch.bfloat16: '],
+        ),
+        (
+            [],
+            ["fp16_arith", "bf16"],
+            {"cpu": ["fast", "fast"]},
+            ['On cpu train with opt_level="O2", dtype=torch.bfloat16: '],
+        ),
         (
             [("NVIDIA A100", (8, 0)), ("Tesla T4", (7, 5)), ("Tesla K40m", (3, 5))],
             [],
             {"cuda:0": ["fast", "fast"], "cuda:1": ["fast", "as fp32"], "cuda:2": ["as fp32", "as fp32"]},
             [
-                'On cuda:0 use opt_level="O2", dtype=torch.bfloat16: ',
-                'On cuda:1 use opt_level="O2", dtype=torch.float16: ',
-                'On cuda:2 use opt_level="O0": ',
+                'On cuda:0 train with opt_level="O2", dtype=torch.bfloat16: ',
+                'On cuda:1 train with opt_level="O2", dtype=torch.float16: ',
+                'On cuda:2 train with opt_level="O0": ',
             ],
         ),
     ],
@@ -100,7 +110,7 @@ def test_devices_and_advice(
     for text in advice:
         assert text in output
     lacking = [device for device, speeds in table.items() if "as fp32" in speeds]
-    assert all(f"No units on {device} for everything in" in output for device in lacking)
+    assert all(f"The chip of {device} cannot compute in" in output for device in lacking)
     for name, (major, minor) in gpus:
         assert f"{name}, compute capability {major}.{minor}, 16 GiB" in output
 

@@ -27,6 +27,8 @@ PRESENT = {
     "apex.amp": "init half_function float_function promote_function register_half_function register_float_function"
     " register_promote_function scale_loss disable_casts initialize state_dict load_state_dict master_params _amp_state"
     " amp compat frontend handle lists opt rnn_compat scaler utils wrap _initialize _process_optimizer",
+    "apex._autocast_utils": "_cast_if_autocast_enabled _get_autocast_dtypes _get_current_dtype",
+    "apex.amp.__version__": "VERSION __version__",
     "apex.amp._amp_state": "_amp_state AmpState maybe_print master_params",
     "apex.amp.amp": "init half_function float_function promote_function register_half_function register_float_function"
     " register_promote_function",
@@ -42,7 +44,7 @@ PRESENT = {
     "apex.amp.rnn_compat": "RNN_NAMES has_old_rnns",
     "apex.amp.scaler": "LossScaler",
     "apex.amp.utils": "get_cuda_version has_func is_cuda_enabled is_fp_tensor is_nested maybe_float maybe_half"
-    " type_string",
+    " to_python_float type_string",
     "apex.fp16_utils": "BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads"
     " master_params_to_model_params tofp16 to_python_float clip_grad_norm convert_module convert_network FP16Model"
     " FP16_Optimizer LossScaler DynamicLossScaler fp16_optimizer fp16util loss_scaler",
@@ -104,6 +106,8 @@ PRESENT = {
     "apex.fused_dense.fused_dense": "FusedDense FusedDenseGeluDense",
     "apex.contrib.clip_grad": "clip_grad_norm_ clip_grad",
     "apex.contrib.clip_grad.clip_grad": "clip_grad_norm_",
+    "apex.contrib.layer_norm.layer_norm": "FastLayerNorm FastLayerNormFN _fast_layer_norm",
+    "apex.contrib.multihead_attn.fast_encdec_multihead_attn_func": "fast_encdec_attn_func FastEncdecAttnFunc",
     "apex.contrib.optimizers": "FP16_Optimizer FusedAdam FusedLAMB FusedSGD",
     "apex.contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
     "apex.contrib.optimizers.fused_adam": "FusedAdam",
@@ -133,10 +137,10 @@ REFUSED = {
 }
 MEMBERS = {
     "apex.amp._amp_state:AmpState": "loss_scalers opt_properties verbosity min_loss_scale max_loss_scale",
-    "apex.amp.handle:AmpHandle": "is_active has_cache verbose scale_loss wrap_optimizer _disable_casts _clear_cache"
-    " remove_cache _deactivate",
-    "apex.amp.handle:NoOpHandle": "is_active has_cache verbose scale_loss wrap_optimizer _disable_casts _clear_cache"
-    " _deactivate",
+    "apex.amp.handle:AmpHandle": "is_active _is_active has_cache verbose scale_loss wrap_optimizer _disable_casts"
+    " _clear_cache remove_cache _deactivate",
+    "apex.amp.handle:NoOpHandle": "is_active _is_active has_cache verbose scale_loss wrap_optimizer _disable_casts"
+    " _clear_cache _deactivate",
     "apex.amp.opt:OptimWrapper": "scale_loss step",
     "apex.amp.scaler:LossScaler": "loss_scale clear_overflow_state unscale unscale_with_stashed update_scale dynamic"
     " _loss_scale _unskipped _has_overflow _scale_seq_len _max_loss_scale _min_loss_scale _dynamic has_fused_kernel"
@@ -147,7 +151,7 @@ MEMBERS = {
     "apex.fp16_utils:DynamicLossScaler": "loss_scale has_overflow update_scale backward cur_scale cur_iter"
     " last_overflow_iter",
     "apex.optimizers:FP16_Optimizer": "backward step zero_grad state_dict load_state_dict state param_groups cur_scale"
-    " cur_iter last_overflow_iter fp32_groups fp32_groups_flat fp16_groups",
+    " cur_iter last_overflow_iter fp32_groups fp32_groups_flat fp16_groups fp16_groups_flat scale_factor scale_window",
     "apex.contrib.optimizers:FP16_Optimizer": "backward step zero_grad state_dict load_state_dict cur_scale"
     " fp32_groups",
     "apex.parallel:DistributedDataParallel": "enable_allreduce disable_allreduce forward",
@@ -236,6 +240,22 @@ def found(path: str) -> Any:
     for name in names.split("."):
         value = getattr(value, name)
     return value
+
+
+@pytest.mark.parametrize("path", ["transformer", "contrib.groupbn", "pyprof.parse"])
+def test_a_module_that_is_not_here_as_an_attribute(path: str) -> None:
+    import apex
+
+    parent = apex
+    *above, name = path.split(".")
+    for part in above:
+        parent = getattr(parent, part)
+    with pytest.raises(AttributeError, match=f"^halfstep does not have apex.{path}. Use"):
+        getattr(parent, name)
+    assert not hasattr(parent, name)
+    for line in (f"import apex.{path}", f"from {'.'.join(['apex', *above])} import {name}"):
+        with pytest.raises(ModuleNotFoundError, match=f"^halfstep does not have apex.{path}. Use"):
+            exec(line)
 
 
 @pytest.mark.parametrize(("owner", "name"), rows(MEMBERS))

@@ -148,6 +148,24 @@ def test_native_amp(on_cpu: None) -> None:
     assert layer.bias.grad.tolist() == [4.0, 4.0]
 
 
+@pytest.mark.parametrize(("dtype", "name"), [("float16", "Half"), ("float32", "Float"), ("int64", "Long")])
+def test_the_name_of_a_type_is_that_of_the_device(on_cpu: None, dtype: str, name: str) -> None:
+    """WaveGlow chooses by it what it makes; torch itself and halfstep need the truth."""
+    x = torch.zeros(2, dtype=getattr(torch, dtype)).cuda()
+    assert asked_by_a_script("x.type()", x=x) == f"torch.cuda.{name}Tensor"
+    assert asked_by_a_script("torch.ones(2).type(x.type()).dtype", x=x) is x.dtype
+    assert eval("x.type()", {"__name__": "torch._utils", "x": x}) == f"torch.{name}Tensor"
+
+
+def test_the_profiler_and_the_libraries(on_cpu: None) -> None:
+    with torch.cuda.profiler.profile():
+        torch.cuda.profiler.start()
+        torch.cuda.profiler.stop()
+    cudart: Any = torch.cuda.cudart()
+    assert cudart.cudaProfilerStart() == cudart.cudaProfilerStop() == 0
+    assert torch.cuda.nccl.version() >= (2, 0, 0)
+
+
 def test_nvtx_is_silent(on_cpu: None) -> None:
     nvtx: Any = torch.cuda.nvtx
     with nvtx.range("block"):
@@ -167,7 +185,17 @@ def test_what_cannot_be_answered_says_so_once(on_cpu: None, caplog: pytest.LogCa
 
 
 def test_everything_is_given_back() -> None:
-    owners = (torch, torch.cuda, torch.cuda.nvtx, torch.version, torch.Tensor, nn.Module, nn.DataParallel)
+    owners = (
+        torch,
+        torch.cuda,
+        torch.cuda.nvtx,
+        torch.cuda.profiler,
+        torch.cuda.nccl,
+        torch.version,
+        torch.Tensor,
+        nn.Module,
+        nn.DataParallel,
+    )
     before = [dict(vars(owner)) for owner in owners]
     with cuda_on_cpu():
         torch.ones(1).cuda()

@@ -53,6 +53,31 @@ def test_a_name_of_paddle_may_stand_for_several_ops() -> None:
     assert resolve("max_pool2d_with_index") == resolve("max_pool2d_with_indices") == ("max_pool2d",)
 
 
+ZOO = """
+    reduce_sum reduce_mean elementwise_div elementwise_add c_softmax_with_cross_entropy softmax_with_cross_entropy
+    lookup_table lookup_table_v2 c_embedding flash_attn flash_attn_npu matmul matmul_v2 fused_gemm_epilogue
+    fused_attention fused_feedforward flatten_contiguous_range greater_than bilinear_interp bilinear_interp_v2
+    nearest_interp_v2 sin cos cast set_value tril_triu batch_norm sync_batch_norm softmax layer_norm transpose2
+    concat gather conv2d_transpose assign fill_constant tile one_hot_v2 expand_as_v2 fused_linear fused_rms_norm
+    swiglu strided_slice gather_nd
+    """
+"""Names in the lists of PaddleClas, PaddleOCR, PaddleSeg, PaddleNLP, PaddleFleetX and ERNIE."""
+
+
+@pytest.mark.parametrize("name", ZOO.split())
+def test_names_in_lists_of_paddles_model_zoos(name: str) -> None:
+    assert set(resolve(name)) <= known_names()
+    lists = OpLists.custom(black=[name])
+    assert all(lists.rule_of(op) == "float" for op in resolve(name))
+
+
+def test_an_op_that_is_given_its_dtype_has_nothing_to_be_cast() -> None:
+    assert resolve("cast") == resolve("set_value") == ()
+    assert OpLists.default().rule("cast") == "free"
+    assert entries(["cast"]) == []
+    assert resolve("tril_triu") == ("tril", "triu")
+
+
 @pytest.mark.parametrize(
     ("function", "op"),
     [
@@ -86,12 +111,13 @@ class NotHashable:
     [
         ("sofmax", ArgumentValueError, r"'sofmax' is no op of torch or Paddle\. Did you mean 'softmax'"),
         ("qqqqqqqqq", ArgumentValueError, r"'qqqqqqqqq' is no op of torch or Paddle\. Write it as in torch"),
+        ("roi_align", ArgumentValueError, r"no op of torch, but of torchvision.*\(torchvision\.ops, 'roi_align'\)"),
         ("aten::no_such_op.int", ArgumentValueError, "'aten::no_such_op.int' is no op"),
         (len, ArgumentValueError, r"is no op of torch; functions of your own are cast by amp\.half_function"),
         (NotHashable(), ArgumentValueError, "NotHashable object .* is no op of torch"),
         (3, ArgumentTypeError, "an op is given by its name or as a torch function, not as 3"),
     ],
-    ids=["misspelled", "like nothing", "not in ATen", "another function", "not hashable", "a number"],
+    ids=["misspelled", "like nothing", "of torchvision", "not in ATen", "another function", "not hashable", "a number"],
 )
 def test_what_is_no_op_is_refused(wrong: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

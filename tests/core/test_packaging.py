@@ -144,6 +144,7 @@ def test_wheel(wheel: Path) -> None:
     assert f"-{halfstep.__version__}-py3-none-any" in wheel.name
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"halfstep"}
+    assert "](https://halfstep.github.io/halfstep/images/demo.svg)" in info
     required = re.findall(r"^Requires-Dist: ([\w.-]+)[^;\n]*$", info, re.M)
     assert set(required) == {"torch", "click", "rich"}
     tracked = subprocess.run(
@@ -193,12 +194,27 @@ def target(address: str) -> Path:
     return ROOT / "docs" / f"{page or 'index'}.md"
 
 
+def links(text: str) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.M)]
+
+
+def test_links_of_the_readme_are_relative_in_the_repository() -> None:
+    own = [link for link in links((ROOT / "README.md").read_text()) if not link.startswith(("https://", "#"))]
+    assert len(own) > 10
+    assert [link for link in own if not (ROOT / link.partition("#")[0]).exists()] == []
+
+
 def test_every_link_of_the_readme_leads_somewhere_on_a_package_index_too() -> None:
-    text = re.sub(r"^```.*?^```", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    pytest.importorskip("hatchling")
+    from hatch_build import with_addresses
+
+    readme = with_addresses((ROOT / "README.md").read_text())
+    text = re.sub(r"^```.*?^```", "", readme, flags=re.M | re.S)
     addresses = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.M)]
     addresses += re.findall(r"(?:src|href)=\"([^\"]+)\"", text)
     assert len(addresses) > 10
-    assert [address for address in addresses if not address.startswith("https://")] == []
+    assert [address for address in addresses if not address.startswith(("https://", "#"))] == []
     ours = [address for address in addresses if address.startswith((REPOSITORY, PAGES))]
     assert [address for address in ours if not target(address).exists()] == []
     anchors = [(address, address.partition("#")[2]) for address in ours if "#" in address]
@@ -228,3 +244,35 @@ def test_constraints_pin_the_lowest_torch_that_the_package_accepts_and_a_newer_o
     lowest = [int(n) for n in required.removeprefix("torch>=").split(".")]
     assert pinned_torch("constraints-lowest.txt")[: len(lowest)] == lowest
     assert pinned_torch("constraints.txt") > lowest
+
+
+def test_the_line_that_installs_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a release nothing is on the index, and a clone is what there is."""
+    from halfstep.core import install
+
+    assert ("halfstep[demo]" in install.install_line("demo")) is (".dev" not in halfstep.__version__)
+    monkeypatch.setattr(install, "RELEASED", True)
+    assert install.install_line("demo") == "pip install 'halfstep[demo]'"
+    monkeypatch.setattr(install, "RELEASED", False)
+    assert install.install_line("demo") == "pip install '.[demo]' in a clone of the repository"
+
+
+@pytest.mark.exhaustive
+def test_the_archives_of_a_release_are_checked(wheel: Path, tmp_path: Path) -> None:
+    from tools.release_check import faults_of
+
+    sdist = build("sdist", ROOT, tmp_path)
+    assert faults_of(sdist, wheel) == []
+    changed = tmp_path / wheel.name
+    with zipfile.ZipFile(wheel) as packed, zipfile.ZipFile(changed, "w") as other:
+        for info in packed.infolist():
+            text = packed.read(info)
+            if info.filename.endswith("/METADATA"):
+                text = text.replace(b"\nSummary:", b"\nOther:") + b"\n[a](docs/index.md)\n"
+            other.writestr(info, text)
+        other.writestr("halfstep/big.bin", bytes(2**20 + 1))
+    assert faults_of(sdist, changed) == [
+        "halfstep/big.bin has 1,048,577 bytes, more than 1 MiB.",
+        "The metadata lack Summary.",
+        "The README in the package has the relative link docs/index.md.",
+    ]

@@ -25,6 +25,7 @@ ALLOWED = {
     "_opt_called": "by it wrappers of optimizers tell torch's schedulers that a step was taken",
     "_wrapped_by_lr_sched": "the same; torch's schedulers put it on the step of any optimizer",
     "_fields": "Python's documented name of the fields of a named tuple",
+    "_asdict": "Python's documented method of a named tuple",
     "_getframe": "Python's; the documentation of sys has it",
     "_NamedFuncPointer": "a type of ctypes, for mypy only",
     "_original_forward": "Accelerate's, in its adapter",

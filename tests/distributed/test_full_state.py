@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from halfstep import optimizers
+from halfstep.core.torch_compat import HAS_GRAD_DTYPE
 from halfstep.kernels.storage import join
 from tests.distributed.test_fsdp import make, net, some_steps, whole
 from tests.support.processes import Ranks
+from tests.support.python import python
 
 FP32 = torch.float32
 
@@ -97,3 +99,31 @@ def test_unsharded_state_keeps_its_remainders() -> None:
     param.grad = torch.ones_like(param)
     optimizer.step()
     assert optimizer.state_dict()["state"][0]["remainder"] is optimizer.state[param]["remainder"]
+
+
+@pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="before torch 2.13 a gradient has the dtype of its parameter")
+@pytest.mark.parametrize("imported", ["before", "after", "after, in two ways"])
+def test_the_state_of_an_optimizer_that_has_not_stepped(imported: str) -> None:
+    """The module that saves it may be imported after the optimizer was attached: it is large."""
+    name = "torch.distributed.checkpoint.state_dict"
+    program = [
+        "import importlib.util, sys, torch",
+        f"import {name}" if imported == "before" else "",
+        "from halfstep import amp",
+        "model = torch.nn.Linear(4, 4)",
+        "make = torch.optim.RMSprop if 'two' in sys.argv else torch.optim.AdamW",
+        "optimizer = make(model.parameters(), lr=0.1)",
+        "model, optimizer = amp.initialize(model, optimizer, opt_level='O2', dtype=torch.bfloat16)",
+        f"assert ('{name}' in sys.modules) == {imported == 'before'}",
+        f"importlib.util.find_spec('{name}')" if "two" in imported else "",
+        f"from {name} import get_optimizer_state_dict",
+        "assert not [finder for finder in sys.meta_path if 'halfstep' in str(finder)]",
+        "saved = get_optimizer_state_dict(model, optimizer)",
+        "assert set(saved['state']) == {'weight', 'bias'}, saved",
+        "assert all(p.grad is None for p in model.parameters())",
+        "with amp.scale_loss(model(torch.ones(4, 4)).float().square().mean(), optimizer) as scaled_loss:",
+        "    scaled_loss.backward()",
+        "assert {p.grad.dtype for p in model.parameters()} == {torch.float32}",
+    ]
+    run = python("-c", "\n".join(program), *imported.split())
+    assert run.returncode == 0, run.stderr

@@ -204,6 +204,30 @@ def test_gpu_check_writes_its_record(
     assert set(record["benchmarks"]) == set(gpu_check.BENCHMARKS)
 
 
+@pytest.mark.parametrize("status", [0, 1, None])
+def test_gpu_check_writes_a_page_and_one_file_to_send_in(
+    status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(command: list[str], seconds: float, log: Path | None = None) -> dict[str, object]:
+        if "--json" in command:
+            Path(command[command.index("--json") + 1]).write_text('{"rows": [1.5]}')
+        return {"command": " ".join(command[1:]), "status": status, "seconds": 1.0, "last_lines": ["a < b"]}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "describe_machine", lambda device: {"GPU": "a card"})
+    monkeypatch.setattr(gpu_check, "_call", call)
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    main(["gpu_check", "--report", str(tmp_path / "gpu.html")])
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert set(found["figures"]) == set(found["benchmarks"]) == set(gpu_check.BENCHMARKS)
+    assert found["figures"]["fused_step"] == {"rows": [1.5]}
+    page = (tmp_path / "gpu.html").read_text()
+    assert "a card" in page
+    assert "a &lt; b" in page
+    assert ("Everything ended well." in page) is (status == 0)
+    assert all(name in page for name in gpu_check.BENCHMARKS)
+
+
 @pytest.mark.exhaustive
 def test_runs_without_click_and_rich() -> None:
     code = (

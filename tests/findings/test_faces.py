@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -128,6 +130,7 @@ def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         script = tmp_path / "train.py"
         script.write_text(text)
         monkeypatch.setattr(sys, "argv", sys.argv)
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)
         monkeypatch.setattr(sys, "path", list(sys.path))
         result = testing.CliRunner().invoke(app, ["doctor", *(["--json"] if json else []), str(script), *args])
         return result.exit_code, result.stdout if json else result.output
@@ -185,3 +188,22 @@ def test_doctor_tells_of_a_script_without_a_step(doctor) -> None:
 
 def test_a_script_that_fails_fails(doctor) -> None:
     assert doctor("raise ZeroDivisionError")[0] == 1
+
+
+FAILS = """
+import torch
+from torch import nn
+nn.Sequential(nn.Linear(2, 2))(torch.ones(3, 3))
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_traceback_of_a_script_that_fails_has_no_frames_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    command = [sys.executable, "-m", "halfstep", "doctor", "fails.py"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 1
+    lines = [line for line in found.stderr.splitlines() if line.lstrip().startswith("File ")]
+    assert "fails.py" in lines[0]
+    assert all(f"{os.sep}torch{os.sep}" in line for line in lines[1:])
+    assert found.stderr.rstrip().endswith("shapes cannot be multiplied (3x3 and 2x2)")

@@ -32,6 +32,7 @@ from halfstep.gradients import async_reader
 from halfstep.gradients.async_reader import AsyncReader
 from halfstep.gradients.loss_scaler import DeviceLossScaler
 from tests.support.apex_recording import golden, grid
+from tests.support.fake_cuda import fake_cuda
 from tests.support.scaling_reference import FLAGS, RULES, SMALLEST, reference
 
 CPU = torch.device("cpu")
@@ -642,7 +643,7 @@ SPECS = {
 @pytest.mark.parametrize("text", SPECS)
 def test_a_policy_prints_and_parses_its_loss_scale(text: str) -> None:
     policy = Policy.from_level("O2").replace(loss_scale=SPECS[text])
-    assert str(policy).endswith(f",loss_scale={text},keep_casts=False")
+    assert str(policy).endswith(f",loss_scale={text},keep_casts=False,cast_ops=None,state_dtype=None")
     assert Policy.parse(str(policy)) == policy
 
 
@@ -690,3 +691,15 @@ def test_wrong_scales(scale: float) -> None:
         with pytest.raises(ArgumentValueError, match="loss_scale"):
             call()
     assert scaler.loss_scale() == 2.0**16
+
+
+def test_the_state_moves_to_the_device_where_overflows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for where in ("async_reader", "loss_scaler"):  # nobody can ask for the number of a fake tensor
+        monkeypatch.setattr(f"halfstep.gradients.{where}.capturing", lambda device: True)
+    with fake_cuda() as name:
+        scaler = DeviceLossScaler(DynamicLossScale(init_scale=8.0))
+        assert scaler.scale(CPU).device == CPU
+        found_inf = torch.zeros((), device=name)
+        scaler.update(found_inf)
+        assert {tensor.device for tensor in scaler.state(found_inf.device)} == {found_inf.device}
+        assert scaler.scale(found_inf.device).device == found_inf.device

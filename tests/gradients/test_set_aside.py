@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from halfstep.gradients import ledger
-from halfstep.gradients.ledger import Gradients, get_grads, halves, set_grads, widen
+from halfstep.gradients.ledger import Gradients, get_grads, halves, reduced_params, set_grads, widen
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SCALE = torch.tensor(128.0)
@@ -401,3 +402,10 @@ def test_unscaled_and_clipped_in_one_read() -> None:
     norm = plain().unscale_and_clip([p, q], SCALE, found_inf, 1.0)
     assert (float(norm), found_inf) == (pytest.approx(18**0.5), 0)
     assert p.grad.tolist() == pytest.approx([0.5**0.5] * 2, rel=1e-5)
+
+
+def test_gradients_in_a_wrapper_have_the_dtype_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q = param(), param()
+    assert reduced_params([p, q]) == []
+    monkeypatch.setattr(ledger, "REDUCTIONS", [SimpleNamespace(params=frozenset({id(q)}))])
+    assert [id(one) for one in reduced_params([p, q])] == [id(q)]

@@ -154,6 +154,74 @@ def test_values_are_fetched_by_name_and_by_themselves() -> None:
     assert found[2] == (expected.argmax(1) == feed["y"].argmax(1)).float().mean()
 
 
+class Normed(nn.Module):
+    """Batch normalization and dropout, which compute differently in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.linear(self.norm(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("when", ["before minimize", "after minimize"])
+@pytest.mark.parametrize("level", ["", "O1", "O2"])
+def test_a_clone_for_tests_evaluates_with_the_trained_parameters(level: str, when: str) -> None:
+    model, program, executor = Normed(), static.default_main_program(), static.Executor("cpu")
+    reference = copy.deepcopy(model)
+    x, y = static.data("x", [None, 4]), static.data("y", [None], "int64")
+    scores: Any = model(x)
+    loss: Any = F.cross_entropy(scores, y)
+    test = program.clone(for_test=True) if when == "before minimize" else None
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if level:
+        optimizer = static.amp.decorate(optimizer, level=level, dtype="bfloat16")
+    optimizer.minimize(loss)
+    test = test or program.clone(for_test=True)
+
+    batches = [{"x": torch.randn(8, 4), "y": torch.randint(3, (8,))} for _ in range(4)]
+    before = executor.run(test, batches[0], [scores])[0]
+    first = reference.eval()(batches[0]["x"]).detach()
+    torch.testing.assert_close(before.float(), first, atol=0.05 if level else 1e-6, rtol=0.0)
+    for feed in batches:
+        executor.run(program, feed, [loss])
+    statistics = copy.deepcopy(model.norm.state_dict())
+    found = executor.run(test, batches[0], [scores, loss.name])
+    assert {key: value.tolist() for key, value in model.norm.state_dict().items()} == {
+        key: value.tolist() for key, value in statistics.items()
+    }
+    assert statistics["num_batches_tracked"] == 4
+    reference.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
+    expected = reference(batches[0]["x"]).detach()
+    torch.testing.assert_close(found[0].float(), expected, atol=0.05 if level else 1e-6, rtol=0.0)
+    wanted = F.cross_entropy(expected, batches[0]["y"])
+    torch.testing.assert_close(found[1].float(), wanted, atol=0.05 if level else 1e-6, rtol=0.0)
+    assert not torch.equal(before, found[0])
+
+
+def test_a_clone_of_a_captured_program() -> None:
+    model = Normed()
+    program = static.capture(model, nn.CrossEntropyLoss(), (torch.randn(6, 4), torch.randint(3, (6,))))
+    test = program.clone(for_test=True)
+    feed = {"x": torch.randn(5, 4), "label": torch.randint(3, (5,))}
+    found = static.Executor().run(test, feed, [test.loss, *test.outputs])
+    scores = model.eval()(feed["x"]).detach()
+    torch.testing.assert_close(found[1], scores)
+    torch.testing.assert_close(found[0], F.cross_entropy(scores, feed["label"]))
+
+
+def test_a_clone_keeps_its_program_where_the_program_begins_anew() -> None:
+    model, program = nn.Linear(2, 1), static.default_main_program()
+    loss: Any = model(static.data("x", [None, 2])).sum()
+    test = program.clone(for_test=True)
+    torch.optim.SGD(model.parameters(), lr=0.1).minimize(loss)  # type: ignore[attr-defined]
+    _another = static.data("another", [2])
+    assert test.feed_names == ["x"]
+    x = torch.ones(1, 2)
+    assert static.Executor().run(test, {"x": x}, [loss])[0] == model(x).sum()
+
+
 def test_a_run_without_a_program_is_one_of_the_default_program() -> None:
     doubled: Any = static.data("x", [2]) * 2
     assert static.Executor().run(feed={"x": torch.ones(2)}, fetch_list=[doubled])[0].tolist() == [2, 2]
@@ -230,6 +298,16 @@ def test_an_error_in_a_forward_leaves_no_recording_behind() -> None:
     assert isinstance(static.data("y", [2]) + 1, static.Variable)
 
 
+def clone_to_train() -> None:
+    build(nn.Linear(4, 3), [2, 4], "float32")
+    static.default_main_program().clone()
+
+
+def minimize_a_test() -> None:
+    test = static.capture(nn.Linear(2, 2), nn.MSELoss(), (torch.ones(3, 2), torch.ones(3, 2))).clone(for_test=True)
+    test.minimize(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+
 def ended() -> Any:
     model = nn.Linear(2, 1)
     loss: Any = model(static.data("x", [2, 2])).mean()
@@ -269,6 +347,8 @@ def mixed_programs() -> None:
         (lambda: static.data("x", [2]) * nn.Linear(2, 2).weight.square(), "computed from parameters before"),
         (lambda: ended() + 1, "comes after minimize"),
         (minimize_twice, "ended the program of 'mean_1' already"),
+        (clone_to_train, "pass for_test=True"),
+        (minimize_a_test, "This program is a test"),
         (mixed_programs, "belongs to another program"),
         (feed_wrong_shape, r"has the shape \[3, 2\], and static.data gave it \[2, 2\]"),
         (lambda: torch.optim.SGD([torch.zeros(1)]).minimize(static.data("x", [2])), "one floating number"),  # type: ignore[attr-defined]

@@ -45,8 +45,9 @@ def assert_sound(result: tuple[int, list[dict[str, Any]], str]) -> list[dict[str
     status, records, printed = result
     assert status == 0, printed
     for facts in records:
-        assert facts["moved"] <= 1.05 * facts["needed"]
-        assert all(width >= 8 for width in facts["widths"].values()), facts
+        assert facts["moved"] <= (1.06 if facts["codes"] else 1.05) * facts["needed"]
+        widths = {column: width * (2 if column in facts["codes"] else 1) for column, width in facts["widths"].items()}
+        assert all(width >= 8 for width in widths.values()), facts
         assert (facts["fp64"], facts["approximate"], facts["fused"]) == (0, 0, 0)
         spills = f"{facts['kernel']}, {facts['storage']}, {facts['target']}: spills: {facts['spills']}"
         assert not facts["spills"] or spills in KNOWN
@@ -66,6 +67,17 @@ def test_the_split_adam_step_with_clipping_moves_28_bytes_in_vectors(tmp_path: P
     assert update["in_flight"] >= 48 << 10
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_the_split_adam_step_with_8_bit_moments_moves_14_bytes(tmp_path: Path, target: str) -> None:
+    """12 bytes less than with fp32 moments, which have 26."""
+    arguments = ["--kernels", "adam", "--storages", "8-bit moments", "--targets", target]
+    (update,) = assert_sound(offline(tmp_path, *arguments))
+    assert update["needed"] == 14 + 16 / 256
+    assert update["moved"] <= 14.5
+    assert update["in_flight"] >= 40 << 10
+
+
 ONE_STORAGE = """
 from itertools import groupby
 from benchmarks import triton_offline as t
@@ -78,7 +90,7 @@ t.combinations = lambda: [each[(place + {}) % len(each)] for place, each in enum
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_on_every_target(tmp_path: Path, target: str, request: pytest.FixtureRequest) -> None:
-    """With one storage each, for compiling takes minutes; there are more targets than storages."""
+    """With one storage each, for compiling takes minutes; there are as many targets as storages."""
     everything = request.config.getoption("combinations") == "all"
     mutate = "" if everything else ONE_STORAGE.format(list(TARGETS).index(target))
     records = assert_sound(offline(tmp_path, "--targets", target, mutate=mutate))
@@ -126,7 +138,7 @@ assert {2!r} in t.{0}
             "from halfstep.kernels.backends import triton_source as t\nloads = t._loads\n"
             "again = ['again = tl.load(exp_avg0 + i, mask=alive, other=0, volatile=True)']\n"
             "t._loads = lambda i, name, *a: loads(i, name, *a) + again * (name == 'exp_avg')",
-            "bytes an element are moved where 22 are needed",
+            "bytes an element are moved where 22.0 are needed",
         ),
     ],
     ids=["no hint", "fp64 sums", "approximate operations", "fused operations", "spills", "a column read twice"],

@@ -414,3 +414,17 @@ def test_a_master_that_the_step_itself_reads_shows_what_the_step_has_written() -
     shown = optimizer.held.detach().clone()
     assert torch.equal(shown, master_of(optimizer))
     assert torch.equal(shown.bfloat16(), model.weight)
+
+
+@with_both_masters
+def test_while_steps_are_recorded_nothing_is_settled(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written while a CUDA graph of steps is recorded would become a part of every step."""
+    model, optimizer = start(fused=fused)
+    master = master_of(optimizer)
+    master.detach().fill_(2.0)
+    with monkeypatch.context() as recording:
+        recording.setattr(held_masters, "capturing", lambda device: True)
+        held_masters.settle()
+        assert not (model.weight == 2.0).any()
+    held_masters.settle()
+    assert (model.weight == 2.0).all()

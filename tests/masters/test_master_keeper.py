@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from halfstep import amp
+from halfstep import amp, optimizers
 from halfstep.gradients.ledger import set_grads
 from halfstep.gradients.master_registry import keeper_of
+from halfstep.kernels.shards import local
 from halfstep.masters import keeper as module
 from halfstep.masters.keeper import MasterKeeper
+from halfstep.masters.outside_writes import StepWrites
 
 BF16, FP32 = torch.bfloat16, torch.float32
 needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
@@ -194,3 +200,56 @@ def test_masters_are_loaded_from_values_of_any_dtype(saved: torch.dtype, fused: 
     model.load_state_dict(values)
     for value, master in zip(values.values(), amp.master_params(optimizer), strict=True):
         assert torch.equal(master.detach() + 0, value.float())
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("own", [True, False])
+def test_when_masters_are_gone_gradients_have_the_parameters_dtype(own: bool) -> None:
+    half, _ = params(BF16)
+    optimizer = MasteringOptimizer([half], lr=1.0)
+    keeper = MasterKeeper(optimizer, True, own=own)
+    assert half.grad_dtype is FP32
+    del keeper, optimizer
+    gc.collect()
+    assert half.grad_dtype is BF16
+
+
+@pytest.fixture
+def sharded() -> Iterator[nn.Parameter]:
+    """A bfloat16 parameter that is shared out to one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield nn.Parameter(distribute_tensor(torch.zeros(2, dtype=BF16), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    dist.destroy_process_group()
+
+
+@needs_grad_dtype
+def test_the_master_of_a_sharded_weight_is_sharded_as_it_is(sharded: nn.Parameter) -> None:
+    optimizer = optimizers.FusedAdam([sharded], lr=1.0, master_weights=True)
+    keeper = MasterKeeper(optimizer, True)
+    master: Any = keeper.view(sharded)
+    assert (master.dtype, master.placements) == (torch.float32, sharded.placements)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        local(master).fill_(1.0 + 2**-12)  # which bfloat16 does not have
+    assert local(keeper.view(sharded)).tolist() == [1.0 + 2**-12] * 2
+    assert local(sharded.detach()).tolist() == [1.0] * 2
+
+
+def test_a_plain_master_of_a_sharded_weight_takes_what_is_written_to_it(sharded: nn.Parameter) -> None:
+    optimizer = torch.optim.SGD([sharded], lr=1.0)
+    keeper = MasterKeeper(optimizer, True)
+    for value in (float("nan"), 1.0):
+        local(sharded.detach()).fill_(value)
+        master = keeper.master(sharded)
+        assert master is not None
+        torch.testing.assert_close(local(master), torch.full((2,), value), equal_nan=True)
+    assert keeper.view(sharded).dtype is FP32
+
+
+@pytest.mark.parametrize("wrote", ["weight", "master"])
+def test_writes_of_a_step_to_sharded_weights(wrote: str, sharded: nn.Parameter) -> None:
+    master = torch.nn.Parameter(sharded.detach().float())
+    writes = StepWrites()
+    writes.begin([sharded], [master], [master])
+    local((sharded if wrote == "weight" else master).detach()).fill_(1.0)
+    writes.end()
+    assert local(master.detach()).tolist() == [1.0, 1.0]

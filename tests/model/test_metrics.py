@@ -99,5 +99,5 @@ def test_wrong_batches(prediction: Any, label: Any, error: type[HalfstepError], 
 
 def test_without_torchmetrics_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
-    with pytest.raises(UsageError, match=r"needs torchmetrics: pip install 'halfstep\[metrics\]'"):
+    with pytest.raises(UsageError, match=r"needs torchmetrics: pip install '\.\[metrics\]'"):
         Accuracy()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
@@ -601,6 +602,30 @@ def test_it_is_not_cast_by_another_model_nor_by_autocast(dtype: torch.dtype) -> 
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_a_function_mode_hears_nothing_of_it() -> None:
+    """As the casting mode of O1 is one, each attribute that is read through it would cost a call."""
+
+    class Heard(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model, alone, watched = net(), Heard(), Heard()
+    with alone:
+        loss_of(model, 0).backward()
+    with (
+        Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), tensors=("output", "output_grad")) as monitor,
+        watched,
+    ):
+        loss_of(model, 0).backward()
+    assert len(monitor.rows()) == 8
+    assert watched.names == alone.names
+
+
 def test_a_compiled_model_is_seen_and_not_compiled_again() -> None:
     compiled = []
 

@@ -332,3 +332,9 @@ def test_an_interrupt_before_the_overflow_is_noted(held: bool, seed: int, monkey
         world.optimizer.zero_grad()
         next_batch(world)
     assert alike(*(world.weights() for world in worlds))
+
+
+def test_nothing_is_said_of_an_interrupt_that_was_none(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "halfstep"):
+        World("O2", torch.float16, _MAKERS["FusedAdam"])
+    assert "interrupted" not in caplog.text

@@ -227,9 +227,18 @@ def unused(model: Any, optimizer: Any) -> None:
     one.forward = lambda x: nn.functional.linear(x, weight, one.bias)
 
 
+def stepped_by_hand(model: Any, optimizer: Any) -> None:
+    """A layer is given up, and its bias, which the optimizer has no longer, stays."""
+    one = model.first
+    params = optimizer.param_groups[0]["params"]
+    params[:] = [p for p in params if p is not one.bias]
+    one.weight, weight = None, one.weight
+    one.forward = lambda x: nn.functional.linear(x, weight, one.bias)
+
+
 RIGHT: list[Any] = [
     *(nothing, given_to_the_optimizer, given_to_another_optimizer, taken_over, frozen, deleted, tied, adapter),
-    *(elsewhere, pruned, orthogonal, averaged, called_functionally, unused),
+    *(elsewhere, pruned, orthogonal, averaged, called_functionally, unused, stepped_by_hand),
 ]
 
 
@@ -243,6 +252,13 @@ def test_other_changes_of_a_model_are_not_refused(level: str, change: Callable[[
     for _ in range(3):
         step(model, optimizer)
     del kept
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parameter_that_was_always_there_replaces_none(level: str) -> None:
+    model, optimizer = start(level)
+    stepped_by_hand(model, optimizer)
+    assert optimizer._amp_stash.replaced.find(optimizer) == []
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from halfstep import amp
 from halfstep.core.files import save_whole
 from halfstep.parallel import save_checkpoint
 
@@ -122,6 +123,44 @@ def test_killed_three_times_and_resumed(tmp_path: Path) -> None:
     assert sum("resumed at step 2" in output for output in outputs) >= 2, outputs
     expected, found = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "killed.pt"))
     assert_same(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam"])
+def test_what_torch_distributed_checkpoint_loads_in_place_arrives(name: str, level: str, tmp_path: Path) -> None:
+    """It loads into the tensors of ``state_dict()``, which must not be those that ``set_state_dict`` then compares."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def begun() -> tuple[Any, Any, dict[str, Any]]:
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+        dtype = None if level == "O0" else torch.bfloat16
+        amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        return model, optimizer, {"model": model_state, "optimizer": optimizer_state}
+
+    def steps(model: Any, optimizer: Any, first: int, last: int) -> list[torch.Tensor]:
+        for i in range(first, last):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(i))
+            with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in amp.master_params(optimizer)]
+
+    model, optimizer, _ = begun()
+    steps(model, optimizer, 0, 2)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
+    expected = steps(model, optimizer, 2, 4)
+    model, optimizer, state = begun()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for found, master in zip(steps(model, optimizer, 2, 4), expected, strict=True):
+        assert torch.equal(found, master)
 
 
 def test_the_previous_file_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

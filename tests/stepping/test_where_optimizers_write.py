@@ -179,6 +179,14 @@ class OwnData(Optimizer):
             p.data.sub_(p.grad.to(p.dtype), alpha=self.lr)
 
 
+class TwoRates(OwnData):
+    """With a group that stands still."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__([{"params": params}, {"params": [nn.Parameter(torch.zeros(2))], "lr": 0.0}], lr)
+        del self.own[1:]
+
+
 class GroupsData(OwnData):
     """As optimizers of 2018 wrote, to what is in the groups."""
 
@@ -232,9 +240,10 @@ def test_state_that_is_looked_up_by_a_weight_of_an_own_list_is_refused_in_words(
         (GroupsData, 1e-6, False),
         (EverySecond, 1e-6, False),
         (OwnData, 0.0, False),
+        (TwoRates, 1e-6, True),
         (torch.optim.SGD, 1e-6, False),
     ],
-    ids=["own list", "groups", "every second", "rate of 0", "SGD"],
+    ids=["own list", "groups", "every second", "rate of 0", "a rate of 0", "SGD"],
 )
 def test_steps_that_change_no_master_are_told_of_once(
     make: Any, lr: float, said: bool, half: torch.dtype, caplog: pytest.LogCaptureFixture
@@ -248,6 +257,16 @@ def test_steps_that_change_no_master_are_told_of_once(
         f"3 steps of {make.__name__} had gradients and changed no fp32 master. If it steps weights by a list or a copy "
         "of its own, have it go through self.param_groups, where the masters are while it steps."
     ] * said
+
+
+@in_both_halves
+def test_steps_without_gradients_are_not_told_of(half: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    _, optimizer = start(EverySecond, half)
+    optimizer.calls = 1
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        for optimizer.calls in (0, 2, 4, 6, 8):
+            optimizer.step()
+    assert not caplog.records
 
 
 class OneBlock(Optimizer):

@@ -1,0 +1,356 @@
+"""Models with 16-bit weights: ops meet in their first passes, and go on doing so in models that mix dtypes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep import amp
+from halfstep.casting.scope import OpCasting
+from halfstep.core.errors import ArgumentTypeError, UsageError
+
+HALVES = (torch.bfloat16, torch.float16)
+X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
+
+
+def at_o2(model: nn.Module, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    return amp.initialize(model, opt_level="O2", dtype=dtype, emulate=False, verbosity=0, **options)
+
+
+class Late(nn.Module):
+    """Mixes dtypes only when it is told to, and counts what it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.mixes = False
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = self.norm(self.one(x))
+        return self.two(y.float() if self.mixes else y)
+
+    def log_prob(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return -self.one(x.float() if self.mixes else x).square().sum(-1)
+
+
+def modes_in(model: nn.Module) -> int:
+    """How many function modes are on while a model runs."""
+    found: list[int] = []
+    handle = next(m for m in model.modules() if isinstance(m, nn.Linear)).register_forward_hook(
+        lambda *_: found.append(torch._C._len_torch_function_stack())
+    )
+    model(X)
+    handle.remove()
+    return found[0]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_model_that_never_mixes_runs_without_a_mode_after_its_first_passes(dtype: torch.dtype) -> None:
+    model = at_o2(Late(), dtype)
+    assert [modes_in(model) for _ in range(5)] == [1, 1, 1, 0, 0]
+    model.eval()
+    assert [modes_in(model) for _ in range(4)] == [1, 1, 1, 0]  # it may take another way here
+    with torch.no_grad():
+        assert [modes_in(model) for _ in range(4)] == [1, 1, 1, 0]
+    model.train()
+    assert modes_in(model) == 0
+
+
+def test_a_model_that_mixes_keeps_the_mode() -> None:
+    model = at_o2(Late())
+    model.mixes = True
+    assert [modes_in(model) for _ in range(6)] == [1] * 6
+
+
+@pytest.mark.parametrize("cast_ops", [True, False])
+def test_cast_ops_decides_for_all_passes(cast_ops: bool) -> None:
+    model = at_o2(Late(), cast_ops=cast_ops)
+    assert [bool(modes_in(model)) for _ in range(5)] == [cast_ops] * 5
+    model.mixes = True
+    if cast_ops:
+        assert model(X).dtype is torch.float32
+    else:
+        with pytest.raises(RuntimeError, match="dtype") as raised:
+            model(X)
+        assert not getattr(raised.value, "__notes__", [])
+
+
+def test_a_late_refusal_is_torchs_error_with_a_note_and_the_next_call_is_right() -> None:
+    model = at_o2(Late())
+    for _ in range(4):
+        model(X)
+    model.mixes, model.calls, batches = True, 0, int(model.norm.num_batches_tracked)
+    with pytest.raises(RuntimeError, match="same dtype") as raised:
+        model(X)
+    assert model.calls == 1
+    assert int(model.norm.num_batches_tracked) == batches + 1  # nothing ran twice
+    if hasattr(raised.value, "__notes__"):
+        assert "call the model again" in raised.value.__notes__[0]
+        assert "cast_ops=True" in raised.value.__notes__[0]
+    assert model(X).dtype is torch.float32
+    model.mixes = False
+    assert modes_in(model) == 1  # for good
+
+
+def test_other_errors_have_no_note() -> None:
+    model = at_o2(Late())
+    for _ in range(4):
+        model(X)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shapes") as raised:
+            model(torch.ones(2, 3))
+        assert not getattr(raised.value, "__notes__", [])
+    assert modes_in(model) == 0
+
+
+def test_a_pass_that_mixes_runs_once() -> None:
+    model = at_o2(Late())
+    model.mixes = True
+    model(X)
+    assert (model.calls, int(model.norm.num_batches_tracked)) == (1, 1)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_public_methods_meet_and_follow_copies(dtype: torch.dtype) -> None:
+    model = at_o2(Late(), dtype)
+    wanted = -(X @ model.one.weight.float().t() + model.one.bias.float()).square().sum(-1)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for _ in range(5):
+            torch.testing.assert_close(each.log_prob(X).float(), wanted, atol=0.05, rtol=0.02)
+    plain = Late()
+    assert plain.log_prob(X).dtype is torch.float32
+    with pytest.raises(RuntimeError, match="dtype"):
+        at_o2(Late(), cast_ops=False).log_prob(X)
+
+
+def test_a_method_that_mixes_late_has_the_note() -> None:
+    model = at_o2(Late())
+    for _ in range(4):
+        model.log_prob(X.bfloat16())
+    model.mixes, model.calls = True, 0
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        model.log_prob(X.bfloat16())
+    assert model.calls == 1
+    assert any("call the model again" in each for each in getattr(raised.value, "__notes__", ["call the model again"]))
+    assert model.log_prob(X.bfloat16()).shape == (2,)
+
+
+def test_outside_of_the_model_nothing_is_cast() -> None:
+    model = at_o2(Late())
+    model.mixes = True
+    model(X)
+    with pytest.raises(RuntimeError, match="dtype"):
+        F.linear(X, model.one.weight.detach())
+
+
+def test_with_cast_ops_ops_meet_outside_too_while_the_model_lives() -> None:
+    model = at_o2(Late(), cast_ops=True)
+    assert F.linear(X, model.one.weight.detach()).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_recomputes_as_it_computed(reentrant: bool) -> None:
+    class Recomputing(Late):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    plain = Late()
+    model = Recomputing()
+    model.load_state_dict(plain.state_dict())
+    grads = []
+    for each in (at_o2(plain), at_o2(model)):
+        each.mixes = True
+        for _ in range(5):
+            each.zero_grad()
+            each(X.clone().requires_grad_()).sum().backward()
+        grads.append([p.grad for p in each.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+def test_an_exported_program_has_the_casts() -> None:
+    model = at_o2(Late()).eval()
+    model.mixes = True
+    program = torch.export.export(model, (X,))
+    torch.testing.assert_close(program.module()(X), model(X))
+
+
+def test_other_threads_and_inference() -> None:
+    model = at_o2(Late()).eval()
+    model.mixes = True
+    wanted = model(X)
+    found: list[torch.Tensor] = []
+
+    def run() -> None:
+        with torch.inference_mode():
+            found.extend(model(X) for _ in range(4))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert all(torch.equal(each, wanted) for each in found)
+    assert len(found) == 4
+
+
+def test_a_model_in_a_model() -> None:
+    inner = at_o2(Late())
+    inner.mixes = True
+    outer = at_o2(nn.Sequential(nn.Linear(4, 4)))
+    outer.add_module("1", inner)
+    for _ in range(5):
+        assert outer(X).dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_model_that_never_mixes_has_the_bits_of_one_without_the_mode(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Flatten(), nn.Linear(4 * 36, 2))
+    x, outputs = torch.randn(5, 3, 8, 8), []
+    for cast_ops in (False, None, True):
+        model = at_o2(copy.deepcopy(made), dtype, cast_ops=cast_ops)
+        for _ in range(4):
+            out = model(x)
+        out.square().sum().backward()
+        outputs.append([out, *(p.grad for p in model.parameters())])
+    for others in outputs[1:]:
+        assert all(map(torch.equal, outputs[0], others))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_functional_call_takes_fp32_weights_also_when_the_mode_is_off(dtype: torch.dtype) -> None:
+    model = at_o2(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), dtype)
+    for _ in range(5):
+        model(X)
+    fast = {name: p.detach().float().requires_grad_() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, fast, (X,)).square().sum().backward()
+    assert all(w.grad is not None and w.grad.dtype is torch.float32 for w in fast.values())
+    assert modes_in(model) == 0
+
+    def loss(weights: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (x[None],)).square().sum()
+
+    detached = {name: w.detach() for name, w in fast.items()}
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(detached, X)
+    for name, w in fast.items():
+        torch.testing.assert_close(each[name].sum(0), w.grad, atol=0.02, rtol=0.05)
+
+
+def test_cast_ops_is_for_models_with_16_bit_weights() -> None:
+    with pytest.raises(UsageError, match="cast_ops"):
+        amp.initialize(nn.Linear(2, 2), opt_level="O1", cast_ops=True, verbosity=0)
+    with pytest.raises(UsageError, match="cast_ops"):
+        amp.decorate(nn.Linear(2, 2), level="O1", cast_ops=True)
+    with pytest.raises(ArgumentTypeError, match="cast_ops"):
+        amp.initialize(nn.Linear(2, 2), opt_level="O2", cast_ops="yes", verbosity=0)  # type: ignore[call-overload]
+    policy = halfstep.Policy.from_level("O2").replace(cast_ops=True)
+    assert halfstep.Policy.parse(str(policy)) == policy
+
+
+# ---- what a cast would destroy
+
+
+class Seen(nn.Module):
+    """Keeps what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.seen: Any = None
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        self.seen = args, kwargs
+        return self.layer.weight.sum()
+
+
+def test_integers_that_the_dtype_does_not_have_stay_fp32() -> None:
+    model = at_o2(Seen())
+    steps = torch.tensor([3.0, 999.0])
+    for _ in range(5):
+        model(X, steps, small=torch.tensor([1.0, 2.0]), halves=torch.tensor([999.5]))
+        (features, given), others = model.seen
+        assert features.dtype is others["small"].dtype is others["halves"].dtype is torch.bfloat16
+        assert torch.equal(given, steps)
+    (found,) = [each for each in halfstep.check(model) if each.code == "HS118"]
+    assert found.evidence["inputs"] == [1]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_finite_inputs_stay_finite_and_infinite_ones_infinite(half: torch.dtype) -> None:
+    model = at_o2(Seen(), half)
+    lowest = torch.finfo(torch.float32).min
+    for _ in range(5):
+        model(torch.tensor([[[lowest, 0.5, -lowest, float("inf"), -float("inf"), float("nan")]]]))
+    ((seen,), _) = model.seen
+    limits = torch.finfo(half)
+    wanted = torch.tensor([[[limits.min, 0.5, limits.max, float("inf"), -float("inf"), float("nan")]]], dtype=half)
+    assert torch.equal(seen.nan_to_num(7.0, 8.0, 9.0), wanted.nan_to_num(7.0, 8.0, 9.0))
+    assert "HS118" in {each.code for each in halfstep.check(model)}
+
+
+BUFFERS: dict[str, tuple[float, bool, Callable[[torch.dtype], bool]]] = {  # value, whether saved, whether it stays
+    "constant": (1e-8, True, lambda half: half is torch.float16),
+    "large": (1e5, True, lambda half: half is torch.float16),
+    "zero": (0.0, True, lambda half: False),
+    "infinite": (float("inf"), True, lambda half: False),
+    "plain": (-1.5, False, lambda half: False),
+    "inv_freq": (0.3, False, lambda half: True),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", BUFFERS)
+def test_buffers_that_a_cast_would_destroy_stay_fp32(name: str, half: torch.dtype) -> None:
+    value, saved, stays = BUFFERS[name]
+    for cast_ops in (None, False):
+        model = nn.Linear(4, 4)
+        model.register_buffer(name, torch.tensor([0.0, value]), persistent=saved)
+        model = at_o2(model, half, cast_ops=cast_ops)
+        kept = stays(half) and cast_ops is None
+        assert getattr(model, name).dtype is (torch.float32 if kept else half)
+        named = [f.evidence["buffers"] for f in halfstep.check(model) if f.code == "HS119"]
+        assert named == ([[name]] if kept else [])
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_whole_casting_replaces_that_of_the_model(half: torch.dtype) -> None:
+    model = at_o2(Late(), half)
+    model.mixes = True
+    with OpCasting(None, enabled=False), pytest.raises(RuntimeError, match="dtype"):
+        model(X)
+
+
+class Series(nn.Module):
+    """A recurrent layer that gets an fp32 tensor, whose dtype torch's own code compares with that of the weights."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn, self.out = kind(1, 8, batch_first=True), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.out(self.rnn(x.float()[..., None])[0][:, -1])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_take_fp32_and_integers_that_stay_fp32(kind: type[nn.RNNBase], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Series(kind)
+    x = torch.tensor([[3000.0, 2.0, 1.0], [1.0, 3001.0, 5.0]])
+    exact = copy.deepcopy(model)(x)
+    found = at_o2(model, dtype)(x)
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0.05)
+    found.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is dtype for p in model.parameters())

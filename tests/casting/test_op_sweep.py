@@ -1,0 +1,59 @@
+"""Every op of torch, with 16-bit tensors alone and beside fp32 ones, is right at O1 and O2 or has an error of ours.
+
+``tests/support/op_sweep.py`` says what right is. Here is what torch itself cannot do.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.python import python
+
+SCALED = "torch multiplies 8-bit floats only"
+LAYOUT = "torch cannot cast the dense gradient of a sparse 16-bit matrix"
+OVERFLOW = "its gradient overflows in float16"
+EXCEPTIONS: dict[str, str] = {  # why
+    "torch._scaled_mm": SCALED,
+    "torch._scaled_mm_v2": SCALED,
+    "sparse.sampled_addmm": LAYOUT,
+    "sparse @, to_sparse_coo": LAYOUT,
+    "sparse @, to_sparse_csr": LAYOUT,
+    "addmm, to_sparse_coo": LAYOUT,
+    "addmm, to_sparse_csr": LAYOUT,
+    "polygamma.polygamma_n_4": OVERFLOW,
+    "special.polygamma.special_polygamma_n_0": OVERFLOW,
+    "linalg.pinv.singular": "its sample is a product, and has another rank when that is rounded",
+    "kl_divergence(Gamma)": "two numbers that are nearly the same are subtracted in 16 bits",
+}
+LEVELS = ("O1", "O2")
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """What the sweep finds."""
+    result = python("-m", "tests.support.op_sweep", *LEVELS, quiet=True, timeout=280.0)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_op_is_right_or_refused(found: Any, level: str) -> None:
+    assert found[level]["cases"] > 1000
+    wrong = {name: problems for name, problems in found[level]["wrong"].items() if name not in EXCEPTIONS}
+    assert not wrong, json.dumps(wrong, indent=1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_exception_is_needed_no_more(found: Any, level: str) -> None:
+    assert EXCEPTIONS.keys() <= found[level]["wrong"].keys()
+
+
+@pytest.mark.exhaustive
+def test_what_halfstep_refuses(found: Any) -> None:
+    refused = {name for level in found.values() for name in level["refused"]}
+    assert refused <= {"nn.functional.binary_cross_entropy"}

@@ -1,0 +1,78 @@
+"""Bytes a parameter: the table says what live models hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import halfstep
+from halfstep import amp, optimizers
+from halfstep.core.errors import ArgumentTypeError
+from halfstep.findings.memory import OPTIMIZERS, Line, lines
+
+MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch.optim.SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "torch.optim.SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "torch.optim.AdamW": torch.optim.AdamW,
+    "torch.optim.Adagrad": torch.optim.Adagrad,
+    "torch.optim.RMSprop": torch.optim.RMSprop,
+    "torch.optim.Muon": torch.optim.Muon,
+    "FusedSGD, momentum": lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9),
+    "FusedAdam": optimizers.FusedAdam,
+    "FusedAdam, state_dtype=bfloat16": lambda p: optimizers.FusedAdam(p, state_dtype=torch.bfloat16),
+    "FusedAdam, max_grad_norm": lambda p: optimizers.FusedAdam(p, max_grad_norm=1.0),
+    "FusedAdam, attach(release=True)": optimizers.FusedAdam,
+    "FusedLAMB": optimizers.FusedLAMB,
+    "FusedMuon": lambda p: optimizers.FusedMuon(p, use_muon=True),
+    "FusedNovoGrad": optimizers.FusedNovoGrad,
+    "FusedAdagrad": optimizers.FusedAdagrad,
+}
+
+
+def test_every_optimizer_of_the_table_is_tried() -> None:
+    assert list(MAKE) == [kept.name for kept in OPTIMIZERS]
+
+
+@pytest.mark.filterwarnings("ignore:.* rounds away:UserWarning")  # at O3
+@pytest.mark.parametrize("line", list(lines()), ids=lambda line: f"{line.optimizer} {line.level} {line.dtype}")
+def test_a_live_count_is_what_the_table_says(line: Line) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    optimizer = MAKE[line.optimizer](model.parameters())
+    dtype = None if line.level == "O0" else line.dtype
+    scale = 128.0 if dtype == "float16" else 1.0
+    amp.initialize(model, optimizer, opt_level=line.level, dtype=dtype, loss_scale=scale, verbosity=0)
+    if "release" in line.optimizer:
+        optimizer.attach(model, release=True)  # type: ignore[attr-defined]
+    for passes in range(2):
+        with amp.scale_loss(model(torch.ones(2, 64)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        if passes == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = halfstep.memory(model, optimizer)
+    counts = found.weights, found.masters, found.state, found.gradients
+    assert found.parameters == 64 * 64
+    assert tuple(round(size / found.parameters, 2) for size in counts) == line[3:7]
+    assert found.total == sum(counts)
+
+
+def test_what_is_shared_counts_once_and_what_is_not_there_does_not_count() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    found = halfstep.memory(model)
+    assert found == (16 + 4 + 8 + 4, 4 * (16 + 4 + 8 + 4), 0, 0, 0, 4 * 8 + 8)
+    F.mse_loss(model(torch.ones(2, 4)), torch.ones(2, 4)).backward()
+    assert halfstep.memory(model).gradients == found.weights
+    assert "32 parameters" in str(found)
+
+
+def test_anything_else_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"model must be a torch.nn.Module, not list"):
+        halfstep.memory([])  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match=r"optimizer must be a torch.optim.Optimizer or None, not str"):
+        halfstep.memory(nn.Linear(1, 1), "adam")  # type: ignore[arg-type]

@@ -1,0 +1,379 @@
+"""Images: classifiers, detectors and losses that compare pictures."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from .kinds import kind
+
+
+def pictures(n=16, size=8, classes=4, channels=3):
+    """Noise with a bright patch at one of four places, which is the class."""
+    y = torch.arange(n) % classes
+    x = torch.randn(n, channels, size, size) * 0.3
+    half = size // 2
+    for i, c in enumerate(y):
+        x[i, :, (c // 2) * half : (c // 2 + 1) * half, (c % 2) * half : (c % 2 + 1) * half] += 1.0
+    return x, y
+
+
+class SELayer(nn.Module):
+    def __init__(self, channel, reduction=4):
+        super().__init__()
+        self.avg_pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Sequential(
+            nn.Linear(channel, channel // reduction, bias=False),
+            nn.ReLU(inplace=True),
+            nn.Linear(channel // reduction, channel, bias=False),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x):
+        b, c, _, _ = x.size()
+        y = self.avg_pool(x).view(b, c)
+        y = self.fc(y).view(b, c, 1, 1)
+        return x * y.expand_as(x)
+
+
+class SENet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(8)
+        self.se = SELayer(8)
+        self.fc = nn.Linear(8 * 4, 4)
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.se(self.bn2(self.conv2(x))) + x)
+        return self.fc(F.adaptive_avg_pool2d(x, 2).flatten(1))
+
+
+@kind("CNN with squeeze-excitation", steps=20, lr=5e-3)
+def senet():
+    model = SENet()
+    x, y = pictures()
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down1 = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.down2 = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU())
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.out = nn.Conv2d(16, 1, 1)
+
+    def forward(self, x):
+        skip = self.down1(x)
+        x = self.down2(F.max_pool2d(skip, 2))
+        x = torch.cat([self.up(x), skip], dim=1)
+        return self.out(x) + F.interpolate(self.out(x)[:, :, ::2, ::2], scale_factor=2, mode="bilinear")
+
+
+def dice_loss(inputs, targets):
+    inputs = inputs.sigmoid().flatten(1)
+    targets = targets.flatten(1)
+    numerator = 2 * (inputs * targets).sum(1)
+    denominator = inputs.sum(-1) + targets.sum(-1)
+    return (1 - (numerator + 1) / (denominator + 1)).mean()
+
+
+@kind("U-Net", steps=25)
+def unet():
+    model = UNet()
+    x, _ = pictures(8)
+    mask = (x.mean(1, keepdim=True) > 0.5).float()
+    return model, lambda: F.binary_cross_entropy_with_logits(model(x), mask) + dice_loss(model(x), mask)
+
+
+class ViT(nn.Module):
+    def __init__(self, dim=16):
+        super().__init__()
+        self.patch = nn.Conv2d(3, dim, 4, stride=4)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.pos_embed = nn.Parameter(torch.randn(1, 5, dim) * 0.02)
+        layer = nn.TransformerEncoderLayer(
+            dim, 2, 32, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, 4)
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embed
+        return self.head(self.norm(self.encoder(x))[:, 0])
+
+
+@kind("ViT", steps=15, lr=2e-3)
+def vit():
+    model = ViT()
+    x, y = pictures()
+    return model, lambda: F.cross_entropy(model(x), y, label_smoothing=0.1)
+
+
+def box_iou(boxes1, boxes2):
+    area1 = (boxes1[:, 2] - boxes1[:, 0]) * (boxes1[:, 3] - boxes1[:, 1])
+    area2 = (boxes2[:, 2] - boxes2[:, 0]) * (boxes2[:, 3] - boxes2[:, 1])
+    lt = torch.max(boxes1[:, None, :2], boxes2[:, :2])
+    rb = torch.min(boxes1[:, None, 2:], boxes2[:, 2:])
+    wh = (rb - lt).clamp(min=0)
+    inter = wh[:, :, 0] * wh[:, :, 1]
+    return inter / (area1[:, None] + area2 - inter)
+
+
+class Detector(nn.Module):
+    """One box for each cell of a grid, with anchors, matching and losses inside of the model as in torchvision."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU())
+        self.cls_logits = nn.Conv2d(16, 1, 1)
+        self.bbox_pred = nn.Conv2d(16, 4, 1)
+
+    def anchors(self, features):
+        h, w = features.shape[-2:]
+        ys, xs = torch.meshgrid(torch.arange(h) + 0.5, torch.arange(w) + 0.5, indexing="ij")
+        centers = torch.stack([xs, ys], -1).reshape(-1, 2) * 4.0
+        return torch.cat([centers - 3.0, centers + 3.0], 1)
+
+    def forward(self, images, targets):
+        features = self.body(images)
+        anchors = self.anchors(features)
+        logits = self.cls_logits(features).flatten(1)
+        deltas = self.bbox_pred(features).flatten(2).transpose(1, 2)
+        loss = logits.new_zeros(())
+        for i, gt in enumerate(targets):
+            iou = box_iou(anchors, gt[None])[:, 0]
+            positive = iou > 0.2
+            positive[iou.argmax()] = True
+            labels = torch.zeros_like(logits[i])
+            labels[positive] = iou[positive]
+            boxes = anchors.clone()
+            boxes[positive] = (anchors + deltas[i] * 4)[positive]
+            loss = loss + F.binary_cross_entropy_with_logits(logits[i], labels)
+            loss = loss + F.smooth_l1_loss(boxes[positive], gt.expand(int(positive.sum()), 4), beta=1.0)
+        keep = logits.sigmoid().max(1).values > 0.5
+        return loss / len(targets), self.nms(anchors, logits[0].detach()), keep
+
+    def nms(self, boxes, scores):
+        order = scores.argsort(descending=True)
+        iou = box_iou(boxes, boxes)[order][:, order]
+        return order[(iou.triu(1) > 0.5).sum(0) == 0]
+
+
+@kind("detection", steps=15, lr=5e-3)
+def detection():
+    model = Detector()
+    x = torch.randn(4, 3, 16, 16) * 0.1
+    targets = torch.tensor([[1.0, 1, 8, 8], [6.0, 5, 15, 14], [2.0, 7, 9, 15], [0.0, 0, 12, 12]])
+    for image, (x0, y0, x1, y1) in zip(x, targets.int().tolist(), strict=True):
+        image[:, y0:y1, x0:x1] += 1.0
+    return model, lambda: model(x, targets)[0]
+
+
+class SwAV(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.prototypes = nn.Linear(16, 6, bias=False)
+
+    def forward(self, x):
+        x = F.normalize(self.backbone(x), dim=1, p=2)
+        return x, self.prototypes(x)
+
+
+@torch.no_grad()
+def sinkhorn(scores, epsilon=0.05, iterations=3):
+    q = torch.exp(scores / epsilon).t()
+    q /= torch.sum(q)
+    for _ in range(iterations):
+        q /= torch.sum(q, dim=1, keepdim=True) * q.shape[0]
+        q /= torch.sum(q, dim=0, keepdim=True) * q.shape[1]
+    return (q * q.shape[1]).t()
+
+
+@kind("SwAV with Sinkhorn", steps=12, lr=5e-3)
+def swav():
+    model = SwAV()
+    x, _ = pictures()
+    one, two = x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x)
+
+    def loss():
+        with torch.no_grad():
+            w = F.normalize(model.prototypes.weight.data.clone(), dim=1, p=2)
+            model.prototypes.weight.copy_(w)
+        (_, a), (_, b) = model(one), model(two)
+        qa, qb = sinkhorn(a), sinkhorn(b)
+        return -torch.mean(torch.sum(qa * F.log_softmax(b / 0.1, 1) + qb * F.log_softmax(a / 0.1, 1), dim=1)) / 2
+
+    return model, loss
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.fc = nn.Linear(8 * 16, 16)
+
+    def forward(self, x):
+        return self.fc(F.avg_pool2d(F.relu(self.conv(x)), 2).flatten(1))
+
+
+@kind("contrastive (InfoNCE)", steps=20, lr=3e-3)
+def contrastive():
+    model = Encoder()
+    x, _ = pictures()
+    one, two = x + 0.3 * torch.randn_like(x), x + 0.3 * torch.randn_like(x)
+
+    def info_nce():
+        features = F.normalize(torch.cat([model(one), model(two)]), dim=1)
+        labels = torch.cat([torch.arange(16)] * 2)
+        labels = (labels[None] == labels[:, None]).float()
+        similarity = features @ features.T
+        mask = torch.eye(32, dtype=torch.bool)
+        labels, similarity = labels[~mask].view(32, -1), similarity[~mask].view(32, -1)
+        positives, negatives = similarity[labels.bool()].view(32, -1), similarity[~labels.bool()].view(32, -1)
+        logits = torch.cat([positives, negatives], dim=1) / 0.2
+        return F.cross_entropy(logits, torch.zeros(32, dtype=torch.long))
+
+    return model, info_nce
+
+
+@kind("triplet with hard mining", steps=12, lr=2e-3)
+def triplet():
+    model = Encoder()
+    x, y = pictures()
+
+    def batch_hard():
+        e = model(x)
+        distance = torch.cdist(e, e)
+        same = y[None] == y[:, None]
+        hardest_positive = (distance * same.float()).max(1).values
+        hardest_negative = (distance + 1e5 * same.float()).min(1).values
+        return F.relu(hardest_positive - hardest_negative + 1.0).mean() + F.triplet_margin_loss(e[:4], e[4:8], e[1:5])
+
+    return model, batch_hard
+
+
+class ArcFace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder()
+        self.weight = nn.Parameter(torch.randn(4, 16))
+
+    def forward(self, x, label, s=8.0, m=0.3):
+        cosine = F.linear(F.normalize(self.encoder(x)), F.normalize(self.weight))
+        theta = torch.acos(cosine.clamp(-1 + 1e-4, 1 - 1e-4))
+        one_hot = torch.zeros(cosine.size()).scatter_(1, label.view(-1, 1), 1)
+        return s * torch.where(one_hot.bool(), torch.cos(theta + m), cosine)
+
+
+@kind("ArcFace", steps=20, lr=3e-3)
+def arcface():
+    model = ArcFace()
+    x, y = pictures()
+    return model, lambda: F.cross_entropy(model(x, y), y)
+
+
+class STN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.localization = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 6))
+        self.localization[3].weight.data.zero_()
+        self.localization[3].bias.data.copy_(torch.tensor([1, 0, 0, 0, 1, 0], dtype=torch.float))
+        self.fc = nn.Linear(192, 4)
+
+    def forward(self, x):
+        theta = self.localization(x).view(-1, 2, 3)
+        return self.fc(
+            F.grid_sample(x, F.affine_grid(theta, x.size(), align_corners=False), align_corners=False).flatten(1)
+        )
+
+
+@kind("spatial transformer", steps=15, lr=2e-3)
+def spatial_transformer():
+    model = STN()
+    x, y = pictures()
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+@kind("spectral norm", steps=8, lr=4e-3)
+def spectral_norm():
+    model = nn.Sequential(
+        parametrizations.spectral_norm(nn.Conv2d(3, 8, 3, 2, 1)),
+        nn.LeakyReLU(0.2),
+        nn.Flatten(),
+        parametrizations.spectral_norm(nn.Linear(128, 4)),
+    )
+    x, y = pictures()
+    return model, lambda: F.cross_entropy(4 * model(x), y)
+
+
+@kind("weight norm", steps=20, lr=5e-3)
+def weight_norm():
+    model = nn.Sequential(
+        parametrizations.weight_norm(nn.Conv2d(3, 8, 3, 2, 1)),
+        nn.GELU(),
+        nn.Flatten(),
+        parametrizations.weight_norm(nn.Linear(128, 4), dim=None),
+    )
+    x, y = pictures()
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+@kind("orthogonal weights", steps=15, lr=6e-3)
+def orthogonal():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 4, 4),
+        nn.Flatten(),
+        parametrizations.orthogonal(nn.Linear(16, 16), orthogonal_map="matrix_exp"),
+        nn.ReLU(),
+        parametrizations.orthogonal(nn.Linear(16, 16), orthogonal_map="cayley"),
+        nn.Linear(16, 4),
+    )
+    x, y = pictures()
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+class ConvLSTMCell(nn.Module):
+    def __init__(self, channels, hidden):
+        super().__init__()
+        self.hidden = hidden
+        self.conv = nn.Conv2d(channels + hidden, 4 * hidden, 3, padding=1)
+
+    def init_hidden(self, batch_size, size):
+        return (torch.zeros(batch_size, self.hidden, *size), torch.zeros(batch_size, self.hidden, *size))
+
+    def forward(self, x, state):
+        h, c = state
+        i, f, o, g = torch.split(self.conv(torch.cat([x, h], dim=1)), self.hidden, dim=1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        return torch.sigmoid(o) * torch.tanh(c), c
+
+
+class ConvLSTM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = ConvLSTMCell(1, 8)
+        self.out = nn.Conv2d(8, 1, 1)
+
+    def forward(self, x):
+        state = self.cell.init_hidden(x.size(0), x.shape[-2:])
+        for t in range(x.size(1)):
+            state = self.cell(x[:, t], state)
+        return self.out(state[0])
+
+
+@kind("ConvLSTM", steps=25)
+def conv_lstm():
+    model = ConvLSTM()
+    first = torch.rand(6, 1, 1, 6, 6)
+    x = torch.cat([first.roll(t, -1) for t in range(5)], 1)
+    return model, lambda: F.mse_loss(model(x[:, :4]), x[:, 4])

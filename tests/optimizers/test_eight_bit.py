@@ -1,0 +1,411 @@
+"""8-bit moments: every optimizer and backend against the published scheme in float64, and what is saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import eight_bit
+from benchmarks.__main__ import main
+from halfstep import HalfstepError, Policy, amp, optimizers
+from halfstep.kernels import backend
+from halfstep.kernels.blockwise import BLOCK, SIGNED, UNSIGNED, dynamic_map, quantize
+from tests.support.optimizer_references import CASES, Case
+
+F32, BF16, FP16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+SMALL = [(10,), (1, 4095), (5000,)]
+LARGE = [(64, 64), (16, 257), (100, 100), (16, 16, 4, 5), (80, 70)]
+NAMES = {"m": ("exp_avg", SIGNED), "v": ("exp_avg_sq", UNSIGNED), "top": ("max_exp_avg_sq", UNSIGNED)}
+NAMES["b"] = ("momentum_buffer", SIGNED)
+COVERED = [
+    case for case in CASES if case.name in ("adamw", "adam", "amsgrad", "momentum", "nesterov", "lamb", "lamb-l2")
+]
+FORMS = [(BF16, "split"), (BF16, "plain"), (FP16, "plain"), (BF16, None), (FP16, None), (F32, None)]
+pytestmark = pytest.mark.filterwarnings("ignore:.*updates .* weights in place:UserWarning")
+
+
+def make_params(dtype: torch.dtype = BF16) -> list[Any]:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SMALL + LARGE]
+    params[-2].data = params[-2].data.to(memory_format=torch.channels_last)
+    params[-1].data = torch.stack([params[-1].data, params[-1].data], -1)[..., 0]  # with holes
+    return params
+
+
+def set_grads(params: list[Any], step: int) -> None:
+    torch.manual_seed(step + 1)
+    for p in params:
+        g = torch.randn(p.shape) * 10 ** (-3 * torch.rand(p.shape)) * (torch.rand(p.shape) > 0.05)
+        p.grad = g.to(p.dtype)
+
+
+def exact(codes: torch.Tensor, absmax: torch.Tensor, storage: Any) -> torch.Tensor:
+    """The float64 values of codes, by a plain look into the map."""
+    flat = codes.as_strided((codes.numel(),), (1,))
+    each = absmax.double().repeat_interleave(BLOCK)[: len(flat)]
+    return (dynamic_map(storage).double()[flat.int()] * each).as_strided(codes.shape, codes.stride())
+
+
+def moments_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The moments of a parameter, in float64, under the names of the references."""
+    found = {}
+    for key, (name, storage) in NAMES.items():
+        if f"{name}_codes" in state:
+            found[key] = exact(state[f"{name}_codes"], state[f"{name}_absmax"], storage)
+        elif name in state:
+            found[key] = state[name].double()
+    return found
+
+
+def assert_rounded(state: dict[str, Any], key: str, value: torch.Tensor) -> None:
+    """That a moment is the nearest number of the map, up to roundings of fp32."""
+    name, storage = NAMES[key]
+    codes, absmax = state[f"{name}_codes"], state[f"{name}_absmax"]
+    laid = torch.empty_like(codes, dtype=F64).copy_(value).as_strided((codes.numel(),), (1,))
+    largest = torch.stack([block.abs().max() for block in laid.split(BLOCK)])
+    torch.testing.assert_close(absmax.double(), largest, rtol=1e-6, atol=1e-30)
+    scaled = laid / absmax.double().clamp(min=1e-30).repeat_interleave(BLOCK)[: len(laid)]
+    numbers = dynamic_map(storage).double()
+    lost = (numbers[codes.as_strided((codes.numel(),), (1,)).int()] - scaled).abs()
+    least = (numbers - scaled[:, None]).abs().min(1).values
+    assert (lost <= least + 2e-6 * scaled.abs() + (0 if storage.signed else 4e-7) + 1e-12).all()
+
+
+def run(case: Case, dtype: torch.dtype, masters: Any, steps: int = 3) -> None:
+    """Each step from what the optimizer has, so that no rounding that falls the other way adds up."""
+    params = make_params(dtype)
+    clips = {"max_grad_norm": None} if case.clips else {}
+    made: Any = {"lr": 0.03, "weight_decay": 0.05, "state_dtype": "8bit", "master_weights": masters}
+    optimizer: Any = case.cls(params, **made, **clips, **case.arguments)
+    for t in range(1, steps + 1):
+        set_grads(params, t)
+        before = [optimizer.master_value(p).double() for p in params]
+        kept = [moments_of(optimizer.state[p]) if t > 1 else {} for p in params]
+        optimizer.step()
+        for p, old, s in zip(params, before, kept, strict=True):
+            grad, hyper = p.grad.double(), {"lr": 0.03, "weight_decay": 0.05, **case.arguments}
+            new = case.update(old, grad, s, t, **hyper)
+            state = optimizer.state[p]
+            large = p.dim() >= 2 and p.numel() >= 4096
+            assert any(key.endswith("_codes") for key in state) == large
+            if large:
+                for key in moments_of(state):
+                    assert_rounded(state, key, s[key])
+                if "lamb" in case.name:  # its second pass reads the rounded moments
+                    new = lamb_of(case, old, s, moments_of(state), t)
+            unit = 2 * torch.finfo(dtype).eps if masters is None and dtype is not F32 else 2e-5
+            away = (optimizer.master_value(p).double() - new).abs()
+            assert away.max() < 0.07
+            # A step is divided by the size of the gradient: one that is a difference of equal numbers has few digits.
+            assert (away > unit * (1 + new.abs())).double().mean() < 1e-3
+
+
+def lamb_of(case: Case, p: torch.Tensor, exact_ones: Any, rounded: Any, t: int) -> torch.Tensor:
+    decay = 0.05 if case.arguments.get("adam_w_mode", True) else 0.0
+
+    def direction(s: Any) -> torch.Tensor:
+        return (s["m"] / (1 - 0.9**t)) / ((s["v"] / (1 - 0.999**t)).sqrt() + 1e-6) + decay * p
+
+    return p - 0.03 * p.norm() / direction(exact_ones).norm() * direction(rounded)
+
+
+@pytest.mark.parametrize("name", ["eager", "torch", "compiled"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("case", COVERED, ids=str)
+def test_each_step_is_the_published_one(name: str, case: Case, form: Any) -> None:
+    with backend(name):
+        run(case, *form)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="Triton does not interpret here"
+)
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+@pytest.mark.parametrize("form", [(BF16, "split"), (F32, None)], ids=str)
+@pytest.mark.parametrize("case", [case for case in COVERED if case.name in ("adamw", "nesterov", "lamb")], ids=str)
+def test_triton_takes_the_same_steps(case: Case, form: Any) -> None:
+    with backend("triton"):
+        run(case, *form, steps=2)
+
+
+SETTINGS: list[tuple[Any, dict[str, Any]]] = [
+    (optimizers.FusedAdam, {}),
+    (optimizers.FusedLAMB, {}),
+    (optimizers.FusedSGD, {"momentum": 0.9}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+]
+each_class = pytest.mark.parametrize(("cls", "settings"), SETTINGS, ids=lambda x: getattr(x, "__name__", ""))
+
+
+def make(cls: Any, params: list[Any], settings: dict[str, Any], state_dtype: Any = "8bit") -> Any:
+    if cls.__module__.startswith("torch"):
+        return optimizers.fuse(cls(params, lr=0.01, **settings), master_weights="split", state_dtype=state_dtype)
+    return cls(params, lr=0.01, master_weights="split", state_dtype=state_dtype, **settings)
+
+
+def train(optimizer: Any, params: list[Any], steps: range) -> None:
+    for step in steps:
+        set_grads(params, step)
+        optimizer.step()
+
+
+def everything(optimizer: Any, params: list[Any]) -> list[torch.Tensor]:
+    kept = [value for p in params for _, value in sorted(optimizer.state[p].items())]
+    return [p.detach().clone() for p in params] + [value.clone() for value in kept if isinstance(value, torch.Tensor)]
+
+
+def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
+
+
+def through_a_file(saved: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@each_class
+def test_six_bytes_a_parameter(cls: Any, settings: dict[str, Any]) -> None:
+    """bfloat16 weights with split masters: 12 with fp32 moments."""
+    param = torch.nn.Parameter(torch.randn(256, 256, dtype=BF16))
+    optimizer = make(cls, [param], settings)
+    train(optimizer, [param], range(2))
+    held = param.nbytes + sum(value.nbytes for value in optimizer.state[param].values())
+    moments = sum(key.endswith("_codes") for key in optimizer.state[param])
+    assert held <= param.numel() * (4 + moments * (1 + 4 / 256)) + 8
+
+
+@each_class
+@pytest.mark.parametrize("way", ["file", "dict"])
+def test_resumed_bit_for_bit(cls: Any, settings: dict[str, Any], way: str) -> None:
+    params = make_params()
+    optimizer = make(cls, params, settings)
+    train(optimizer, params, range(3))
+    saved: Any = [[p.detach() for p in params], optimizer.state_dict()]
+    weights, state = through_a_file(saved) if way == "file" else copy.deepcopy(saved)
+    others = make_params()
+    for p, weight in zip(others, weights, strict=True):
+        p.data.copy_(weight)
+    other = make(cls, others, settings)
+    other.load_state_dict(state)
+    train(optimizer, params, range(3, 6))
+    train(other, others, range(3, 6))
+    assert_same(everything(optimizer, params), everything(other, others))
+
+
+@each_class
+def test_state_goes_to_fp32_and_back(cls: Any, settings: dict[str, Any]) -> None:
+    params = make_params()
+    optimizer = make(cls, params, settings)
+    train(optimizer, params, range(3))
+    wide = make(cls, params, settings, None)
+    wide.load_state_dict(optimizer.state_dict())
+    set_grads(params, 3)
+    wide.step()
+    codes = [key for p in params for key in wide.state[p] if "codes" in key or "absmax" in key]
+    assert not codes
+    assert all(wide.state[p][key].dtype is F32 for p in params for key in wide.state[p] if key in dict(NAMES.values()))
+    back = make(cls, params, settings)
+    kept = {name: wide.state[params[4]][name].clone() for name, _ in NAMES.values() if name in wide.state[params[4]]}
+    back.load_state_dict(wide.state_dict())
+    for group in back.param_groups:
+        group["lr"] = 0.0
+    back.found_inf = torch.ones(())  # a step that is skipped only brings the state into its form
+    set_grads(params, 4)
+    back.step()
+    for name, value in kept.items():
+        storage = dict(NAMES.values())[name]
+        for key, expected in zip(("codes", "absmax"), quantize(value, storage), strict=True):
+            assert torch.equal(back.state[params[4]][f"{name}_{key}"], expected)
+
+
+@each_class
+def test_unfused_it_has_torchs_state(cls: Any, settings: dict[str, Any]) -> None:
+    if not cls.__module__.startswith("torch"):
+        pytest.skip("nothing to unfuse")
+    params = make_params(F32)
+    optimizer = optimizers.fuse(cls(params, lr=0.01, **settings), state_dtype="8bit")
+    train(optimizer, params, range(2))
+    optimizers.unfuse(optimizer)
+    reference = cls(make_params(F32), lr=0.01, **settings)
+    train(reference, reference.param_groups[0]["params"], range(2))
+    for p, q in zip(params, reference.param_groups[0]["params"], strict=True):
+        assert optimizer.state[p].keys() == reference.state[q].keys()
+        assert all(optimizer.state[p][key].shape == value.shape for key, value in reference.state[q].items())
+    train(optimizer, params, range(2, 3))
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda both: pickle.loads(pickle.dumps(both)),
+}
+
+
+@each_class
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_step_on_their_own(cls: Any, settings: dict[str, Any], way: str) -> None:
+    params = make_params()
+    optimizer = make(cls, params, settings)
+    train(optimizer, params, range(2))
+    others, other = COPIES[way]((params, optimizer))
+    train(other, others, range(2, 4))
+    train(optimizer, params, range(2, 4))
+    assert_same(everything(optimizer, params), everything(other, others))
+
+
+@each_class
+@pytest.mark.parametrize("name", ["eager", "compiled"])
+def test_a_skipped_step_changes_no_bit(cls: Any, settings: dict[str, Any], name: str) -> None:
+    params = make_params()
+    optimizer = make(cls, params, settings)
+    with backend(name):
+        train(optimizer, params, range(2))
+        before = everything(optimizer, params)
+        optimizer.found_inf = torch.ones(())
+        set_grads(params, 2)
+        params[4].grad[0] = torch.inf
+        optimizer.step()
+    assert_same(before, everything(optimizer, params))
+
+
+def test_a_group_that_is_added_later() -> None:
+    params = make_params()
+    optimizer = make(optimizers.FusedAdam, params[:4], {})
+    train(optimizer, params, range(1))
+    optimizer.add_param_group({"params": params[4:]})
+    train(optimizer, params, range(1, 3))
+    assert {"exp_avg_codes", "exp_avg_sq_codes"} <= optimizer.state[params[4]].keys()
+
+
+def test_clipping_and_the_loss_scale_are_in_the_same_pass() -> None:
+    found = []
+    for scale in (1.0, 1024.0):
+        params = make_params()
+        optimizer: Any = optimizers.FusedAdam(params, max_grad_norm=0.5, master_weights="split", state_dtype="8bit")
+        for step in range(3):
+            set_grads(params, step)
+            for p in params:
+                p.grad.mul_(scale)
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.zeros(())
+            optimizer.step()
+        found.append(everything(optimizer, params))
+    assert_same(*found)
+
+
+def test_zero_gradients_do_not_blow_up_what_has_moved_once() -> None:
+    """A second moment far below that of its neighbours must not be rounded to 0, by whose root the step is divided."""
+    param = torch.nn.Parameter(torch.zeros(64, 64))
+    optimizer = optimizers.FusedAdam([param], lr=1e-3, state_dtype="8bit")
+    grad = torch.ones(64, 64)
+    grad[:, 1::2] = 1e-5
+    for step in range(50):
+        param.grad = grad.clone() if step == 0 else grad * (torch.arange(64) % 2 == 0)
+        optimizer.step()
+    assert param.abs().max() < 0.06
+
+
+@pytest.mark.parametrize("given", ["8 bit", "int8", 8, torch.uint8, torch.float16, True])
+@pytest.mark.parametrize("cls", [optimizers.FusedAdam, optimizers.FusedSGD, optimizers.FusedLAMB])
+def test_what_state_dtype_can_be(cls: Any, given: Any) -> None:
+    with pytest.raises(HalfstepError, match=r"state_dtype.*8bit") as error:
+        cls([torch.nn.Parameter(torch.zeros(2, 2))], state_dtype=given)
+    assert repr(given) in str(error.value) or str(given).removeprefix("torch.") in str(error.value)
+
+
+def test_codes_of_another_cut_are_refused_in_words() -> None:
+    params = make_params()
+    optimizer = make(optimizers.FusedAdam, params, {})
+    train(optimizer, params, range(1))
+    saved = optimizer.state_dict()
+    saved["state"][4]["exp_avg_absmax"] = saved["state"][4]["exp_avg_absmax"][:-1]
+    other = make(optimizers.FusedAdam, make_params(), {})
+    other.load_state_dict(saved)
+    with pytest.raises(HalfstepError, match="cannot be cut anew"):
+        train(other, other.param_groups[0]["params"], range(1))
+
+
+def small_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.Linear(128, 64))
+
+
+@each_class
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("through", ["argument", "policy"])
+def test_amp_initialize_at_o2(cls: Any, settings: dict[str, Any], dtype: torch.dtype, through: str) -> None:
+    model = small_model()
+    optimizer: Any = cls(model.parameters(), lr=0.01, **settings)
+    policy = Policy.from_level("O2", dtype).replace(state_dtype="8bit")
+    assert Policy.parse(str(policy)) == policy
+    options: Any = {"opt_level": "O2", "dtype": dtype, "state_dtype": "8bit"}
+    model, optimizer = amp.initialize(
+        model, optimizer, verbosity=0, **(options if through == "argument" else {"policy": policy})
+    )
+    for _ in range(2):
+        with amp.scale_loss(model(torch.randn(4, 64)).square().mean(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    coded = [any(key.endswith("_codes") for key in optimizer.state[p]) for p in model.parameters()]
+    assert coded == [True, False, False, False, True, False]
+    saved = copy.deepcopy((optimizer.state_dict(), amp.state_dict()))
+    optimizer.load_state_dict(saved[0])
+    amp.load_state_dict(saved[1])
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
+    "O1": (torch.optim.AdamW, {"opt_level": "O1"}, "at O1 there are none"),
+    "O3": (torch.optim.AdamW, {"opt_level": "O3"}, "at O3 there are none"),
+    "RMSprop": (torch.optim.RMSprop, {"opt_level": "O2"}, "This is RMSprop"),
+    "Adagrad": (torch.optim.Adagrad, {"opt_level": "O2"}, "This is Adagrad"),
+    "FusedAdagrad": (optimizers.FusedAdagrad, {"opt_level": "O2"}, "This is FusedAdagrad"),
+    "not fused": (torch.optim.AdamW, {"opt_level": "O2", "fused": False}, "with fused=True"),
+    "policy": (torch.optim.AdamW, {"policy": Policy(state_dtype="8bit"), "state_dtype": None}, "contradicts itself"),
+    "both": (torch.optim.AdamW, {"policy": Policy.from_level("O2", BF16)}, "were both given"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_amp_refuses_changes_nothing(name: str) -> None:
+    make_one, options, words = REFUSED[name]
+    model = small_model()
+    optimizer = make_one(model.parameters())
+    with pytest.raises(HalfstepError, match=words):
+        amp.initialize(model, optimizer, verbosity=0, **{"state_dtype": "8bit", **options})
+    assert {p.dtype for p in model.parameters()} == {F32}
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+
+
+def test_what_fuse_refuses() -> None:
+    optimizer = torch.optim.Adagrad(small_model().parameters())
+    with pytest.raises(HalfstepError, match="adds up squares"):
+        optimizers.fuse(optimizer, state_dtype="8bit")
+    assert type(optimizer) is torch.optim.Adagrad
+
+
+def test_a_language_model_ends_at_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark has 2,000 steps over five seeds; this is a short one."""
+    monkeypatch.setattr(eight_bit, "BATCH", 16)
+    wide, narrow = (eight_bit.losses_of(form, 0, 150, torch.device("cpu")) for form in (None, "8bit"))
+    assert narrow != wide
+    assert abs(narrow / wide - 1) < 0.01
+
+
+def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eight_bit", "--training-steps", "2", "--seeds", "1", "--elements", "4096", "--steps", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "8-bit state: 6.03 bytes a parameter" in printed
+    assert "seed 0: loss" in printed

@@ -1,0 +1,470 @@
+"""Muon: against torch's own in float64, in every form of storage, by the rule that says what it steps, and at O2."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep
+from halfstep import amp
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
+from halfstep.kernels import backend
+from halfstep.optimizers import FusedMuon, can_fuse, fuse, muon, unfuse
+from tests.support.backends import needs_compiler
+
+F64, F32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+BACKENDS = ["eager", "torch", pytest.param("compiled", marks=needs_compiler)]
+SHAPES = [(8, 24), (24, 8), (8, 24), (3, 8, 24), (8, 3, 2, 4), (16, 16)]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"nesterov": False, "momentum": 0.8},
+    {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.5},
+    {"lr": torch.tensor(0.05, dtype=F64), "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5)},
+    {"maximize": True, "weight_decay": 0.0},
+]
+ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def weights(shapes: Any = SHAPES, dtype: torch.dtype = F32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    for p in params:
+        if p.dim() == 4:
+            p.data = p.data.to(memory_format=torch.channels_last)
+    return params
+
+
+def set_grads(params: Any, seed: int, scale: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    grads = [torch.randn(p.shape, generator=generator).to(p.grad_dtype or p.dtype) for p in params]
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad * scale
+    return grads
+
+
+def run(optimizer: Any, steps: int, first: int = 0) -> None:
+    for seed in range(first, first + steps):
+        set_grads([p for group in optimizer.param_groups for p in group["params"]], seed)
+        optimizer.step()
+
+
+def matrices(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 3 else tensor.flatten(1)[None]
+
+
+class Reference:
+    """torch's ``_single_tensor_muon`` in float64, for each matrix."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        self.group = {**FusedMuon([nn.Parameter(torch.zeros(1, 1))], use_muon=True, lr=0.02).defaults, **settings}
+        self.params = [matrices(p.detach().double().clone()) for p in params]
+        self.buffers = [torch.zeros_like(p) for p in self.params]
+
+    def step(self, grads: list[torch.Tensor]) -> None:
+        g, lr = self.group, float(self.group["lr"])
+        for param, buffer, grad in zip(self.params, self.buffers, grads, strict=True):
+            grad = matrices(grad.double()) * (-1 if g["maximize"] else 1)
+            buffer.lerp_(grad, 1 - g["momentum"])
+            update = grad.lerp(buffer, g["momentum"]) if g["nesterov"] else buffer
+            rows, columns = param.shape[1:]
+            original = math.sqrt(max(1, rows / columns))
+            ratio = 0.2 * math.sqrt(max(rows, columns)) if g["adjust_lr_fn"] == "match_rms_adamw" else original
+            param.mul_(1 - lr * g["weight_decay"])
+            param.sub_(torch.stack([orthogonal(each, g) for each in update]) * lr * ratio)
+
+
+def orthogonal(matrix: torch.Tensor, group: Any) -> torch.Tensor:
+    a, b, c = group["ns_coefficients"]
+    x = matrix / matrix.norm().clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: ",".join(s) or "defaults")
+@pytest.mark.parametrize(("dtype", "masters"), [(F64, None), (F32, None), (BF16, "split"), (FP16, "plain")])
+def test_values_are_torchs_in_float64(name: str, settings: Any, dtype: Any, masters: Any) -> None:
+    params = weights(dtype=dtype)
+    reference = Reference(params, **settings)
+    with backend(name):
+        chosen = F64 if dtype is F64 else F32
+        optimizer: Any = FusedMuon(
+            params, **{"lr": 0.02, **settings}, use_muon=True, ns_dtype=chosen, master_weights=masters
+        )
+        for seed in range(3):
+            reference.step(set_grads(params, seed))
+            optimizer.step()
+    near = 1e-12 if dtype is F64 else 1e-5
+    for param, expected in zip(params, reference.params, strict=True):
+        value = optimizer.master_value(param) if masters else param.detach()
+        torch.testing.assert_close(matrices(value).double(), expected, rtol=near, atol=near)
+
+
+def angles(params: Any, references: Any, before: Any) -> torch.Tensor:
+    """Of the updates and those in float64, in radians."""
+    moved = [(matrices(p.detach().double()) - b).flatten() for p, b in zip(params, before, strict=True)]
+    wanted = [(r - b).flatten() for r, b in zip(references, before, strict=True)]
+    return torch.stack(
+        [torch.cosine_similarity(a, b, dim=0).clamp(max=1).acos() for a, b in zip(moved, wanted, strict=True)]
+    )
+
+
+def test_16_bit_products_are_as_near_as_torchs() -> None:
+    shapes = [(64, 64), (64, 192), (192, 64), (64, 64)]
+    ours, theirs = weights(shapes), weights(shapes)
+    a = FusedMuon(ours, lr=0.02, weight_decay=0.0, use_muon=True, ns_dtype=BF16)
+    b = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.0)
+    reference = Reference(ours, weight_decay=0.0)
+    before = [p.clone() for p in reference.params]
+    set_grads(theirs, 0)
+    reference.step(set_grads(ours, 0))
+    a.step()
+    b.step()
+    found, known = (angles(params, reference.params, before) for params in (ours, theirs))
+    assert found.max() < 0.02
+    assert (found < 1.3 * known + 1e-3).all()
+
+
+def test_products_are_batched_by_shape_and_batches_have_an_end(monkeypatch: Any) -> None:
+    class Count(TorchDispatchMode):
+        sizes: list[int]
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.bmm.default:
+                self.sizes.append(args[0].shape[0])
+            return func(*args, **(kwargs or {}))
+
+    results = {}
+    for batch, sizes in ((1 << 24, [6, 1, 1]), (192, [1, 1, 3, 1, 1, 1])):
+        monkeypatch.setattr(muon, "_BATCH", batch)
+        params = weights()
+        optimizer = FusedMuon(params, lr=0.02, use_muon=True, ns_steps=1)
+        set_grads(params, 0)
+        count = Count()
+        count.sizes = []
+        with count:
+            optimizer.step()
+        assert sorted(count.sizes) == sorted(sizes)
+        results[batch] = [p.detach() for p in params]
+    for many, few in zip(*results.values(), strict=True):
+        torch.testing.assert_close(many, few, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("masters", [None, "split"])
+def test_the_rest_is_adamw(masters: Any) -> None:
+    ours, theirs = weights([(8, 8), (5,), ()]), weights([(8, 8), (5,), ()])
+    names = ["hidden.weight", "norm.weight", "scale"]
+    a = FusedMuon(zip(names, ours, strict=True), lr=0.02, master_weights=masters)
+    b = torch.optim.AdamW(theirs[1:], lr=0.02, **ADAMW)  # type: ignore[arg-type]
+    run(b, 4)
+    for seed in range(4):
+        set_grads(theirs[1:], seed)
+        set_grads(ours[1:], seed)
+        ours[0].grad = torch.ones(8, 8)
+        a.step()
+    for mine, other in zip(ours[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+# ---- the rule
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(7, 16)
+        self.hidden = nn.Linear(16, 16)
+        self.experts = nn.Parameter(torch.randn(2, 16, 16) / 4)
+        self.lm_head = nn.Linear(16, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.hidden(self.wte(x)).relu()
+        return self.lm_head((x @ self.experts.sum(0)).relu())
+
+
+def taken(optimizer: Any, model: nn.Module) -> set[str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(p)] for group in optimizer.param_groups if group["use_muon"] for p in group["params"]}
+
+
+RULES: list[tuple[Callable[[Net], Any], dict[str, Any], set[str], int]] = [
+    (lambda m: m.named_parameters(), {}, {"hidden.weight", "experts"}, 2),
+    (lambda m: m.named_parameters(), {"use_muon": lambda name, p: p.dim() == 2 and "w" in name.split(".")[0]},
+     {"wte.weight"}, 2),
+    (lambda m: m.parameters(), {"use_muon": lambda name, p: p.dim() == 3}, {"experts"}, 2),
+    (lambda m: m.parameters(), {"use_muon": False}, set(), 1),
+    (lambda m: [m.hidden.weight], {"use_muon": True}, {"hidden.weight"}, 1),
+    (lambda m: [{"params": [m.hidden.weight], "use_muon": True, "lr": 0.3},
+                {"params": [m.wte.weight, m.hidden.bias], "use_muon": False}], {}, {"hidden.weight"}, 2),
+    (lambda m: [{"params": list(m.hidden.named_parameters())}, {"params": list(m.lm_head.named_parameters()),
+                "use_muon": False}], {}, {"weight"}, 3),
+    (lambda m: [m.hidden.bias], {}, set(), 1),
+]  # fmt: skip
+
+
+NAMES = {
+    "transformer.wte.weight": False, "model.embed_tokens.weight": False, "patch_embed.proj.weight": False,
+    "lm_head.weight": False, "output.weight": False, "heads.head.weight": False,
+    "encoder.layer.0.attention.output.dense.weight": True, "attn.heads.0.q.weight": True, "h.3.mlp.c_fc.weight": True,
+    "weight": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "hidden"), NAMES.items())
+def test_the_default_rule_knows_embeddings_and_heads_by_name(name: str, hidden: bool) -> None:
+    assert muon.hidden_matrix(name, torch.empty(2, 3)) is hidden
+    assert not muon.hidden_matrix(name, torch.empty(2))
+
+
+@pytest.mark.parametrize(("params", "settings", "names", "groups"), RULES)
+def test_the_rule_makes_groups_that_say_what_they_take(params: Any, settings: Any, names: Any, groups: int) -> None:
+    model = Net()
+    optimizer = FusedMuon(params(model), **settings)
+    assert {name.removeprefix("hidden.") for name in taken(optimizer, model)} == {
+        name.removeprefix("hidden.") for name in names
+    }
+    assert len(optimizer.param_groups) == groups
+
+
+WRONG: list[tuple[Any, dict[str, Any], type[HalfstepError], str]] = [
+    ([(4, 4)], {}, ArgumentValueError, r"shape \(4, 4\) has no name.*named_parameters\(\), or groups with use_muon"),
+    ([(4, 4), (4,)], {"use_muon": True}, ArgumentValueError, r"shape \(4,\).*for matrices.*use_muon=False"),
+    ([(4,)], {"use_muon": "yes"}, ArgumentTypeError, "use_muon='yes' must be True, False, or a function"),
+    ([(4,)], {"adjust_lr_fn": "moon"}, ArgumentValueError, "'moon' must be 'original', 'match_rms_adamw' or None"),
+    ([(4,)], {"ns_steps": 100}, ArgumentValueError, "ns_steps=100 must be at least 0 and below 100"),
+    ([(4,)], {"ns_steps": 1.5}, ArgumentTypeError, "ns_steps=1.5 must be an int"),
+    ([(4,)], {"ns_coefficients": (1.0, 2.0)}, ArgumentValueError, "must be three numbers"),
+    ([(4,)], {"ns_dtype": "bf16"}, ArgumentTypeError, "ns_dtype='bf16' must be a floating-point"),
+    ([(4,)], {"ns_dtype": torch.int8}, ArgumentTypeError, "must be a floating-point"),
+    ([(4,)], {"momentum": -1.0}, ArgumentValueError, "momentum=-1.0"),
+    ([(4,)], {"betas": (0.9, 1.0)}, ArgumentValueError, "betas"),
+    ([(4,)], {"eps": math.inf}, ArgumentValueError, "eps=inf"),
+]
+
+
+@pytest.mark.parametrize(("shapes", "settings", "error", "words"), WRONG)
+def test_bad_arguments_change_nothing(shapes: Any, settings: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        FusedMuon(weights(shapes), **settings)
+    optimizer = FusedMuon(weights([(3,)]))
+    with pytest.raises(error, match=words):
+        optimizer.add_param_group({"params": weights(shapes), **settings})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_group_that_is_refused_in_part_is_not_there() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = FusedMuon([("a", param)])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [("a.weight", nn.Parameter(torch.ones(2, 2))), ("b", param)]})
+    assert len(optimizer.param_groups) == 1
+
+
+# ---- with amp
+
+
+def trained(
+    make: Callable[[Net], Any], steps: int = 3, level: str = "O2", dtype: str = "bfloat16", **kwargs: Any
+) -> Any:
+    torch.manual_seed(3)
+    model: Any = Net()
+    model, optimizer = amp.initialize(model, make(model), opt_level=level, dtype=dtype, **kwargs)
+    for step in range(steps):
+        iterate(model, optimizer, step)
+    return model, optimizer
+
+
+def iterate(model: Any, optimizer: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randint(7, (8, 5), generator=generator)
+    loss = nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.flatten())
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def named(model: Net) -> Any:
+    return FusedMuon(model.named_parameters(), lr=0.02, adjust_lr_fn="match_rms_adamw")
+
+
+def of_torch(model: Net) -> Any:
+    return torch.optim.Muon([model.hidden.weight, model.lm_head.weight], lr=0.02)
+
+
+@pytest.mark.parametrize("make", [named, of_torch])
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "bfloat16"), ("O2", "bfloat16"), ("O2", "float16")])
+def test_trains_at_every_level(make: Any, level: str, dtype: str) -> None:
+    model, optimizer = trained(make, 12, level, dtype)
+    assert isinstance(optimizer, FusedMuon) == (level == "O2" or make is named)
+    x = torch.randint(7, (8, 5))
+    loss = nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.flatten())
+    assert loss < math.log(7)
+    if level == "O2":
+        state = optimizer.state[model.hidden.weight]
+        assert ("remainder" in state) == (dtype == "bfloat16")
+        assert state["momentum_buffer"].dtype is F32
+
+
+def test_bytes_of_a_parameter() -> None:
+    model = nn.Linear(128, 128, bias=False)
+    optimizer = torch.optim.Muon(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16")
+    with amp.scale_loss(model(torch.ones(2, 128)).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    found = halfstep.memory(model, optimizer)
+    assert (found.weights + found.masters + found.state) / found.parameters == 8
+
+
+def test_8_bit_momentum() -> None:
+    params, wide = weights([(64, 64), (64, 64)]), weights([(64, 64), (64, 64)])
+    a = FusedMuon(params, lr=0.02, use_muon=True, state_dtype="8bit")
+    b = FusedMuon(wide, lr=0.02, use_muon=True)
+    run(a, 5)
+    run(b, 5)
+    assert a.state[params[0]]["momentum_buffer_codes"].dtype is torch.uint8
+    for p, q in zip(params, wide, strict=True):
+        assert torch.cosine_similarity(p.flatten(), q.flatten(), dim=0) > 0.999
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_overflow_changes_nothing(name: str) -> None:
+    params: Any = weights([*SHAPES, (5,)], BF16)
+    with backend(name):
+        optimizer: Any = FusedMuon(params, use_muon=lambda _, p: p.dim() > 1, master_weights="split")
+        run(optimizer, 2)
+        set_grads(params, 2)
+        before = copy.deepcopy(([p.detach() for p in params], optimizer.state_dict()["state"]))
+        params[0].grad[0, 0] = torch.inf
+        optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(8.0)
+        optimizer.step()
+    after = [p.detach() for p in params], optimizer.state_dict()["state"]
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_a_scaler_of_torch_is_obeyed_in_the_step(limit: float | None) -> None:
+    ours, theirs = weights(), weights()
+    a, b = (FusedMuon(params, lr=0.02, use_muon=True, ns_dtype=F32, max_grad_norm=limit) for params in (ours, theirs))
+    set_grads(ours, 0, 1024.0)
+    vars(a).update(grad_scale=torch.tensor(1024.0), found_inf=torch.tensor(0.0))
+    set_grads(theirs, 0)
+    a.step()
+    b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_release_steps_them_too() -> None:
+    model, optimizer = trained(named, 0)
+    optimizer.attach(model)
+    before = copy.deepcopy(model.state_dict())
+    for step in range(2):
+        iterate(model, optimizer, step)
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+# ---- state
+
+
+@pytest.mark.parametrize("state_dtype", [None, "8bit"])
+def test_resuming_is_exact_to_the_bit(state_dtype: Any) -> None:
+    def make(model: Net) -> Any:
+        return FusedMuon(model.named_parameters(), lr=0.02, state_dtype=state_dtype)
+
+    model, optimizer = trained(make)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    other, resumed = trained(make, 1)
+    file.seek(0)
+    weights_then, state_then = torch.load(file, weights_only=True)
+    other.load_state_dict(weights_then)
+    resumed.load_state_dict(state_then)
+    for step in range(3, 6):
+        iterate(model, optimizer, step)
+        iterate(other, resumed, step)
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict()["state"], resumed.state_dict()["state"], rtol=0, atol=0)
+
+
+def torchs(params: Any) -> Any:
+    return torch.optim.Muon(params, lr=0.02)
+
+
+def ours_of(params: Any) -> Any:
+    return FusedMuon(params, lr=0.02, use_muon=True, ns_dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(torchs, ours_of), (ours_of, torchs), (torchs, lambda p: fuse(torchs(p)))]
+)
+def test_state_goes_to_and_from_torchs(first: Any, second: Any) -> None:
+    shapes = [(16, 16), (16, 48)]
+    straight, params = weights(shapes), weights(shapes)
+    one = torchs(straight)
+    run(one, 4)
+    a = first(params)
+    run(a, 2)
+    b = second(params)
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    run(b, 2, first=2)
+    for p, q in zip(params, straight, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-3)
+        torch.testing.assert_close(b.state[p]["momentum_buffer"], one.state[q]["momentum_buffer"])
+
+
+def test_fused_torch_has_torchs_groups_and_unfuses() -> None:
+    params = weights([(16, 16)])
+    optimizer = torchs(params)
+    keys = optimizer.param_groups[0].keys()
+    assert can_fuse(optimizer)
+    assert isinstance(fuse(optimizer), FusedMuon)
+    run(optimizer, 2)
+    assert optimizer.param_groups[0].keys() == keys
+    unfuse(optimizer)
+    assert type(optimizer) is torch.optim.Muon
+    assert optimizer.state[params[0]].keys() == {"momentum_buffer"}
+    run(optimizer, 1)
+
+
+def test_copies_and_pickles() -> None:
+    optimizer = FusedMuon(Net().named_parameters(), lr=0.02)
+    run(optimizer, 2)
+    other = copy.deepcopy(optimizer)
+    run(optimizer, 1, first=2)
+    run(other, 1, first=2)
+    torch.testing.assert_close(optimizer.state_dict()["state"], other.state_dict()["state"], rtol=0, atol=0)
+
+
+def test_shards_are_refused_in_words() -> None:
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+        assert not can_fuse(torchs([param]))
+        optimizer = FusedMuon([param], use_muon=True)
+        param.grad = torch.ones_like(param)
+        with pytest.raises(UsageError, match=r"shape \(4, 4\) is cut into shards.*torch.optim.Muon"):
+            optimizer.step()
+        assert not optimizer.state[param]
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,294 @@
+"""Every op of torch that has an ``OpInfo``, called with 16-bit tensors alone and with some tensors in fp32.
+
+What it should give is what the op gives in fp32 on the same numbers. How far it may be off is measured: the inputs and
+the gradients that come in are moved by the rounding of the dtype, and the result by what it says. It runs in a process
+of its own, since ``torch.testing._internal`` changes settings of torch when it is imported:
+
+    python -m tests.support.op_sweep O1
+    python -m tests.support.op_sweep native --all
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from halfstep.casting.scope import OpCasting
+from halfstep.core.errors import HalfstepError
+
+__all__ = ["SCOPES", "Case", "problem_of"]
+
+HALVES = (torch.bfloat16, torch.float16)
+MIXES: dict[str, Callable[[int], bool]] = {  # which of the fp32 tensors are given in 16 bits, by their place
+    "all": lambda place: True,
+    "first": lambda place: place == 0,
+    "others": lambda place: place > 0,
+}
+SCOPES: dict[str, Callable[[torch.dtype], Any]] = {
+    "O1": OpCasting,
+    "O2": lambda half: OpCasting(half, enabled=False, meets=True),
+    "native": lambda half: torch.autocast("cpu", half),
+    "none": lambda half: contextlib.nullcontext(),
+}
+RANDOM = ("normal", "normal.in_place", "uniform", "rand_like", "randn_like", "empty_like", "new_empty")
+"""Ops that give other numbers in another dtype, or any, also where their samples set the seed."""
+
+LARGEST = 20_000
+"""Samples with more elements are left out."""
+
+
+@dataclasses.dataclass
+class Case:
+    """One call of an op.
+
+    Attributes:
+        name: of the op.
+        tensors: its fp32 tensors; those that require a gradient get one.
+        call: the op, as a function of such tensors.
+        form: "function", "method", or "in place", where the first tensor is written to.
+    """
+
+    name: str
+    tensors: list[torch.Tensor]
+    call: Callable[[list[torch.Tensor]], Any]
+    form: str = "function"
+
+
+# ---- the cases
+
+
+def cases(names: frozenset[str], every: bool) -> Iterator[Case]:
+    """The cases of torch's own table, and those of ``op_sweep_more`` for ops that are not in it.
+
+    Args:
+        names: of the ops; empty for all.
+        every: several samples of each op and all its forms, instead of one or two samples of the function.
+    """
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    from tests.support.op_sweep_more import MORE
+
+    for op in op_db:
+        name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+        if not names or name in names:
+            torch.manual_seed(0)
+            forms = {"function": op.op, "method": op.method_variant, "in place": op.inplace_variant}
+            for sample in _samples(op, 6 if every else 1):
+                for form, function in forms.items():
+                    if function is not None and (every or form == "function"):
+                        yield _case(name, function, sample, form)
+    for name, (tensors, call) in MORE.items():
+        if not names or name in names:
+            yield Case(name, [t.clone().requires_grad_() for t in tensors], functools.partial(_spread, call))
+
+
+def _spread(call: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+    return call(*tensors)
+
+
+def _samples(op: Any, most: int) -> list[Any]:
+    found = []
+    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd):
+        count = len(_fp32(sample))
+        size = sum(t.numel() for t in _pytree.tree_leaves(_parts(sample)) if isinstance(t, torch.Tensor))
+        if count and 0 < size < LARGEST and sample.kwargs.get("dtype") in (None, torch.float32):
+            found.append((count, sample))
+        if len(found) == 12 * most:
+            break
+    if not found:
+        return []
+    chosen = [sample for _, sample in found[:: max(1, len(found) // most)]][:most]
+    fullest = max(found, key=lambda item: item[0])  # with most tensors that may mix
+    return chosen if fullest[0] == max(len(_fp32(s)) for s in chosen) else [*chosen, fullest[1]]
+
+
+def _parts(sample: Any) -> Any:
+    return (sample.input, sample.args, sample.kwargs)
+
+
+def _fp32(sample: Any) -> list[torch.Tensor]:
+    return [t for t in _pytree.tree_leaves(_parts(sample)) if _is_fp32(t)]
+
+
+def _is_fp32(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float32
+
+
+def _case(name: str, function: Callable[..., Any], sample: Any, form: str) -> Case:
+    leaves, spec = _pytree.tree_flatten(_parts(sample))
+
+    def call(tensors: list[torch.Tensor]) -> Any:
+        given = iter(tensors)
+        first, args, kwargs = _pytree.tree_unflatten([next(given) if _is_fp32(v) else v for v in leaves], spec)
+        result = function(first.clone() if form == "in place" else first, *args, **kwargs)
+        return sample.output_process_fn_grad(result)
+
+    return Case(name, [v.detach().requires_grad_(v.requires_grad) for v in leaves if _is_fp32(v)], call, form)
+
+
+# ---- one case
+
+
+def problem_of(case: Case, half: torch.dtype, mix: str, scope: Callable[[], Any]) -> str:
+    """What is wrong with an op under a scope, in a few words; "" if nothing, "refused" for an error of halfstep's own.
+
+    Raises:
+        RuntimeError: and others, if the op fails in fp32, too.
+    """
+    low = MIXES[mix]
+    numbers = [t.detach().to(half).float() if low(i) else t.detach() for i, t in enumerate(case.tensors)]
+    wants = [t.requires_grad for t in case.tensors]
+    try:
+        wanted = _run(case, numbers, wants, half)
+    except RuntimeError:  # no gradient in fp32 either
+        wants = [False] * len(wants)
+        wanted = _run(case, numbers, wants, half)
+    moved = []
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError, ValueError):  # ValueError: outside of a domain
+            moved.append(_run(case, [_moved(t, half) for t in numbers], wants, half, moved=True))
+    given = [t.to(half) if low(i) else t for i, t in enumerate(numbers)]
+    try:
+        found = _run(case, given, wants, half, scope)
+    except HalfstepError:
+        return "refused"
+    except Exception as error:  # noqa: BLE001 - any of torch's
+        return f"{type(error).__name__}: {str(error)[:150]}"
+    others = _run(case, numbers, [False] * len(wants), half, seed=5)[0]
+    if any(_far(a, b) for a, b in zip(wanted[0], others, strict=True)) or case.name in RANDOM:
+        return "" if [t.shape for t in found[0]] == [t.shape for t in wanted[0]] else "shapes"
+    if case.form == "in place" and found[0][0].dtype is not given[0].dtype:
+        return f"dtype of the result: {found[0][0].dtype}"
+    for gradient, tensor in zip(found[1], itertools.compress(given, wants), strict=False):
+        if gradient is not None and gradient.dtype is not tensor.dtype:
+            return f"dtype of a gradient: {gradient.dtype}"
+    for what in (0, 1):
+        for i, right in enumerate(wanted[what]):
+            wrong = _compare(found[what][i], right, [m[what][i] for m in moved if i < len(m[what])], half)
+            if wrong:
+                return f"{('result', 'gradient')[what]} {i}: {wrong}"
+    return ""
+
+
+def _moved(tensor: torch.Tensor, half: torch.dtype) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor
+    return tensor * (1 + torch.finfo(half).eps * (torch.randint(0, 2, tensor.shape) * 2 - 1))
+
+
+def _run(
+    case: Case,
+    numbers: list[torch.Tensor],
+    wants: list[bool],
+    half: torch.dtype,
+    scope: Callable[[], Any] = contextlib.nullcontext,
+    *,
+    seed: int = 0,
+    moved: bool = False,
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """The tensors that an op gives, and the gradients of its inputs."""
+    torch.manual_seed(seed)
+    leaves = [t.clone().requires_grad_(wanted) for t, wanted in zip(numbers, wants, strict=True)]
+    with scope():
+        results = [t for t in _pytree.tree_leaves(case.call(leaves)) if isinstance(t, torch.Tensor)]
+    outputs = [t for t in results if t.requires_grad]
+    inputs = [t for t in leaves if t.requires_grad]
+    if not outputs or not inputs:
+        return results, []
+    generator, weights = torch.Generator().manual_seed(1), []
+    for output in outputs:
+        weight = torch.randn(output.shape, generator=generator).to(half).float()
+        weight = _moved(weight, half) if moved else weight
+        weights.append((torch.complex(weight, weight) if output.is_complex() else weight).to(output.dtype))
+    return results, list(torch.autograd.grad(outputs, inputs, weights, allow_unused=True))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
+def _far(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """The greatest distance of two tensors; infinite for shapes that differ, and beside a NaN."""
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    a, b = _dense(a), _dense(b)
+    if a.shape != b.shape:
+        return float("inf")
+    far = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num(float("inf"))
+    return far.max().item() if far.numel() else 0.0
+
+
+def _compare(
+    found: torch.Tensor | None, wanted: torch.Tensor | None, moved: list[torch.Tensor | None], half: torch.dtype
+) -> str:
+    if found is None or wanted is None:
+        other = wanted if found is None else found
+        return "" if other is None or not other.any() else "missing"
+    if not (wanted.is_floating_point() or wanted.is_complex()) and found.dtype is not wanted.dtype:
+        return f"{found.dtype} instead of {wanted.dtype}"
+    size = _dense(wanted).nan_to_num(0.0, 0.0, 0.0).abs().max().item() if wanted.numel() else 0.0
+    if found.dtype is torch.float16 and size > torch.finfo(torch.float16).max:
+        return ""  # its own overflow
+    far, spread = _far(found, wanted), max((_far(m, wanted) for m in moved), default=0.0)
+    bound = 6 * (spread + torch.finfo(half).eps * size) + 1e-6
+    return f"off by {far:.3g}, above {bound:.3g}" if far > bound else ""
+
+
+# ---- all
+
+
+def sweep(how: str, names: frozenset[str], every: bool) -> dict[str, Any]:
+    """Run the cases.
+
+    Returns:
+        How many there were, the names of ops that halfstep refuses, and for each other op that is wrong its problems.
+    """
+    refused, wrong, count = set(), dict[str, list[str]](), 0
+    for case in cases(names, every):
+        # One dtype in turn by the name, so that a run is the same as the one before.
+        halves = HALVES if every else (HALVES[zlib.crc32(case.name.encode()) % 2],)
+        for half in halves:
+            for mix in MIXES if len(case.tensors) > 1 else ("all",):
+                try:
+                    problem = problem_of(case, half, mix, functools.partial(SCOPES[how], half))
+                except Exception:  # noqa: BLE001 - what fails in fp32, too, is no case
+                    continue
+                count += 1
+                if problem == "refused":
+                    refused.add(case.name)
+                elif problem:
+                    text = f"{case.form}, {str(half)[6:]}, {mix} in 16 bits: {problem}"
+                    wrong.setdefault(case.name, []).append(text)
+    return {"cases": count, "refused": sorted(refused), "wrong": wrong}
+
+
+def main(arguments: list[str]) -> None:
+    """Print what ``sweep`` returns, as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.op_sweep")
+    parser.add_argument("how", choices=SCOPES, nargs="+")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--ops", default="")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    names = frozenset(filter(None, options.ops.split(",")))
+    json.dump({how: sweep(how, names, options.all) for how in options.how}, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
