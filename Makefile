@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .NOTPARALLEL:
-.PHONY: demo test quick combinations fuzz integrations coverage lint docs screenshots wheel bench clean
+.PHONY: demo test quick combinations fuzz integrations coverage lint docs screenshots wheel release-check bench clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/halfstep demo
@@ -31,6 +31,11 @@ wheel: $(VENV)/.installed-test
 	rm -rf $(WHEEL) build/dist
 	$(BIN)/python -m hatchling build --target wheel --directory build/dist
 	$(BIN)/python -m pip install --quiet --no-index --no-deps --target $(WHEEL) build/dist/*.whl
+
+# What a release would publish, built, checked, and used in empty environments with the lowest and the newest torch.
+# `make release-check ARCHIVES=--archives` stops before the environments.
+release-check: $(VENV)/.installed-test
+	PIP_FLAGS="$(PIP_FLAGS)" $(BIN)/python -m tools.release_check $(ARCHIVES)
 
 # Each test takes longer when it is measured.
 coverage: $(VENV)/.installed-coverage

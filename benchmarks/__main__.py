@@ -21,6 +21,7 @@ BENCHMARKS = {
     "flat_masters": "a step with one flat fp32 master against one master for each parameter",
     "train_step": "TrainStep on two small models, against torch's loop, eager and compiled",
     "numerics": "what halfstep.numerics costs: Monitor, op_table and compare_step, against the plain step",
+    "eight_bit": "8-bit moments against fp32 ones: loss of a small language model, bytes, time of a step",
     "check": "halfstep.check on a model of many small tensors, and what halfstep.watch adds to a step",
     "trainers": "a step in Lightning Fabric, with its own autocast and with halfstep's levels, and in a plain loop",
     "walks": "the files and functions of halfstep that one batch calls, for seven usual loops",

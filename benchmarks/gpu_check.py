@@ -4,6 +4,10 @@ It writes gpu_check.json (what ran, how it ended, how long it took), pytest.txt 
 into $OUT, or into ./gpu-check if OUT is not set. It needs torch and pytest::
 
     PYTHONPATH=src python3 -m benchmarks gpu_check
+
+With ``--report gpu.html`` it also writes one page and, beside it, one JSON file with all of this in it, to be sent in::
+
+    PYTHONPATH=src python3 -m benchmarks gpu_check --report gpu.html
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from halfstep.cli.machine import describe_machine
+from halfstep.pages import element, facts, header, made_by, note, section, table, write_page
 
 NO_TESTS = 5  # pytest's exit status if it found no tests to run
 
@@ -38,6 +44,7 @@ BENCHMARKS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=460.0, help="time for all of it (default 460)")
+    parser.add_argument("--report", type=Path, metavar="PAGE", help="write one page, and one .json file beside it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,8 +69,43 @@ def run(args: argparse.Namespace) -> int:
     record["benchmarks"] = benchmarks
     record["passed"] = not failed
     (out / "gpu_check.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    print(f"gpu_check: {'FAILED' if failed else 'passed'}, written to {out}")
+    if args.report is not None:
+        write_report(args.report, record, out)
+    print(f"gpu_check: {'FAILED' if failed else 'passed'}, written to {args.report or out}")
     return int(failed)
+
+
+def write_report(page: Path, record: dict[str, Any], out: Path) -> None:
+    """Write a page for people and, beside it, one JSON file with the same and every figure.
+
+    Args:
+        page: the path of the page; the other has its name with ``.json``.
+        record: what ran, and how it ended.
+        out: the folder with a JSON file for each benchmark that wrote one.
+    """
+    figures = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(out.glob("*.json"))}
+    figures.pop("gpu_check", None)
+    whole = {**record, "figures": figures}
+    page.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    ran = {"tests marked gpu": record["tests"], **record["benchmarks"]}
+    rows = [[name, _ended(each["status"]), f"{each['seconds']:g}", each["command"]] for name, each in ran.items()]
+    ending = "Everything ended well." if record["passed"] else "Something failed: see the last lines below."
+    outputs = [section(name, element("pre", "\n".join(each["last_lines"]))) for name, each in ran.items()]
+    command = f"python -m benchmarks gpu_check --report {page.name}"
+    parts = [
+        header("gpu_check", record["machine"].get("GPU", "no GPU"), made_by(command)),
+        note(ending),
+        section("What ran", table(["name", "ended", "seconds", "command"], rows)),
+        section("The machine", facts(record["machine"])),
+        *outputs,
+    ]
+    write_page(page, "gpu_check", parts)
+
+
+def _ended(status: int | None) -> str:
+    if status is None:
+        return "out of time"
+    return "no tests" if status == NO_TESTS else "well" if status == 0 else f"failed ({status})"
 
 
 def _call(command: list[str], seconds: float, log: Path | None = None) -> dict[str, object]:

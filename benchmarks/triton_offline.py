@@ -30,6 +30,7 @@ from halfstep.cli.machine import describe_machine
 from halfstep.kernels import multi_tensor
 from halfstep.kernels.backends import autotune, triton, triton_source
 from halfstep.kernels.backends.autotune import LaunchConfig
+from halfstep.kernels.blockwise import BLOCK, SIGNED, UNSIGNED
 from halfstep.kernels.codegen import Layout
 from halfstep.kernels.expr import ElementwiseKernel, trace
 from halfstep.kernels.storage import SPLIT, Storage, dense, plain, stochastic
@@ -74,14 +75,15 @@ TARGETS = {
 }
 """By the name of the architecture: V100, A100, H100, B200, MI300X and RX 7900."""
 
-STORAGES: dict[str, tuple[torch.dtype, Storage, torch.dtype]] = {
-    "fp32": (F32, dense(F32), F32),
-    "fp16 + master": (F16, plain(F16), F32),
-    "bf16 split": (BF16, SPLIT, F32),
-    "bf16 moments": (BF16, SPLIT, BF16),
-    "stochastic": (BF16, stochastic(BF16), F32),
+STORAGES: dict[str, tuple[torch.dtype, Storage, Storage, Storage]] = {
+    "fp32": (F32, dense(F32), dense(F32), dense(F32)),
+    "fp16 + master": (F16, plain(F16), dense(F32), dense(F32)),
+    "bf16 split": (BF16, SPLIT, dense(F32), dense(F32)),
+    "bf16 moments": (BF16, SPLIT, dense(BF16), dense(F32)),
+    "stochastic": (BF16, stochastic(BF16), dense(F32), dense(F32)),
+    "8-bit moments": (BF16, SPLIT, SIGNED, UNSIGNED),
 }
-"""The dtype of gradients, the storage of weights and the dtype of first moments."""
+"""The dtype of gradients, and the storage of weights, of first moments and of second ones."""
 
 KERNELS: dict[str, ElementwiseKernel] = {
     kernel.name: kernel
@@ -107,6 +109,7 @@ KNOWN = {"amsgrad, stochastic, sm_70: spills: 8"}
 
 _SIXTEEN_BITS = ("grad", "source", "x")  # columns of the dtype of gradients
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+_SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 
 _SIGNATURE = {
     "chunk_row": "*i64", "chunk_start": "*i64", "chunk_count": "*i64", "first": "*i64", "table": "*i64",
@@ -135,6 +138,7 @@ class Facts:
         needed: bytes that an element moves at least: what the update reads and writes.
         moved: bytes that it moves, with its share of the pointers and numbers that a program loads.
         widths: bytes of the narrowest access of each part of each column, in the main path.
+        codes: those of 8-bit codes, of which a thread may have four at once: more make too many registers.
         registers: of a thread.
         spills: bytes of a thread that did not find a register.
         shared: bytes of shared memory of a program; only the path that is not the main one passes values through it.
@@ -145,9 +149,10 @@ class Facts:
         fused: multiplications fused with additions, which round once; 0 on AMD, where exact divisions have them.
     """
 
-    needed: int
+    needed: float
     moved: float
     widths: dict[str, int]
+    codes: list[str]
     registers: int
     spills: int
     shared: int
@@ -159,9 +164,10 @@ class Facts:
 
     def faults(self) -> list[str]:
         """What is not as it should be; nothing for a kernel that is as fast as its memory."""
-        narrow = {column: width for column, width in self.widths.items() if width < 8}
+        narrow = {column: width for column, width in self.widths.items() if width < (4 if column in self.codes else 8)}
         found = [f"accesses of less than 8 bytes: {narrow}"] if narrow else []
-        if self.moved > 1.05 * self.needed:
+        # A program also loads the addresses of all parts of a column, of which 8-bit moments have three.
+        if self.moved > (1.06 if self.codes else 1.05) * self.needed:
             found.append(f"{self.moved:.2f} bytes an element are moved where {self.needed} are needed")
         for what in ("spills", "fp64", "approximate", "fused"):
             if getattr(self, what):
@@ -171,7 +177,7 @@ class Facts:
 
 def layout_for(kernel: ElementwiseKernel, storage: str) -> Layout:
     """The layout in which a fused optimizer has the columns of a kernel."""
-    grads, weights, moments = STORAGES[storage]
+    grads, weights, first, second = STORAGES[storage]
     slots = itertools.count()
     columns = []
     for name in trace(kernel).columns:
@@ -180,7 +186,7 @@ def layout_for(kernel: ElementwiseKernel, storage: str) -> Layout:
         elif name in _SIXTEEN_BITS:
             form = dense(grads)
         else:
-            form = dense(moments if name in _FIRST_MOMENTS else F32)
+            form = first if name in _FIRST_MOMENTS else second if name in _SECOND_MOMENTS else dense(F32)
         columns.append((name, next(slots), form))
         for _ in form.dtypes[1:]:
             next(slots)
@@ -272,6 +278,7 @@ def facts(compiled: Compiled) -> Facts:
         needed=_needed(compiled),
         moved=round(moved, 3),
         widths={c: min(a.width for a in accesses if a.column == c) for c in dict.fromkeys(columns.values())},
+        codes=[f"{name}0" for name, _, storage in compiled.layout.columns if storage.kind == "blockwise"],
         registers=registers,
         spills=spills,
         shared=shared,
@@ -289,12 +296,13 @@ def _columns(source: str) -> dict[int, str]:
     return {i: match[1] for i, match in found if match and match[1] != "partial"}
 
 
-def _needed(compiled: Compiled) -> int:
+def _needed(compiled: Compiled) -> float:
     traced = trace(compiled.kernel)
     storages = {name: storage for name, _, storage in compiled.layout.columns}
     read = [dtype for name in traced.loads for dtype in _read(storages[name])]
-    written = [dtype for name in traced.stores for dtype in storages[name].dtypes]
-    return sum(dtype.itemsize for dtype in [*read, *written])
+    written = [dtype for name in traced.stores for dtype in storages[name].dtypes[: storages[name].elementwise]]
+    coded = [name for name in (*traced.loads, *traced.stores) if storages[name].kind == "blockwise"]
+    return sum(dtype.itemsize for dtype in [*read, *written]) + len(coded) * 4 / BLOCK
 
 
 def _read(storage: Storage) -> tuple[torch.dtype, ...]:
@@ -427,7 +435,11 @@ def _line(kernel: ElementwiseKernel, storage: str, found: dict[str, Facts]) -> s
     moved = max(f.moved for f in found.values())
     shown = [f"{widths[size] or '-':>6}" for size in (4, 2)]
     return " ".join(
-        [f"{kernel.name:<15} {storage:<14} {moved:>6.2f} {any_target.needed:>6}", *shown, *(f"{c:>15}" for c in cells)]
+        [
+            f"{kernel.name:<15} {storage:<14} {moved:>6.2f} {any_target.needed:>6.4g}",
+            *shown,
+            *(f"{c:>15}" for c in cells),
+        ]
     )
 
 

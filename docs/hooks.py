@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
+from halfstep.findings.memory import PEERS, Line, lines
 from halfstep.oplists import RULES, entries
-
-_PLACE = "<!-- op lists -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the op lists where a page asks for them."""
-    return markdown.replace(_PLACE, op_lists()) if _PLACE in markdown else markdown
+    """Put tables where a page asks for them."""
+    for place, make in _PLACES.items():
+        markdown = markdown.replace(place, make()) if place in markdown else markdown
+    return markdown
+
+
+def bytes_table(found: Iterable[Line]) -> str:
+    """Bytes a parameter, line by line."""
+    head = "| optimizer | at | weight | master | state | gradient | sum |\n|---|---|---|---|---|---|---|"
+    rows = [
+        f"| {line.optimizer} | {f'[{line.level}]({line.source})' if line.source else line.level} {line.dtype} | "
+        + " | ".join(f"{size:g}" for size in (*line[3:7], line.total))
+        + " |"
+        for line in found
+    ]
+    return "\n".join([head, *rows])
 
 
 def op_lists() -> str:
@@ -25,3 +39,10 @@ def op_lists() -> str:
             names = ", ".join(f"`{entry.op}`" for entry in ops)
             sections.append(f"**{reason}**: {names}\n" if reason else f"{names}\n")
     return "\n".join(sections)
+
+
+_PLACES = {
+    "<!-- op lists -->": op_lists,
+    "<!-- memory table -->": lambda: bytes_table(lines()),
+    "<!-- memory of others -->": lambda: bytes_table(PEERS),
+}

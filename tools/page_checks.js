@@ -14,6 +14,11 @@
     wrong.push('it is ' + page.scrollWidth + ' px wide: ' + beyond.slice(0, 3).map(named).join(', '));
   }
 
+  // A table that scrolls hides its last columns, which have the answers.
+  for (const wrap of document.querySelectorAll('.md-typeset__scrollwrap'))
+    if (seen(wrap) && wrap.scrollWidth > wrap.clientWidth + 1)
+      wrong.push('a table of ' + wrap.scrollWidth + ' px in ' + wrap.clientWidth + ': ' + named(wrap));
+
   if (narrow) {
     for (const code of document.querySelectorAll('pre > code'))
       if (seen(code) && code.scrollWidth > code.clientWidth + 1) wrong.push('code is cut off: ' + named(code));

@@ -32,7 +32,7 @@ WIDTHS = {1280: 900, 400: 800}  # and the heights
 TALLEST = 3000  # what is below is not in the picture
 SMALLEST_TEXT = 10
 PAGES = ("", "tutorial/", "how-to/ddp/", "loss-scaling/", "performance/", "command-line/", "api/amp/", "404.html")
-SEARCHES = {"loss is nan": "troubleshooting/", "out of memory": "troubleshooting/", "gradscaler": "api/amp/"}
+SEARCHES = {"loss is nan": "troubleshooting/", "out of memory": "troubleshooting/", "gradscaler": "api/grad_scaler/"}
 """What people type into the site's search, and the page that has to come first."""
 
 CHECKS = Path(__file__).with_name("page_checks.js").read_text(encoding="utf-8")
