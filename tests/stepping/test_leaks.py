@@ -23,8 +23,8 @@ from halfstep import OpLists, Policy, amp, fp16_utils, multi_tensor, optimizers,
 
 pytestmark = pytest.mark.exhaustive
 
-WARM_UP, ITERATIONS = 200, 2000
-OBJECTS, TENSORS, MEBIBYTES = 200, 70, 6.0  # far fewer than iterations; some lists are shortened now and then
+WARM_UP, ITERATIONS = 100, 600
+OBJECTS, TENSORS, MEBIBYTES = 200, 70, 4.0  # far fewer than iterations; some lists are shortened now and then
 
 Iteration = Callable[[int], Any]
 
