@@ -375,6 +375,16 @@ def test_a_cast_ends_with_the_step_unless_it_is_kept(door: str) -> None:
     same(run(False), run(True))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_cast_of_a_checkpoint_ends_with_the_backward_pass(reentrant: bool) -> None:
+    model, _ = make(optimizer="SGD", loss_scale=1.0, keep_casts=False)
+    inputs = X.clone().requires_grad_()
+    checkpoint(model, inputs, use_reentrant=reentrant).sum().backward()  # type: ignore[no-untyped-call]
+    for param in model.parameters():
+        param.data.zero_()
+    assert not model(X).any()
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_clear_casts_in_every_thread(keep: bool) -> None:
     model, optim = make(keep_casts=keep)

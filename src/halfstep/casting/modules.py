@@ -22,7 +22,7 @@ from ..core.torch_compat import (
     forward_hooks,
     hook_tables,
 )
-from ..gradients.held_masters import settle
+from ..gradients.held_masters import WITH_MEMORY, settle
 from ..kernels.shards import is_sharded
 from . import dynamo
 from .buffers import buffers_to_keep
@@ -122,7 +122,7 @@ class ModuleHooks:
             self._move(module)
         casting, passes, kind, first, foreign = self.casting, self.passes, None, False, False
         if self.weight is not None:
-            if not torch.compiler.is_compiling():
+            if WITH_MEMORY and not torch.compiler.is_compiling():
                 settle(refresh=False)
             foreign = _check_weight(module, *self.weight, meets=passes is not None and not compiling)
         if passes is not None and compiling:

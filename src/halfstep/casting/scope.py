@@ -320,7 +320,9 @@ def _uncast(run_backward: Callable[..., Any]) -> Callable[..., Any]:
                 return run_backward(*args, **kwargs)
             clear_cache()
             with NO_CASTING:
-                return run_backward(*args, **kwargs)
+                result = run_backward(*args, **kwargs)
+            clear_cache()  # a checkpoint that has recomputed has cast weights
+            return result
         except BaseException:
             weight_copies.drop_failed_pass()
             raise

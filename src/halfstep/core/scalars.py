@@ -7,12 +7,10 @@ Arc). There the dtype is float32, and formulas that would lose digits are writte
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any
 
 import torch
 
-__all__ = ["has_float64", "in_scalar_dtype", "one_minus_power", "scalar_dtype"]
+__all__ = ["has_float64", "in_scalar_dtype", "scalar_dtype"]
 
 
 @functools.cache
@@ -31,10 +29,3 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
 def in_scalar_dtype(numbers: torch.Tensor) -> torch.Tensor:
     """Numbers in the ``scalar_dtype`` of their device."""
     return numbers.double() if has_float64(numbers.device) else numbers.float()
-
-
-def one_minus_power(beta: float, t: float | torch.Tensor) -> Any:
-    """``1 - beta ** t``, where ``t`` is a float or in a ``scalar_dtype``."""
-    if not isinstance(t, torch.Tensor) or t.dtype is torch.float64 or not 0.0 < beta < 1.0:
-        return 1.0 - beta**t
-    return -torch.expm1(t * math.log(beta))  # 1 - 0.999 ** 1 has four digits in float32

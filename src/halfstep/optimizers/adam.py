@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from ..core.dtypes import StateForm
-from ..core.scalars import one_minus_power
 from ..core.torch_compat import fused_adam_, fused_adamw_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars, of_rows
-from .base import FusedOptimizer, Hyper, Step
+from .base import FusedOptimizer, Hyper, Step, one_minus_power
 from .options import FusedOptions, MasterForm, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout
 

@@ -7,6 +7,7 @@ and round. Nothing is read back from the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from .lost_updates import warn_of_lost_updates
 from .param_rows import NUMBER, GroupRows, ParamRows, StateLayout
 from .release import GradientRelease
 
-__all__ = ["FusedOptimizer", "Hyper", "Step"]
+__all__ = ["FusedOptimizer", "Hyper", "Step", "one_minus_power"]
 
 
 _FEW = 64  # numbers: they are read faster than an op computes with them
@@ -62,6 +63,13 @@ class Step(NamedTuple):
             if len(values) == 1:
                 return values.pop() + 1.0
         return self.t
+
+
+def one_minus_power(beta: float, t: float | torch.Tensor) -> Any:
+    """``1 - beta ** t``, where ``t`` is that of a ``Step``."""
+    if not isinstance(t, torch.Tensor) or t.dtype is torch.float64 or not 0.0 < beta < 1.0:
+        return 1.0 - beta**t
+    return -torch.expm1(t * math.log(beta))  # 1 - 0.999 ** 1 has four digits in float32
 
 
 OnGradients = Callable[[Sequence[ParamRows], Number], None]

@@ -8,10 +8,9 @@ import torch
 
 from ..core.dtypes import StateForm
 from ..core.errors import ArgumentValueError
-from ..core.scalars import one_minus_power
 from ..kernels.expr import elementwise_kernel
 from ..kernels.tensor_table import Number
-from .base import FusedOptimizer, Hyper, Step
+from .base import FusedOptimizer, Hyper, Step, one_minus_power
 from .options import FusedOptions, MasterForm, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout, StateSpec
 

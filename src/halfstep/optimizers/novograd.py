@@ -8,11 +8,11 @@ import torch
 
 from ..core.dtypes import StateForm
 from ..core.errors import ArgumentValueError
-from ..core.scalars import in_scalar_dtype, one_minus_power, scalar_dtype
+from ..core.scalars import in_scalar_dtype, scalar_dtype
 from ..kernels.expr import elementwise_kernel
 from ..kernels.shards import complete_max
 from ..kernels.tensor_table import Number
-from .base import FusedOptimizer, Hyper, Step
+from .base import FusedOptimizer, Hyper, Step, one_minus_power
 from .options import FusedOptions, MasterForm, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, ParamRows, StateLayout
 

@@ -135,8 +135,8 @@ class ParamRows:
         self._squares: torch.Tensor | None = None
         self._survey: torch.Tensor | None = None
 
-    def renew(self, grads: list[torch.Tensor]) -> bool:
-        """Take this step's gradients; False if they or the state are not what this was made for."""
+    def has_same_state(self) -> bool:
+        """Whether the tensors of the state are what this was made for. What was read of gradients is forgotten."""
         self._squares = self._survey = None
         try:
             for name, tensors in self._expected.items():
@@ -144,7 +144,7 @@ class ParamRows:
                     return False
         except KeyError:
             return False
-        return self.table.renew(grads)
+        return True
 
     def launch(
         self,
@@ -283,14 +283,15 @@ class GroupRows:
         here = params if self._plain else locals_of(params)
         if list(map(torch.Tensor.data_ptr, here)) != self._addresses:  # param.data = x
             return False
-        for positions, rows in zip(self._positions, self.rows, strict=True):
-            whole = len(positions) == len(params)  # the usual group, without lists of its rows
-            mine = params if whole else [params[i] for i in positions]
-            if not known and not all(map(is_, map(state.get, mine), rows.states)):
+        for rows in self.rows:
+            if not known and not all(map(is_, map(state.get, rows.params), rows.states)):
                 return False
-            if not rows.renew(grads if whole else [grads[i] for i in positions]):
+            if not rows.has_same_state():
                 return False
-        return True
+        if len(self.rows) == 1 and len(self._positions[0]) == len(params):  # the usual group
+            return self.rows[0].table.renew(grads)
+        parts = zip(self.rows, self._positions, strict=True)
+        return all(rows.table.renew([grads[i] for i in positions]) for rows, positions in parts)
 
 
 def _refuse(param: torch.Tensor, grad: torch.Tensor) -> None:

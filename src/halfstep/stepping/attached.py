@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from ..casting.current import thread
 from ..casting.scope import NO_CASTING, active_casting
 from ..core.errors import UsageError
 from ..core.inner_optimizers import bare
@@ -274,7 +275,7 @@ class AttachedOptimizer:
         if passes.known is not None:
             passes.drop_brought()
         records = passes.take_records(agreed=closure is None) if passes.records or REDUCTIONS else []
-        casting = active_casting()
+        casting = None if thread.current is None else active_casting()
         with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None
             if found_inf is None and closure is None and passes.unsettled:

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 
 from ..casting.dynamo import eager
-from ..casting.scope import clear_cache
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
 from ..distributed.ddp_sync import BackwardRecord
@@ -118,7 +117,6 @@ class ScaledBackward:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            clear_cache()
             if kind is None:
                 self._close()
             else:
