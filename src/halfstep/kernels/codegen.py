@@ -51,7 +51,7 @@ class GeneratedLauncher(Launcher):
     """
 
     def __init__(self, kernel: ElementwiseKernel, layout: Layout, table: TensorTable, chunk: int) -> None:
-        self._rows = len(table)
+        self._rows, self._finds = len(table), kernel.results > 0
         self._pointers = pointers = table.pointers(chunk)
         self._scalars = ScalarTable(scalar_names(kernel, layout), len(table), table.compute_dtype, table.device)
         self._partial = torch.zeros(kernel.results, pointers.chunks, dtype=torch.float64, device=table.device)
@@ -64,7 +64,7 @@ class GeneratedLauncher(Launcher):
     ) -> torch.Tensor:
         """Run it; see ``Launcher``."""
         pointers = self._pointers
-        results = torch.zeros_like(self._results) if self._results.numel() else self._results  # most kernels have none
+        results = torch.zeros_like(self._results) if self._finds else self._results
         if pointers.chunks:
             staged = pointers.memory.staged
             if staged:

@@ -83,9 +83,10 @@ def launch(
 ) -> torch.Tensor:
     """Run a kernel over the rows of a table, on the backend in use; the other arguments and the result as ``Launcher``.
 
-    What the backend made ready for it is kept in the table for the next step, under the choice that was made then.
+    What the backend made ready for it is kept in the table for the next step, under the choice of ``backend``. So the
+    environment is read for a new table only: that takes longer than a kernel on a small tensor.
     """
-    key = _chosen.get() or os.environ.get("HALFSTEP_BACKEND"), kernel
+    key = _chosen.get(), kernel
     launcher = table.launchers.get(key)
     if launcher is None:
         launcher = table.launchers[key] = _launcher(backend_for(table.device), kernel, table)

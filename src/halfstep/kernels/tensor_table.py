@@ -7,10 +7,11 @@ a table.
 from __future__ import annotations
 
 import array
+import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -181,6 +182,7 @@ class AddressTable:
         self.values = torch.empty(0, dtype=torch.int64)
         self._replayed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._known: list[list[int]] = []
+        self._flat = array.array("q")  # on a CPU it is the memory of ``values``
         self.update(self.parts[0])
 
     def update(self, tensors: list[torch.Tensor]) -> bool:
@@ -199,11 +201,14 @@ class AddressTable:
             return True
         if self._known and found[1:] != self._known[1:]:
             return False
-        self._known = found
-        flat = array.array("q", itertools.chain.from_iterable(found))
-        if not flat:
+        begun, self._known = bool(self._known), found
+        if not tensors:
             return True
-        host = torch.frombuffer(flat, dtype=torch.int64)
+        if begun and self.device.type != "cuda":  # no kernel is running that reads the old ones
+            self._flat[: len(tensors)] = array.array("q", found[0])
+            return True
+        self._flat = array.array("q", itertools.chain.from_iterable(found))
+        host = torch.frombuffer(self._flat, dtype=torch.int64)
         if self.device.type != "cuda":
             self.values = host
             return True
@@ -269,17 +274,26 @@ class ScalarTable:
 
     def __init__(self, names: Sequence[str], rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros(max(len(names), 1), rows, dtype=dtype, device=device)
-        self._lines = dict(zip(names, self.values.unbind(), strict=False))
+        self._lines = [(i, name, line) for i, (name, line) in enumerate(zip(names, self.values.unbind(), strict=False))]
         self._last: dict[str, float] = {}
+        self._host: Any = None  # the memory of the only row on a CPU: written faster than an op fills it
+        if rows == 1 and device.type == "cpu":
+            number = ctypes.c_double if dtype is torch.float64 else ctypes.c_float
+            self._host = (number * len(self.values)).from_address(self.values.data_ptr())
 
     def fill(self, scalars: Scalars) -> torch.Tensor:
         """Write this step's numbers; those of the host only where they changed. Reads nothing back."""
-        for name, line in self._lines.items():
+        last = self._last
+        for i, name, line in self._lines:
             value = scalars[name]
             if isinstance(value, torch.Tensor):
                 (line.view(torch.int32) if value.dtype is torch.int32 else line).copy_(value, non_blocking=True)
-                self._last.pop(name, None)
-            elif self._last.get(name) != value:
+                last.pop(name, None)
+            elif last.get(name) == value:
+                continue
+            elif self._host is not None:
+                self._host[i] = last[name] = value
+            else:
                 line.fill_(value)
                 if self.values.is_cuda and torch.cuda.is_current_stream_capturing():
                     self._last.pop(name, None)  # it is filled at every replay, and was not now

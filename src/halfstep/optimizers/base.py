@@ -58,7 +58,7 @@ class Step(NamedTuple):
         """
         taken = self.taken
         repeated = dispatch_mode_count() or torch.compiler.is_compiling()
-        if type(taken) is torch.Tensor and taken.device.type == "cpu" and len(taken) <= _FEW and not repeated:
+        if type(taken) is torch.Tensor and taken.is_cpu and taken.numel() <= _FEW and not repeated:
             values = set(taken.tolist())
             if len(values) == 1:
                 return values.pop() + 1.0
@@ -123,7 +123,6 @@ class FusedOptimizer(FusedState):
 
     # ---- what a user calls
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update every parameter that has a gradient.
 
@@ -142,19 +141,22 @@ class FusedOptimizer(FusedState):
         scaler = kwargs.pop("grad_scaler", None)
         if kwargs or closure is not None:
             self._check_arguments(closure, kwargs)
-        fused = self._fused
-        if fused.release is not None:
-            fused.release.begin_step(closure, scaler)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        groups = self._gather()
-        if groups:
-            factor, skip = self._factor(groups, scaler)
-            self._take(groups, factor, skip)
-        if fused.release is not None:
-            fused.release.end_step()
+        fused, with_grad, loss = self._fused, torch.is_grad_enabled(), None
+        torch.set_grad_enabled(False)  # a context manager costs the host twice as much
+        try:
+            if fused.release is not None:
+                fused.release.begin_step(closure, scaler)
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            groups = self._gather()
+            if groups:
+                factor, skip = self._factor(groups, scaler)
+                self._take(groups, factor, skip)
+            if fused.release is not None:
+                fused.release.end_step()
+        finally:
+            torch.set_grad_enabled(with_grad)
         return loss
 
     def attach(
@@ -226,15 +228,19 @@ class FusedOptimizer(FusedState):
         (params, entries), state = fused.known_state, self.state
         same_state = len(state) == len(params) and all(map(is_, state, params))
         same_state = same_state and all(map(is_, state.values(), entries))
+        changed = not same_state
         for index, group in enumerate(self.param_groups):
             params = group["params"]
             positions = range(first, first + len(params))
-            hyper, rows = self._rows_of(fused.groups.get(index), group, params, positions, same_state)
-            fused.groups[index] = rows
+            known = fused.groups.get(index)
+            hyper, rows = self._rows_of(known, group, params, positions, same_state)
+            if rows is not known:
+                fused.groups[index], changed = rows, True
             if rows.rows:
                 groups.append((hyper, rows))
             first += len(params)
-        fused.known_state = list(state), list(state.values())
+        if changed:
+            fused.known_state = list(state), list(state.values())
         if groups and not fused.warned:
             self._warn_once()
         return groups
@@ -295,10 +301,11 @@ class FusedOptimizer(FusedState):
         inverse: Number = 1.0
         if grad_scale is not None:
             inverse = in_scalar_dtype(grad_scale.to(device, non_blocking=True)).reshape(()).reciprocal()
-        if self.options.max_grad_norm is None and scaler is None and not self.on_gradients:
+        limit = self._fused.options.max_grad_norm
+        if limit is None and scaler is None and not self._fused.on_gradients:
             return inverse, skip
         factor, skip = self._read_gradients(all_rows, inverse, skip, check=scaler is not None)
-        if self.options.max_grad_norm is not None and given is not None:
+        if limit is not None and given is not None:
             given.copy_(skip)
         if scales:
             set_found_inf(scaler, self, {device: skip})

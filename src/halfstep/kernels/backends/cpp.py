@@ -173,7 +173,9 @@ class CppLauncher(GeneratedLauncher):
     def __init__(self, kernel: ElementwiseKernel, table: TensorTable) -> None:
         layout = layout_of(kernel, table)
         super().__init__(kernel, layout, table, _CHUNK)
-        self._elements = int(self._pointers.count.sum())
+        pointers = self._pointers
+        self._elements = int(pointers.count.sum())
+        self._chunks = pointers.chunks, *(tensor.data_ptr() for tensor in (pointers.row, pointers.start, pointers.count))
         self._sums = kernel.sums
         self._library_call = _library_call(kernel, layout)
 
@@ -181,13 +183,10 @@ class CppLauncher(GeneratedLauncher):
         self, numbers: torch.Tensor, skip: torch.Tensor | None, found: torch.Tensor | None, results: torch.Tensor
     ) -> None:
         pointers, partial = self._pointers, self._partial
-        if skip is not None and partial.numel():
+        if skip is not None and self._finds:
             partial.zero_()  # a call that is skipped writes nothing
         self._library_call(
-            pointers.chunks,
-            pointers.row.data_ptr(),
-            pointers.start.data_ptr(),
-            pointers.count.data_ptr(),
+            *self._chunks,
             self._rows,
             pointers.memory.values.data_ptr(),
             numbers.data_ptr(),
@@ -196,11 +195,11 @@ class CppLauncher(GeneratedLauncher):
             partial.data_ptr(),
             torch.get_num_threads() if self._elements >= _SERIAL else 1,
         )
-        if partial.numel():
+        if self._finds:
             results[: self._sums].index_add_(1, pointers.row, partial[: self._sums])
-        if len(partial) > self._sums:
-            largest = partial[self._sums :]
-            results[self._sums :].scatter_reduce_(1, pointers.row.expand_as(largest), largest, "amax")
+            if len(partial) > self._sums:
+                largest = partial[self._sums :]
+                results[self._sums :].scatter_reduce_(1, pointers.row.expand_as(largest), largest, "amax")
 
 
 @functools.cache
