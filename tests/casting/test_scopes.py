@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import OpLists, amp, optimizers
+from halfstep.casting.current import Patches
 from halfstep.casting.scope import OpCasting, active_casting
-from halfstep.casting.torch_patches import Patches
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from tests.support.backends import skip_without_compiler
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halfstep import amp
-from halfstep.kernels.grouping import TensorGroups
+from halfstep.kernels.multi_tensor import TensorGroups
 from halfstep.kernels.tensor_table import AddressTable, PointerTable, ScalarTable, TensorTable
 from halfstep.optimizers.param_rows import GroupRows, ParamRows
 from tests.distributed.test_fsdp import OPTIMIZERS, data, loss_of, sharded

@@ -11,7 +11,7 @@ from torch import nn
 
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
-from halfstep.kernels.grouping import TensorGroups
+from halfstep.kernels.multi_tensor import TensorGroups
 from halfstep.kernels.tensor_table import TensorTable
 from tests.distributed.test_fsdp import OPTIMIZERS
 from tests.support.processes import Ranks

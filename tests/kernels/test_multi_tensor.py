@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.kernels import backend, multi_tensor
-from halfstep.kernels.grouping import TensorGroups, TensorGroupsCache
+from halfstep.kernels.multi_tensor import TensorGroups, TensorGroupsCache
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = [FP16, BF16, FP32, FP64]

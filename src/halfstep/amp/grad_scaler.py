@@ -283,7 +283,8 @@ class GradScaler(ScalerSettings):
         found_inf = torch.zeros_like(scale)
         done = self._iteration.among(params) if self._iteration.noted else []
         if done:
-            Unscaler()(done, torch.ones_like(scale), found_inf)
+            check = Unscaler()
+            check.unscale(check.gather(done), torch.ones_like(scale), found_inf)
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {scale.device: found_inf}
         self._iteration.optimizers.append(optimizer)

@@ -1,4 +1,5 @@
-"""The casting that is current in each thread, and how torch is told: native autocast, and the mode on its stack.
+"""The casting that is current in each thread, and how torch is told: native autocast, the mode on its stack, and names
+of torch that have wrappers meanwhile.
 
 ``scope`` decides which casting that is.
 """
@@ -6,14 +7,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ..core.compiler_compat import exit_autocast
@@ -21,12 +25,14 @@ from ..core.dtypes import HALF_DTYPES
 from ..core.oplists.tables import NATIVE
 from .config import CastingConfig
 from .dispatch import CastMode, SessionEnd, function_modes, place, set_function_modes
-from .torch_patches import Patches
 from .weight_cache import WeightCache
 
 __all__ = [
+    "Patches",
     "Saved",
     "Scope",
+    "applied_to",
+    "changing_first",
     "clear_cache",
     "close",
     "close_interrupted",
@@ -46,6 +52,68 @@ __all__ = [
 ]
 
 _EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
+
+Wrap = Callable[[Any], Any]
+
+
+class Patches:
+    """Replacements of names of torch. The first holder has them put on, the last has torch's own put back.
+
+    Args:
+        wraps: for the name of a module and of something in it, what makes the replacement from what is there. Names
+            that this torch does not have are left out.
+        step_hooks: hooks before and after the step of every optimizer, or nothing.
+    """
+
+    def __init__(self, wraps: Mapping[tuple[str, str], Wrap], step_hooks: tuple[Any, ...] = ()) -> None:
+        self._wraps = {name: functools.cache(wrap) for name, wrap in wraps.items()}  # a class takes long to make
+        self._step_hooks = step_hooks
+        self._holders: set[object] = set()
+        self._originals: list[tuple[Any, str, Any]] = []
+        self._handles: list[Any] = []
+        self._lock = threading.Lock()  # each thread may be the first to hold them, or the last
+
+    def hold(self, holder: object) -> None:
+        """Have the replacements in place until this holder, and all others, release them."""
+        with self._lock:
+            for (module, name), wrap in self._wraps.items() if not self._holders else ():
+                owner = import_module(module)
+                original = getattr(owner, name, None)
+                if original is not None:
+                    self._originals.append((owner, name, original))
+                    setattr(owner, name, wrap(original))
+            if self._step_hooks and not self._holders:
+                before, after = self._step_hooks
+                self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+            self._holders.add(holder)
+
+    def release(self, holder: object) -> None:
+        """Hold them no more; a second call does nothing."""
+        with self._lock:
+            if self._holders == {holder}:
+                while self._originals:
+                    setattr(*self._originals.pop())
+                while self._handles:
+                    self._handles.pop().remove()
+            self._holders.discard(holder)
+
+
+def changing_first(change: Callable[[Any], Any]) -> Wrap:
+    """A wrapper of functions that changes their first argument."""
+
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def changed(first: Any, *args: Any, **kwargs: Any) -> Any:
+            return own(change(first), *args, **kwargs)
+
+        return changed
+
+    return wrap
+
+
+def applied_to(change: Callable[[Any], Any]) -> Wrap:
+    """A wrapper of an ``autograd.Function`` that changes the first thing it is applied to."""
+    return lambda own: type(own)(own.__name__, (own,), {"apply": staticmethod(changing_first(change)(own.apply))})
 
 
 @dataclasses.dataclass

@@ -27,7 +27,10 @@ from ..core.oplists.tables import NATIVE
 from . import dynamo, weight_copies
 from .config import CastingConfig
 from .current import (
+    Patches,
     Scope,
+    applied_to,
+    changing_first,
     clear_cache,
     close,
     close_interrupted,
@@ -44,7 +47,6 @@ from .current import (
     without_ours,
 )
 from .dispatch import function_modes, set_function_modes
-from .torch_patches import Patches, applied_to, changing_first
 from .weight_cache import forget_casts
 
 __all__ = [
@@ -52,7 +54,6 @@ __all__ = [
     "OpCasting",
     "active_casting",
     "begin_session",
-    "clear_cache",
     "deactivate",
     "disable_casts",
     "end_session",
@@ -280,11 +281,10 @@ def join_session() -> None:
         return  # the mode runs an op, after which it is on torch's stack again
     if thread.session is not None and thread.session.is_over() and in_autocast():
         return  # native autocast is the user's until that block ends
-    torch.clear_autocast_cache()
+    clear_cache()
     if latest is not None:
         _join(latest)
     elif thread.before is not None:  # as it was before the thread joined its first session
-        thread.cache.clear()
         restore(thread.before)
         thread.session = thread.before = None
         thread.cache.in_session = False

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ..amp.loss_scaler import LossScaler
 from ..amp.options import Properties
 from ..amp.session import Session, latest, require_session
-from ..casting.scope import clear_cache, deactivate, disable_casts
+from ..casting.current import clear_cache
+from ..casting.scope import deactivate, disable_casts
 from .casting_switch import CastingSwitch
 
 __all__ = ["AmpState"]

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ..casting.current import clear_cache
 from ..casting.emulation import Emulate, check_emulate
 from ..casting.modules import join_session_casting
 from ..casting.scope import (
     OpCasting,
     active_casting,
     begin_session,
-    clear_cache,
     disable_casts,
     end_session,
     join_session,

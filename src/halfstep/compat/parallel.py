@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..core.errors import ArgumentValueError, UsageError
 from ..distributed.ddp_hook import reduction_of
-from ..kernels.grouping import group_rows
+from ..kernels.multi_tensor import group_rows
 
 __all__ = ["DistributedDataParallel", "Reducer"]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..core.dtypes import is_half
 from ..gradients.ledger import get_grads, set_grads
 from ..gradients.master_registry import master_of, write_master
-from ..kernels.grouping import group_rows
+from ..kernels.multi_tensor import group_rows
 
 __all__ = ["average_gradients", "share_masters", "share_sparse_dims", "sparse_dims"]
 

@@ -38,7 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.torch_compat import HAS_GRAD_DTYPE, is_view
 from ..kernels import multi_tensor
-from ..kernels.grouping import TensorGroupsCache
+from ..kernels.multi_tensor import TensorGroupsCache
 from ..kernels.shards import ORDINARY, is_sharded, local
 from .unscale import Unscaler, reciprocal, widened
 

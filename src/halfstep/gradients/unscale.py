@@ -13,7 +13,7 @@ import torch
 from ..core.scalars import in_scalar_dtype
 from ..core.torch_compat import values_of
 from ..kernels import multi_tensor
-from ..kernels.grouping import TensorGroupsCache
+from ..kernels.multi_tensor import TensorGroupsCache
 
 __all__ = ["Unscaler", "dense_view", "reciprocal", "widened"]
 
@@ -42,29 +42,12 @@ class Unscaler:
         self._cache = TensorGroupsCache()
         self._owners: list[torch.Tensor] = []  # those of the latest ``gather``
 
-    def __call__(
-        self,
-        params: Iterable[torch.Tensor],
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        seen: set[int] | None = None,
-    ) -> None:
-        """``gather`` and ``unscale``."""
-        self.unscale(self.gather(params, seen), inv_scale, found_inf)
-
-    def gather(self, params: Iterable[torch.Tensor], seen: set[int] | None = None) -> list[torch.Tensor]:
-        """The gradients of parameters as real dense tensors that share their memory.
-
-        Args:
-            params: parameters of any kind; those without a gradient are passed over.
-            seen: identities of parameters to leave out; extended.
-        """
-        owners = list(params) if not seen else [p for p in params if id(p) not in seen]
+    def gather(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of parameters of any kind as real dense tensors that share their memory."""
+        owners = list(params)
         grads = [grad for p in owners if (grad := p.grad) is not None]
         if len(grads) < len(owners):
             owners = [p for p in owners if p.grad is not None]
-        if seen is not None:
-            seen.update(map(id, owners))
         if not owners:
             return []
         self._owners = owners

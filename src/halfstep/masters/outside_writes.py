@@ -11,8 +11,8 @@ import torch
 
 from ..core.errors import UsageError
 from ..kernels.expr import elementwise_kernel
-from ..kernels.grouping import group_rows
 from ..kernels.launch import launch
+from ..kernels.multi_tensor import group_rows
 from ..kernels.shards import local
 from ..kernels.storage import dense, honoured, plain
 from ..kernels.tensor_table import TensorTable

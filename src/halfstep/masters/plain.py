@@ -21,7 +21,7 @@ from ..core.inner_optimizers import state_holders
 from ..gradients.ledger import get_grads, set_grads
 from ..gradients.master_registry import keeper_of
 from ..kernels import multi_tensor
-from ..kernels.grouping import TensorGroupsCache
+from ..kernels.multi_tensor import TensorGroupsCache
 from ..kernels.storage import honoured
 from .outside_writes import OutsideWrites, StepWrites
 

@@ -12,8 +12,8 @@ from ..core.checks import check_kind, check_number
 from ..core.errors import UsageError
 from ..gradients.ledger import widen
 from ..kernels.expr import elementwise_kernel
-from ..kernels.grouping import group_rows
 from ..kernels.launch import launch
+from ..kernels.multi_tensor import group_rows
 from ..kernels.shards import Domain, complete_sum, domain_of
 from ..kernels.tensor_table import TensorTable
 from .base import Hyper

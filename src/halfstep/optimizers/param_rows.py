@@ -11,8 +11,8 @@ import torch
 from ..core.errors import ArgumentTypeError, UsageError
 from ..kernels.blockwise import SIGNED, UNSIGNED
 from ..kernels.expr import ElementwiseKernel, elementwise_kernel
-from ..kernels.grouping import group_rows
 from ..kernels.launch import launch
+from ..kernels.multi_tensor import group_rows
 from ..kernels.shards import ORDINARY, Domain, complete_sum, domain_of, local, locals_of
 from ..kernels.storage import Storage, copied, dense
 from ..kernels.tensor_table import Column, Scalars, TensorTable

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import increment_version
 
-from ..casting.scope import clear_cache
+from ..casting.current import clear_cache
 from ..core.errors import UsageError
 from ..core.text import with_article
 from ..core.torch_compat import step_hooks, tree_flatten, tree_unflatten

@@ -175,7 +175,8 @@ class CppLauncher(GeneratedLauncher):
         super().__init__(kernel, layout, table, _CHUNK)
         pointers = self._pointers
         self._elements = int(pointers.count.sum())
-        self._chunks = pointers.chunks, *(tensor.data_ptr() for tensor in (pointers.row, pointers.start, pointers.count))
+        addresses = map(torch.Tensor.data_ptr, (pointers.row, pointers.start, pointers.count))
+        self._chunks = pointers.chunks, *addresses
         self._sums = kernel.sums
         self._library_call = _library_call(kernel, layout)
 
