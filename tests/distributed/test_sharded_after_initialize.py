@@ -1,4 +1,4 @@
-"""A wrapper that replaces parameters comes before ``amp.initialize``; afterwards it is refused at the first step."""
+"""What replaces parameters comes before ``amp.initialize``; later it is refused, parts before any backward pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def flat(model: Any) -> Any:
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
-def wrapped_late(rank: int, level: str, wrap: Callable[[Any], Any]) -> tuple[str, list[str]]:
+def wrapped_late(rank: int, level: str, wrap: Callable[[Any], Any]) -> tuple[str, list[str], bool]:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
@@ -53,15 +53,18 @@ def wrapped_late(rank: int, level: str, wrap: Callable[[Any], Any]) -> tuple[str
         warnings.simplefilter("ignore")
         whole = wrap(model)
         found = [each.severity for each in halfstep.check(model, optimizer) if each.code == "HS115"]
+        passed: list[bool] = []
+        for param in model.parameters():
+            param.register_hook(lambda _: passed.append(True))
         try:
             with amp.scale_loss(whole(data(rank, 0)).float().square().mean(), optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
         except UsageError as error:
-            return str(error), found
+            return str(error), found, bool(passed)
         finally:
             amp.deactivate()
-    return "nobody minded", found
+    return "nobody minded", found, True
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -72,9 +75,43 @@ def wrapped_late(rank: int, level: str, wrap: Callable[[Any], Any]) -> tuple[str
 def test_parameters_that_were_replaced_are_refused(
     ranks: Ranks, level: str, wrap: Callable[[Any], Any], gone: str
 ) -> None:
-    for message, found in ranks.run(wrapped_late, level, wrap):
+    for message, found, passed in ranks.run(wrapped_late, level, wrap):
+        assert passed == (wrap is flat)  # parts are found before gradients have come
         assert message.startswith(f"This SGD has parameters that are no longer in its model ({gone}).")
         assert found == ["error"]
+
+
+def on_meta(rank: int) -> list[str]:
+    """The order of torch: shard without memory, ``to_empty``, the weights, the optimizer. Then ``initialize``."""
+    from torch.distributed.fsdp import fully_shard
+
+    said = []
+    for empties in (False, True):
+        with torch.device("meta"):
+            model: Any = net()
+        fully_shard(model, mesh=mesh())
+        if empties:
+            model.to_empty(device="cpu")
+            for param in model.parameters():
+                torch.nn.init.ones_(param)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for level in ("O1", "O2"):
+            try:
+                amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+                said.append("fine")
+                break
+            except UsageError as error:
+                said.append(str(error))
+        amp.deactivate()
+    return said
+
+
+def test_shards_without_memory_are_refused_with_the_order(ranks: Ranks) -> None:
+    for first, second, emptied in ranks.run(on_meta):
+        assert first == second
+        assert first.startswith("The sharded parameter 0.weight is on the meta device")
+        assert "to_empty" in first
+        assert emptied == "fine"
 
 
 def kept_whole(rank: int) -> int:

@@ -20,19 +20,28 @@ from ..kernels.shards import is_sharded
 __all__ = ["cast_shards", "check_groups", "check_sharded"]
 
 
-def check_sharded(models: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
-    """Refuse sharded models whose parameters cannot be cast any more.
+def check_sharded(models: Iterable[nn.Module], dtype: torch.dtype | None, *, trains: bool = False) -> None:
+    """Refuse sharded models whose parameters have no values yet, or cannot be cast any more.
 
     Args:
         models: the models.
         dtype: what their weights are to be cast to; None if they are not.
+        trains: whether there is an optimizer.
 
     Raises:
-        UsageError: if FSDP2 casts to another dtype, if a model has run, or if somebody holds a weak reference to a
-            parameter, which torch cannot swap then.
+        UsageError: if an optimizer would get parameters on the meta device, which torch cannot give memory later; if
+            FSDP2 casts to another dtype; if a model has run; or if somebody holds a weak reference to a parameter,
+            which torch cannot swap then.
     """
     for model in models:
         names = {name: p for name, p in model.named_parameters() if is_sharded(p)}
+        if trains and (empty := next((name for name, p in names.items() if p.is_meta), None)):
+            raise UsageError(
+                f"The sharded parameter {empty} is on the meta device, so it has no values from which a master could "
+                "start, and to_empty() could not swap it any more. The order is: the model on the meta device, "
+                "parallelize_module or fully_shard, model.to_empty(device=...), the weights, the optimizer, and then "
+                "amp.initialize."
+            )
         if dtype is None or all(p.dtype is dtype for p in names.values()):
             continue
         for module, policy in fsdp_policies(model.modules()):

@@ -146,8 +146,7 @@ class AttachedOptimizer:
             rebase(optimizer, base, self)
         self.keeper = MasterKeeper(optimizer, masters, copies, originals, own=own)
         self.passes = BackwardPasses(self.keeper)
-        self.passes.models = tuple(map(weakref.ref, models))
-        self.replaced = ReplacedParameters(self.passes.models)
+        self.replaced = self.passes.replaced = ReplacedParameters(tuple(map(weakref.ref, models)))
         self.session: Any = None
         self.verbose = verbose
         for callback in creation_callbacks:
@@ -270,7 +269,7 @@ class AttachedOptimizer:
     def _step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         passes, keeper, optimizer = self.passes, self.keeper, self._optimizer()
         assert optimizer is not None
-        if passes.models:
+        if self.replaced.models:
             self.replaced.refuse(optimizer)
         if passes.known is not None:
             passes.drop_brought()

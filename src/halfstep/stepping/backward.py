@@ -23,6 +23,7 @@ from ..gradients.loss_scaler import DeviceLossScaler
 from ..masters.keeper import MasterKeeper
 from ..optimizers.release import GradientRelease
 from .diagnosis import first_bad_gradient
+from .replaced import ReplacedParameters
 from .scaling_checks import ScalingChecks
 
 __all__ = ["BackwardPasses", "any_overflow", "sync_overflow"]
@@ -46,7 +47,7 @@ class BackwardPasses:
         records: one for each pass; the next step asks them whether gradients overflowed.
         scales: what the losses since the last step were multiplied by, 0-dim tensors, by the loss scale they came from.
         scalers: the loss scales of the latest window, before the first one those that whoever attached it expects.
-        models: weak references to the models that it trains, where they are known.
+        replaced: the parameters of the models that it trains, where these are known.
         sharing: weak references to the passes of other optimizers that share a parameter with this one.
         unsettled: whether a step was skipped, or may have been, and nobody has cleared its gradients since.
         scaling: the warnings about gradients that went past the loss scale.
@@ -65,7 +66,7 @@ class BackwardPasses:
         self.records: list[BackwardRecord] = []
         self.scales: dict[DeviceLossScaler, torch.Tensor] = {}
         self.scalers: list[DeviceLossScaler | None] = []
-        self.models: tuple[weakref.ref[torch.nn.Module], ...] = ()
+        self.replaced = ReplacedParameters(())
         self.sharing: tuple[weakref.ref[BackwardPasses], ...] = ()
         self.unsettled = False
         self.scaling = ScalingChecks()
@@ -136,7 +137,7 @@ class BackwardPasses:
             delay: whether parameters wait for the gradients of a later pass, where passes step them.
 
         Raises:
-            UsageError: if a block is open already.
+            UsageError: if a block is open already, or if the model was cut after its optimizer was attached.
         """
         if self.unsafe and self.recover():
             raise UsageError(
@@ -145,6 +146,8 @@ class BackwardPasses:
                 "blocks."
             )
         self.scale = scale
+        if self.replaced.unseen:
+            self.replaced.refuse_cut(self.keeper.optimizer)
         release = self.release
         if release is not None:
             release.refuse_block()

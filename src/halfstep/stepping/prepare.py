@@ -241,7 +241,7 @@ def check(
                 "This model has been through amp.initialize or amp.decorate once, and once is all it can. In a "
                 "notebook, run the cell again that makes the model and the optimizer, and then this one."
             )
-    check_sharded(models, dtype)
+    check_sharded(models, dtype, trains=bool(optimizers))
     for name, param in [named for model in models for named in model.named_parameters()] if dtype is not None else []:
         if is_flattened(param) and param.dtype is not dtype:
             raise UsageError(

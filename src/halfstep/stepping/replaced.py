@@ -19,6 +19,7 @@ from torch import nn
 from ..core.errors import UsageError
 from ..core.text import listed
 from ..core.torch_compat import children_of, parameters_of
+from ..kernels.shards import is_sharded
 
 __all__ = ["ReplacedParameters", "Replacement", "modules_in"]
 
@@ -32,11 +33,13 @@ class Replacement(NamedTuple):
         old: the name that the parameter had in the model.
         new: the name of the new one, which no optimizer has.
         param: the new one.
+        was: the parameter of the optimizer.
     """
 
     old: str
     new: str
     param: torch.Tensor
+    was: torch.Tensor
 
 
 class ReplacedParameters:
@@ -48,10 +51,15 @@ class ReplacedParameters:
 
     Args:
         models: weak references to those that the optimizer trains.
+
+    Attributes:
+        models: as given.
+        unseen: whether nobody has called ``refuse_cut`` yet.
     """
 
     def __init__(self, models: Sequence[weakref.ref[nn.Module]]) -> None:
-        self._models = models
+        self.models = models
+        self.unseen = bool(models)
         self._origin = {(i, name): weakref.ref(p) for i, name, p in self._named()}
         self._latest: list[Ref] = []  # of the last call of `refuse`
         self._new: list[Ref] = []  # came after the origin; no optimizer is known to have them
@@ -67,7 +75,7 @@ class ReplacedParameters:
         Raises:
             UsageError: if so.
         """
-        models = [model for ref in self._models if (model := ref()) is not None]
+        models = [model for ref in self.models if (model := ref()) is not None]
         present = [p for module in modules_in(models) for p in parameters_of(module).values() if p is not None]
         if len(present) != len(self._latest) or not all(map(is_, present, [ref() for ref in self._latest])):
             self._latest = list(map(weakref.ref, present))
@@ -82,13 +90,31 @@ class ReplacedParameters:
             raise UsageError(_message(optimizer, found))
         self._new = [ref for ref in self._new if id(ref()) not in trained]
 
+    def refuse_cut(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a first backward pass if ``fully_shard`` or ``parallelize_module`` has cut whole parameters by now.
+
+        Args:
+            optimizer: that of the models.
+
+        Raises:
+            UsageError: if so.
+        """
+        modules = modules_in([model for ref in self.models if (model := ref()) is not None])
+        params = [p for module in modules for p in parameters_of(module).values() if p is not None]
+        cut = any(map(is_sharded, params)) or any(hasattr(type(module), "unshard") for module in modules)
+        # FSDP2 puts whole parameters in the places of parts while a model runs. That is no replacement.
+        found = [one for one in self.find(optimizer) if not is_sharded(one.was)] if cut else []
+        if found:
+            raise UsageError(_message(optimizer, found))
+        self.unseen = False
+
     def find(self, optimizer: torch.optim.Optimizer) -> list[Replacement]:
         """All replaced parameters, with or without gradients. Slow."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = list(self._named())
         present, before = {id(p) for _, _, p in named}, {id(ref()) for ref in self._origin.values()}
         gone = [
-            (i, name)
+            (i, name, p)
             for (i, name), ref in self._origin.items()
             if (p := ref()) is not None and id(p) in held and id(p) not in present
         ]
@@ -97,15 +123,15 @@ class ReplacedParameters:
             return []
         elsewhere = _in_any_optimizer()
         return [
-            Replacement(old, name, p)
+            Replacement(old, name, p, was)
             for i, name, p in new
             if id(p) not in elsewhere
-            for j, old in gone
+            for j, old, was in gone
             if i == j and _same_place(old, name)
         ]
 
     def _named(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        for i, ref in enumerate(self._models):
+        for i, ref in enumerate(self.models):
             if (model := ref()) is not None:
                 for name, param in model.named_parameters():
                     yield i, name, param
