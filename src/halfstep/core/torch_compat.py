@@ -52,6 +52,7 @@ __all__ = [
     "C_NAMESPACES",
     "HAS_GRAD_DTYPE",
     "STATE_INIT",
+    "STATE_MODULE",
     "BatchNorm",
     "DeviceContext",
     "DisableTorchFunction",
@@ -138,8 +139,9 @@ __all__ = [
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 """Since torch 2.13 the gradient of a parameter may have another dtype than the parameter."""
 
+STATE_MODULE = "torch.distributed.checkpoint.state_dict"
 STATE_INIT = "_init_optim_state"
-"""The name of the function by which ``torch.distributed.checkpoint.state_dict`` has an optimizer make its state."""
+"""The name of the function in that module by which it has an optimizer make its state."""
 
 C_NAMESPACES: dict[str, Any] = {
     "functions": torch._C._VariableFunctions,

@@ -8,11 +8,10 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 from ..core.dtypes import HALF_DTYPES
-from ..core.torch_compat import HAS_GRAD_DTYPE, STATE_INIT
+from ..core.torch_compat import HAS_GRAD_DTYPE, STATE_INIT, STATE_MODULE
 
 __all__ = ["patch_state_init"]
 
-_MODULE = "torch.distributed.checkpoint.state_dict"
 _PATCHED = "_halfstep_patched"
 
 
@@ -24,7 +23,7 @@ def patch_state_init() -> None:
     """
     if not HAS_GRAD_DTYPE:
         return
-    module = sys.modules.get(_MODULE)
+    module = sys.modules.get(STATE_MODULE)
     if module is not None:
         _patch(module)
     elif _AtImport not in sys.meta_path:
@@ -37,7 +36,7 @@ class _AtImport:
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """What the other finders say of the module, with a loader that patches it."""
-        if name != _MODULE:
+        if name != STATE_MODULE:
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
         spec = next((spec for spec in others if spec is not None), None)

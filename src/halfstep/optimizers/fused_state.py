@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..casting.weight_copies import WeightCopies
+from ..core.callers import caller_in
 from ..core.checks import check_optimizer_state
 from ..core.dtypes import HALF_DTYPES, StateForm
+from ..core.torch_compat import STATE_MODULE
 from ..gradients.held_masters import settle
 from ..kernels.shards import is_sharded, local, rewrapped
 from ..kernels.storage import honoured, join, split, split_of
@@ -44,6 +46,7 @@ class FusedData:
         copies: the 16-bit casts of its fp32 weights, if it was told that there are any; see ``keep_copies``.
         on_gradients: functions that are called with the gradients of each step; see ``OnGradients``.
         started: the fp32 values that masters start from, by the identity of the parameter, until its first step.
+        in_models: identities of parameters whose masters are in the ``state_dict()`` of their model.
         groups: the rows of each parameter group, by its place, as the last step left them.
         known_state: the keys and the entries of ``state`` after the last step.
     """
@@ -56,6 +59,7 @@ class FusedData:
     copies: WeightCopies | None = None
     on_gradients: tuple[Callable[..., None], ...] = ()
     started: dict[int, torch.Tensor] = field(default_factory=dict)
+    in_models: frozenset[int] = frozenset()
     groups: dict[int, GroupRows] = field(default_factory=dict)
     known_state: tuple[list[Any], list[Any]] = ([], [])
 
@@ -133,6 +137,10 @@ class FusedState(torch.optim.Optimizer):
             given = started or {}
             self._fused.started = {id(p): given[id(p)].to(torch.float32) for p in mine if id(p) in given}
 
+    def expect_masters_in(self, params: Iterable[torch.Tensor]) -> None:
+        """Leave the masters of some parameters to the state of their model in sharded checkpoints; see ``state_dict``."""
+        self._fused.in_models = frozenset(map(id, params))
+
     def keep_moments(self, form: StateForm) -> None:
         """Store moments in another form from now on, unless told otherwise when made."""
         if self.options.state_dtype is None:
@@ -189,13 +197,21 @@ class FusedState(torch.optim.Optimizer):
 
         No collective operation sends int16, and blocks of 256 elements cannot be cut anew. Moments that are loaded into
         the same shards become the same codes again, to the bit.
+
+        ``torch.distributed.checkpoint`` asks for the entries of this state when it loads, and finds them in a checkpoint
+        of another sharding or level only if they have one form. So it gets that form of weights that are not sharded,
+        too, and no master that is in the state of a model.
         """
         settle(refresh=False)
         saved = super().state_dict()
+        apart = caller_in(STATE_MODULE) is not None
         for group, names in zip(self.param_groups, saved["param_groups"], strict=True):
             for param, name in zip(group["params"], names["params"], strict=True):
-                if is_sharded(param) and name in saved["state"]:
+                if (apart or is_sharded(param)) and name in saved["state"]:
                     kept = saved["state"][name] = dict(saved["state"][name])
+                    if apart and id(param) in self._fused.in_models:
+                        kept.pop("remainder", None)
+                        kept.pop("master", None)
                     if "remainder" in kept:
                         kept["master"] = master_value(param, kept)
                         del kept["remainder"]

@@ -83,6 +83,10 @@ def prepare(
     ]
     if not alone:
         share_overflows(attached)
+    if save_dtype is torch.float32:
+        for optimizer in map(bare, optimizers):
+            if isinstance(optimizer, FusedOptimizer):
+                optimizer.expect_masters_in(p for model in models for p in model.parameters())
     return attached
 
 
