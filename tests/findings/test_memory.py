@@ -24,9 +24,10 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch.optim.Muon": torch.optim.Muon,
     "FusedSGD, momentum": lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9),
     "FusedAdam": optimizers.FusedAdam,
-    "FusedAdam, state_dtype=bfloat16": lambda p: optimizers.FusedAdam(p, state_dtype=torch.bfloat16),
+    "FusedAdam, bfloat16 state": lambda p: optimizers.FusedAdam(p, state_dtype=torch.bfloat16),
     "FusedAdam, max_grad_norm": lambda p: optimizers.FusedAdam(p, max_grad_norm=1.0),
-    "FusedAdam, attach(release=True)": optimizers.FusedAdam,
+    "FusedAdam, release=True": optimizers.FusedAdam,
+    "FusedAdam, offload=cpu": optimizers.FusedAdam,
     "FusedLAMB": optimizers.FusedLAMB,
     "FusedMuon": lambda p: optimizers.FusedMuon(p, use_muon=True),
     "FusedNovoGrad": optimizers.FusedNovoGrad,
@@ -46,8 +47,8 @@ def test_a_live_count_is_what_the_table_says(line: Line) -> None:
     dtype = None if line.level == "O0" else line.dtype
     scale = 128.0 if dtype == "float16" else 1.0
     amp.initialize(model, optimizer, opt_level=line.level, dtype=dtype, loss_scale=scale, verbosity=0)
-    if "release" in line.optimizer:
-        optimizer.attach(model, release=True)  # type: ignore[attr-defined]
+    if "release" in line.optimizer or "offload" in line.optimizer:
+        optimizer.attach(model, offload="cpu" if "offload" in line.optimizer else None)  # type: ignore[attr-defined]
     for passes in range(2):
         with amp.scale_loss(model(torch.ones(2, 64)).float().mean(), optimizer) as scaled:
             scaled.backward()
@@ -57,15 +58,16 @@ def test_a_live_count_is_what_the_table_says(line: Line) -> None:
     found = halfstep.memory(model, optimizer)
     counts = found.weights, found.masters, found.state, found.gradients
     assert found.parameters == 64 * 64
-    assert tuple(round(size / found.parameters, 2) for size in counts) == line[3:7]
+    assert tuple(round(size / found.parameters, 2) for size in (*counts, found.host)) == (*line[3:7], line.host)
     assert found.total == sum(counts)
+    assert ("host" in str(found)) == bool(line.host)
 
 
 def test_what_is_shared_counts_once_and_what_is_not_there_does_not_count() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     found = halfstep.memory(model)
-    assert found == (16 + 4 + 8 + 4, 4 * (16 + 4 + 8 + 4), 0, 0, 0, 4 * 8 + 8)
+    assert found == (16 + 4 + 8 + 4, 4 * (16 + 4 + 8 + 4), 0, 0, 0, 4 * 8 + 8, 0)
     F.mse_loss(model(torch.ones(2, 4)), torch.ones(2, 4)).backward()
     assert halfstep.memory(model).gradients == found.weights
     assert "32 parameters" in str(found)

@@ -54,7 +54,7 @@ def master_value(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     if "master" in state:
         return honoured(state["master"].to(param.device, torch.float32), param.detach())
     if "remainder" in state and param.dtype is torch.bfloat16:
-        return rewrapped(join(local(param.detach()), local(state["remainder"])), param)
+        return rewrapped(join(local(param.detach()), local(state["remainder"].to(param.device))), param)
     return param.detach().to(torch.float32, copy=True)
 
 
@@ -70,7 +70,7 @@ def take_back_rounding(param: torch.Tensor, remainder: torch.Tensor, master: tor
         remainder: int16, as it was loaded.
         master: the fp32 value of the weight before it was cast, or of the master that the optimizer had.
     """
-    weight = local(param.detach())
+    weight, remainder = local(param.detach()), remainder.to(param.device)
     high, low = split(local(master))
     if weight.dtype is torch.bfloat16 and remainder.dtype is torch.int16 and remainder.shape == param.shape:
         weight.copy_(torch.where(low == local(remainder), high, weight))

@@ -20,8 +20,8 @@ def numbers_behind(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> lis
     plain = None if attached is None or attached.keeper.plain is None else attached.keeper.plain.of(param)
     state = optimizer.state.get(param) or {}
     if plain is not None or "master" in state:
-        return [plain if plain is not None else state["master"]]
-    return [param, state["remainder"]] if "remainder" in state else [param]
+        return [plain if plain is not None else state["master"].to(param.device)]
+    return [param, state["remainder"].to(param.device)] if "remainder" in state else [param]
 
 
 class Change(NamedTuple):
