@@ -76,6 +76,7 @@ def train(rank: int, name: str, face: str, micros: int, steps: int, anew: bool) 
     return figures
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "face", "micros"),
     [

@@ -34,6 +34,7 @@ def losses(rank: int, *arguments: str) -> list[float]:
         amp.deactivate()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("parallel", "processes"),
     [("ddp", "ranks"), ("fsdp2", "ranks"), ("tp", "ranks"), ("hsdp", "four_ranks"), ("fsdp2+tp", "four_ranks")],

@@ -161,6 +161,7 @@ def world(request: pytest.FixtureRequest) -> Callable[[str], Ranks]:
     return lambda kind: request.getfixturevalue("ranks" if KINDS[kind] == 2 else "four_ranks")  # type: ignore[no-any-return]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_o2_trains_shards_as_one_process_does(world: Callable[[str], Ranks], kind: str, dtype: torch.dtype) -> None:
@@ -286,6 +287,7 @@ def resumed(rank: int, kind: str, name: str, folder: str, stop: int | None) -> l
     return masters
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop"])  # split masters, and plain ones
 @pytest.mark.parametrize(("saved", "loaded"), [*((kind, kind) for kind in KINDS), ("fsdp", "hsdp"), ("hsdp", "fsdp")])
 def test_a_sharded_checkpoint_resumes_bit_for_bit(

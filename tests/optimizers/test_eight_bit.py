@@ -116,6 +116,7 @@ def lamb_of(case: Case, p: torch.Tensor, exact_ones: Any, rounded: Any, t: int) 
     return p - 0.03 * p.norm() / direction(exact_ones).norm() * direction(rounded)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["eager", "torch", "compiled"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("case", COVERED, ids=str)
@@ -124,6 +125,7 @@ def test_each_step_is_the_published_one(name: str, case: Case, form: Any) -> Non
         run(case, *form)
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(
     torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="Triton does not interpret here"
 )
@@ -342,6 +344,7 @@ def small_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.Linear(128, 64))
 
 
+@pytest.mark.costly
 @each_class
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("through", ["argument", "policy"])

@@ -114,6 +114,7 @@ def test_steps_as_the_ordinary_step(kind: str, bucket: int, monkeypatch: pytest.
     assert_same(*runs)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("loss_scale", [1.0, 128.0, "dynamic"])
 @pytest.mark.parametrize(("level", "dtype"), [("O1", BF16), ("O1", FP16), ("O2", BF16), ("O2", FP16), ("O3", BF16)])

@@ -134,6 +134,7 @@ def test_twenty_steps_follow_the_papers(name: str, case: Case, form: tuple[Any, 
         run_against_reference(case, form, setting, steps=20, overflow_at=6)
 
 
+@pytest.mark.costly
 @pytest.mark.exhaustive
 @needs_triton
 @pytest.mark.parametrize("form", FORMS, ids=form_name)

@@ -94,6 +94,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.costly
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -124,6 +125,7 @@ def test_a_step_starts_from_what_was_written(on: str, dtype: torch.dtype, name: 
         assert torch.equal(p.detach(), optim.state[p]["master"].to(dtype))
 
 
+@pytest.mark.costly
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", HALVES)

@@ -225,6 +225,7 @@ def test_a_block_that_is_interrupted_counts_or_does_not(world: Any) -> None:
     check(world, one_block, "no zero_grad", every=23)
 
 
+@pytest.mark.costly
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("world", _WORLDS, ids=str)
 @pytest.mark.parametrize("after", _AFTER)
@@ -259,6 +260,7 @@ def test_masters_leave_the_optimizer_after_an_interrupted_step(after: str) -> No
     check_step(("O2", torch.float16, "RMSprop"), after, every=3, files=(f"{_ROOT}/masters/",))
 
 
+@pytest.mark.costly
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("after", _AFTER)
 @pytest.mark.parametrize("world", _WORLDS, ids=str)

@@ -16,20 +16,20 @@ pytestmark = [
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_at_random_moments(ranks: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.killed", str(ranks), "50", "0", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.support.killed", str(ranks), "30", "0", str(tmp_path)]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr
     kills, loaded = done.stdout.split(" kills, ")[0], int(done.stdout.split(" kills, ")[1].split()[0])
-    assert kills == "50"
-    assert loaded >= 25  # the others were killed before there was one
+    assert kills == "30"
+    assert loaded >= 15  # the others were killed before there was one
 
 
 def test_where_one_rank_dies_the_others_end_with_an_error(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.dying", "12", "0", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.support.dying", "6", "0", str(tmp_path)]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("12 deaths")
+    assert done.stdout.startswith("6 deaths")

@@ -50,17 +50,19 @@ def chosen(items: Iterable[pytest.Item], strength: int) -> set[pytest.Item]:
     """The cases of each test to run, among those that were collected.
 
     Cases with other marks, such as those that need a GPU, are chosen apart: they may be skipped. A test whose cases
-    skip by themselves, or whose parameters go together by threes, is marked ``every_combination``.
+    skip by themselves, or whose parameters go together by threes, is marked ``every_combination``. Of one that is
+    marked ``costly`` each value is in one case, also where the others have every two.
     """
-    alike: dict[object, list[tuple[pytest.Item, tuple[str, ...]]]] = defaultdict(list)
+    alike: dict[tuple[str, frozenset[str], int], list[tuple[pytest.Item, tuple[str, ...]]]] = defaultdict(list)
     kept = set[pytest.Item]()
     for item in items:
         values = tuple(getattr(getattr(item, "callspec", None), "_idlist", ()))  # one of each ``parametrize``
-        if not strength or len(values) <= strength or item.get_closest_marker("every_combination"):
+        marks = frozenset(mark.name for mark in item.iter_markers())
+        together = min(strength, 1) if "costly" in marks else strength
+        if not together or len(values) <= together or "every_combination" in marks:
             kept.add(item)
         else:
-            marks = frozenset(mark.name for mark in item.iter_markers())
-            alike[item.nodeid.partition("[")[0], marks].append((item, values))
-    for cases in alike.values():
-        kept.update(cases[i][0] for i in covering([values for _, values in cases], strength))
+            alike[item.nodeid.partition("[")[0], marks, together].append((item, values))
+    for (*_, together), cases in alike.items():
+        kept.update(cases[i][0] for i in covering([values for _, values in cases], together))
     return kept

@@ -41,7 +41,7 @@ def plan_of(chance: random.Random) -> Plan:
 def run(rank: int, plan: Plan, dies: tuple[int, int, int], meeting: str) -> None:
     """One rank."""
     store = dist.FileStore(meeting, plan.world)
-    limit = timedelta(seconds=LIMIT / 2)
+    limit = timedelta(seconds=LIMIT / 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.world, timeout=limit)
     train(rank, plan, dies)
 

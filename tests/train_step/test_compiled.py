@@ -92,6 +92,7 @@ def ulps(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(((wide[0] - wide[1]).abs() / (eps * wide[0].abs().clamp(min=1e-3))).max())
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("aot_eager")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
