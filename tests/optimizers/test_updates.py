@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from halfstep import optimizers
+from halfstep.core.errors import UsageError
 from halfstep.kernels import backend
 from halfstep.kernels.storage import join, round_half_away
 from tests.support.optimizer_references import CASES, Case, Reference
@@ -160,3 +161,14 @@ def test_more_elements_than_int32_counts() -> None:
     optimizers.FusedSGD([param], lr=0.5).step()
     assert param.detach()[[0, 2**31 - 1, 2**31, size - 1]].tolist() == [0.5] * 4
     assert param.detach().float().mean().item() == 0.5
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("FusedAdam", "FusedNovoGrad"), ("FusedNovoGrad", "FusedLAMB")])
+def test_state_of_another_kind_of_optimizer_is_refused_by_name(saved: str, loaded: str) -> None:
+    params = make_params(F32, None, "cpu")
+    first, second = getattr(optimizers, saved)(params), getattr(optimizers, loaded)(params)
+    set_grads(params, F32)
+    first.step()
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(UsageError, match=r"exp_avg_sq of a parameter has shape .* NovoGrad keeps a number"):
+        second.step()

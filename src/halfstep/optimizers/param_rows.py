@@ -327,14 +327,21 @@ def _check_shapes(columns: Mapping[str, Column]) -> None:
     for name, (_, parts) in columns.items():
         for weight, tensor in zip(weights, parts[0], strict=True):
             if tensor.shape != weight.shape:
-                raise UsageError(
-                    f"{name} of a parameter has shape {tuple(tensor.shape)} here, where the parameter has "
-                    f"{tuple(weight.shape)}. State of sharded parameters is loaded with torch.distributed.checkpoint, "
-                    "which cuts it as the parameters are cut."
-                )
+                raise _misshapen(name, tensor, f"where the parameter has {tuple(weight.shape)}")
+
+
+def _misshapen(name: str, tensor: torch.Tensor, needs: str) -> UsageError:
+    return UsageError(
+        f"{name} of a parameter has shape {tuple(tensor.shape)} here, {needs}. Load state of the same kind of "
+        "optimizer: where Adam and LAMB keep a tensor exp_avg_sq, NovoGrad keeps a number. State of sharded parameters "
+        "is loaded with torch.distributed.checkpoint, which cuts it as the parameters are cut."
+    )
 
 
 def _vector(states: list[dict[str, Any]], name: str, device: torch.device) -> torch.Tensor:
+    for state in states:
+        if state[name].numel() != 1:
+            raise _misshapen(name, state[name], "where this optimizer keeps one number")
     vector = torch.stack([state[name].detach().to(device, torch.float32).reshape(()) for state in states])
     for state, view in zip(states, vector.unbind(), strict=True):
         state[name] = view
