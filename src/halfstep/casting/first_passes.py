@@ -24,6 +24,7 @@ from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..core.torch_compat import forward_hooks, functorch_level
 from .containers import cast_tree
 from .current import thread
+from .finite import narrow_finite
 from .scope import OpCasting, enter, leave
 
 __all__ = ["FirstPasses", "watch_methods"]
@@ -89,7 +90,7 @@ class FirstPasses:
                 self._look(key, tensor.detach(), dtype)
             if key in self.stays and tensor.dtype is torch.float32:
                 return tensor
-            return _to_finite(tensor, dtype) if key in self.saturates else tensor.to(dtype)
+            return narrow_finite(tensor, dtype) if key in self.saturates else tensor.to(dtype)
 
         args = tuple([cast_tree(arg, dtype, cast) for arg in args])
         return args, cast_tree(kwargs, dtype, cast) if kwargs else kwargs
@@ -144,12 +145,6 @@ _NOTE = (
     "on they are cast where their dtypes differ: call the model again. cast_ops=True (amp.initialize, amp.decorate, "
     "Policy) casts them in every pass."
 )
-
-
-def _to_finite(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A floating tensor in another dtype, in which finite numbers stay finite."""
-    limits = torch.finfo(dtype)
-    return torch.where(tensor.isinf(), tensor, tensor.clamp(limits.min, limits.max)).to(dtype)
 
 
 def _can_look(tensor: torch.Tensor) -> bool:

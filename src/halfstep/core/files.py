@@ -7,6 +7,7 @@ import functools
 import hashlib
 import logging
 import os
+import pickle
 import shutil
 import stat
 import tempfile
@@ -18,7 +19,9 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 
-__all__ = ["cache_directories", "generated", "replacing", "save_whole", "write_whole"]
+from .errors import ArgumentValueError
+
+__all__ = ["cache_directories", "generated", "load_whole", "replacing", "save_whole", "write_whole"]
 
 logger = logging.getLogger("halfstep")
 
@@ -69,6 +72,29 @@ def save_whole(state: Any, path: str | os.PathLike[str]) -> None:
     """``torch.save`` that leaves the previous file until the new one is whole; see ``replacing``."""
     with replacing(path) as file:
         torch.save(state, file)
+
+
+def load_whole(path: str | os.PathLike[str], names: tuple[str, ...], writer: str, device: Any = None) -> dict[str, Any]:
+    """A dict that ``save_whole`` wrote. Only plain data is unpickled.
+
+    Args:
+        path: the file.
+        names: what must be in the dict.
+        writer: what wrote it, for the message.
+        device: where its tensors go; None is where they were.
+
+    Raises:
+        ArgumentValueError: for a file of another kind.
+        FileNotFoundError: if there is none.
+    """
+    try:
+        found: dict[str, Any] = torch.load(path, weights_only=True, map_location=device)
+    except (pickle.UnpicklingError, EOFError, RuntimeError, UnicodeDecodeError) as error:
+        raise ArgumentValueError(f"{os.fspath(path)} is no file that {writer} wrote, or is damaged.") from error
+    missing = [name for name in names if not isinstance(found, dict) or name not in found]
+    if missing:
+        raise ArgumentValueError(f"{os.fspath(path)} has no {' and no '.join(missing)}, so {writer} did not write it.")
+    return found
 
 
 # ---- what is generated

@@ -19,8 +19,7 @@ from ..amp.grad_scaler import GradScaler
 from ..core.checks import check_count
 from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.files import save_whole
-from ..core.loading import load_whole
+from ..core.files import load_whole, save_whole
 from .callbacks import Callback, call, calling, check_running
 from .configs import LIST_KEYS, SCALER_KEYS, read_configs
 from .data import as_list, as_loader, batch_size_of, inputs_and_labels, length_of

@@ -21,7 +21,7 @@ from ..core.scalars import in_scalar_dtype
 from ..core.torch_compat import dispatch_mode_count, scale_of, set_found_inf
 from ..kernels.tensor_table import Number
 from .fused_state import FusedState, Hyper
-from .lost_updates import warn_of_lost_updates
+from .options import warn_of_lost_updates
 from .param_rows import NUMBER, GroupRows, ParamRows, StateLayout
 from .release import GradientRelease
 from .release_checks import check_offload
@@ -172,7 +172,7 @@ class FusedOptimizer(FusedState):
 
         So no full set of gradients ever exists: those in memory are of one layer, or of 2**22 elements. ``step()`` is
         still called after each backward pass. It ends the step, and steps what has a gradient left. Without clipping
-        and overflow every number is the same, to the bit.
+        (``FusedLAMB`` clips by default) and overflow every number is the same, to the bit.
 
         - Gradients are divided by the loss scale as ever: that of ``amp.scale_loss``, or of the ``scaler``. At the
           first gradient that is inf or NaN, stepping ends for this pass. Parameters that have stepped by then keep the

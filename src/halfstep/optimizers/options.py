@@ -1,22 +1,24 @@
-"""The options that all fused optimizers share, and the check of the arguments of their updates."""
+"""The options that all fused optimizers share, the check of their arguments, and a warning of what these lose."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from ..core.callers import callers_level
 from ..core.checks import check_number
-from ..core.dtypes import HALF_DTYPES, StateForm, parse_state_form
+from ..core.dtypes import HALF_DTYPES, StateForm, dtype_name, parse_state_form
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.torch_compat import is_flattened
 from ..kernels.blockwise import SIGNED, UNSIGNED
 from ..kernels.launch import backend_for
 from ..kernels.storage import SPLIT, Storage, dense, plain, stochastic
 
-__all__ = ["FusedOptions", "MasterForm", "check_hyperparameters"]
+__all__ = ["FusedOptions", "MasterForm", "check_hyperparameters", "warn_of_lost_updates"]
 
 MasterForm = Literal["split", "plain"] | bool | None
 _SMALL = 4096  # elements; a tensor of fewer is not worth 8 bits (Dettmers et al., section 2.3)
@@ -128,3 +130,31 @@ def check_hyperparameters(group: Mapping[str, Any], *names: str) -> None:
             raise ArgumentValueError(f"betas={value!r} must be two numbers, each at least 0 and below 1.")
         check_number("betas[0]", value[0], below=1.0)
         check_number("betas[1]", value[1], below=1.0)
+
+
+def warn_of_lost_updates(optimizer: str, groups: Iterable[dict[str, Any]]) -> None:
+    """Warn where a learning rate changes 16-bit weights by less than half of their last bit.
+
+    Args:
+        optimizer: the name of its class.
+        groups: its parameter groups; the first of which this is true is told.
+    """
+    for group in groups:
+        lr = group["lr"]
+        halves = {p.dtype for p in group["params"] if p.dtype in HALF_DTYPES}
+        if isinstance(lr, torch.Tensor) or not halves:
+            continue
+        dtype = max(halves, key=lambda d: torch.finfo(d).eps)
+        half_ulp = torch.finfo(dtype).eps / 4  # of a weight just below a power of two
+        decay = lr * group.get("weight_decay", 0.0)
+        small = {name: x for name, x in (("lr", lr), ("lr * weight_decay", decay)) if 0 < x < half_ulp}
+        if small:
+            given = " and ".join(f"{name} = {x:g}" for name, x in small.items())
+            warnings.warn(
+                f"{optimizer} updates {dtype_name(dtype)} weights in place with {given}: a relative change below "
+                f"{half_ulp:g} rounds away. Pass master_weights=True to keep it, or rounding='stochastic' for "
+                "bfloat16.",
+                UserWarning,
+                stacklevel=callers_level(),
+            )
+            return
