@@ -42,14 +42,12 @@ def log_name(name: str) -> str:
 
 def op_of(call: OpCall) -> str:
     """The canonical name of what runs an op; in a backward pass, of the op whose gradient it is."""
-    name = call.name
-    dims = call.args[0].dim() - 2 if "convolution" in name else 2
     if not call.backward:
-        return canonical(name, dims)
+        return call.canonical
     node: Any = current_node()
     found = re.fullmatch(r"(?:torch::autograd::)?(\w+?)(?:Backward\d*)?", "" if node is None else node.name())
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", found[1]).lower() if found else name
-    return canonical(snake, dims)
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", found[1]).lower() if found else call.name
+    return canonical(snake, call.dims)
 
 
 def listed(ops: Any) -> frozenset[str]:

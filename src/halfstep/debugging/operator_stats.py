@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
-from ..observe.ops import OpCall, tensors_in
+from ..observe.counted import CountedOp, counting
 from ..observe.watch import Watch
-from .names import list_name, op_of
+from .names import list_name
 
 __all__ = ["collect_operator_stats", "disable_operator_stats_collection", "enable_operator_stats_collection"]
 
@@ -20,14 +20,15 @@ _COLUMNS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _OTHER = 3
 
 
-def _count(counts: dict[str, list[int]], call: OpCall) -> None:
-    if call.backward or not call.computes:
-        return
-    op = list_name(op_of(call))
-    dtype = call.source.dtype if op == "cast" else _computes_in(call)
-    if op != "cast" or dtype is not call.result.dtype:
-        column = _OTHER if dtype is None else _COLUMNS.get(dtype, _OTHER)
-        counts.setdefault(op, [0, 0, 0, 0])[column] += 1
+def _columns(counted: Mapping[CountedOp, int]) -> dict[str, list[int]]:
+    """The calls of forward passes by Paddle's name of the op, and by the dtype that they compute in."""
+    found: dict[str, list[int]] = {}
+    for row, calls in counted.items():
+        op = list_name(row.function)
+        if not row.backward and (op != "cast" or row.source is not row.dtype):
+            column = _OTHER if row.source is None else _COLUMNS.get(row.source, _OTHER)
+            found.setdefault(op, [0, 0, 0, 0])[column] += calls
+    return found
 
 
 def _table(counts: dict[str, list[int]]) -> str:
@@ -39,17 +40,7 @@ def _table(counts: dict[str, list[int]]) -> str:
     return "\n".join([title, header, *rows, end, ""])
 
 
-def _computes_in(call: OpCall) -> torch.dtype | None:
-    """The dtype of the first floating argument, or where there is none, of the result."""
-    for value in (*call.args, *call.kwargs.values(), call.result):
-        tensor = next(tensors_in(value), None)
-        if tensor is not None and tensor.is_floating_point():
-            return tensor.dtype
-    result = call.output
-    return None if result is None else result.dtype
-
-
-_collecting: list[tuple[Watch, dict[str, list[int]]]] = []
+_collecting: list[tuple[Watch, Counter[CountedOp], dict[str, list[int]]]] = []
 
 
 def enable_operator_stats_collection() -> None:
@@ -60,15 +51,16 @@ def enable_operator_stats_collection() -> None:
     16-bit units and halfstep emulates them, the fp32 kernels that really run are counted. Compiled modules run eagerly.
     """
     if not _collecting:
-        counts: dict[str, list[int]] = {}
-        _collecting.append((Watch({}, ops=partial(_count, counts)).begin(), counts))
+        watch, counted = counting({})
+        _collecting.append((watch.begin(), counted, {}))
 
 
 def disable_operator_stats_collection() -> None:
     """End it, and print the table. Without a collection nothing happens."""
     if _collecting:
-        watch, counts = _collecting.pop()
+        watch, counted, counts = _collecting.pop()
         watch.end()
+        counts.update(_columns(counted))
         sys.stdout.write(_table(counts))
 
 
@@ -82,10 +74,10 @@ def collect_operator_stats() -> Iterator[dict[str, list[int]]]:
             loss = model(x)
 
     Yields:
-        The counts by the name of the op: calls in float16, bfloat16, float32 and others.
+        The counts by the name of the op, when the block has ended: calls in float16, bfloat16, float32 and others.
     """
     enable_operator_stats_collection()
     try:
-        yield _collecting[0][1]
+        yield _collecting[0][2]
     finally:
         disable_operator_stats_collection()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -13,9 +13,8 @@ from torch import nn
 from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError
 from ..core.text import counted
+from ..observe.counted import CountedOp, counting
 from ..observe.names import qualified_names
-from ..observe.ops import Cast, OpCall
-from ..observe.watch import Watch
 from .text import aligned
 
 __all__ = ["CastRow", "OpRow", "OpTable", "op_table"]
@@ -144,29 +143,30 @@ def op_table(step: Callable[[], Any], model: nn.Module | None = None) -> OpTable
     """
     if not isinstance(model, (nn.Module, NoneType)):
         raise ArgumentTypeError(f"op_table takes a torch.nn.Module as model, or None, not {type(model).__name__}.")
-    rows: dict[tuple[str, bool, str], OpRow] = {}
-    casts: dict[tuple[str, bool, Cast], int] = defaultdict(int)
-
-    def notice(call: OpCall) -> None:
-        if call.cast is not None:
-            casts[call.module, call.backward, call.cast] += 1
-        elif call.computes:
-            key, output = (call.module, call.backward, call.name), call.output
-            row = rows.setdefault(key, OpRow(call.module, call.name, call.backward))
-            column = "none" if output is None else dtype_name(output.dtype)
-            row.calls[column] = row.calls.get(column, 0) + 1
-
-    with Watch(None if model is None else qualified_names(model), ops=notice, casts=True):
+    watch, counted = counting(None if model is None else qualified_names(model), casts=True)
+    with watch:
         step()
-    return OpTable(list(rows.values()), _cast_rows(casts))
+    return OpTable(_op_rows(counted), _cast_rows(counted))
 
 
-def _cast_rows(casts: dict[tuple[str, bool, Cast], int]) -> list[CastRow]:
-    totals: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0])
-    for (module, backward, cast), count in casts.items():
-        dtypes = (dtype_name(cast.source), dtype_name(cast.target))
-        key = (module, cast.asked_by, cast.made_by, *dtypes, backward)
-        total = totals[key]
-        total[0] += count
-        total[1] += count * cast.bytes
-    return sorted((CastRow(*key, *total) for key, total in totals.items()), key=lambda row: -row.bytes)
+def _op_rows(counted: Mapping[CountedOp, int]) -> list[OpRow]:
+    found: dict[tuple[str, bool, str], OpRow] = {}
+    for each, calls in counted.items():
+        if each.cast is None:
+            place = each.module, each.backward, each.op
+            row = found.setdefault(place, OpRow(each.module, each.op, each.backward))
+            column = "none" if each.dtype is None else dtype_name(each.dtype)
+            row.calls[column] = row.calls.get(column, 0) + calls
+    return list(found.values())
+
+
+def _cast_rows(counted: Mapping[CountedOp, int]) -> list[CastRow]:
+    found: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0])
+    for each, calls in counted.items():
+        if (cast := each.cast) is not None:
+            dtypes = dtype_name(cast.source), dtype_name(cast.target)
+            kind = (each.module, cast.asked_by, cast.made_by, *dtypes, each.backward)
+            total = found[kind]
+            total[0] += calls
+            total[1] += calls * cast.bytes
+    return sorted((CastRow(*kind, *total) for kind, total in found.items()), key=lambda row: -row.bytes)

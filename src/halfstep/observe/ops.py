@@ -31,6 +31,7 @@ from ..core.torch_compat import (
     tree_flatten,
     tree_unflatten,
 )
+from .names import canonical
 
 __all__ = ["CASTING", "TORCH", "USER", "Cast", "FunctionCall", "FunctionMode", "OpCall", "OpMode", "tensors_in"]
 
@@ -42,7 +43,7 @@ _CONVERSIONS = frozenset(("to", "type", "type_as", "half", "bfloat16", "float", 
 
 _PASS_ON = ("torch.", "halfstep.numerics.", "halfstep.observe.", "halfstep.casting.dispatch")
 
-_CASTS = frozenset(("_to_copy", "copy_"))
+_COPIES = frozenset(("_to_copy", "copy_"))
 
 _EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"))
 
@@ -101,6 +102,21 @@ class OpCall(NamedTuple):
     def name(self) -> str:
         """The name of the op without its namespace and overload, as in ``addmm``."""
         return _name(self.op)
+
+    @property
+    def canonical(self) -> str:
+        """The name of the function of torch that runs such an op, as in ``linear``."""
+        return canonical(self.name, self.dims)
+
+    @property
+    def dims(self) -> int:
+        """Over how many dimensions a convolution runs; 2 for any other op."""
+        return self.args[0].dim() - 2 if "convolution" in self.name else 2
+
+    @property
+    def copies(self) -> bool:
+        """Whether it copies a tensor, perhaps into another dtype."""
+        return self.name in _COPIES
 
     @property
     def is_empty(self) -> bool:
@@ -259,7 +275,7 @@ class OpMode(TorchDispatchMode):
         try:
             function = None if self._functions is None else self._functions.running
             call = OpCall(func, args, kwargs, result, *self._where(), function)
-            self._notice(call._replace(cast=self._cast_of(call)) if call.name in _CASTS else call)
+            self._notice(call._replace(cast=self._cast_of(call)) if call.copies else call)
         except BaseException:
             self._notice = None  # the mode can only leave the stack where nothing runs
             raise

@@ -1,0 +1,69 @@
+"""Ops that are counted while they run: ``op_table`` and operator stats read the same rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .ops import Cast, OpCall, tensors_in
+from .watch import Watch
+
+__all__ = ["CountedOp", "counting"]
+
+
+class CountedOp(NamedTuple):
+    """What calls of ops have in common that are counted together.
+
+    Attributes:
+        module: the qualified name of their module.
+        op: the name of the op, as in "addmm".
+        function: the name of torch's function that runs such an op, as in "linear".
+        backward: whether a backward pass has called it.
+        source: the dtype in which it computes: of the first floating argument; of a cast, the one before. None if no
+            tensor tells.
+        dtype: of the first result; None if there is none.
+        cast: the cast that it is; None for any other op.
+    """
+
+    module: str
+    op: str
+    function: str
+    backward: bool
+    source: torch.dtype | None
+    dtype: torch.dtype | None
+    cast: Cast | None
+
+
+def counting(names: Mapping[nn.Module, str] | None, *, casts: bool = False) -> tuple[Watch, Counter[CountedOp]]:
+    """A watch that counts the ops that compute or copy numbers, and the counts, in the order in which ops came first.
+
+    Args:
+        names: as of ``Watch``.
+        casts: as of ``Watch``.
+    """
+    counts: Counter[CountedOp] = Counter()
+
+    def notice(call: OpCall) -> None:
+        if call.computes:
+            counts[_counted(call)] += 1
+
+    return Watch(names, ops=notice, casts=casts), counts
+
+
+def _counted(call: OpCall) -> CountedOp:
+    result = call.output
+    dtype = None if result is None else result.dtype
+    source = call.source.dtype if call.copies else _computes_in(call) or dtype
+    return CountedOp(call.module, call.name, call.canonical, call.backward, source, dtype, call.cast)
+
+
+def _computes_in(call: OpCall) -> torch.dtype | None:
+    for value in (*call.args, *call.kwargs.values()):
+        tensor = next(tensors_in(value), None)
+        if tensor is not None and tensor.is_floating_point():
+            return tensor.dtype
+    return None
