@@ -295,7 +295,8 @@ def emulated(
     half = None if kwargs.get("out") is not None else _emulated_dtype(mode, args, kwargs, kind, lowers)
     if half is None:
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
-    kept: Kept | None = None if _is_compiling() or name in STEPWISE or not saved_hooks_allowed() else {}
+    alone = _is_compiling() or name in STEPWISE or torch.jit.is_tracing() or not saved_hooks_allowed()
+    kept: Kept | None = None if alone else {}
     args = _rounded(mode, half, name, args, kept)
     kwargs = dict(zip(kwargs, _rounded(mode, half, name, kwargs.values(), kept), strict=True)) if kwargs else kwargs
     call = functools.partial(func, *args, **kwargs)
