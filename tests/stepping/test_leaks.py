@@ -23,7 +23,7 @@ from halfstep import OpLists, Policy, amp, fp16_utils, multi_tensor, optimizers,
 
 pytestmark = pytest.mark.exhaustive
 
-WARM_UP, ITERATIONS = 100, 600
+WARM_UP, ITERATIONS = 100, 400
 OBJECTS, TENSORS, MEBIBYTES = 200, 70, 4.0  # far fewer than iterations; some lists are shortened now and then
 
 Iteration = Callable[[int], Any]
