@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,75 @@ def test_a_loss_inside_of_a_model_has_gradients(
         torch.testing.assert_close(ours.grad.float(), theirs.grad, atol=0.02, rtol=0.05)
 
 
+INSIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of 16 bits alone
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(4)),
+    "nll_loss": lambda x: F.nll_loss(x, torch.arange(4)),
+    "mse_loss": lambda x: F.mse_loss(x, x.detach() * 2),
+    "kl_div": lambda x: F.kl_div(x, x.detach().exp(), reduction="batchmean"),
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy(x.detach().abs() / 4, x.detach().abs() / 4) + x.sum(),
+    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x.detach().abs() / 4),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_loss_inside_of_a_model_with_16_bit_weights_is_fp32(name: str, half: torch.dtype) -> None:
+    x = A.to(half).requires_grad_()
+    with OpCasting(half, enabled=False, meets=True):
+        found = INSIDE[name](x)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, INSIDE[name](x.detach().float()), atol=0.02, rtol=0.02)
+
+
+LOGITS = torch.tensor([-30.0, -2.0, 0.5, 30.0])
+TARGETS = torch.tensor([1.0, 0.25, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("lists", [True, False])
+def test_binary_cross_entropy_of_a_sigmoid_is_that_of_its_logits(lists: bool, half: torch.dtype) -> None:
+    x = LOGITS.to(half).requires_grad_()
+    exact = LOGITS.clone().requires_grad_()
+    F.binary_cross_entropy_with_logits(exact, TARGETS, torch.tensor(2.0), reduction="sum").backward()
+    with OpCasting(half, enabled=lists, meets=True):
+        p = nn.Sigmoid()(x)
+        loss = F.binary_cross_entropy(p, TARGETS.to(half), weight=torch.tensor(2.0), reduction="sum")
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                found = F.binary_cross_entropy(input=x.sigmoid(), target=TARGETS)
+                assert found == F.binary_cross_entropy_with_logits(LOGITS, TARGETS)
+    loss.backward()
+    assert p.dtype is half
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.float(), exact.grad, atol=0, rtol=TOLERANCE[half])
+
+
+CHANGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the probabilities": lambda x: x.sigmoid().mul_(0.5),
+    "the logits": lambda x: (x.sigmoid(), x.zero_())[0],
+    "another tensor": lambda x: x.sigmoid().clone(),
+    "an old sigmoid": lambda x: torch.stack([x.sigmoid() for _ in range(5)])[0],
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_probabilities_whose_logits_are_not_known_are_refused(name: str) -> None:
+    with OpCasting(torch.bfloat16):
+        p = CHANGED[name](LOGITS.bfloat16())
+        with pytest.raises(amp.UnsafeOpError, match="with_logits"):
+            F.binary_cross_entropy(p, TARGETS)
+
+
+def test_logits_are_kept_no_longer_than_their_sigmoid() -> None:
+    with OpCasting(torch.bfloat16):
+        x = LOGITS.bfloat16() * 1
+        p, seen = x.sigmoid(), weakref.ref(x)
+        del x
+        assert seen() is not None
+        del p
+        assert seen() is None
+
+
 WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "x[mask] = y": lambda x, y: x.__setitem__(torch.tensor([True, False, True, False]), y[:2]),
     "x[index] = y": lambda x, y: x.__setitem__(torch.tensor([0, 1]), y[:2]),
@@ -149,6 +219,28 @@ def test_a_number_that_hides_stays_finite(name: str, half: torch.dtype) -> None:
     (found[0] * torch.tensor([1.0, 2.0])).sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.isfinite().all()
+
+
+FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "x[mask] = number": lambda x: x.__setitem__(HIDDEN, -1e39),
+    "x[index] = integer": lambda x: x.__setitem__((0, slice(1)), -(10**39)),
+    "masked_fill_": lambda x: x.masked_fill_(HIDDEN, value=-1e39),
+    "index_fill_": lambda x: x.index_fill_(1, torch.tensor([0]), -1e39),
+    "fill_": lambda x: x[0].fill_(-1e39),
+    "infinity": lambda x: x.__setitem__(HIDDEN, -float("inf")),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("lists", [True, False])
+@pytest.mark.parametrize("name", FILLS)
+def test_a_number_that_is_written_in_place_stays_finite(name: str, lists: bool, half: torch.dtype) -> None:
+    x = torch.ones(2, 2, dtype=half)
+    with OpCasting(half, enabled=lists, meets=True):
+        FILLS[name](x)
+    assert x.dtype is half
+    assert x[0, 0] == (-float("inf") if name == "infinity" else torch.finfo(half).min)
+    assert x[1, 1] == (-float("inf") if name == "infinity" else torch.finfo(half).min if "mask" in name else 1.0)
 
 
 def test_an_op_in_place_without_a_16_bit_kernel_writes_its_result() -> None:
@@ -318,6 +410,38 @@ def test_a_model_that_makes_fp32_tensors_trains(kind: type[nn.Module], level: st
             optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(("how", "half"), [("compile", torch.bfloat16), ("trace", torch.float16)])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_recorded_model_that_makes_fp32_tensors_is_right(kind: type[nn.Module], how: str, half: torch.dtype) -> None:
+    if (kind, how) in ((Cayley, "trace"), (Density, "compile")):
+        pytest.skip("torch.jit.trace computes parametrizations outside of forward, and Dynamo shows no mode a sample")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, x, graphs = kind(), torch.randn(6, 4), []
+
+    def run(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    model = amp.initialize(copy.deepcopy(plain), opt_level="O2", dtype=half, verbosity=0)
+    recorded: Any = (
+        torch.jit.trace(model, x, check_trace=False) if how == "trace" else torch.compile(model, backend=run)
+    )
+    counts = set()
+    for _ in range(5):
+        torch.manual_seed(1)
+        found = recorded(x)
+        found.float().square().sum().backward()
+        counts.add(len(graphs))
+    assert len(counts) == 1  # nothing is compiled again
+    torch.manual_seed(1)
+    wanted = plain(x)
+    torch.testing.assert_close(found.float(), wanted, atol=TOLERANCE[half] * 2, rtol=TOLERANCE[half] * 2)
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert torch.equal(model(x)[:0], found[:0])  # the same dtype, and eager passes go on
 
 
 class _plain:

@@ -17,13 +17,10 @@ from .training import Losses, train
 LEVELS = [(level, dtype) for level in ("O2", "O1") for dtype in (torch.bfloat16, torch.float16)]
 
 REFUSED = {  # by the level: halfstep's own error
-    ("VAE", "O1"): "binary_cross_entropy is unsafe.*Use binary_cross_entropy_with_logits",
-    ("VAE, loss inside", "O1"): "binary_cross_entropy is unsafe.*Use binary_cross_entropy_with_logits",
     ("Barlow Twins", "O1"): "pow_ runs in fp32.*use the form that is not in place",
 }
 
 LEFT = {  # by the level, and by its dtype where only one is meant: what does not train yet
-    ("VAE, loss inside", "O2,float16"): "the loss is computed in 16 bits",
     ("Llama with a KV cache", "O2"): "what a model writes to its inputs is lost",
 }
 

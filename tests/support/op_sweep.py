@@ -25,10 +25,20 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from halfstep.casting.current import thread
 from halfstep.casting.scope import OpCasting
 from halfstep.core.errors import HalfstepError
 
 __all__ = ["SCOPES", "Case", "problem_of"]
+
+
+@contextlib.contextmanager
+def recorded(casting: OpCasting) -> Iterator[None]:
+    """The casts of code that ``torch.compile`` traces, done at once: no op is called again."""
+    with casting:
+        thread.mode.table, thread.mode.call_again = thread.mode.recorded, None
+        yield
+
 
 HALVES = (torch.bfloat16, torch.float16)
 MIXES: dict[str, Callable[[int], bool]] = {  # which of the fp32 tensors are given in 16 bits, by their place
@@ -39,6 +49,8 @@ MIXES: dict[str, Callable[[int], bool]] = {  # which of the fp32 tensors are giv
 SCOPES: dict[str, Callable[[torch.dtype], Any]] = {
     "O1": OpCasting,
     "O2": lambda half: OpCasting(half, enabled=False, meets=True),
+    "O1, recorded": lambda half: recorded(OpCasting(half)),
+    "O2, recorded": lambda half: recorded(OpCasting(half, enabled=False, meets=True)),
     "native": lambda half: torch.autocast("cpu", half),
     "none": lambda half: contextlib.nullcontext(),
 }

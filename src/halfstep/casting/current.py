@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 from ..core.compiler_compat import exit_autocast
 from ..core.dtypes import HALF_DTYPES
 from ..core.oplists.tables import NATIVE
+from ..core.torch_compat import jit_tracing_state
 from .config import CastingConfig
-from .dispatch import CastMode, SessionEnd, function_modes, place, set_function_modes
+from .dispatch import CastMode, SessionEnd, function_modes, note_meeting, place, set_function_modes
 from .weight_cache import WeightCache
 
 __all__ = [
@@ -236,6 +237,7 @@ def follow(
     session: SessionEnd | None = None,
     *,
     explicit: bool = False,
+    recorded: bool = False,
 ) -> None:
     """Make a mode do what a casting says.
 
@@ -246,10 +248,13 @@ def follow(
         session: the session whose casting it is.
         explicit: leave nothing to native autocast; see ``build_table``. An exported graph must hold every cast, and
             native autocast leaves no trace in it.
+        recorded: whether ops are recorded, to run later; ``torch.export`` and ``torch.jit.trace`` are asked for.
     """
+    recorded = recorded or torch.compiler.is_exporting() or jit_tracing_state() is not None
     mode.session = session
-    mode.table = {} if casting is None else casting.table(explicit=explicit)
-    mode.call_again = None if casting is None else casting.call_again
+    mode.recorded = {} if casting is None else casting.table(explicit=explicit, recorded=True)
+    mode.table = mode.recorded if casting is None or recorded else casting.table(explicit=explicit)
+    mode.call_again = None if casting is None or recorded else casting.call_again
     mode.is_needed = bool(mode.table) or session is not None or mode.call_again is not None
     if casting is not None:
         mode.dtype = casting.dtype
@@ -282,9 +287,9 @@ def in_autocast() -> bool:
 
 def met_in_fp32(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor for a function that has no gradient in 16 bits, cast where ops meet in this thread."""
-    if thread.mode.call_again is None or tensor.dtype not in HALF_DTYPES:
+    if thread.current is None or thread.current.call_again is None or tensor.dtype not in HALF_DTYPES:
         return tensor
-    thread.mode.met += 1
+    note_meeting()
     return tensor.float()
 
 

@@ -5,6 +5,7 @@ The table holds only the callables that need something. Any other call costs one
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, Protocol
@@ -33,7 +34,9 @@ __all__ = [
     "Rule",
     "SessionEnd",
     "function_modes",
+    "meetings",
     "method_name",
+    "note_meeting",
     "place",
     "set_function_modes",
 ]
@@ -60,6 +63,21 @@ def method_name(func: Callable[..., Any]) -> str | None:
     return _PYTHON_METHODS.get(func)
 
 
+class _Meetings(threading.local):
+    """How many ops of a thread were cast so far because torch would have refused their dtypes."""
+
+    count = 0
+
+
+meetings = _Meetings()
+
+
+@traced_as_constant  # a compiled op counts where it is traced, in its first pass
+def note_meeting() -> None:
+    """Count one."""
+    meetings.count += 1
+
+
 class SessionEnd(Protocol):
     """The part of a session that a mode asks before each op."""
 
@@ -75,6 +93,7 @@ class CastMode(TorchFunctionMode):
 
     Attributes:
         table: the rule of each callable; see ``build_table``.
+        recorded: the same for code that Dynamo traces. There no op can be called again.
         session: the O1 session that the mode follows, which may be over at any op; None in a scope, and if compiled.
         is_needed: whether it must be on torch's stack.
         dtype: the 16-bit dtype; see ``half_of``.
@@ -88,12 +107,13 @@ class CastMode(TorchFunctionMode):
         allow_banned: whether banned ops run in fp32.
         call_again: what is asked when torch has refused the dtypes of a call; see ``meeting.call_again``. None to leave
             it at that.
-        met: how many calls were made again so far.
+        logits: of the latest sigmoids; see ``logits``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.table: Mapping[Callable[..., Any] | str, Rule] = {}
+        self.recorded: Mapping[Callable[..., Any] | str, Rule] = {}
         self.session: SessionEnd | None = None
         self.is_needed = False
         self.dtype = torch.bfloat16
@@ -105,20 +125,22 @@ class CastMode(TorchFunctionMode):
         self.verbose = False
         self.allow_banned = False
         self.call_again: Callable[..., tuple[bool, Any]] | None = None
-        self.met = 0
+        self.logits: dict[int, tuple[Any, ...]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one call of an op under its rule."""
         if _is_dynamo_compiling():
-            rule = self.table.get(method_name(func) or func)
+            table = self.recorded
+            rule = table.get(method_name(func) or func)
         else:
+            table = self.table
             if self.session is not None and self.session.is_over():
                 self.session.leave()
-            rule = self.table.get(func)
+            rule = table.get(func)
         if rule is None and isinstance(func, (OpOverload, OpOverloadPacket)):
-            rule = self.table.get(qualified_name(func))
+            rule = table.get(qualified_name(func))
         try:
             if rule is None:
                 return func(*args, **kwargs) if kwargs else func(*args)
@@ -129,7 +151,7 @@ class CastMode(TorchFunctionMode):
             taken, result = self.call_again(self, rule or _as_it_is, func, args, kwargs or {})
             if not taken:
                 raise
-            self.met += 1
+            note_meeting()
             return result
 
     def casts(self, tensor: torch.Tensor) -> bool:

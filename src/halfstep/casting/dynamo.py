@@ -63,7 +63,7 @@ def _prepare_mode(key: str, explicit: bool) -> str:
     name = f"{key} {explicit}"
     if name not in _modes:
         mode = _modes[name] = CastMode()
-        follow(mode, config_of(key), explicit=explicit)
+        follow(mode, config_of(key), explicit=explicit, recorded=True)
         if explicit:
             mode.native = ()
     return name

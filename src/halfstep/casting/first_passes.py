@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from ..core.dtypes import HALF_DTYPES, dtype_name
-from ..core.torch_compat import forward_hooks, functorch_level
+from ..core.torch_compat import forward_hooks, functorch_level, jit_tracing_state
 from .containers import cast_tree
 from .current import thread
+from .dispatch import meetings
 from .finite import narrow_finite
 from .scope import OpCasting, enter, leave
 
@@ -118,7 +119,7 @@ class FirstPasses:
         """Call a method of the model. It has kinds of calls as ``forward`` has, and its arguments are not cast."""
         kinds = [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in (*args, *kwargs.values())]
         kind = (method.__name__, model.training, torch.is_grad_enabled(), *kwargs, *kinds)
-        first, before, owner = kind not in self.known, thread.mode.met, object()
+        first, before, owner = kind not in self.known, meetings.count, object()
         enter(self.casting if first or self.on else self.plain, owner)
         try:
             result = method(model, *args, **kwargs)
@@ -129,7 +130,7 @@ class FirstPasses:
         finally:
             leave(owner)
         if first:
-            self.end(kind, met=thread.mode.met != before)
+            self.end(kind, met=meetings.count != before)
         return result
 
     def note_refusal(self, error: BaseException | None) -> None:
@@ -150,6 +151,8 @@ _NOTE = (
 def _can_look(tensor: torch.Tensor) -> bool:
     """Whether the values of a tensor may be read here."""
     if type(tensor) is not torch.Tensor or tensor.numel() == 0 or tensor.is_meta or torch.compiler.is_compiling():
+        return False
+    if jit_tracing_state() is not None:
         return False
     return functorch_level() is None and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

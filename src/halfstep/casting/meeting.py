@@ -16,14 +16,15 @@ import torch
 from ..core.dtypes import HALF_DTYPES
 from ..core.oplists import OpLists
 from ..core.oplists.names import computes, spellings
+from ..core.oplists.tables import FLOAT, KEEPS_DTYPE, SELF_MATCHING, SELF_PROMOTING
 from ..core.torch_compat import OpOverload, OpOverloadPacket, qualified_name
 from .composites import composite_rule, has_question
 from .containers import map_tensors, tensors_in
-from .dispatch import CastMode, Rule
+from .dispatch import CastMode, Rule, note_meeting
 from .finite import narrow_finite
-from .rules import without_native
+from .rules import bind, match_self, promote, to_float, without_native
 
-__all__ = ["call_again", "meet_in_half", "met"]
+__all__ = ["call_again", "met", "recorded_rule"]
 
 _MEETING = (*HALF_DTYPES, torch.float32)
 _ASSIGNMENTS = ("__setitem__", "index_put_", "put_")
@@ -133,11 +134,20 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype in _MEETING else tensor, value)
 
 
-def met(rule: Rule, mixed: bool, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """An op that torch takes without a right result or gradient, where nothing else is cast: it is cast, and counted.
+def met(
+    rule: Rule,
+    otherwise: Rule | None,
+    mixed: bool,
+    mode: CastMode,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    """An op that torch refuses, or whose result or gradient is wrong, is cast and counted where nothing else is cast.
 
     Args:
         rule: casts it.
+        otherwise: its rule where it is not cast; None calls it as it is.
         mixed: whether only a 16-bit tensor beside an fp32 one is cast.
         mode: the mode.
         func: the op.
@@ -146,19 +156,36 @@ def met(rule: Rule, mixed: bool, mode: CastMode, func: Callable[..., Any], args:
     """
     dtypes = {tensor.dtype for tensor in tensors_in(args, kwargs)}
     if dtypes.isdisjoint(HALF_DTYPES) or (mixed and torch.float32 not in dtypes):
-        return func(*args, **kwargs)
-    mode.met += 1
+        return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
+    note_meeting()
     return rule(mode, func, args, kwargs)
 
 
-def meet_in_half(otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Cast the arguments of a product to the 16-bit dtype among them, if they have several dtypes."""
-    dtypes = {tensor.dtype for tensor in tensors_in(args, kwargs) if tensor.dtype in _MEETING}
-    half = next((dtype for dtype in HALF_DTYPES if dtype in dtypes), None)
-    if half is not None and len(dtypes) > 1:
+def recorded_rule(name: str, inplace: bool, otherwise: Rule | None) -> Rule | None:
+    """The rule of an op that is recorded and runs later, so that it cannot be called again.
 
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(half) if tensor.dtype in _MEETING else tensor
+    It casts what ``call_again`` would: dtypes that differ, and 16 bits where a kind of ops has no kernel for them.
 
-        args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
+    Args:
+        name: of the op.
+        inplace: whether it writes to its first argument.
+        otherwise: its rule where its dtypes agree.
+    """
+    listed = _LISTS.rule_of(name)
+    if inplace:
+        matches = name not in SELF_MATCHING and name not in KEEPS_DTYPE and not name.startswith("_")
+        return bind(met, match_self, otherwise, True) if matches else otherwise
+    if listed == "half":
+        return bind(met, bind(_in_half, otherwise), otherwise, True)
+    if listed == "float":
+        return bind(met, bind(to_float, name), otherwise, FLOAT[name] not in ("linalg", "fft", "complex"))
+    if listed == "promote" and name not in SELF_PROMOTING:
+        return bind(met, bind(promote, name), otherwise, True)
+    return otherwise
+
+
+def _in_half(otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Cast the arguments of a product to the 16-bit dtype among them."""
+    half = next(tensor.dtype for tensor in tensors_in(args, kwargs) if tensor.dtype in HALF_DTYPES)
+    args, kwargs = _cast(args, half), _cast(kwargs, half)
     return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)

@@ -21,6 +21,7 @@ from ..core.torch_compat import (
     BatchNorm,
     forward_hooks,
     hook_tables,
+    jit_tracing_state,
 )
 from ..gradients.held_masters import WITH_MEMORY, settle
 from ..kernels.shards import is_sharded
@@ -28,6 +29,7 @@ from . import dynamo
 from .buffers import buffers_to_keep
 from .containers import cast_tree
 from .current import Scope, clear_cache, leave_traced, thread
+from .dispatch import meetings
 from .dynamo import not_by_itself
 from .first_passes import FirstPasses, watch_methods
 from .saved import SaveAs, load_masters
@@ -125,7 +127,7 @@ class ModuleHooks:
             if WITH_MEMORY and not torch.compiler.is_compiling():
                 settle(refresh=False)
             foreign = _check_weight(module, *self.weight, meets=passes is not None and not compiling)
-        if passes is not None and compiling:
+        if passes is not None and (compiling or jit_tracing_state() is not None):
             casting = casting if passes.on or not passes.known else passes.plain
         elif passes is not None:
             arguments = [
@@ -145,7 +147,7 @@ class ModuleHooks:
         elif casting is not None:
             enter(casting, self, sys._getframe(1), explicit=self.explicit)
             if first:
-                thread.open[-1].watched = kind, thread.mode.met
+                thread.open[-1].watched = kind, meetings.count
         return None if self.inputs is None else (args, kwargs)
 
     @not_by_itself
@@ -171,7 +173,7 @@ class ModuleHooks:
                 passes.note_refusal(error)
         elif error is None:
             kind, before = scope.watched
-            passes.end(kind, met=thread.mode.met != before)
+            passes.end(kind, met=meetings.count != before)
 
     def _move(self, module: nn.Module) -> None:
         """Cast on the device of the model too, if it has moved to one of another type."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..core.oplists import OpLists
 from ..core.oplists.names import dispatcher_spellings, spellings
@@ -18,14 +19,16 @@ from ..core.oplists.tables import (
     MEETING_FLOAT,
     MEETING_PROMOTE,
     NATIVE,
+    NO_HALF,
     SELF_MATCHING,
     SELF_PROMOTING,
 )
 from . import rules
 from .composites import composite_rule, is_composite_of
 from .dispatch import Rule, method_name
-from .finite import ATTENTION, finite_mask, finite_number
-from .meeting import meet_in_half, met
+from .finite import ATTENTION, FILLS, finite_fill, finite_mask, finite_number
+from .logits import from_logits, remember_logits
+from .meeting import met, recorded_rule
 
 __all__ = ["build_table"]
 
@@ -38,6 +41,7 @@ def build_table(
     *,
     explicit: bool = False,
     meets: bool = False,
+    recorded: bool = False,
     verbose: bool = False,
 ) -> dict[Callable[..., Any] | str, Rule]:
     """The rule of each callable of torch under some lists; callables to leave alone are not in it.
@@ -51,6 +55,8 @@ def build_table(
         kinds: the classes of ops that are emulated somewhere.
         explicit: leave nothing to native autocast, which may be on or off, for other lists.
         meets: whether ops are called again that torch has refused. Those that it ought to refuse have a rule then.
+        recorded: whether ops are recorded, to run later. Then they cannot be called again, and those that ``meets``
+            have a rule.
         verbose: log casts; native autocast cannot.
     """
     if (lists is None or lists.level == "native") and not (kinds or explicit or meets):
@@ -69,22 +75,34 @@ def build_table(
             return rule
         return rules.bind(rules.emulated, name, kind, listed == "half", rule)
 
+    casts = lists is not None or meets
     table: dict[Callable[..., Any] | str, Rule] = {}
     for func, (name, inplace) in spellings().items():
         # 2 / x is written as x.reciprocal() * 2, and native autocast runs reciprocal in fp32 on CUDA.
         rule = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
         if rule is not None and name == ATTENTION:
             rule = rules.bind(finite_mask, rule)
+        refused = name in NO_HALF or name in MEETING_PROMOTE
+        if meets and recorded and refused and rule is None and not inplace:
+            rule = rules.bind(met, rules.bind(rules.to_float, name), None, name in MEETING_PROMOTE)
+        elif lists is None and meets and recorded:
+            rule = recorded_rule(name, inplace, rule)
         if lists is None and meets and name in MEETING_FLOAT | MEETING_PROMOTE:
             inner = rules.match_self if inplace else rules.bind(rules.to_float, name)
-            rule = rules.bind(met, inner, name in MEETING_PROMOTE)
-        if name == "where" and (lists is not None or meets):
+            rule = rules.bind(met, inner, rule, name in MEETING_PROMOTE)
+        if casts and name in FILLS and inplace:
+            rule = rules.bind(finite_fill, rule or rules.match_self)
+        elif casts and name in ("where", *FILLS) and name != "fill":
             rule = rules.bind(finite_number, rule)
+        if name == "sigmoid" and rule is None and casts and not (inplace or recorded):
+            rule = remember_logits
+        if func is F.binary_cross_entropy and rule is not None:
+            rule = rules.bind(from_logits, rule)
         if rule is not None and name in ("mm", "addmm", "matmul"):
             rule = rules.bind(rules.dense_only, name, rule)
         if rule is not None:
             table[func] = rule
-    if lists is not None:
+    if lists is not None or (meets and recorded):
         table |= {func: rules.bind(rules.dense_only, name, None) for func, name in rules.SPARSE_PRODUCTS.items()}
     cast = frozenset(name for func, (name, _) in spellings().items() if func in table)
     for func in spellings():
@@ -94,11 +112,7 @@ def build_table(
         rule = rule_of(canonical, inplace, canonical)
         if rule is not None:
             table[name] = rule
-    if lists is None and meets and explicit:  # a compiler does not call an op again
-        for func, (name, inplace) in spellings().items():
-            if not inplace and OpLists.default().rule_of(name) == "half":
-                table[func] = rules.bind(meet_in_half, table.get(func))
-        table[torch.Tensor.__setitem__] = rules.match_self
+        table[torch.Tensor.__setitem__] = rules.bind(finite_fill, rules.match_self) if casts else rules.match_self
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
     table[torch.Tensor.unflatten] = rules.unflatten
     table |= {method: rule for func, rule in table.items() if callable(func) and (method := method_name(func))}

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..core.errors import UnsafeOpError
 from ..core.oplists.tables import NATIVE
-from ..core.torch_compat import is_any_autocast_enabled, saved_hooks_allowed
+from ..core.torch_compat import is_any_autocast_enabled, jit_tracing_state, saved_hooks_allowed
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule
 from .emulation import has_own_ops, narrow, widen
@@ -295,8 +295,8 @@ def emulated(
     half = None if kwargs.get("out") is not None else _emulated_dtype(mode, args, kwargs, kind, lowers)
     if half is None:
         return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
-    alone = _is_compiling() or name in STEPWISE or torch.jit.is_tracing() or not saved_hooks_allowed()
-    kept: Kept | None = None if alone else {}
+    plain = _is_compiling() or jit_tracing_state() is not None or name in STEPWISE or not saved_hooks_allowed()
+    kept: Kept | None = None if plain else {}
     args = _rounded(mode, half, name, args, kept)
     kwargs = dict(zip(kwargs, _rounded(mode, half, name, kwargs.values(), kept), strict=True)) if kwargs else kwargs
     call = functools.partial(func, *args, **kwargs)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..core.oplists.tables import NATIVE
+from ..core.torch_compat import jit_tracing_state
 from . import dynamo, weight_copies
 from .config import CastingConfig
 from .current import (
@@ -108,7 +109,8 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
     elif thread.open or thread.traced:
         close_interrupted()
     scope = Scope(owner, frame)
-    if explicit or not (thread.explicit or (is_current(casting) and not torch.compiler.is_exporting())):
+    recorded = torch.compiler.is_exporting() or jit_tracing_state() is not None
+    if explicit or not (thread.explicit or (is_current(casting) and not recorded)):
         outer = () if thread.current is None else thread.current.native
         # A torch.autocast of the user's around this is turned off, but for models that have no casts of their own.
         mine = [] if casting.keeps_autocast else [d for d in casting.devices if d in NATIVE]

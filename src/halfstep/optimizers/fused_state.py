@@ -142,7 +142,7 @@ class FusedState(torch.optim.Optimizer):
             self._fused.started = {id(p): given[id(p)].to(torch.float32) for p in mine if id(p) in given}
 
     def expect_masters_in(self, params: Iterable[torch.Tensor]) -> None:
-        """Leave the masters of some parameters to the state of their model in sharded checkpoints; see ``state_dict``."""
+        """In sharded checkpoints, leave masters of these parameters to the state of their model; see ``state_dict``."""
         self._fused.in_models = frozenset(map(id, params))
 
     def keep_moments(self, form: StateForm) -> None:
@@ -222,7 +222,7 @@ class FusedState(torch.optim.Optimizer):
         No collective operation sends int16, and blocks of 256 elements cannot be cut anew. Moments that are loaded into
         the same shards become the same codes again, to the bit.
 
-        ``torch.distributed.checkpoint`` asks for the entries of this state when it loads, and finds them in a checkpoint
+        ``torch.distributed.checkpoint`` asks for the entries of this state when it loads. It finds them in a checkpoint
         of another sharding or level only if they have one form. So it gets that form of weights that are not sharded,
         too, and no master that is in the state of a model.
         """

@@ -21,6 +21,7 @@ __all__ = [
     "MEETING_PROMOTE",
     "MOVEMENT",
     "NATIVE",
+    "NO_HALF",
     "OP_CLASSES",
     "PADDLE_NAMES",
     "PROMOTE",
@@ -153,14 +154,37 @@ BANNED: dict[str, str] = {
 LISTED: frozenset[str] = HALF | FLOAT.keys() | PROMOTE | SEQUENCE | BANNED.keys()
 """Every op on a list."""
 
-MEETING_FLOAT: frozenset[str] = words("""
+MEETING_FLOAT: frozenset[str] = (
+    words("""
     matrix_exp linalg_matrix_exp lu_solve linalg_lu_solve pdist special_i1 special_i1e logcumsumexp soft_margin_loss
     grid_sample grid_sampler grid_sampler_2d grid_sampler_3d
     """)
-"""Ops that torch takes in 16 bits and computes wrong, or whose gradient it has not in 16 bits (2.11 to 2.13, CPU)."""
+    | BANNED.keys()
+    | {name for name, reason in FLOAT.items() if reason == "loss"} - {"linear_cross_entropy"}
+)
+"""Losses, and ops that torch takes in 16 bits and computes wrong, or whose gradient it has not in 16 bits (2.11 to
+2.13, CPU)."""
 
-MEETING_PROMOTE: frozenset[str] = words("addr huber_loss linear_cross_entropy mse_loss")
-"""Ops that take a 16-bit tensor beside an fp32 one, while their gradient does not."""
+NO_HALF: frozenset[str] = words("""
+    cdist quantile nanquantile avg_pool3d _upsample_bilinear2d_aa rrelu histogram histogramdd nuclear_norm linalg_vander
+    _standard_gamma _sample_dirichlet
+    """) | {
+    f"special_{name}"
+    for name in words("""
+        zeta ndtri log_ndtr erfcx airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 spherical_bessel_j0
+        modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
+        scaled_modified_bessel_k0 scaled_modified_bessel_k1 hermite_polynomial_h hermite_polynomial_he
+        laguerre_polynomial_l legendre_polynomial_p
+        chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
+        shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+        shifted_chebyshev_polynomial_w
+        """)
+}
+"""Ops that have no kernel for 16 bits (torch 2.11 to 2.13, CPU), beside those for linear algebra and FFT.
+``python -m tests.support.op_sweep "O2, recorded"`` finds them."""
+
+MEETING_PROMOTE: frozenset[str] = words("addr linear_cross_entropy meshgrid cartesian_prod put _weight_norm")
+"""Ops that take a 16-bit tensor beside an fp32 one, while their gradient does not, or that refuse it."""
 
 INNER_PRODUCT: frozenset[str] = words(
     """bilinear tensordot inner linalg_vecdot cov corrcoef matrix_power matrix_exp linalg_matrix_power linalg_matrix_exp
