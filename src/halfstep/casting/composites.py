@@ -1,7 +1,7 @@
 """Functions of torch that are written in Python, such as ``F.gumbel_softmax``, run so that the ops inside are cast.
 
 torch hands such a function to the mode as a whole, with the mode off. Calling it again with the mode on would hand it
-over again, without end. So a copy of the function runs: the same code, in a copy of its globals where the question
+over again, without end. So a copy of the function runs: the same code, with its module's names, of which the question
 "does a mode want this call?" (``has_torch_function``) is answered with no. The functions that it calls do reach the
 mode.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +17,24 @@ from typing import Any
 from ..core.torch_compat import pop_function_mode, push_function_mode
 from .dispatch import CastMode, Rule
 
-__all__ = ["composite_rule", "has_question", "is_composite_of", "refresh_globals"]
+__all__ = ["composite_rule", "has_question", "is_composite_of"]
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _OPERATORS = {"@": "matmul", "**": "pow", "BINARY_MATRIX_MULTIPLY": "matmul", "BINARY_POWER": "pow"}
 
-_globals: dict[str, dict[str, Any]] = {}
-"""The copies of globals, by the name of the module."""
+
+class _Globals(dict[str, Any]):
+    """The names of a module as they are at each look, but for the questions, which are answered with no."""
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        super().__init__(dict.fromkeys(_QUESTIONS, _no))
+        self._own = own
+
+    def __missing__(self, name: str) -> Any:
+        return self._own[name]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._own
 
 
 def is_composite_of(func: Callable[..., Any], listed: frozenset[str]) -> bool:
@@ -79,22 +89,10 @@ def composite_rule(func: Callable[..., Any]) -> Rule:
 @functools.cache
 def _copy(func: Any) -> types.FunctionType:
     """The function, which does not offer itself to modes. The functions that it calls do."""
-    scope = _globals.setdefault(func.__module__, {})
-    if not scope:
-        _fill(scope, func.__globals__)
+    scope = _Globals(func.__globals__)
     copy = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
-
-
-def refresh_globals() -> None:
-    """A function of some module was replaced: bring the copies of globals up to date."""
-    for name, scope in _globals.items():
-        _fill(scope, vars(sys.modules[name]))
-
-
-def _fill(scope: dict[str, Any], original: dict[str, Any]) -> None:
-    scope.update(original, **dict.fromkeys(_QUESTIONS, _no))
 
 
 def _no(*_: Any) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.oplists.names import spellings
 from . import rules
-from .composites import refresh_globals
 from .current import thread
 from .scope import NO_CASTING, active_casting
 
@@ -123,14 +122,12 @@ class _Attribute:
 
         cast.attribute = self  # type: ignore[attr-defined]
         setattr(owner, name, staticmethod(cast) if static else classmethod(cast) if by_class else cast)
-        refresh_globals()
 
     def put_back(self) -> None:
         if self.raw is _ABSENT:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, self.raw)
-        refresh_globals()
 
 
 _ABSENT: Any = object()
