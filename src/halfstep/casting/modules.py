@@ -33,7 +33,7 @@ from .dispatch import meetings
 from .dynamo import not_by_itself
 from .first_passes import FirstPasses, watch_methods
 from .saved import SaveAs, load_masters
-from .scope import OpCasting, enter, join_session, keep_session, leave, moved_to
+from .scope import OpCasting, enter, keep_session, leave, moved_to
 from .sharded import cast_shards, check_groups
 
 __all__ = [
@@ -48,7 +48,6 @@ __all__ = [
     "exempt",
     "first_passes_of",
     "has_casting",
-    "join_session_casting",
     "remove_hooks",
 ]
 
@@ -240,11 +239,6 @@ def exempt(model: M) -> M:
     if not has_casting(model, explicit=True):
         ModuleHooks(OpCasting(None, enabled=False), explicit=True).attach_to(model)
     return model
-
-
-def join_session_casting(module: nn.Module, args: Any) -> None:
-    """A forward pre-hook: the thread that runs this module takes part in the casting of the process."""
-    join_session()
 
 
 def cast_module(

@@ -12,7 +12,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..casting.current import clear_cache
 from ..casting.emulation import Emulate, check_emulate
-from ..casting.modules import join_session_casting
 from ..casting.scope import (
     OpCasting,
     active_casting,
@@ -32,9 +31,9 @@ from ..gradients.loss_scaler import DeviceLossScaler
 from ..optimizers.class_swap import rebase
 from ..stepping.attached import AttachedOptimizer, attach, attached_to, share_overflows
 from ..stepping.dynamic_class import base_of
-from ..stepping.optimizer_wrapper import ForwardingOptimizer
 from ..stepping.scaled_backward import ScaledBackward, check_loss
 from .casting_switch import CastingSwitch
+from .optimizer_wrapper import ForwardingOptimizer
 
 __all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper", "init"]
 
@@ -186,7 +185,7 @@ class AmpHandle(CastingSwitch, NoOpHandle):
         self._scaler = self.new_scaler("the loss scaler")
         self._attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._alive = True
-        self._hook = register_module_forward_pre_hook(join_session_casting)
+        self._hook = register_module_forward_pre_hook(_join_session_casting)
         begin_session(casting)
 
     def is_active(self) -> bool:
@@ -323,3 +322,8 @@ class OptimWrapper(ForwardingOptimizer):
         """Clear the gradients; the next loss is the first again."""
         self._next = 0
         super().zero_grad(set_to_none)
+
+
+def _join_session_casting(module: torch.nn.Module, args: Any) -> None:
+    """A forward pre-hook: the thread that runs this module takes part in the casting of the process."""
+    join_session()

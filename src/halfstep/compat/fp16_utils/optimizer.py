@@ -14,9 +14,9 @@ from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.logs import show_log
 from ...stepping.attached import attach
-from ...stepping.optimizer_wrapper import ForwardingOptimizer
 from ...stepping.scaled_backward import ScaledBackward, record_pass
 from ..master_groups import MasterGroups
+from ..optimizer_wrapper import ForwardingOptimizer
 from .loss_scaler import DynamicLossScaler, LossScaler, saved_entry
 
 __all__ = ["FP16_Optimizer"]
