@@ -16,7 +16,7 @@ BENCHMARKS = {
     "emulation": "16-bit products in fp32 kernels with 16-bit rounding, against the 16-bit kernels of the device",
     "shapes": "when 16 bits are faster than fp32 and when not: products, convolutions, small ops and steps, by size",
     "op_cost": "what op casting adds to an op and to a transformer block, against torch.autocast",
-    "accumulation": "a window of passes on two processes: DistributedDataParallel under autocast, and O1, O2",
+    "accumulation": "a window of passes on two processes: DistributedDataParallel under autocast or FSDP2, and O1, O2",
     "graph": "a captured graph with casts: torch.autocast, torch.compile under it, and static O1 and O2",
     "flat_masters": "a step with one flat fp32 master against one master for each parameter",
     "train_step": "TrainStep on two small models, against torch's loop, eager and compiled",

@@ -1,5 +1,8 @@
 """An accumulation window on two processes over gloo: torch's DistributedDataParallel with no_sync and autocast, against
 halfstep at O1 and O2. A window is several backward passes and a step of AdamW. Only the last pass is synced.
+
+With --sharded: torch's FSDP2, which casts fp32 shards by its MixedPrecisionPolicy, against 16-bit shards at O2. Both
+send the same bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import amp, optimizers
@@ -32,11 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=64, help="of each process and pass")
     parser.add_argument("--window", type=int, default=4, help="backward passes to a step (default 4)")
+    parser.add_argument("--sharded", action="store_true", help="FSDP2 instead of DistributedDataParallel")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = {name: getattr(args, name) for name in ("steps", "width", "layers", "batch", "window")}
+    settings = {name: getattr(args, name) for name in ("steps", "width", "layers", "batch", "window", "sharded")}
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -63,9 +69,10 @@ def run(args: argparse.Namespace) -> int:
 def _rank(rank: int, meeting: str, settings: dict[str, int], results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(meeting, RANKS), rank=rank, world_size=RANKS)
-    contenders = [
-        Contender(BASELINE, _torchs(settings)),
-        Contender("O1", _ours(settings, "O1", torch.optim.AdamW, fused=True)),
+    contenders = [Contender(BASELINE, _torchs(settings))]
+    if not settings["sharded"]:
+        contenders.append(Contender("O1", _ours(settings, "O1", torch.optim.AdamW, fused=True)))
+    contenders += [
         Contender("O2", _ours(settings, "O2", torch.optim.AdamW, fused=True)),
         Contender("O2, FusedAdam", _ours(settings, "O2", optimizers.FusedAdam)),
     ]
@@ -87,9 +94,18 @@ def _net(settings: dict[str, int]) -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def _sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """``dtype``: what FSDP2 casts gathered weights to."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for module in (*model.children(), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model
+
+
 def _window(
     settings: dict[str, int],
-    model: DistributedDataParallel,
+    model: Any,
     optimizer: torch.optim.Optimizer,
     one_pass: Callable[[torch.Tensor], None],
 ) -> Callable[[], None]:
@@ -97,7 +113,10 @@ def _window(
 
     def step() -> None:
         for i in range(settings["window"]):
-            with nullcontext() if i == settings["window"] - 1 else model.no_sync():
+            last = i == settings["window"] - 1
+            if settings["sharded"]:
+                model.set_requires_gradient_sync(last)
+            with nullcontext() if last or settings["sharded"] else model.no_sync():
                 one_pass(x)
         optimizer.step()
         optimizer.zero_grad()
@@ -106,11 +125,12 @@ def _window(
 
 
 def _torchs(settings: dict[str, int]) -> Callable[[], None]:
-    model = DistributedDataParallel(_net(settings))
+    sharded = settings["sharded"]
+    model = _sharded(_net(settings), torch.bfloat16) if sharded else DistributedDataParallel(_net(settings))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def one_pass(x: torch.Tensor) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
+        with nullcontext() if sharded else torch.autocast("cpu", torch.bfloat16):
             loss = model(x).float().square().mean() / settings["window"]
         loss.backward()
 
@@ -118,11 +138,11 @@ def _torchs(settings: dict[str, int]) -> Callable[[], None]:
 
 
 def _ours(settings: dict[str, int], level: str, make: Any, **options: Any) -> Callable[[], None]:
-    model: Any = _net(settings)
+    model: Any = _sharded(_net(settings)) if settings["sharded"] else _net(settings)
     optimizer = make(model.parameters(), lr=1e-4, **options)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
     amp.deactivate()  # the casts of O1 are for the whole process, but each contender opens its own
-    model = DistributedDataParallel(model)
+    model = model if settings["sharded"] else DistributedDataParallel(model)
 
     def one_pass(x: torch.Tensor) -> None:
         with amp.auto_cast(dtype="bfloat16") if level == "O1" else nullcontext():
