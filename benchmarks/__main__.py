@@ -22,6 +22,7 @@ BENCHMARKS = {
     "train_step": "TrainStep on two small models, against torch's loop, eager and compiled",
     "numerics": "what halfstep.numerics costs: Monitor, op_table and compare_step, against the plain step",
     "eight_bit": "8-bit moments against fp32 ones: loss of a small language model, bytes, time of a step",
+    "muon": "a step of Muon: torch's, and FusedMuon in fp32 and with split masters, on the matrices of a transformer",
     "check": "halfstep.check on a model of many small tensors, and what halfstep.watch adds to a step",
     "trainers": "a step in Lightning Fabric, with its own autocast and with halfstep's levels, and in a plain loop",
     "walks": "the files and functions of halfstep that one batch calls, for seven usual loops",

@@ -79,6 +79,16 @@ def test_simplenet(dtype: str, optimizer: str, tmp_path: Path, capsys: pytest.Ca
     assert all(name in printed for name in names)
 
 
+def test_muon(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    flags = ["--device", "cpu", "--layers", "1", "--width", "32", "--steps", "2", "--json", str(path)]
+    assert main(["muon", *flags]) == 0
+    record = json.loads(path.read_text())
+    names = ["torch.optim.Muon", "FusedMuon", "FusedMuon, split masters"]
+    assert [timing["name"] for timing in record["timings"]] == names
+    assert record["settings"]["angle"] < 0.05
+
+
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor calls it
 def test_train_step(tmp_path: Path) -> None:

@@ -1,4 +1,15 @@
-"""The Newton-Schulz iteration of Muon on stacks of matrices: one batched product for all matrices of a shape."""
+"""The Newton-Schulz iteration of Muon on stacks of matrices.
+
+Two things make it cheaper than it is written, for matrices of m rows and n columns, m <= n:
+
+- Several iterations are done on the Gram matrix G = X X^T, which is m x m, and X is multiplied once after them. The
+  factor of each iteration is a polynomial in G, so all of them commute, and the next G is this one times the square of
+  the factor. A pair of iterations costs 4 m^2 n + 10 m^3 operations where it cost 8 m^2 n + 4 m^3. This is the idea of
+  T. Dao's gram-newton-schulz. A Gram matrix has the squares of the singular values, which 16 bits hold less well: with
+  two iterations and then a new Gram matrix the result is as near to that in float64 as it is without, and with three it
+  is not. In fp32 all iterations are one run.
+- These products are symmetric. On a CPU, where their size pays it, only the blocks below the diagonal are computed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +19,11 @@ from collections.abc import Sequence
 import torch
 
 from ..core.hardware import has_units
+
+_BLOCKS = {2: (1024, 256), 4: (512, 128), 8: (512, 128)}
+"""By the bytes of a number: the rows from which a symmetric product is faster in blocks, and the rows of a block."""
+_WORTH_GRAM = 1.5  # columns for each row from which runs on the Gram matrix take fewer operations
+_FEW = 128  # rows: of fewer, these runs are no faster
 
 __all__ = ["counts_of", "matrix_shape", "parts_of", "product_dtype", "unit_singular_values"]
 
@@ -63,14 +79,68 @@ def unit_singular_values(
     Returns:
         A tensor of the shape and dtype of ``stack``.
     """
-    a, b, c = coefficients
     wide = torch.promote_types(stack.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True, dtype=wide)
-    x = stack.div_(norms.clamp_(min=eps))
+    if stack.device.type != "cpu":
+        norms = torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True, dtype=wide)
+        return _iterate(stack.div_(norms.clamp_(min=eps)), coefficients, steps)
+    for matrix in stack:  # on a CPU single products are faster than batched ones
+        norm = torch.linalg.vector_norm(matrix, dtype=wide)
+        matrix.copy_(_iterate(matrix.div_(norm.clamp_(min=eps)), coefficients, steps))
+    return stack
+
+
+def _iterate(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
+    """The iteration on a matrix or a stack of them."""
+    a, b, c = coefficients
     tall = x.size(-2) > x.size(-1)
     if tall:
-        x = x.mT
-    for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = x.mT.contiguous() if x.dim() == 2 else x.mT
+    flat = x.dim() == 2
+    for count in _runs(steps, x):
+        gram = _symmetric(x, x.mT)
+        rest = _symmetric(gram, gram, gram, b, c)  # the factor of an iteration is a + rest
+        if count == 1:
+            x = torch.addmm(x, rest, x, beta=a) if flat else torch.baddbmm(x, rest, x, beta=a)
+            continue
+        factor = rest.clone()
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        for _ in range(1, count):
+            once = _symmetric(rest, gram, gram, a)
+            gram = _symmetric(rest, once, once, a)
+            rest = _symmetric(gram, gram, gram, b, c)
+            factor = _symmetric(rest, factor, factor, a)
+        x = factor @ x
     return x.mT if tall else x
+
+
+def _runs(steps: int, x: torch.Tensor) -> list[int]:
+    """How many iterations go on on one Gram matrix, for each run of them."""
+    if x.size(-2) < _FEW or x.size(-1) < _WORTH_GRAM * x.size(-2):
+        return [1] * steps
+    longest = 2 if x.dtype.itemsize == 2 else max(steps, 1)
+    runs = [longest] * (steps // longest)
+    if steps % longest:
+        runs.insert(1, steps % longest)
+    return runs
+
+
+def _symmetric(
+    left: torch.Tensor, right: torch.Tensor, add: torch.Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
+) -> torch.Tensor:
+    """``alpha left right + beta add`` (or only ``left right``), which is symmetric."""
+    if left.dim() == 3:
+        return left.bmm(right) if add is None else torch.baddbmm(add, left, right, beta=beta, alpha=alpha)
+    size = left.size(0)
+    least, block = _BLOCKS[left.dtype.itemsize]
+    if size < least:
+        return left.mm(right) if add is None else torch.addmm(add, left, right, beta=beta, alpha=alpha)
+    out = left.new_empty(size, size)
+    for start in range(0, size, block):
+        rows = slice(start, min(start + block, size))
+        upto = slice(0, rows.stop)
+        if add is None:
+            torch.mm(left[rows], right[:, upto], out=out[rows, upto])
+        else:
+            torch.addmm(add[rows, upto], left[rows], right[:, upto], beta=beta, alpha=alpha, out=out[rows, upto])
+        out[:start, rows] = out[rows, :start].mT
+    return out
