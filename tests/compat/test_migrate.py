@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from textwrap import dedent
@@ -12,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from halfstep.cli.migrate import command, migrate
-from halfstep.core.install import install_line
 from tests.support.python import python
 
 SAME = [  # to halfstep: before, after
@@ -328,7 +326,6 @@ def test_inference_that_is_refused(old: str, new: str, said: str) -> None:
 
 REFUSED = {
     "O2": ("O1", "O2", "O2 and O3 keep 16-bit weights"),
-    "a level from elsewhere": ('"O1"', "args.level", "the level cannot be read here"),
     "losses": ('opt_level="O1"', 'opt_level="O1", num_losses=2', "num_losses"),
     "a static scale": ('opt_level="O1"', 'opt_level="O1", loss_scale=128.0', "a static loss_scale"),
     "bounds": ('opt_level="O1"', 'opt_level="O1", max_loss_scale=2.0', "max_loss_scale"),
@@ -345,28 +342,21 @@ REFUSED = {
     ),
     "a wrapper": ("delay_allreduce=True", "gradient_average=False", "gradient_average"),
     "no initialize": ('model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n', "", "no amp.initi"),
-    "no torch": ("import torch\n", "import torch as t\n", "import torch"),
-    "no step": ("    optimizer.step()  # go\n", "", "no step of the optimizer"),
+    "no step": ("    optimizer.step()  # go\n", "", "no optimizer.step()"),
     "a step's result": ("optimizer.step()", "x = optimizer.step()", "whose result is used"),
     "two clippings": (
         "optimizer.step()",
         "optimizer.step(); amp.master_params(optimizer)",
-        "a second amp.master_params",
+        "several statements in a line",
     ),
-    "another name": ("model, optimizer = amp", "net, optimizer = amp", "another name"),
     "no scale_loss": (
         "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward(retain_graph=True)\n",
         "    loss.backward()\n",
-        "no scale_loss",
+        "a backward pass without scale_loss",
     ),
     "two contexts": ("with amp.scale", "with lock, amp.scale", "a with block of its own"),
-    "no Apex": (
-        "from apex import amp\n",
-        "try:\n    from apex import amp\nexcept ImportError:\n    amp = None\n",
-        "is set to",
-    ),
-    "a parameter": ("import torch\n", "import torch\ndef f(amp):\n    amp.x\n", "something else here"),
-    "a module": ("optimizer.step()", "f(amp); optimizer.step()", "cannot be rewritten as a whole"),
+    "a parameter": ("import torch\n", "import torch\ndef f(amp):\n    amp.x\n", "in a way that cannot be rewritten"),
+    "a module": ("optimizer.step()", "f(amp)\n    optimizer.step()", "handed on here"),
     "a star": ("from apex import amp\n", "from apex import amp\nfrom apex.fp16_utils import *\n", "say which names"),
 }
 
@@ -380,35 +370,6 @@ def test_what_torch_has_not_is_refused_as_a_whole(why: str) -> None:
     found = migrate(source, "torch")
     assert found.after == source
     assert any(said in text for _, text in found.problems), found.problems
-
-
-def test_an_import_that_nothing_uses_stays() -> None:
-    """It may be there to find out whether Apex is installed."""
-    source = "try:\n    from apex import amp\n    has = True\nexcept ImportError:\n    has = False\n"
-    found = migrate(source, "torch")
-    assert found.after == source
-    assert found.problems == [(2, "Apex is imported and not used here; see who asks whether the import succeeds")]
-
-
-def test_amp_in_several_functions_is_refused() -> None:
-    source = """\
-        import torch
-        from apex import amp
-
-        def main():
-            model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-            train(model, optimizer)
-
-        def train(model, optimizer):
-            loss = model(x)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-    """
-    found = migrate(dedent(source), "torch")
-    assert found.problems == [
-        (10, "amp is used in several functions; hand a GradScaler from one to the other yourself")
-    ]
 
 
 # ---- the command
@@ -471,15 +432,6 @@ def test_what_is_left_shows_in_the_exit_status(tmp_path: Path) -> None:
     assert "halfstep has no such name" in said
     assert "not Python that can be read" in said
     assert broken.read_text() == "import apex\nprint 'python 2'\n"
-
-
-def test_without_libcst_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "libcst", None)
-    (tmp_path / "a.py").write_text("from apex import amp\n")
-    assert "+from halfstep import amp" in run(str(tmp_path))[1]
-    code, said = run(str(tmp_path), "--to", "torch")
-    assert code == 1
-    assert install_line("migrate") in said
 
 
 def test_mentions_show_and_are_no_failure(tmp_path: Path) -> None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
-import functools
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from ..core.install import install_line
 from ..core.text import counted
 from .files import check_writable
 
@@ -55,43 +55,91 @@ def migrate(source: str, to: str = "halfstep") -> Migration:
     """
     if not any(word in source for word in _WORDS):
         return Migration(source, source, [])
+    if to == "torch":
+        return migrate_to_torch({"": source})[""]
+    from ..compat.migrate.to_halfstep import to_halfstep
+
+    mark, text = _mark(source)
+    return _migration(source, mark, *to_halfstep(text))
+
+
+def migrate_to_torch(sources: Mapping[_Key, str], *, accumulation: bool = False) -> dict[_Key, Migration]:
+    """Rewrite files that belong together for plain torch: all of them, or none.
+
+    Args:
+        sources: the text of each file.
+        accumulation: also rewrite steps of several backward passes, after which a GradScaler moves its scale once.
+
+    Raises:
+        SyntaxError: if a text is no Python, or its rewriting would not be.
+    """
+    from ..compat.migrate.to_torch import to_torch
+
+    parts = {key: _mark(source) for key, source in sources.items()}
+    found = to_torch({key: text for key, (_, text) in parts.items()}, accumulation=accumulation)
+    return {key: _migration(sources[key], mark, *found[key]) for key, (mark, _) in parts.items()}
+
+
+def _mark(source: str) -> tuple[str, str]:
+    """The byte order mark of a text, if there is one, and the rest."""
+    return (source[:1], source[1:]) if source.startswith("\ufeff") else ("", source)
+
+
+def _migration(source: str, mark: str, after: str, problems: list[tuple[int, str]]) -> Migration:
     from ..compat.migrate.mentions import asked_by_string, mentions
 
-    if to == "torch":
-        from ..compat.migrate.to_torch import to_torch as rewrite
-    else:
-        from ..compat.migrate.to_halfstep import to_halfstep as rewrite
-    mark = source[: source.startswith("\ufeff")]
-    text = source[len(mark) :]
-    after, problems = rewrite(text)
     compile(after, "<migrated>", "exec", dont_inherit=True)
+    text = source[len(mark) :]
     left = sorted({*problems, *asked_by_string(text)})
     lines = {line for line, _ in left}
     return Migration(source, mark + after, left, [found for found in mentions(text) if found[0] not in lines])
 
 
+_Key = TypeVar("_Key", bound=Hashable)
 _WORDS = ("apex", "amp_C", "syncbn")
+_TAKES_AMP = re.compile(rb"^\s*from\s+\..*\bimport\b.*\bamp\b", re.M)
+"""A file that has ``amp`` from another file of its package."""
 _PARALLEL = 64
-"""From this many files on, other processes help; each takes seconds to start."""
+"""From this many files on, other processes help with --to halfstep; each takes seconds to start."""
 
 
-def _migrate_file(path: Path, to: str) -> Migration | str:
+def _migrate_files(files: list[Path]) -> Iterator[Migration | str]:
+    """The rewritings to halfstep, in order."""
+    workers = min(os.cpu_count() or 1, len(files) // (_PARALLEL // 2))
+    if workers < 2:
+        yield from map(_migrate_file, files)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_migrate_file, files, chunksize=4)
+
+
+def _migrate_file(path: Path) -> Migration | str:
     """The rewriting of a file, or why it cannot be read."""
     try:
-        return migrate(path.read_bytes().decode("utf-8"), to)
+        return migrate(path.read_bytes().decode("utf-8"))
     except (SyntaxError, UnicodeDecodeError) as error:
         return str(error)
 
 
-def _migrate_files(files: list[Path], to: str) -> Iterator[Migration | str]:
-    """The rewritings, in order."""
-    one = functools.partial(_migrate_file, to=to)
-    workers = min(os.cpu_count() or 1, len(files) // (_PARALLEL // 2))
-    if workers < 2:
-        yield from map(one, files)
-        return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(one, files, chunksize=4)
+def _migrate_packages(paths: tuple[Path, ...], accumulation: bool) -> Iterator[tuple[Path, Migration | str]]:
+    """The rewritings to torch: of each folder whole, or not at all."""
+    for path in paths:
+        sources, broken = {}, {}
+        for file in _files((path,)):
+            if not _speaks_of_apex(file) and not _TAKES_AMP.search(file.read_bytes()):
+                continue
+            try:
+                sources[file] = file.read_bytes().decode("utf-8")
+                ast.parse(sources[file].removeprefix("\ufeff"))
+            except (SyntaxError, UnicodeDecodeError) as error:
+                sources.pop(file, None)
+                broken[file] = str(error)
+        found = migrate_to_torch(sources, accumulation=accumulation)
+        whole = not broken and not any(each.problems for each in found.values())
+        yield from broken.items()
+        for file, each in found.items():
+            if each.problems or each.mentions or each.after != each.before:
+                yield file, each if whole else replace(each, after=each.before)
 
 
 @click.command()
@@ -103,17 +151,18 @@ def _migrate_files(files: list[Path], to: str) -> Iterator[Migration | str]:
     show_default=True,
     help="whose names the code is to call; torch.amp does not have all that Apex has",
 )
+@click.option(
+    "--accumulation",
+    is_flag=True,
+    help="with --to torch: also rewrite steps of several backward passes; a GradScaler moves its scale once for all",
+)
 @click.option("--write", is_flag=True, help="change the files; otherwise only show what would change")
-def command(paths: tuple[Path, ...], to: str, write: bool) -> None:
+def command(paths: tuple[Path, ...], to: str, accumulation: bool, write: bool) -> None:
     """Rewrite the calls of Apex in PATHS, files or folders, and show the difference.
 
-    Exits with 1 if something is left that could not be rewritten. Comments and strings that speak of Apex are listed.
+    With --to torch a folder is rewritten whole or not at all. Exits with 1 if something is left that could not be
+    rewritten. Comments and strings that speak of Apex are listed.
     """
-    if to == "torch":
-        try:
-            import libcst  # noqa: F401
-        except ImportError:
-            raise click.ClickException(f"--to torch needs libcst: {install_line('migrate')}") from None
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -127,7 +176,8 @@ def command(paths: tuple[Path, ...], to: str, write: bool) -> None:
     if write:
         for path in {path.parent: path for path in files}.values():
             check_writable(path)
-    for path, found in zip(files, _migrate_files(files, to), strict=True):
+    one_by_one = zip(files, _migrate_files(files), strict=True)
+    for path, found in _migrate_packages(paths, accumulation) if to == "torch" else one_by_one:
         if isinstance(found, str):
             console.print(f"{path}: not Python that can be read: {found}", style="red", markup=False)
             left += 1

@@ -44,6 +44,33 @@ class Text:
         """Have other text between two places."""
         self._changes.append((start, end, new.encode()))
 
+    def source(self, node: ast.expr | ast.stmt) -> str:
+        """The text of a node."""
+        return self.bytes[self.start(node) : self.end(node)].decode()
+
+    def add_argument(self, call: ast.Call, new: str) -> None:
+        """Add an argument to a call, laid out as the one before it."""
+        close = self.end(call) - 1
+        arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+        if not arguments:
+            self.change(close, close, new)
+            return
+        last = max(arguments, key=self.end)
+        end = self.end(last)
+        while (match := re.compile(rb"\s*\)").match(self.bytes, end)) and match.end() <= close:
+            end = match.end()  # parentheses of its own
+        comma = re.compile(rb"\s*,").match(self.bytes, end)
+        start = self.start(last)
+        indent = self.bytes[self.line_start(start) : start].decode()
+        if indent.strip() or self.line_start(start) == 0:
+            at = comma.end() if comma else end
+            self.change(at, at, f" {new}," if comma else f", {new}")
+            return
+        if not comma:
+            self.change(end, end, ",")
+        at = min(self.line_end(comma.end() if comma else end), close) if b"\n" in self.bytes[end:close] else end
+        self.change(at, at, f"\n{indent}{new}{',' if comma else ''}")
+
     def drop(self, start: int, end: int) -> None:
         """Forget the changes between two places."""
         self._changes = [change for change in self._changes if not start <= change[0] < end]

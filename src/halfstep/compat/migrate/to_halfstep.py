@@ -163,7 +163,7 @@ class _Rewriting:
         level = given.get("opt_level")
         if "dtype" in given or (isinstance(level, ast.Constant) and level.value in _IN_BFLOAT16):
             return
-        _add_argument(self.text, call, 'dtype="float16"')
+        self.text.add_argument(call, 'dtype="float16"')
 
     def _problem(self, node: ast.expr | ast.stmt, said: str) -> None:
         self.problems.append((node.lineno, said))
@@ -171,30 +171,6 @@ class _Rewriting:
 
 def _binds_apex(node: ast.Import) -> bool:
     return any(not alias.asname and alias.name.partition(".")[0] == "apex" for alias in node.names)
-
-
-def _add_argument(text: Text, call: ast.Call, new: str) -> None:
-    """Add an argument to a call, laid out as the one before it."""
-    close = text.end(call) - 1
-    arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
-    if not arguments:
-        text.change(close, close, new)
-        return
-    last = max(arguments, key=text.end)
-    end = text.end(last)
-    while (match := re.compile(rb"\s*\)").match(text.bytes, end)) and match.end() <= close:
-        end = match.end()  # parentheses of its own
-    comma = re.compile(rb"\s*,").match(text.bytes, end)
-    start = text.start(last)
-    indent = text.bytes[text.line_start(start) : start].decode()
-    if indent.strip() or text.line_start(start) == 0:
-        at = comma.end() if comma else end
-        text.change(at, at, f" {new}," if comma else f", {new}")
-        return
-    if not comma:
-        text.change(end, end, ",")
-    at = min(text.line_end(comma.end() if comma else end), close) if b"\n" in text.bytes[end:close] else end
-    text.change(at, at, f"\n{indent}{new}{',' if comma else ''}")
 
 
 def _unresolved(after: str, tree: ast.Module, before: Names) -> list[Problem]:

@@ -1,0 +1,140 @@
+"""The names of Apex that torch has too, and what ``amp.initialize`` was told."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+
+from .names import Problem
+from .scopes import dotted_text
+
+__all__ = ["CONVERT", "OPTIMIZERS", "REPLACED", "Level", "level_of", "options_problem", "without"]
+
+CONVERT = "apex.parallel.convert_syncbn_model"
+"""A function that is a method in torch, so its uses change and not its import."""
+
+OPTIMIZERS = {"apex.optimizers.FusedAdam": "torch.optim.AdamW", "apex.optimizers.FusedSGD": "torch.optim.SGD"}
+_NORM = "torch.nn.LayerNorm"
+REPLACED = {
+    "apex.parallel.DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel",
+    "apex.parallel.SyncBatchNorm": "torch.nn.SyncBatchNorm",
+    "apex.normalization.FusedLayerNorm": _NORM,
+    "apex.normalization.fused_layer_norm.FusedLayerNorm": _NORM,
+    "apex.normalization.MixedFusedLayerNorm": _NORM,
+    CONVERT: "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+    **OPTIMIZERS,
+}
+"""A name of Apex -> the one of torch that does the same."""
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+_SGD = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+_ARGUMENTS = {
+    "apex.parallel.DistributedDataParallel": ("delay_allreduce",),
+    "apex.parallel.SyncBatchNorm": ("eps", "momentum", "affine", "track_running_stats", "process_group"),
+    CONVERT: ("process_group",),
+    "apex.optimizers.FusedAdam": _ADAM,
+    "apex.optimizers.FusedSGD": _SGD,
+}
+
+
+def options_problem(name: str, call: ast.Call) -> str | None:
+    """What torch has not of the arguments of a call of a name in ``REPLACED``; None if it has all."""
+    if name not in _ARGUMENTS:
+        return None
+    unknown = [keyword.arg or "**" for keyword in call.keywords if keyword.arg not in _ARGUMENTS[name]]
+    if unknown:
+        return f"{unknown[0]} of {name}"
+    places = 2 if name in OPTIMIZERS else 1
+    return f"{name} with arguments that are given by place" if len(call.args) > places else None
+
+
+@dataclass
+class Level:
+    """What ``amp.initialize`` was told.
+
+    Attributes:
+        enabled: an expression that is true at O1; "True" and "False" where that is known.
+        checks: statements that refuse, at run time, what torch has not.
+        problems: what can be refused here.
+    """
+
+    enabled: str = "True"
+    checks: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+_ALLOWED = {
+    "loss_scale": (None, "dynamic"),
+    "num_losses": (1,),
+    "keep_batchnorm_fp32": (None,),
+    "master_weights": (None,),
+    "cast_model_type": (None,),
+    "cast_model_outputs": (None,),
+    "patch_torch_functions": (None, True),
+    "min_loss_scale": (None,),
+    "max_loss_scale": (),
+}
+_SAID = {
+    "loss_scale": "a static loss_scale: GradScaler has none",
+    "num_losses": "num_losses: each loss would need a GradScaler of its own",
+}
+
+
+def level_of(call: ast.Call) -> Level:
+    """Read the options of a call of ``amp.initialize``; what is known at run time only is looked at there."""
+    level = Level()
+    conditions: list[str] = []
+    for keyword in call.keywords:
+        name, value = str(keyword.arg), keyword.value
+        known = isinstance(value, ast.Constant)
+        text = ast.unparse(value)
+        if name in ("models", "optimizers", "verbosity"):
+            continue
+        if not known and any(isinstance(part, (ast.Call, ast.Await, ast.NamedExpr)) for part in ast.walk(value)):
+            level.problems.append((value.lineno, f"{name} cannot be read here: {text}"))
+        elif name == "opt_level":
+            _opt_level(level, conditions, value, text)
+        elif name == "enabled":
+            conditions.append(text)
+        elif name not in _ALLOWED:
+            level.problems.append((value.lineno, f"{name} has no counterpart in torch.amp"))
+        elif not known:
+            allowed = _ALLOWED[name]
+            level.checks += [f"if {text} not in {allowed!r}:", f'    raise ValueError("torch.amp has no {name}")']
+        elif value.value not in _ALLOWED[name]:  # type: ignore[attr-defined]
+            level.problems.append((value.lineno, _SAID.get(name, f"{name} has no counterpart in torch.amp")))
+    unknown = [each for each in conditions if each != "True"]
+    level.enabled = "False" if "False" in unknown else " and ".join(unknown) or "True"
+    return level
+
+
+def _opt_level(level: Level, conditions: list[str], value: ast.expr, text: str) -> None:
+    if not isinstance(value, ast.Constant):
+        conditions.append(f'{text} == "O1"')
+        said = "torch.amp has O0 and O1 only; O2 and O3 keep 16-bit weights"
+        level.checks += [f'if {text} not in ("O0", "O1"):', f'    raise ValueError("{said}")']
+    elif value.value in ("O0", "O1"):
+        conditions.append(str(value.value == "O1"))
+    else:
+        said = "O2 and O3 keep 16-bit weights; torch.amp has nothing for that, halfstep has (--to halfstep)"
+        level.problems.append((value.lineno, f"{text}: {said}"))
+
+
+_NO_FORWARD = {
+    *("train", "eval", "to", "cuda", "cpu", "half", "float", "zero_grad", "parameters", "named_parameters"),
+    *("state_dict", "load_state_dict", "modules", "named_modules", "children", "requires_grad_", "apply"),
+    *("save_pretrained", "save", "print", "isinstance", "hasattr", "getattr", "len", "list", "step"),
+}
+_NO_CALL = ("Parallel", "DDP", "SyncBatchNorm", "initialize", "Adam", "AdamW", "SGD", "clip_grad_norm_", "Optimizer")
+
+
+def without(call: ast.Call, models: set[str]) -> bool:
+    """False if a call may run one of the models: it is called, a method of it is, or it is an argument."""
+    text = dotted_text(call.func) or ""
+    *owners, last = text.split(".")
+    if last in _NO_FORWARD or last.endswith(_NO_CALL):
+        return True
+    if last in models or models & set(owners):
+        return False
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return not any((dotted_text(each) or "").rpartition(".")[2] in models for each in given)
