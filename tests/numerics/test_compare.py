@@ -194,14 +194,15 @@ def test_healthy_runs_do_not_diverge(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("why", ["overflow", "cancellation", "underflow"])
-def test_faults_are_found_in_saved_runs(why: str) -> None:
-    dice = random.Random(0)
+def test_faults_are_found_in_saved_runs(why: str, request: pytest.FixtureRequest) -> None:
+    """``make combinations`` draws 20 faults of each kind, and ``make test`` 8."""
+    dice, count = random.Random(0), 20 if request.config.getoption("combinations") == "all" else 8
     right = 0
-    for _ in range(20):
+    for _ in range(count):
         fault = draw(dice, why)
         found = compare(watched(fault.trial, None, 1), watched(fault.trial, fault.dtype, 1))
         right += found.modules()[0].module == fault.module
-    assert right >= 18
+    assert right >= int(0.9 * count)
 
 
 def test_a_run_against_itself_has_no_error() -> None:

@@ -35,9 +35,9 @@ def test_a_fault_is_found_with_one_step(why: str) -> None:
 def test_100_faults(request: pytest.FixtureRequest) -> None:
     """20 of each kind at random places of five models: at least 95 modules come out on top.
 
-    ``make combinations`` tries them all, and ``make test`` 6 of each kind.
+    ``make combinations`` tries them all, and ``make test`` 3 of each kind.
     """
-    dice, count = random.Random(0), 20 if request.config.getoption("combinations") == "all" else 6
+    dice, count = random.Random(0), 20 if request.config.getoption("combinations") == "all" else 3
     found: Counter[str] = Counter()
     for why in KINDS:
         for _ in range(count):

@@ -777,7 +777,7 @@ class Gain(nn.Module):
 @pytest.mark.exhaustive
 def test_a_ramp_of_activations_is_announced_before_the_first_skipped_step(caplog: pytest.LogCaptureFixture) -> None:
     ahead = []
-    for seed in range(20):
+    for seed in range(10):
         torch.manual_seed(seed)
         random = torch.Generator().manual_seed(seed)
         growth = 1.02 + 0.13 * float(torch.rand((), generator=random))
@@ -790,8 +790,8 @@ def test_a_ramp_of_activations_is_announced_before_the_first_skipped_step(caplog
         )
         announced = skipped = None
         with Monitor(model, optimizer, every=2, tensors=("output",)) as monitor, caplog.at_level("ERROR", "halfstep"):
-            for step in range(500):
-                gain.factor = 256.0 * growth**step
+            for step in range(200):
+                gain.factor = 65504.0 * growth ** (step - 60)
                 noise = 1 + 0.1 * torch.randn((), generator=random)
                 with amp.scale_loss(model(batch(step) * noise).float().square().mean() * 1e-7, optimizer) as scaled:
                     scaled.backward()
@@ -804,7 +804,7 @@ def test_a_ramp_of_activations_is_announced_before_the_first_skipped_step(caplog
                     break
         assert skipped is not None, "the ramp ends in an overflow"
         ahead.append(announced is not None and skipped - announced >= 10)
-    assert sum(ahead) >= 16, f"{sum(ahead)} of 20 overflows were announced 10 steps before"
+    assert sum(ahead) >= 8, f"{sum(ahead)} of 10 overflows were announced 10 steps before"
 
 
 def test_an_overflow_that_is_there_already_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
