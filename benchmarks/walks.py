@@ -23,7 +23,7 @@ import halfstep
 from halfstep import amp, optimizers, static
 
 SOURCE = f"{Path(halfstep.__file__).parent}/"
-BATCH = torch.ones(4, 8), torch.arange(4) % 3
+BATCH = torch.linspace(0, 1, 32).reshape(4, 8), torch.arange(4) % 3  # whole numbers may be time steps or a mask
 LOSS = nn.CrossEntropyLoss()
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]

@@ -6,7 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep import amp
+from halfstep import amp, numerics
 from halfstep.casting.scope import OpCasting
-from halfstep.core.errors import ArgumentTypeError, UsageError
+from halfstep.core.errors import ArgumentTypeError, NotScriptableError, UsageError
 
 HALVES = (torch.bfloat16, torch.float16)
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
@@ -46,13 +46,13 @@ class Late(nn.Module):
         return -self.one(x.float() if self.mixes else x).square().sum(-1)
 
 
-def modes_in(model: nn.Module) -> int:
+def modes_in(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """How many function modes are on while a model runs."""
     found: list[int] = []
     handle = next(m for m in model.modules() if isinstance(m, nn.Linear)).register_forward_hook(
         lambda *_: found.append(torch._C._len_torch_function_stack())
     )
-    model(X)
+    model(*(args or (X,)), **kwargs)
     handle.remove()
     return found[0]
 
@@ -134,6 +134,76 @@ def test_public_methods_meet_and_follow_copies(dtype: torch.dtype) -> None:
     assert plain.log_prob(X).dtype is torch.float32
     with pytest.raises(RuntimeError, match="dtype"):
         at_o2(Late(), cast_ops=False).log_prob(X)
+
+
+class Registered(nn.Module):
+    """Keeps a register of its subclasses, as some frameworks do."""
+
+    classes: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls) -> None:
+        cls.classes.append(cls)
+
+
+class Scored(Registered):
+    """A method that is called in ``forward``, and a property that mixes dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    @property
+    def score(self) -> torch.Tensor:
+        return self.one(torch.ones(1, 4)).sum()  # type: ignore[no-any-return]
+
+    def half_way(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.half_way(x)
+
+
+def test_the_class_of_the_user_stays_as_it_is() -> None:
+    before = dict(vars(Scored))
+    model = at_o2(Scored())
+    assert isinstance(model, Scored)
+    assert repr(type(model)) == repr(Scored)
+    assert vars(Scored) == before
+    assert Registered.classes == [Scored]
+    assert type(amp.master_model(model)) is Scored
+    assert type(at_o2(nn.Linear(2, 2))) is nn.Linear
+    plain = Scored()
+    for each, cls in ((model, type(model)), (plain, Scored)):
+        numerics.compare_step(lambda each=each: each(X).sum(), each, candidate="O2", dtype=torch.bfloat16)
+        assert type(each) is cls
+
+
+def test_properties_meet() -> None:
+    model = at_o2(Scored())
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert each.score.dtype is torch.bfloat16
+
+
+class Product(nn.Module):
+    """TorchScript compiles it, with the method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def half_way(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.one(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.half_way(x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
+def test_another_model_of_the_class_can_be_scripted() -> None:
+    model, other = at_o2(Product()), Product()
+    torch.testing.assert_close(torch.jit.script(other)(X), other(X))
+    with pytest.raises(NotScriptableError):
+        torch.jit.script(model)
 
 
 def test_a_method_that_mixes_late_has_the_note() -> None:
@@ -272,7 +342,7 @@ class Seen(nn.Module):
 
     def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         self.seen = args, kwargs
-        return self.layer.weight.sum()
+        return self.layer(self.layer.weight).sum()  # type: ignore[no-any-return]
 
 
 def test_integers_that_the_dtype_does_not_have_stay_fp32() -> None:
@@ -298,6 +368,90 @@ def test_finite_inputs_stay_finite_and_infinite_ones_infinite(half: torch.dtype)
     wanted = torch.tensor([[[limits.min, 0.5, limits.max, float("inf"), -float("inf"), float("nan")]]], dtype=half)
     assert torch.equal(seen.nan_to_num(7.0, 8.0, 9.0), wanted.nan_to_num(7.0, 8.0, 9.0))
     assert "HS118" in {each.code for each in halfstep.check(model)}
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_inputs_are_looked_at_in_every_pass(half: torch.dtype) -> None:
+    model = at_o2(Seen(), half)
+    lowest = torch.finfo(torch.float32).min
+    for _ in range(5):
+        model(torch.tensor([1.0, 7.0]), mask=torch.zeros(1, 1, 1, 2))
+    for _ in range(2):
+        steps = torch.tensor([3.0, 4099.0])
+        model(steps, mask=torch.tensor([[[[0.0, lowest]]]]))
+        (given,), others = model.seen
+        assert torch.equal(given, steps)
+        assert others["mask"].tolist() == [[[[0.0, torch.finfo(half).min]]]]
+    assert [f.evidence["inputs"] for f in halfstep.check(model) if f.code == "HS118"] == [[0], ["mask"]]
+
+
+def test_a_mask_of_infinities_is_cast() -> None:
+    model = at_o2(Seen())
+    model(torch.full((2, 2), -float("inf")).triu(1))
+    assert model.seen[0][0].dtype is torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
+@pytest.mark.parametrize("half", HALVES)
+def test_what_cannot_be_looked_at_stays_finite(half: torch.dtype) -> None:
+    """In a traced program, as on a device, whose values nobody waits for."""
+    model = at_o2(nn.Sequential(nn.Softmax(-1), nn.Linear(4, 4)), half)
+    hidden = torch.full((2, 4), torch.finfo(torch.float32).min)
+    wanted = model(torch.zeros(2, 4))
+    torch.testing.assert_close(torch.jit.trace(model, (X,))(hidden), wanted)
+    torch.testing.assert_close(torch.func.vmap(model)(hidden), wanted, atol=0.01, rtol=0.01)
+
+
+def test_the_order_of_names_makes_no_other_kind_of_call() -> None:
+    model = at_o2(Seen())
+    steps, small = torch.tensor([3.0, 999.0]), torch.tensor([1.0, 2.0])
+    model({"steps": steps, "small": small}, a=X, b=None)
+    model({"small": small, "steps": steps}, b=None, a=X)
+    (given,), _ = model.seen
+    assert given["steps"] is steps
+    assert given["small"].dtype is torch.bfloat16
+    assert [modes_in(model, {}, **names) for names in ({"a": X, "b": None}, {"b": None, "a": X}) * 2] == [1, 0, 0, 0]
+
+
+# ---- what a model writes to its inputs
+
+
+class Cached(nn.Module):
+    """Writes to one column of a cache, and only if it is told where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, caches: Any, at: int | None = None) -> torch.Tensor:
+        keys: torch.Tensor = self.layer(x)
+        if at is not None:
+            caches["keys"][0][:, at] = keys[:, 0]
+        return keys
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("half", HALVES)
+def test_what_a_model_writes_to_an_input_is_there(half: torch.dtype, context: Any) -> None:
+    model = at_o2(Cached(), half)
+    with context():
+        for _ in range(4):
+            cache = torch.full((2, 4), 1 / 3)
+            keys = model(X, {"keys": [cache]}, 1)
+            assert torch.equal(cache[:, 1], keys[:, 0])
+            assert torch.equal(cache[:, 0], torch.full((2,), 1 / 3))  # not rounded
+    if cache.requires_grad:
+        cache.sum().backward()
+        assert model.layer.weight.grad[0].any()
+
+
+def test_an_input_that_no_model_writes_to_is_left_alone() -> None:
+    model, cache = at_o2(Cached()), torch.full((2, 4), 1 / 3)
+    leaf = torch.zeros(2, 4, requires_grad=True)
+    for _ in range(4):
+        model(X, {"keys": [cache]})
+        model(X, {"keys": [leaf]}, 1)  # torch refuses this in fp32
+    assert (cache._version, leaf._version) == (0, 0)
 
 
 BUFFERS: dict[str, tuple[float, bool, Callable[[torch.dtype], bool]]] = {  # value, whether saved, whether it stays

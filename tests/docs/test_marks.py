@@ -58,6 +58,13 @@ class LookingAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
+class Network(nn.Sequential):
+    """A model with a public method."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x)  # type: ignore[no-any-return]
+
+
 KINDS = (torch.optim.SGD, torch.optim.AdamW, LookingSGD, LookingAdamW, optimizers.FusedAdam)
 
 
@@ -76,7 +83,7 @@ class Stage:
 
     @staticmethod
     def _made(kind: Any) -> tuple[nn.Module, Any]:
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), Looker(), nn.Linear(8, 3))
+        model = Network(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), Looker(), nn.Linear(8, 3))
         return model, kind(model.parameters())
 
     def see(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
     return found
 
 
-def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[..., torch.Tensor] | None = None) -> Any:
     """Cast every floating tensor in a nest of containers; what holds none comes back as the same object.
 
     Containers keep their type: lists, tuples, named tuples, sets, mappings of any class, dataclasses,
@@ -50,7 +51,8 @@ def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[[torch.Tensor], tor
     Args:
         value: anything.
         dtype: of the results.
-        cast: called with each floating tensor of another dtype; None is ``tensor.to(dtype)``.
+        cast: called with each floating tensor of another dtype, after the number or key at which each container has
+            what is inside; None is ``tensor.to(dtype)``.
     """
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point() or value.dtype == dtype:
@@ -61,7 +63,7 @@ def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[[torch.Tensor], tor
     if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [cast_tree(item, dtype, cast) for item in value]
+        items = [cast_tree(item, dtype, cast and functools.partial(cast, i)) for i, item in enumerate(value)]
         changed = any(new is not old for new, old in zip(items, value, strict=True))
         return _sequence(type(value), items) if changed else value
     if isinstance(value, Mapping):
@@ -87,9 +89,7 @@ def _sequence(kind: Any, items: list[Any]) -> Any:
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
-def _changed(
-    items: Mapping[Any, Any], dtype: torch.dtype, cast: Callable[[torch.Tensor], torch.Tensor] | None
-) -> dict[Any, Any]:
+def _changed(items: Mapping[Any, Any], dtype: torch.dtype, cast: Callable[..., torch.Tensor] | None) -> dict[Any, Any]:
     """The items that a cast makes other objects of, cast."""
-    changes = {key: cast_tree(item, dtype, cast) for key, item in items.items()}
+    changes = {key: cast_tree(item, dtype, cast and functools.partial(cast, key)) for key, item in items.items()}
     return {key: item for key, item in changes.items() if item is not items[key]}

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -152,6 +152,7 @@ class Scope:
         saved: what its end puts back; None if it changed nothing.
         patches: names of torch that it has replaced.
         watched: where a first pass is watched, its kind, and how many ops had met before it; see ``first_passes``.
+        casts: the arguments of the model that may be written to, and their casts; see ``first_passes``.
     """
 
     owner: object
@@ -159,6 +160,7 @@ class Scope:
     saved: Saved | None = None
     patches: list[Patches] = dataclasses.field(default_factory=list)
     watched: tuple[Any, int] | None = None
+    casts: Sequence[tuple[Any, torch.Tensor, torch.Tensor]] = ()
 
 
 class ThreadState(threading.local):

@@ -4,31 +4,28 @@ A function mode costs a call for each op, and most models never mix dtypes. So t
 is on in the first passes of each kind of call. If no op was refused in these, passes of that kind go on without it; if
 one was, it stays on for the model. A kind of call is what chooses another way through ``forward``: training or not,
 with gradients or not, and the types, dtypes and numbers of dimensions of the arguments.
+
+A look at an input costs some microseconds on a CPU, and a wait on a device. So it is for all inputs in the first passes
+and in the 4th, 8th, 16th and so on, and in all passes for those that may be masks, time steps or caches.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..core.dtypes import HALF_DTYPES, dtype_name
-from ..core.torch_compat import forward_hooks, functorch_level, jit_tracing_state
-from .containers import cast_tree
-from .current import thread
+from ..core.torch_compat import functorch_level, jit_tracing_state
 from .dispatch import meetings
 from .finite import narrow_finite
 from .scope import OpCasting, enter, leave
 
-__all__ = ["FirstPasses", "watch_methods"]
+__all__ = ["Cast", "FirstPasses"]
 
 logger = logging.getLogger("halfstep")
 
@@ -38,12 +35,21 @@ PASSES = 3
 _MOST_DIMENSIONS = 2
 """Time steps and positions have no more: images, features and states that hold integers are rounded."""
 
+_LARGEST_INTEGER = 2.0**24
+"""All floats beyond are integers, and fp32 has not all of those: they are masks, or mean infinity."""
+
 _REFUSALS = ("dtype", "scalar type", "not implemented for", "same type", "converted to type", "Float but expected")
 """Words in torch's errors about dtypes."""
 
+Place = tuple[tuple[Any, ...], int]
+"""Where an input is: a number or name for each container around it; and its number of dimensions."""
+
+Cast = tuple[Place, torch.Tensor, torch.Tensor]
+"""Where an input is, the input, and its cast."""
+
 
 class FirstPasses:
-    """What the first passes of one model have shown; copies of the model share it.
+    """What the passes of one model have shown; copies of the model share it.
 
     Args:
         casting: of the model, in which ops meet.
@@ -52,21 +58,24 @@ class FirstPasses:
 
     Attributes:
         on: whether the mode is on in every pass.
-        known: the kinds of calls that were looked at. Without ``on`` they run in ``plain``.
+        begun: how many passes of each kind there were.
+        known: the kinds of calls whose first passes are over. Without ``on`` they run in ``plain``.
         plain: the casting of the model without the mode.
-        stays: inputs that are integers beyond the exact ones of the weights' dtype, and stay fp32: the place among all
-            tensors of the arguments, and the number of dimensions.
-        saturates: inputs with finite numbers beyond those of the dtype, such as masks; they stay finite.
+        watched: inputs that are looked at in every pass: they held nothing but integers, as small time steps and masks
+            without padding do, or what a cast destroys, or the model wrote to them.
+        stays: inputs that were integers beyond the exact ones of the weights' dtype, and stay fp32.
+        saturates: inputs that had finite numbers beyond those of the dtype, such as masks; they stay finite.
     """
 
     def __init__(self, casting: OpCasting, *, always: bool = False, spared: Iterable[str] = ()) -> None:
         self.spared = tuple(spared)
         self.on = always
+        self.begun: Counter[Hashable] = Counter()
         self.known: set[Hashable] = set()
         self.follow(casting)
-        self.stays: set[tuple[int, int]] = set()
-        self.saturates: set[tuple[int, int]] = set()
-        self._passes: Counter[Hashable] = Counter()
+        self.watched: set[Place] = set()
+        self.stays: set[Place] = set()
+        self.saturates: set[Place] = set()
 
     def follow(self, casting: OpCasting) -> None:
         """The casting of the model is another one."""
@@ -74,45 +83,73 @@ class FirstPasses:
         self.plain = OpCasting(**{**casting.settings, "meets": False})
         self.on = self.on or bool(casting.emulated)
 
-    def cast(self, args: Any, kwargs: Any, dtype: torch.dtype, *, look: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the model in the dtype of its weights, but for what a cast would destroy.
+    def cast(self, casts: list[Cast], dtype: torch.dtype, look: bool, *place_and_tensor: Any) -> torch.Tensor:
+        """A floating tensor among the arguments in the dtype of the weights, but for what a cast would destroy.
+
+        On a CPU a watched input is looked at in every pass. On a device that would wait for the device. There what is
+        beyond the range is made finite without a look.
 
         Args:
-            args: positional arguments.
-            kwargs: keyword arguments.
+            casts: gets the tensor and its cast, for ``write_back``.
             dtype: of the weights.
-            look: whether to look at them before, which reads the device.
+            look: whether to look at any input, on any device.
+            place_and_tensor: a number or name for each container around it, and then the tensor.
         """
-        places = itertools.count()
+        tensor: torch.Tensor = place_and_tensor[-1]
+        key = place_and_tensor[:-1], tensor.dim()
+        if not look and key not in self.watched:
+            return tensor.to(dtype)
+        wide = tensor.dtype is torch.float32 and dtype in HALF_DTYPES
+        wide = wide and tensor.layout is torch.strided and not tensor.is_nested
+        recorded = torch.compiler.is_compiling() or functorch_level() is not None or jit_tracing_state() is not None
+        own = type(tensor) is torch.Tensor and not (recorded or tensor.is_meta)
+        if wide and own and tensor.numel() and (tensor.is_cpu or (look and not _is_captured(tensor))):
+            self._look(key, tensor.detach(), dtype)
+        if wide and key in self.stays:
+            return tensor
+        unseen = recorded or not tensor.is_cpu
+        narrow: Any = narrow_finite if wide and (unseen or key in self.saturates) else torch.Tensor.to
+        cast: torch.Tensor
+        if not own:
+            return narrow(tensor, dtype)  # type: ignore[no-any-return]
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # tensors of that mode do not say whether they were written
+                cast = narrow(tensor.detach(), dtype)
+        else:
+            cast = narrow(tensor, dtype)
+        casts.append((key, tensor, cast))
+        return cast
 
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            key = next(places), tensor.dim()
-            if look and dtype in HALF_DTYPES and tensor.dtype is torch.float32 and _can_look(tensor):
-                self._look(key, tensor.detach(), dtype)
-            if key in self.stays and tensor.dtype is torch.float32:
-                return tensor
-            return narrow_finite(tensor, dtype) if key in self.saturates else tensor.to(dtype)
-
-        args = tuple([cast_tree(arg, dtype, cast) for arg in args])
-        return args, cast_tree(kwargs, dtype, cast) if kwargs else kwargs
-
-    def _look(self, key: tuple[int, int], values: torch.Tensor, dtype: torch.dtype) -> None:
-        exact = 2 / torch.finfo(dtype).eps
-        small = values.dim() <= _MOST_DIMENSIONS
-        if small and bool((values.abs().amax() > exact) & (values == values.round()).all()):
+    def _look(self, key: Place, values: torch.Tensor, dtype: torch.dtype) -> None:
+        lowest, highest = values.aminmax()
+        largest, exact = max(-float(lowest), float(highest)), 2 / torch.finfo(dtype).eps
+        if key in self.watched and largest <= exact:
+            return
+        whole = values.equal(values.round())
+        if whole:
+            self.watched.add(key)
+        if whole and exact < largest <= _LARGEST_INTEGER and values.dim() <= _MOST_DIMENSIONS:
             if key not in self.stays:
-                text = "Input %d of a model holds integers above %d, which %s has not all. It stays float32."
-                logger.info(text, key[0], exact, dtype_name(dtype))
+                text = "Input %s of a model holds integers above %d, which %s has not all. It stays float32."
+                logger.info(text, key[0][0], exact, dtype_name(dtype))
             self.stays.add(key)
-        elif bool(((values.abs() > torch.finfo(dtype).max) & values.isfinite()).any()):
+        elif not largest <= exact and bool((values.isfinite() & values.to(dtype).isinf()).any()):  # it may be NaN
             self.saturates.add(key)
+            self.watched.add(key)
+
+    def write_back(self, casts: Iterable[Cast]) -> None:
+        """After a pass: what the model has written to casts of its inputs goes to the inputs, and nothing else does."""
+        for key, tensor, cast in casts:
+            if cast._version and not (tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()):
+                self.watched.add(key)
+                unwritten = cast == narrow_finite(tensor, cast.dtype)
+                tensor.copy_(torch.where(unwritten, tensor, cast.to(tensor.dtype)))
 
     def end(self, kind: Hashable, *, met: bool) -> None:
         """One of the first passes of a kind has ended; ``met`` says whether an op in it was called again."""
         if met:
             self.on = True
-        self._passes[kind] += 1
-        if self._passes[kind] == PASSES:
+        if self.begun[kind] >= PASSES:
             self.known.add(kind)
 
     def run(self, method: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -120,6 +157,7 @@ class FirstPasses:
         kinds = [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in (*args, *kwargs.values())]
         kind = (method.__name__, model.training, torch.is_grad_enabled(), *kwargs, *kinds)
         first, before, owner = kind not in self.known, meetings.count, object()
+        self.begun[kind] += 1
         enter(self.casting if first or self.on else self.plain, owner)
         try:
             result = method(model, *args, **kwargs)
@@ -148,47 +186,5 @@ _NOTE = (
 )
 
 
-def _can_look(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor may be read here."""
-    if type(tensor) is not torch.Tensor or tensor.numel() == 0 or tensor.is_meta or torch.compiler.is_compiling():
-        return False
-    if jit_tracing_state() is not None:
-        return False
-    return functorch_level() is None and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def watch_methods(model: nn.Module) -> None:
-    """Let ops meet in the public methods of a model's own class, which run without the hooks of ``forward``.
-
-    The methods are replaced in the class, by wrappers that do nothing for models without ``FirstPasses``: an attribute
-    of the model would not follow its copies.
-    """
-    for cls in type(model).__mro__:
-        if cls.__module__.partition(".")[0] in _FRAMEWORKS:
-            continue
-        for name, function in list(vars(cls).items()):
-            own = isinstance(function, FunctionType) and not hasattr(function, "watched_by_halfstep")
-            if own and (inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)):
-                continue  # its code runs after the call has returned
-            if own and not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name):
-                setattr(cls, name, _watched(function))
-
-
-_FRAMEWORKS = ("accelerate", "builtins", "lightning", "peft", "pytorch_lightning", "torch", "transformers", "typing")
-"""Packages whose classes have many methods that compute nothing."""
-
-
-def _watched(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in which ops meet where the first passes have shown that they must."""
-
-    @functools.wraps(own)
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not thread.open and not torch.compiler.is_compiling() and isinstance(self, nn.Module):
-            for hook in forward_hooks(self).values():
-                passes = getattr(hook, "passes", None)
-                if isinstance(passes, FirstPasses):
-                    return passes.run(own, self, args, kwargs)
-        return own(self, *args, **kwargs)
-
-    watched.watched_by_halfstep = True  # type: ignore[attr-defined]
-    return watched
+def _is_captured(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

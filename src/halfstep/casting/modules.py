@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,12 +18,7 @@ from torch import nn
 from ..core.callers import caller_in
 from ..core.dtypes import dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, NotScriptableError, UsageError
-from ..core.torch_compat import (
-    BatchNorm,
-    forward_hooks,
-    hook_tables,
-    jit_tracing_state,
-)
+from ..core.torch_compat import BatchNorm, forward_hooks, hook_tables, jit_tracing_state
 from ..gradients.held_masters import WITH_MEMORY, settle
 from ..kernels.shards import is_sharded
 from . import dynamo
@@ -31,7 +27,8 @@ from .containers import cast_tree
 from .current import Scope, clear_cache, leave_traced, thread
 from .dispatch import meetings
 from .dynamo import not_by_itself
-from .first_passes import FirstPasses, watch_methods
+from .first_passes import Cast, FirstPasses
+from .methods import unwatch_methods, watch_methods
 from .saved import SaveAs, load_masters
 from .scope import OpCasting, enter, keep_session, leave, moved_to
 from .sharded import cast_shards, check_groups
@@ -121,7 +118,8 @@ class ModuleHooks:
         moves = args and self.casting is not None and isinstance(args[0], torch.Tensor) and not compiling
         if moves and self.casting is not None and args[0].device.type not in self.casting.devices:
             self._move(module)
-        casting, passes, kind, first, foreign = self.casting, self.passes, None, False, False
+        casting, passes, kind, first, foreign, begun = self.casting, self.passes, None, False, False, 0
+        casts: list[Cast] = []
         if self.weight is not None:
             if WITH_MEMORY and not torch.compiler.is_compiling():
                 settle(refresh=False)
@@ -129,22 +127,25 @@ class ModuleHooks:
         if passes is not None and (compiling or jit_tracing_state() is not None):
             casting = casting if passes.on or not passes.known else passes.plain
         elif passes is not None:
+            named = sorted(kwargs.items())
             arguments = [
                 (a.dtype, a.ndim) if isinstance(a, torch.Tensor) else a if a is None or isinstance(a, bool) else type(a)
-                for a in (*args, *kwargs.values())
+                for a in (*args, *[a for _, a in named])
             ]
-            kind = (module.training, torch.is_grad_enabled(), *kwargs, *arguments)
+            kind = (module.training, torch.is_grad_enabled(), *[name for name, _ in named], *arguments)
             first = kind not in passes.known
             casting = casting if first or passes.on or foreign else passes.plain
-        if passes is not None and (first or passes.stays or passes.saturates) and self.inputs is not None:
-            args, kwargs = passes.cast(args, kwargs, self.inputs, look=first)
-        elif self.inputs is not None:
-            args = tuple([cast_tree(arg, self.inputs) for arg in args])
-            kwargs = cast_tree(kwargs, self.inputs) if kwargs else kwargs
+            passes.begun[kind] = begun = passes.begun[kind] + 1
+        if self.inputs is not None:
+            look = first or not begun & (begun - 1)  # after the first passes in the 4th, 8th, 16th ...
+            cast = partial(passes.cast, casts, self.inputs, look) if passes and (look or passes.watched) else None
+            args = tuple([cast_tree(a, self.inputs, cast and partial(cast, i)) for i, a in enumerate(args)])
+            kwargs = cast_tree(kwargs, self.inputs, cast) if kwargs else kwargs
         if casting is not None and compiling:
             (dynamo.enter_scope if self.explicit else dynamo.enter_model)(casting)
         elif casting is not None:
             enter(casting, self, sys._getframe(1), explicit=self.explicit)
+            thread.open[-1].casts = casts
             if first:
                 thread.open[-1].watched = kind, meetings.count
         return None if self.inputs is None else (args, kwargs)
@@ -158,15 +159,16 @@ class ModuleHooks:
             else:
                 latest = thread.open[-1] if thread.open else None
                 leave(self)
-                if self.passes is not None and latest is not None and (latest.watched is not None or output is None):
-                    self._look_back(self.passes, latest, output)
+                if self.passes is not None and latest is not None and latest.owner is self:
+                    if latest.watched is not None or output is None:
+                        self._look_back(self.passes, latest, output)
+                    if latest.casts:
+                        self.passes.write_back(latest.casts)
         return None if self.outputs is None else cast_tree(output, self.outputs)
 
     def _look_back(self, passes: FirstPasses, scope: Scope, output: Any) -> None:
         """After a pass that was watched, or one that has failed."""
         error = sys.exc_info()[1] if output is None else None
-        if scope.owner is not self:
-            return
         if scope.watched is None:
             if not passes.on:
                 passes.note_refusal(error)
@@ -364,6 +366,7 @@ def remove_hooks(model: nn.Module) -> None:
             for key, hook in list(hooks.items()):
                 if _is_ours(hook):
                     del hooks[key]
+        unwatch_methods(module)
 
 
 def _is_ours(hook: Any) -> bool:

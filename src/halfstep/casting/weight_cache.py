@@ -67,6 +67,7 @@ class WeightCache:
     ``torch.func``), for a kept tensor would be recorded as a constant.
 
     Attributes:
+        clear: forgets every cast.
         casts: number of casts made.
         in_session: whether the thread has joined an O1 session. Only then may gradients of weights be 16-bit, for while
             a session lives, all backward passes and all steps of optimizers are known.
@@ -74,16 +75,13 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._entries: dict[_Key, _Entry] = {}
+        self.clear = self._entries.clear
         self._clears = _clears
         self.casts = 0
         self.in_session = False
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def clear(self) -> None:
-        """Forget every cast."""
-        self._entries.clear()
 
     def cast(
         self, weight: torch.Tensor, dtype: torch.dtype, wide: bool = False, kept: Kept | None = None

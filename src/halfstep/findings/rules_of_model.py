@@ -197,7 +197,7 @@ def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
     if passes is None:
         return
     dtype = dtype_name(passes.casting.dtype)
-    stay, saturate = (sorted({place for place, _ in each}) for each in (passes.stays, passes.saturates))
+    stay, saturate = (sorted({place for (place, *_), _ in each}, key=str) for each in (passes.stays, passes.saturates))
     if stay:
         yield Found(
             "note",

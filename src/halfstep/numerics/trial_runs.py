@@ -34,14 +34,14 @@ class _Ended(BaseException):
 
 @contextmanager
 def _copies(model: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Within the block a model has other parameters and buffers, of these values, and may get or lose hooks."""
+    """Within the block a model has other parameters and buffers, of these values, and may get hooks or a class."""
     places: list[tuple[nn.Module, str, torch.Tensor]] = []
     hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     made: dict[int, torch.Tensor] = {}
+    cls = type(model)
     try:
         for module in model.modules():
-            for table in hook_tables(module):
-                hooks.append((table, dict(table)))
+            hooks += [(table, dict(table)) for table in hook_tables(module)]
             for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
                 if tensor is not None:
                     places.append((module, name, tensor))
@@ -55,6 +55,7 @@ def _copies(model: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor]) 
         for table, before in hooks:
             table.clear()
             table.update(before)
+        object.__setattr__(model, "__class__", cls)
 
 
 def _copy(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -98,8 +99,7 @@ def as_candidate(model: nn.Module, policy: Policy | None) -> Iterator[None]:
             stack.enter_context(as_reference(model, torch.float32))
             half = policy.compute_dtype if policy.compute_dtype in HALF_DTYPES else None
             lists = policy.op_lists
-            devices = modules.device_types([model])
-            casting = OpCasting(half, lists, enabled=lists is not None, devices=devices)
+            casting = OpCasting(half, lists, enabled=lists is not None, devices=modules.device_types([model]))
             prepare_model(model, policy, casting=casting, wide_grads=policy.master_weights)
             stack.enter_context(casting)
         yield

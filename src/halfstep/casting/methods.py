@@ -1,0 +1,103 @@
+"""The public methods and properties of a model with 16-bit weights, in which ops meet as in its ``forward``.
+
+They run without the hooks of ``forward``. So the model gets a subclass of its class, made on the fly, whose methods ask
+what the first passes have shown. Copies and pickles have it too, and other models of the class do not.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.torch_compat import forward_hooks
+from .current import thread
+from .first_passes import FirstPasses
+
+__all__ = ["unwatch_methods", "watch_methods"]
+
+_FRAMEWORKS = ("accelerate", "builtins", "lightning", "peft", "pytorch_lightning", "torch", "transformers", "typing")
+"""Packages whose classes have many methods that compute nothing."""
+
+
+class _Watched:
+    """What the subclass has beside the methods."""
+
+    def __init_subclass__(cls) -> None:
+        """Nothing: the user's own may keep a register of classes, to which this one does not belong."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *rest = reduced
+        args = tuple([_base_of(self) if each is type(self) else each for each in args])
+        return _remake, (make, *args), *rest
+
+
+def watch_methods(model: nn.Module) -> None:
+    """Let ops meet in the public methods and properties of a model's own class."""
+    if not isinstance(model, _Watched):
+        base: Any = type(model)
+        cls = _class_over(base)
+        if cls is not None:
+            object.__setattr__(model, "__class__", cls)
+
+
+def unwatch_methods(model: nn.Module) -> None:
+    """Give a model its class again."""
+    if _Watched in type(model).__bases__:
+        object.__setattr__(model, "__class__", _base_of(model))
+
+
+def _base_of(model: Any) -> type:
+    return type(model).__mro__[2]  # after the class itself and _Watched
+
+
+def _remake(make: Callable[..., Any], *args: Any) -> Any:
+    """A copy, or a model from a pickle."""
+    model = make(*args)
+    watch_methods(model)
+    return model
+
+
+@functools.cache
+def _class_over(base: type) -> type | None:
+    """A subclass with the methods; None if there is none to watch."""
+    watched = dict(_watched_names(base))
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(base.__name__, (_Watched, base), {**names, **watched}) if watched else None
+
+
+def _watched_names(base: type) -> Iterator[tuple[str, Any]]:
+    for name in dir(base):
+        owner = next((cls for cls in base.__mro__ if name in vars(cls)), base)
+        framework = owner.__module__.partition(".")[0] in _FRAMEWORKS
+        if framework or name.startswith("_") or name == "forward" or hasattr(nn.Module, name):
+            continue
+        own = inspect.getattr_static(base, name)
+        if isinstance(own, property) and own.fget is not None:
+            yield name, property(_watched(own.fget), own.fset, own.fdel, own.__doc__)
+        # The code of a generator or a coroutine runs after the call has returned.
+        elif isinstance(own, FunctionType) and not (
+            inspect.isgeneratorfunction(own) or inspect.iscoroutinefunction(own)
+        ):
+            yield name, _watched(own)
+
+
+def _watched(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A method in which ops meet where the first passes have shown that they must."""
+
+    @functools.wraps(own)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not thread.open and not torch.compiler.is_compiling():
+            for hook in forward_hooks(self).values():
+                passes = getattr(hook, "passes", None)
+                if isinstance(passes, FirstPasses):
+                    return passes.run(own, self, args, kwargs)
+        return own(self, *args, **kwargs)
+
+    return watched
