@@ -154,8 +154,9 @@ class FirstPasses:
 
     def run(self, method: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a method of the model. It has kinds of calls as ``forward`` has, and its arguments are not cast."""
-        kinds = [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in (*args, *kwargs.values())]
-        kind = (method.__name__, model.training, torch.is_grad_enabled(), *kwargs, *kinds)
+        names = sorted(kwargs)
+        kinds = [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in (*args, *map(kwargs.get, names))]
+        kind = (method.__name__, model.training, torch.is_grad_enabled(), *names, *kinds)
         first, before, owner = kind not in self.known, meetings.count, object()
         self.begun[kind] += 1
         enter(self.casting if first or self.on else self.plain, owner)

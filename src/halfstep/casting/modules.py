@@ -127,12 +127,12 @@ class ModuleHooks:
         if passes is not None and (compiling or jit_tracing_state() is not None):
             casting = casting if passes.on or not passes.known else passes.plain
         elif passes is not None:
-            named = sorted(kwargs.items())
+            names = sorted(kwargs)
             arguments = [
                 (a.dtype, a.ndim) if isinstance(a, torch.Tensor) else a if a is None or isinstance(a, bool) else type(a)
-                for a in (*args, *[a for _, a in named])
+                for a in (*args, *map(kwargs.get, names))
             ]
-            kind = (module.training, torch.is_grad_enabled(), *[name for name, _ in named], *arguments)
+            kind = (module.training, torch.is_grad_enabled(), *names, *arguments)
             first = kind not in passes.known
             casting = casting if first or passes.on or foreign else passes.plain
             passes.begun[kind] = begun = passes.begun[kind] + 1
