@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...distributed.sync_batchnorm import normalize
+from ..sync_batchnorm import normalize
 
 __all__ = [
     "batchnorm_backward",

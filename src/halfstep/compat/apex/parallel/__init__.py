@@ -2,9 +2,9 @@
 
 from torch.distributed import ReduceOp
 
-from ....distributed.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 from ...parallel import DistributedDataParallel, Reducer
 from ...submodules import add_submodules
+from ...sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 from . import LARC, distributed, multiproc, optimized_sync_batchnorm, sync_batchnorm
 
 __all__ = [

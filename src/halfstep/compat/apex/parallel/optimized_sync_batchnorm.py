@@ -1,5 +1,5 @@
 """``apex.parallel.optimized_sync_batchnorm``."""
 
-from ....distributed.sync_batchnorm import SyncBatchNorm
+from ...sync_batchnorm import SyncBatchNorm
 
 __all__ = ["SyncBatchNorm"]
