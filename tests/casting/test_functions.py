@@ -148,3 +148,14 @@ def test_wrong_registrations(register: Any, backend: types.SimpleNamespace) -> N
 def test_only_functions_are_decorated(decorate: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="decorates a function, not 3"):
         decorate(3)
+
+
+def test_a_function_in_python_sees_names_that_are_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.ones(2, 1, 4), torch.ones(12, 4)
+    arguments = (x, x, x, 4, 2, weight, None, None, None, False, 0.0, torch.ones(4, 4), None)
+    own, called = F._in_projection_packed, []  # type: ignore[attr-defined]
+    with amp.auto_cast(dtype="bfloat16"):
+        F.multi_head_attention_forward(*arguments)
+        monkeypatch.setattr(F, "_in_projection_packed", lambda *args: called.append(1) or own(*args))
+        F.multi_head_attention_forward(*arguments)
+    assert called == [1]
