@@ -34,7 +34,7 @@ from halfstep.kernels.blockwise import BLOCK, SIGNED, UNSIGNED
 from halfstep.kernels.codegen import Layout
 from halfstep.kernels.expr import ElementwiseKernel, trace
 from halfstep.kernels.storage import SPLIT, Storage, dense, plain, stochastic
-from halfstep.optimizers import adagrad, adam, lamb, novograd, param_rows, sgd
+from halfstep.optimizers import adagrad, adam, lamb, muon, novograd, param_rows, sgd
 
 __all__ = ["KERNELS", "KNOWN", "STORAGES", "TARGETS", "Compiled", "Facts", "compile_for", "facts", "layout_for"]
 
@@ -98,6 +98,8 @@ KERNELS: dict[str, ElementwiseKernel] = {
         lamb.lamb_apply,
         novograd.novograd,
         adagrad.adagrad,
+        muon.muon_direction,
+        muon.muon_apply,
         multi_tensor.scale_kernel,
         multi_tensor.axpby_kernel,
         multi_tensor.l2norm_kernel,
@@ -107,7 +109,7 @@ KERNELS: dict[str, ElementwiseKernel] = {
 KNOWN = {"amsgrad, stochastic, sm_70: spills: 8"}
 """Faults that are let pass: ptxas for Volta puts 4 bytes of a thread on its stack, in a frame of 8."""
 
-_SIXTEEN_BITS = ("grad", "source", "x")  # columns of the dtype of gradients
+_SIXTEEN_BITS = ("grad", "source", "x", "direction")  # columns of the dtype of gradients
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 _SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 

@@ -18,8 +18,8 @@ from .rules_of_gradients import ZERO_GRADIENTS_FIX
 __all__ = ["RULES", "Rule", "finding"]
 
 _USE_MASTERS = (
-    "Use fp32 masters, from amp.initialize(..., opt_level='O2'), or for Adam, AdamW, SGD and Adagrad from "
-    "optimizers.fuse(optimizer, master_weights=True)"
+    "Use fp32 masters, from amp.initialize(..., opt_level='O2'), or for Adam, AdamW, SGD, Adagrad and "
+    "Muon from optimizers.fuse(optimizer, master_weights=True)"
 )
 
 
