@@ -46,7 +46,7 @@ static inline void encode_{suffix(storage)}(float* x, int64_t n, uint8_t* codes,
   *absmax = scale;
   uint8_t all_codes[{BLOCK}];
   for (int64_t i = 0; i < {BLOCK}; i += width_of_vectors) {{
-    const floats q = *(const floats*)(x + i) * inverse, a = q < 0.0f ? -q : q;
+    const floats q = *(const floats*)(x + i) * inverse, a = (floats)((ints)q & 0x7fffffff);
     floats power = all({place(rule.decades[0][1])}), width = all({place(rule.decades[0][2])});
     {decades}
     const floats last = width + width - 1.0f;
