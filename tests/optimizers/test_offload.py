@@ -309,6 +309,16 @@ def test_an_error_of_the_thread_is_raised_by_the_backward_pass(monkeypatch: pyte
     assert optim.state[model[0].weight]["step"] == 1  # type: ignore[index]
 
 
+def test_a_sparse_gradient_is_refused_before_it_is_copied(late_device: Late) -> None:
+    embedding = nn.Embedding(4, 4)
+    optim = optimizers.FusedSGD(embedding.parameters(), lr=0.1)
+    optim.attach(embedding, offload="cpu")
+    embedding.sparse = True
+    with pytest.raises(UsageError, match="is sparse"):
+        embedding(torch.tensor([1])).sum().backward()
+    assert not optim.state
+
+
 # ---- where things are
 
 

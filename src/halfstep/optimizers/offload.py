@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..gradients.ledger import set_grads
+from .param_rows import check_gradient
 
 __all__ = ["HOST", "Fetched", "Offload"]
 
@@ -110,7 +111,14 @@ class Offload:
             del self._params[id(self._copies.pop(gone))]
 
     def fetch(self, params: Sequence[torch.Tensor], *numbers: torch.Tensor | None) -> Fetched:
-        """Begin to copy parameters that have gradients, these gradients, and other tensors to the host."""
+        """Begin to copy parameters that have gradients, these gradients, and other tensors to the host.
+
+        Raises:
+            SparseGradient, ArgumentTypeError: see ``check_gradient``.
+        """
+        for param in params:
+            if param.grad is not None:
+                check_gradient(param, param.grad)
         self._optimizer().begin_masters(params)
         copies = [self._copy_of(param) for param in params]
         there = [(param, copy) for param, copy in zip(params, copies, strict=True) if param.grad is not None]

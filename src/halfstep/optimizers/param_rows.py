@@ -29,6 +29,7 @@ __all__ = [
     "SparseGradient",
     "StateLayout",
     "StateSpec",
+    "check_gradient",
 ]
 
 
@@ -242,7 +243,7 @@ class GroupRows:
         self._missing = [g is None for g in grads]
         there = [i for i, grad in enumerate(grads) if grad is not None]
         for i in there:
-            _refuse(params[i], grads[i])  # type: ignore[arg-type]
+            check_gradient(params[i], grads[i])  # type: ignore[arg-type]
         here: list[Any] = [None if grad is None else local(grad) for grad in grads]
         columns = [[column[i] for i in there] for column in (params, here, copies)]
         alike = group_rows(*columns, marks=[marks[i] for i in there])
@@ -294,7 +295,13 @@ class GroupRows:
         return all(rows.table.renew([grads[i] for i in positions]) for rows, positions in parts)
 
 
-def _refuse(param: torch.Tensor, grad: torch.Tensor) -> None:
+def check_gradient(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """Refuse what a fused step cannot read.
+
+    Raises:
+        SparseGradient: for a sparse gradient.
+        ArgumentTypeError: for a parameter that is not real and floating.
+    """
     if grad.layout is not torch.strided:
         raise SparseGradient(
             f"A gradient of shape {tuple(grad.shape)} is sparse ({grad.layout}); fused optimizers need dense ones. Use "
