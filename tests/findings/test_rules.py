@@ -439,6 +439,13 @@ def test_a_loss_in_16_bits(dtype: torch.dtype) -> None:
     assert halfstep.check(model, batch=loss_of(model, torch.Tensor.float)) == []
 
 
+@pytest.mark.parametrize("loss", [nn.TripletMarginLoss(), nn.GaussianNLLLoss()], ids=repr)
+def test_all_losses_of_the_op_lists_are_known(loss: nn.Module) -> None:
+    model, x = net(torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
+    found = halfstep.check(model, batch=lambda: loss(y := model(x), y * 2, torch.ones_like(y)))
+    assert "HS105" in codes(found)
+
+
 def test_a_loss_that_became_fp32_too_late() -> None:
     model = net(torch.bfloat16)
     inner = loss_of(model, lambda logits: logits)

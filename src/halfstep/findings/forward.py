@@ -16,34 +16,19 @@ import torch
 from torch import nn
 
 from ..core.dtypes import HALF_DTYPES, is_half
+from ..core.oplists.tables import FLOAT, words
 from ..core.torch_compat import buffers_of, tree_flatten
 from ..observe.names import ROOT, qualified_names
+from ..observe.notes import Notes
 from ..observe.ops import FunctionCall
 from ..observe.samples import grid_flags, sample
 from ..observe.watch import ModuleCall, Watch
-from .statistics import Statistics
+from .statistics import Squares, root_in
 
 __all__ = ["Forward", "is_norm", "is_router", "run", "same_random_numbers"]
 
-LOSSES = frozenset(
-    (
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "cross_entropy",
-        "ctc_loss",
-        "huber_loss",
-        "kl_div",
-        "l1_loss",
-        "linear_cross_entropy",
-        "log_softmax",
-        "logsumexp",
-        "mse_loss",
-        "nll_loss",
-        "poisson_nll_loss",
-        "smooth_l1_loss",
-    )
-)
-"""The functions whose results are losses, or lose what a loss needs."""
+_LOSE = words("binary_cross_entropy log_softmax logsumexp")
+"""Functions whose results are losses, or lose what a loss needs, beside the losses of the op lists."""
 
 _ON_GRID = 64
 """Outputs with fewer elements prove nothing."""
@@ -97,7 +82,7 @@ class Forward:
     def __init__(self, model: nn.Module | None = None) -> None:
         self._names = None if model is None else qualified_names(model)
         self.running: list[ModuleCall] = []
-        self._squares = Statistics()
+        self._squares = Notes[Squares](stay=True)
         self.dtypes: set[torch.dtype] = set()
         self.losses: dict[str, torch.dtype] = {}
         self.statistics: dict[str, torch.dtype] = {}
@@ -134,9 +119,9 @@ class Forward:
         if isinstance(call.result, torch.Tensor) and call.result.dtype in HALF_DTYPES:
             self.dtypes.add(call.result.dtype)
             name = getattr(call.function, "__name__", "")
-            if name in LOSSES:
+            if name in _LOSE or FLOAT.get(name) == "loss":
                 self.losses.setdefault(f"{self._here()}{name}", call.result.dtype)
-        root = self._squares.see(call)
+        root = root_in(call, self._squares)
         if root is not None:
             self.statistics.setdefault(f"{self._here()}{root.op}", root.dtype)
             self.overflows.append((f"{self._here()}{root.op}", root.is_inf))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from ..gradients.ledger import get_grads
 from ..kernels.shards import local
 from ..kernels.tensor_table import Number
 from ..observe.names import ROOT
+from ..observe.notes import Notes
 from ..observe.samples import sample
 from ..observe.updates import BeforeStep
 from ..observe.watch import ModuleCall, Watch
@@ -77,8 +77,8 @@ class SampledStep:
         self._names: dict[int, str] = {}  # of the parameters in it
         self._calls: tuple[Counter[str], Counter[str]] = (Counter(), Counter())  # forward passes, and recomputed ones
         self._done: set[tuple[str, int]] = set()
-        self._returned = _Known()
-        self._entered = _Known()
+        self._returned = Notes[int](stay=False)
+        self._entered = Notes[int](stay=False)
         self._closed = False
         self._hooks: list[RemovableHandle] = []  # of outputs
         self._watch = Watch({**modules, root: ROOT} if outputs or output_grads else {}, modules=self).begin()
@@ -209,30 +209,6 @@ class SampledStep:
 
     def _about(self, name: str, kind: str, tensor: torch.Tensor, dtype: torch.dtype, call: int = 0) -> About:
         return About(self._index, name, kind, call, dtype_name(dtype), local(tensor).numel())
-
-
-class _Known:
-    """Tensors of one pass, with their numbers, as long as nobody writes to them."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
-
-    def add(self, tensor: torch.Tensor, number: int) -> None:
-        """Remember a tensor."""
-        self._found[id(tensor)] = weakref.ref(tensor), _version(tensor), number
-
-    def get(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor; None if it is unknown, or has been written to since."""
-        known, version, number = self._found.get(id(tensor), (None, -1, -1))
-        return number if known is not None and known() is tensor and version == _version(tensor) else None
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._found.clear()
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _is_traced() -> bool:
