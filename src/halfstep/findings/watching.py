@@ -14,7 +14,7 @@ from ..core.inner_optimizers import bare
 from ..gradients.async_reader import AsyncReader, capturing
 from ..gradients.ledger import get_grads
 from ..observe.samples import Drawn, can_sample, draw, element_shares, sample
-from ..observe.updates import BeforeStep, Change
+from ..observe.updates import Change, before_step
 from ..observe.watch import Hook
 from ..stepping.attached import attached_to
 from .finding import Finding, grouped, log
@@ -140,7 +140,7 @@ def _losses(optimizer: torch.optim.Optimizer, drawn: Sequence[Drawn]) -> Callabl
     grads = [grad for grad in get_grads(params) if grad is not None]
     place = {id(param): i for i, param in enumerate(params)}
     is_moving = [sample(grad, count) != 0 for grad, count in zip(grads, elements, strict=True)]
-    before = BeforeStep(optimizer, params, elements)
+    changes = before_step(optimizer, params, elements)
 
     def lost_and_moving(change: Change) -> torch.Tensor:
         places = [place[id(param)] for param in change.params]
@@ -149,7 +149,7 @@ def _losses(optimizer: torch.optim.Optimizer, drawn: Sequence[Drawn]) -> Callabl
         lost = moving & (change.before == change.after)
         return torch.stack([each @ lost.float(), each @ moving.float()])
 
-    return lambda: list(map(lost_and_moving, before.changes()))
+    return lambda: list(map(lost_and_moving, changes()))
 
 
 def _skipped(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ..kernels.tensor_table import Number
 from ..observe.names import ROOT
 from ..observe.notes import Notes
 from ..observe.samples import sample
-from ..observe.updates import BeforeStep
+from ..observe.updates import Change, before_step
 from ..observe.watch import ModuleCall, Watch
 from .survey import About, Callers, Survey, can_survey
 
@@ -73,7 +73,7 @@ class SampledStep:
         self._survey = Survey(count)
         self._live_scale = live_scale
         self._scale: torch.Tensor | None = None
-        self._before: BeforeStep | None = None
+        self._changes: Callable[[], Iterable[Change]] = tuple
         self._names: dict[int, str] = {}  # of the parameters in it
         self._calls: tuple[Counter[str], Counter[str]] = (Counter(), Counter())  # forward passes, and recomputed ones
         self._done: set[tuple[str, int]] = set()
@@ -126,18 +126,18 @@ class SampledStep:
         """Keep a sample of the numbers that the step will change."""
         self._names = {id(param): name for name, param in params}
         stepping = [param for _, param in params if can_survey(param) and param.grad is not None]
-        self._before = BeforeStep(optimizer, stepping, [self._count] * len(stepping))
+        self._changes = before_step(optimizer, stepping, [self._count] * len(stepping))
 
     @torch.no_grad()
     def after_update(self) -> None:
         """Compare them with what they are after the step."""
-        for change in () if self._before is None else self._before.changes():
+        for change in self._changes():
             dtype = change.before.dtype
             delta = change.after.to(torch.promote_types(dtype, torch.float32)) - change.before
             for kind, values in (("weight", change.before.float()), ("update", delta.float())):
                 for param, part in zip(change.params, values.split(change.lengths), strict=True):
                     self._survey.add_values(self._about(self._names[id(param)], kind, param, dtype), part)
-        self._before = None
+        self._changes = tuple
 
     # ---- modules
 

@@ -32,8 +32,7 @@ class GradientTotals:
     def __init__(self) -> None:
         self._totals: dict[tuple[int, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
         """By the parameters that step together."""
-        self._abouts: list[list[About]] = []
-        self._fetched: list[Fetched] = []
+        self._fetched: list[tuple[list[About], Fetched]] = []
 
     def __bool__(self) -> bool:
         return bool(self._totals)
@@ -70,15 +69,14 @@ class GradientTotals:
         for params, total in self._totals.values():
             found = ((names.get(id(param), ""), param) for param in params)
             abouts = [About(step, name, "grad", 0, dtype_name(p.dtype), local(p).numel()) for name, p in found]
-            self._abouts.append(abouts)
-            self._fetched.append(Fetched(total))
+            self._fetched.append((abouts, Fetched(total)))
         self._totals = {}
         return self
 
     @property
     def ready(self) -> bool:
         """Whether ``into`` need not wait."""
-        return all(fetched.ready for fetched in self._fetched)
+        return all(fetched.ready for _, fetched in self._fetched)
 
     def into(self, rows: Sequence[Row]) -> list[Row]:
         """The rows of a step; those of gradients have the magnitudes, zeros and overflows of all the steps.
@@ -87,7 +85,7 @@ class GradientTotals:
         """
         sums: dict[str, list[float]] = {}
         missing: dict[str, About] = {}
-        for abouts, fetched in zip(self._abouts, self._fetched, strict=True):
+        for abouts, fetched in self._fetched:
             for about, (*line, largest) in zip(abouts, fetched.get().T.tolist(), strict=True):
                 if about.module:
                     known = sums.setdefault(about.module, [0.0] * 5)

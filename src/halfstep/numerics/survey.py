@@ -68,12 +68,8 @@ class Looked(NamedTuple):
     callers: Callers
 
 
-class _Sample(NamedTuple):
-    """The numbers of a tensor before they are counted: a sample, and the extremes if that is not all of it."""
-
-    of: Looked
-    values: torch.Tensor
-    extremes: _Extremes | None
+_Sample = tuple[Looked, torch.Tensor, _Extremes | None]
+"""A tensor, its numbers before they are counted, and its extremes if these are not all of them."""
 
 
 class Survey:
@@ -143,7 +139,7 @@ class Survey:
         number, self._next = self._next, self._next + 1
         if about.numel:
             looked = Looked(number, about, values.numel(), scale, callers)
-            self._samples.append(_Sample(looked, values, extremes))
+            self._samples.append((looked, values, extremes))
         return number
 
     @torch.no_grad()
@@ -156,12 +152,13 @@ class Survey:
         """
         widths: dict[tuple[torch.device, int], list[_Sample]] = {}
         for each in self._samples:
-            width = min(self._count, max(PROBE, 1 << (each.of.sampled - 1).bit_length()))
-            widths.setdefault((each.values.device, width), []).append(each)
+            looked, values, _ = each
+            width = min(self._count, max(PROBE, 1 << (looked.sampled - 1).bit_length()))
+            widths.setdefault((values.device, width), []).append(each)
         for (_, width), found in widths.items():
             lines = max(min(_LINES, _MOST // width), 1)
             parts = (found[at : at + lines] for at in range(0, len(found), lines))
-            self._blocks += [_Block(part, width, scale, skipped) for part in parts]
+            self._blocks += [_counted(part, width, scale, skipped) for part in parts]
         for ends in self._inputs.values():
             self._ends.append(([number for number, _ in ends], Fetched(_stacked(each for _, each in ends))))
         self._samples, self._inputs = [], {}
@@ -191,59 +188,25 @@ class Survey:
         }
 
 
-class _Block:
-    """The numbers of some tensors on one device, on their way to the host.
+class _Block(NamedTuple):
+    """The numbers of some tensors on one device, on their way to the host: of each a line."""
 
-    Args:
-        samples: of the tensors.
-        width: the samples are lines of so many numbers, filled up with zeros.
-        scale: as of ``Survey.finish``.
-        skipped: as of ``Survey.finish``.
-    """
-
-    def __init__(
-        self, samples: Sequence[_Sample], width: int, scale: torch.Tensor | None, skipped: torch.Tensor | None
-    ) -> None:
-        self._looked = [each.of for each in samples]
-        self._width = width
-        device, lines = samples[0].values.device, len(samples)
-        values = torch.cat(list(_padded((each.values for each in samples), width))).view(lines, width)
-        bits = values.view(torch.int32) & 0x7FFF_FFFF
-        kinds = (bits >> 23).masked_fill_(bits == 0, _ZERO).masked_fill_(bits > 0x7F80_0000, _NAN)
-        kinds += torch.arange(0, lines * _KINDS, _KINDS, dtype=torch.int32, device=device)[:, None]
-        if device.type == "cpu":  # elsewhere bincount waits for the largest number
-            counts = torch.bincount(kinds.flatten(), minlength=lines * _KINDS)
-        else:
-            counts = torch.zeros(lines * _KINDS, dtype=torch.int32, device=device)
-            counts.scatter_add_(0, kinds.flatten().long(), counts.new_ones(1).expand(kinds.numel()))
-        magnitudes = bits.view(torch.float32)
-        amax = magnitudes.amax(1)
-        whole = {line: each.extremes for line, each in enumerate(samples) if each.extremes is not None}
-        if whole:
-            at = _on(tuple(whole), device)
-            amax[at] = torch.maximum(amax[at], _stacked(whole.values()).abs().amax(1))
-        smallest = magnitudes.masked_fill(bits == 0, torch.inf).amin(1)
-        finite = magnitudes.masked_fill_(bits >= 0x7F80_0000, 0.0)
-        norms = torch.linalg.vector_norm(finite, dim=1, dtype=scalar_dtype(device)).float()
-        flags = [
-            torch.ones((), dtype=torch.float32) if scale is None else scale,
-            torch.zeros((), dtype=torch.float32) if skipped is None else skipped,
-        ]
-        columns = [flag.detach().to(device, torch.float32).expand(lines) for flag in flags]
-        self._numbers = Fetched(torch.stack([*columns, amax, norms, smallest]))
-        self._probes = Fetched(values.gather(1, _probes(tuple(each.sampled for each in self._looked), device)))
-        self._counts = Fetched(counts.to(torch.int16 if width < 2**15 else torch.int32))
+    looked: list[Looked]
+    width: int
+    numbers: Fetched
+    probes: Fetched
+    counts: Fetched
 
     @property
     def ready(self) -> bool:
-        return self._numbers.ready and self._probes.ready and self._counts.ready
+        return self.numbers.ready and self.probes.ready and self.counts.ready
 
     def rows(self, *, bins: bool, brief: bool) -> Iterator[tuple[Looked, Row]]:
-        counts = self._counts.get().view(len(self._looked), _KINDS)
+        counts = self.counts.get().view(len(self.looked), _KINDS)
         zeros = counts[:, _ZERO].tolist()
-        found = None if brief else zip(_kinds(counts), self._probes.get().tolist(), strict=True)
-        for i, (scale, skipped, amax, norm, smallest) in enumerate(self._numbers.get().T.tolist()):
-            looked, size = self._looked[i], self._looked[i].sampled
+        found = None if brief else zip(_kinds(counts), self.probes.get().tolist(), strict=True)
+        for i, (scale, skipped, amax, norm, smallest) in enumerate(self.numbers.get().T.tolist()):
+            looked, size = self.looked[i], self.looked[i].sampled
             kinds, probe = ({}, []) if found is None else next(found)
             if skipped and looked.about.tensor == "update":
                 continue
@@ -252,7 +215,7 @@ class _Block:
                 *looked.about,
                 amax=amax / divisor,
                 rms=norm / math.sqrt(size) / divisor,
-                zeros=(zeros[i] - (self._width - size)) / size,
+                zeros=(zeros[i] - (self.width - size)) / size,
                 scale=1.0 if looked.scale == "none" else scale,
             )
             if not brief:
@@ -267,6 +230,45 @@ class _Block:
                     probe=tuple(value / divisor for value in probe[: min(size, PROBE)]),
                 )
             yield looked, row
+
+
+def _counted(
+    samples: Sequence[_Sample], width: int, scale: torch.Tensor | None, skipped: torch.Tensor | None
+) -> _Block:
+    """Count samples, as lines of ``width`` numbers that are filled up with zeros; the rest as for ``Survey.finish``."""
+    looked = [each for each, _, _ in samples]
+    device, lines = samples[0][1].device, len(samples)
+    values = torch.cat(list(_padded((values for _, values, _ in samples), width))).view(lines, width)
+    bits = values.view(torch.int32) & 0x7FFF_FFFF
+    kinds = (bits >> 23).masked_fill_(bits == 0, _ZERO).masked_fill_(bits > 0x7F80_0000, _NAN)
+    kinds += torch.arange(0, lines * _KINDS, _KINDS, dtype=torch.int32, device=device)[:, None]
+    if device.type == "cpu":  # elsewhere bincount waits for the largest number
+        counts = torch.bincount(kinds.flatten(), minlength=lines * _KINDS)
+    else:
+        counts = torch.zeros(lines * _KINDS, dtype=torch.int32, device=device)
+        counts.scatter_add_(0, kinds.flatten().long(), counts.new_ones(1).expand(kinds.numel()))
+    magnitudes = bits.view(torch.float32)
+    amax = magnitudes.amax(1)
+    whole = {line: ends for line, (_, _, ends) in enumerate(samples) if ends is not None}
+    if whole:
+        at = _on(tuple(whole), device)
+        amax[at] = torch.maximum(amax[at], _stacked(whole.values()).abs().amax(1))
+    smallest = magnitudes.masked_fill(bits == 0, torch.inf).amin(1)
+    finite = magnitudes.masked_fill_(bits >= 0x7F80_0000, 0.0)
+    norms = torch.linalg.vector_norm(finite, dim=1, dtype=scalar_dtype(device)).float()
+    flags = [
+        torch.ones((), dtype=torch.float32) if scale is None else scale,
+        torch.zeros((), dtype=torch.float32) if skipped is None else skipped,
+    ]
+    columns = [flag.detach().to(device, torch.float32).expand(lines) for flag in flags]
+    probes = values.gather(1, _probes(tuple(each.sampled for each in looked), device))
+    return _Block(
+        looked,
+        width,
+        Fetched(torch.stack([*columns, amax, norms, smallest])),
+        Fetched(probes),
+        Fetched(counts.to(torch.int16 if width < 2**15 else torch.int32)),
+    )
 
 
 def can_survey(tensor: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from ..kernels.storage import join
 from ..stepping.attached import attached_to
 from .samples import column, samples_in
 
-__all__ = ["BeforeStep", "Change", "numbers_behind"]
+__all__ = ["Change", "before_step", "numbers_behind"]
 
 
 def numbers_behind(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
@@ -40,34 +41,39 @@ class Change(NamedTuple):
     after: torch.Tensor
 
 
-class BeforeStep:
-    """A sample of the numbers behind parameters, taken before a step changes them.
+_Groups = Sequence[tuple[Sequence[tuple[torch.Tensor, int]], torch.Tensor]]
+
+
+def before_step(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], counts: Sequence[int]
+) -> Callable[[], Iterator[Change]]:
+    """Sample the numbers behind parameters, before a step changes them.
 
     Args:
         optimizer: steps them.
         params: the parameters.
         counts: how many elements of each are sampled, at most.
+
+    Returns:
+        To be called after the step: what it has changed, but for parameters that got their masters in it.
     """
+    groups: dict[tuple[Any, ...], list[tuple[torch.Tensor, int]]] = {}
+    for param, count in zip(params, counts, strict=True):
+        kinds = [number.dtype for number in numbers_behind(optimizer, param)]
+        groups.setdefault((param.device, *kinds), []).append((param, count))
+    return partial(_changes, optimizer, [(group, _values(optimizer, group)) for group in groups.values()])
 
-    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
-        self._optimizer = optimizer
-        groups: dict[tuple[Any, ...], list[tuple[torch.Tensor, int]]] = {}
-        for param, count in zip(params, counts, strict=True):
-            kinds = [number.dtype for number in numbers_behind(optimizer, param)]
-            groups.setdefault((param.device, *kinds), []).append((param, count))
-        self._groups = [(group, self._values(group)) for group in groups.values()]
 
-    @torch.no_grad()
-    def changes(self) -> Iterator[Change]:
-        """What the step has changed, but for parameters that got their masters in it."""
-        for group, before in self._groups:
-            after = self._values(group)
-            if after.dtype is before.dtype:
-                yield Change([p for p, _ in group], [samples_in(p, n) for p, n in group], before, after)
+def _changes(optimizer: torch.optim.Optimizer, groups: _Groups) -> Iterator[Change]:
+    for group, before in groups:
+        after = _values(optimizer, group)
+        if after.dtype is before.dtype:
+            yield Change([p for p, _ in group], [samples_in(p, n) for p, n in group], before, after)
 
-    @torch.no_grad()
-    def _values(self, group: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        """In one tensor, so that it is one comparison."""
-        numbers = zip(*(numbers_behind(self._optimizer, param) for param, _ in group), strict=True)
-        columns = [column(tensors, [count for _, count in group]) for tensors in numbers]
-        return join(*columns) if len(columns) == 2 else columns[0]
+
+@torch.no_grad()
+def _values(optimizer: torch.optim.Optimizer, group: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """In one tensor, so that it is one comparison."""
+    numbers = zip(*(numbers_behind(optimizer, param) for param, _ in group), strict=True)
+    columns = [column(tensors, [count for _, count in group]) for tensors in numbers]
+    return join(*columns) if len(columns) == 2 else columns[0]
