@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..core.dtypes import HALF_DTYPES
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import jit_tracing_state
 from .config import CastingConfig
+from .containers import map_tensors
 from .dispatch import CastMode, SessionEnd, function_modes, note_meeting, place, set_function_modes
 from .weight_cache import WeightCache
 
@@ -41,6 +43,7 @@ __all__ = [
     "in_autocast",
     "is_current",
     "leave_traced",
+    "met_in_cast_inputs",
     "met_in_fp32",
     "native_state",
     "push_traced",
@@ -61,8 +64,8 @@ class Patches:
     """Replacements of names of torch. The first holder has them put on, the last has torch's own put back.
 
     Args:
-        wraps: for the name of a module and of something in it, what makes the replacement from what is there. Names
-            that this torch does not have are left out.
+        wraps: for the name of a module, or of a class (``module:Class``), and of something in it, what makes the
+            replacement from what is there. Names that this torch does not have are left out.
         step_hooks: hooks before and after the step of every optimizer, or nothing.
     """
 
@@ -78,8 +81,8 @@ class Patches:
         """Have the replacements in place until this holder, and all others, release them."""
         with self._lock:
             for (module, name), wrap in self._wraps.items() if not self._holders else ():
-                owner = import_module(module)
-                original = getattr(owner, name, None)
+                owner = resolve_name(module)
+                original = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name, None)
                 if original is not None:
                     self._originals.append((owner, name, original))
                     setattr(owner, name, wrap(original))
@@ -289,10 +292,40 @@ def in_autocast() -> bool:
 
 def met_in_fp32(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor for a function that has no gradient in 16 bits, cast where ops meet in this thread."""
-    if thread.current is None or thread.current.call_again is None or tensor.dtype not in HALF_DTYPES:
+    if not _meets() or tensor.dtype not in HALF_DTYPES:
         return tensor
     note_meeting()
     return tensor.float()
+
+
+def _meets() -> bool:
+    """Whether ops meet in this thread."""
+    return thread.current is not None and thread.current.call_again is not None
+
+
+def met_in_cast_inputs(own: Any) -> Any:
+    """``torch.autograd.Function.apply``, for functions with ``torch.amp.custom_fwd(cast_inputs=)`` where ops meet.
+
+    ``custom_fwd`` asks whether native autocast is on, and at O2 it is not.
+    """
+
+    @functools.wraps(own.__func__)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if _meets() and getattr(cls.forward, "__code__", None) is _CUSTOM_FWD.__code__:
+            details = inspect.getclosurevars(cls.forward).nonlocals
+            dtype, device = details.get("cast_inputs"), details["device_type"]
+            if dtype is not None and not torch.is_autocast_enabled(device):
+                note_meeting()
+                args = map_tensors(
+                    lambda t: t.to(dtype) if t.dtype in _MEETING and t.device.type == device else t, args
+                )
+        return own.__func__(cls, *args, **kwargs)
+
+    return classmethod(apply)
+
+
+_CUSTOM_FWD: Any = torch.amp.custom_fwd(lambda ctx: None, device_type="cpu")
+_MEETING = (*HALF_DTYPES, torch.float32)
 
 
 def clear_cache() -> None:

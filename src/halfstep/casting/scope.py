@@ -38,6 +38,7 @@ from .current import (
     in_autocast,
     is_current,
     leave_traced,
+    met_in_cast_inputs,
     met_in_fp32,
     native_state,
     restore,
@@ -383,8 +384,7 @@ def _remember(function: Callable[..., Any]) -> Callable[..., Any]:
 around_casts = Patches(
     {
         ("torch.autograd", "_engine_run_backward"): _uncast,
-        # torch.compile would cast in backward passes what it casts in forward.
-        ("torch._functorch.config", "backward_pass_autocast"): lambda own: "off",
+        ("torch._functorch.config", "backward_pass_autocast"): lambda own: "off",  # or it casts there what forward did
     },
     (_before_step, _after_step),
 )
@@ -394,8 +394,8 @@ around_recomputation = Patches(
     {
         ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator"): changing_first(_remember),
         ("torch.utils.checkpoint", "CheckpointFunction"): applied_to(_remember),
-        ("torch.distributions.dirichlet", "_Dirichlet"): applied_to(met_in_fp32),  # no gradient in 16 bits
-        # It runs replicas in threads of its own.
+        ("torch.autograd.function:Function", "apply"): met_in_cast_inputs,
+        ("torch.distributions.dirichlet", "_Dirichlet"): applied_to(met_in_fp32),
         ("torch.nn.parallel.data_parallel", "parallel_apply"): changing_first(lambda ms: [_remember(m) for m in ms]),
     }
 )
