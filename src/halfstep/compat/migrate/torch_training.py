@@ -53,9 +53,7 @@ class Training:
 
     def __init__(self, tree: ast.Module, text: Statements, names: Names, problems: list[Problem]) -> None:
         self._tree = tree
-        self._text = text
-        self._names = names
-        self._problems = problems
+        self._text, self._names, self._problems = text, names, problems
         self._meant = {id(use.node): use.name for use in names.uses}
         self._around = Tree(tree)
         self._package = Package()
@@ -288,8 +286,8 @@ class Training:
             step = isinstance(node, ast.Expr) and self._is_step(node, *self._optimizers())
             if step and id(node) not in self._steps and not self._problems:
                 self._say(node, "a step of the optimizer without scale_loss before it")
-            calls = isinstance(node, (ast.Return, ast.Assign)) and isinstance(node.value, ast.Call)
-            if calls and dotted_text(node.value.func) in [f"{each}.step" for each in self._optimizers()]:  # type: ignore
+            value = node.value if isinstance(node, (ast.Return, ast.Assign)) else None
+            if value is not None and self._is_step(ast.Expr(value), *self._optimizers()):
                 self._say(node, "optimizer.step whose result is used")
 
     def _inference(self, start: _Start) -> None:
@@ -341,10 +339,9 @@ class Training:
         return any(self._runs_a_model(each, leave) for each in inner)
 
     def _is_step(self, node: ast.AST, *optimizers: str) -> bool:
-        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
-            return False
-        known = dotted_text(node.value.func) in [f"{each}.step" for each in optimizers]
-        if known and (node.value.args or node.value.keywords):
+        call = node.value if isinstance(node, ast.Expr) else None
+        known = isinstance(call, ast.Call) and dotted_text(call.func) in [f"{each}.step" for each in optimizers]
+        if isinstance(call, ast.Call) and known and (call.args or call.keywords):
             self._say(node, "optimizer.step with a closure")
         return known
 
@@ -377,9 +374,9 @@ class Training:
 
     def _always_on(self) -> bool:
         """Whether it is known here that there is mixed precision."""
-        starts = [start for start in self._starts if start.optimizer]
-        known = all(start.level.enabled == "True" and not self._around.conditions(start.node) for start in starts)
-        return known and not self._package.shared
+        starts = (start for start in self._starts if start.optimizer and not self._package.shared)
+        known = [start.level.enabled == "True" and not self._around.conditions(start.node) for start in starts]
+        return bool(known) and all(known)
 
     def _say(self, node: ast.AST, said: str) -> None:
         self._problems.append((getattr(node, "lineno", 1), said))
