@@ -64,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
         for each in runs:
             each.seconds.append(timed(functools.partial(each.step, x, y), device))
     print(f"SimpleNet, {width} wide, {batch} rows, {args.dtype}, {device.type}; in brackets: the guide's, on a V100\n")
-    print(f"{'':8} {'ms a step':>20} {'speed-up':>16} {'loss':>24} {'weights and masters, MiB':>26}")
+    print(f"{'':8} {'ms a step':>20} {'ratio to fp32':>16} {'loss':>24} {'weights and masters, MiB':>26}")
     base = statistics.median(runs[0].seconds[2:])
     for each in runs:
         taken, (seconds, loss) = statistics.median(each.seconds[2:]), PUBLISHED[each.level]
         print(
-            f"{each.level:8} {1e3 * taken:10.1f} ({1e3 * seconds:5.0f})   {base / taken:8.2f} "
-            f"({PUBLISHED['float32'][0] / seconds:.1f}) {float(each.loss):13.6f} ({loss:.4f}) {_held(each):22.1f}"
+            f"{each.level:8} {1e3 * taken:10.1f} ({1e3 * seconds:5.0f})   {taken / base:8.2f} "
+            f"({seconds / PUBLISHED['float32'][0]:.2f}) {float(each.loss):13.6f} ({loss:.4f}) {_held(each):22.1f}"
         )
     return 0
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOW_TO = sorted((ROOT / "docs/how-to").glob("*.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *HOW_TO]
 FENCED = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.M | re.S)
-WITH_OUTPUT = [ROOT / "docs/tutorial.md", ROOT / "docs/troubleshooting.md", *HOW_TO]
+WITH_OUTPUT = [ROOT / "docs/tutorial.md", *sorted((ROOT / "docs").glob("troubleshooting*.md")), *HOW_TO]
 """There a text block right after a Python block is its whole output."""
 NUMBER = re.compile(r"\b\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
 
@@ -37,7 +37,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-SHOWS_FUSED_STATE = {"troubleshooting"}
+SHOWS_FUSED_STATE = {"troubleshooting", "troubleshooting-weights"}
 """Pages whose output counts what only a fused step has in its state."""
 
 
