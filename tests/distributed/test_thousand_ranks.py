@@ -47,7 +47,7 @@ def world_of(size: int) -> Iterator[None]:
 
 def net() -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 1000), nn.ReLU(), nn.Linear(1000, 1000))  # cut without padding in all worlds
+    return nn.Sequential(nn.Linear(8, 1000), nn.ReLU(), nn.LayerNorm(1000))  # cut without padding in all worlds
 
 
 def wrapped(kind: str, model: Any, size: int, dtype: torch.dtype | None) -> Any:
@@ -106,9 +106,11 @@ def of_torch(kind: str, size: int, dtype: torch.dtype) -> list[Call]:
         return sent.calls
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("kind", "clips", "dtype"),
+    # HSDP on 1,000 ranks makes 502 groups, which takes a second.
+    [("fsdp", False, BF16), ("fsdp", True, FP16), ("hsdp", True, FP16), ("ddp", True, BF16), ("ddp", False, FP16)],
+)
 def test_nothing_that_a_step_sends_grows_with_the_number_of_ranks(kind: str, clips: bool, dtype: torch.dtype) -> None:
     found = [of_halfstep(kind, size, dtype, clips=clips) for size in WORLDS]
     assert found[0] == found[1] == found[2]

@@ -28,11 +28,17 @@ from halfstep.amp import PrecisionWarning
 
 __all__ = ["Ranks", "four_ranks", "ranks"]
 
-_PRELOADED = [
-    *("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
-    *("halfstep.amp", "halfstep.optimizers", "tests.support.processes"),
-]
 _LIMIT = 150.0  # a busy machine takes a minute to import torch
+
+
+_PRELOADED = [
+    "pytest",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "halfstep.optimizers",
+    "tests.support.processes",
+]
 
 
 class RankFailed(AssertionError):
@@ -103,9 +109,10 @@ class Ranks:
         return [answers[rank] for rank in range(self.world)]
 
     def _start(self) -> None:
-        # One process imports what ranks need, once, and forks them: a rank then starts in a tenth of a second.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        fork = "forkserver" in multiprocessing.get_all_start_methods()
+        context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
+        if fork:  # one process imports what takes seconds, and every rank of the test run is forked from it
+            context.set_forkserver_preload(_PRELOADED)
         meeting = str(Path(tempfile.mkdtemp(prefix="halfstep-ranks-")) / "meeting")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
@@ -147,7 +154,7 @@ def ranks() -> Iterator[Ranks]:
     yield from _group(2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
-    """Four for the tests of one file."""
+    """Four for the whole test run."""
     yield from _group(4)
