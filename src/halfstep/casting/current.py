@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import os
 import sys
 import threading
@@ -22,12 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from ..core.compiler_compat import exit_autocast
-from ..core.dtypes import HALF_DTYPES
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import jit_tracing_state
 from .config import CastingConfig
-from .containers import map_tensors
-from .dispatch import CastMode, SessionEnd, function_modes, note_meeting, place, set_function_modes
+from .dispatch import CastMode, SessionEnd, function_modes, place, set_function_modes
 from .weight_cache import WeightCache
 
 __all__ = [
@@ -43,8 +40,6 @@ __all__ = [
     "in_autocast",
     "is_current",
     "leave_traced",
-    "met_in_cast_inputs",
-    "met_in_fp32",
     "native_state",
     "push_traced",
     "restore",
@@ -288,44 +283,6 @@ def in_autocast() -> bool:
     """Whether this thread is in a ``torch.autocast`` block (a checkpoint has one), which restores what it found."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0
-
-
-def met_in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor for a function that has no gradient in 16 bits, cast where ops meet in this thread."""
-    if not _meets() or tensor.dtype not in HALF_DTYPES:
-        return tensor
-    note_meeting()
-    return tensor.float()
-
-
-def _meets() -> bool:
-    """Whether ops meet in this thread."""
-    return thread.current is not None and thread.current.call_again is not None
-
-
-def met_in_cast_inputs(own: Any) -> Any:
-    """``torch.autograd.Function.apply``, for functions with ``torch.amp.custom_fwd(cast_inputs=)`` where ops meet.
-
-    ``custom_fwd`` asks whether native autocast is on, and at O2 it is not.
-    """
-
-    @functools.wraps(own.__func__)
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if _meets() and getattr(cls.forward, "__code__", None) is _CUSTOM_FWD.__code__:
-            details = inspect.getclosurevars(cls.forward).nonlocals
-            dtype, device = details.get("cast_inputs"), details["device_type"]
-            if dtype is not None and not torch.is_autocast_enabled(device):
-                note_meeting()
-                args = map_tensors(
-                    lambda t: t.to(dtype) if t.dtype in _MEETING and t.device.type == device else t, args
-                )
-        return own.__func__(cls, *args, **kwargs)
-
-    return classmethod(apply)
-
-
-_CUSTOM_FWD: Any = torch.amp.custom_fwd(lambda ctx: None, device_type="cpu")
-_MEETING = (*HALF_DTYPES, torch.float32)
 
 
 def clear_cache() -> None:

@@ -26,6 +26,7 @@ import torch
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import jit_tracing_state
 from . import dynamo, weight_copies
+from .autograd_functions import met_in_cast_inputs, met_in_fp32
 from .config import CastingConfig
 from .current import (
     Patches,
@@ -38,8 +39,6 @@ from .current import (
     in_autocast,
     is_current,
     leave_traced,
-    met_in_cast_inputs,
-    met_in_fp32,
     native_state,
     restore,
     save,

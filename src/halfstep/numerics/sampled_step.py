@@ -87,6 +87,7 @@ class SampledStep:
         """The step is over: remove the hooks."""
         self._closed = True
         self._watch.end()
+        del self._watch  # it refers to this, and both to the model
         while self._hooks:
             self._hooks.pop().remove()
 

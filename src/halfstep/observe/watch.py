@@ -121,8 +121,9 @@ class Watch:
         return self
 
     def end(self) -> None:
-        """No longer."""
+        """No longer, and not again: what refers to this watch is let go of, so that the modules it knows may go."""
         self._open.close()
+        self._modes.clear()
 
     def __enter__(self) -> Watch:
         return self.begin()
