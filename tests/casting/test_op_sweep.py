@@ -32,9 +32,10 @@ LEVELS = ("O1", "O2")
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
-    """What the sweep finds."""
-    result = python("-m", "tests.support.op_sweep", *LEVELS, quiet=True, timeout=280.0)
+def found(request: pytest.FixtureRequest) -> Any:
+    """What the sweep finds: of one sample and form of each op, or with ``--combinations all`` of several and all."""
+    every = ["--all"] if request.config.getoption("combinations") == "all" else []
+    result = python("-m", "tests.support.op_sweep", *LEVELS, *every, quiet=True, timeout=3000.0 if every else 280.0)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 

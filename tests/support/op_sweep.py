@@ -29,7 +29,7 @@ from halfstep.casting.current import thread
 from halfstep.casting.scope import OpCasting
 from halfstep.core.errors import HalfstepError
 
-__all__ = ["SCOPES", "Case", "problem_of"]
+__all__ = ["SCOPES", "Case", "Reference", "problem_of"]
 
 
 @contextlib.contextmanager
@@ -153,33 +153,52 @@ def _case(name: str, function: Callable[..., Any], sample: Any, form: str) -> Ca
 # ---- one case
 
 
-def problem_of(case: Case, half: torch.dtype, mix: str, scope: Callable[[], Any]) -> str:
-    """What is wrong with an op under a scope, in a few words; "" if nothing, "refused" for an error of halfstep's own.
+class Reference:
+    """What an op gives in fp32, for all scopes.
+
+    Args:
+        case: the call.
+        half: the 16-bit dtype.
+        mix: which of the tensors are in 16 bits.
+
+    Attributes:
+        given: the tensors of the call under a scope.
+        wants: which of them get a gradient.
+        wanted: results and gradients in fp32 of the same numbers.
+        moved: the same of numbers that were moved by the rounding of the dtype.
+        others: the results with another seed.
 
     Raises:
-        RuntimeError: and others, if the op fails in fp32, too.
+        RuntimeError: and others, if the op fails in fp32.
     """
-    low = MIXES[mix]
-    numbers = [t.detach().to(half).float() if low(i) else t.detach() for i, t in enumerate(case.tensors)]
-    wants = [t.requires_grad for t in case.tensors]
-    try:
-        wanted = _run(case, numbers, wants, half)
-    except RuntimeError:  # no gradient in fp32 either
-        wants = [False] * len(wants)
-        wanted = _run(case, numbers, wants, half)
-    moved = []
-    for _ in range(2):
-        with contextlib.suppress(RuntimeError, ValueError):  # ValueError: outside of a domain
-            moved.append(_run(case, [_moved(t, half) for t in numbers], wants, half, moved=True))
-    given = [t.to(half) if low(i) else t for i, t in enumerate(numbers)]
+
+    def __init__(self, case: Case, half: torch.dtype, mix: str) -> None:
+        low = MIXES[mix]
+        numbers = [t.detach().to(half).float() if low(i) else t.detach() for i, t in enumerate(case.tensors)]
+        self.given = [t.to(half) if low(i) else t for i, t in enumerate(numbers)]
+        self.wants = [t.requires_grad for t in case.tensors]
+        try:
+            self.wanted = _run(case, numbers, self.wants, half)
+        except RuntimeError:  # no gradient in fp32 either
+            self.wants = [False] * len(self.wants)
+            self.wanted = _run(case, numbers, self.wants, half)
+        self.moved = []
+        for _ in range(2):
+            with contextlib.suppress(RuntimeError, ValueError):  # ValueError: outside of a domain
+                self.moved.append(_run(case, [_moved(t, half) for t in numbers], self.wants, half, moved=True))
+        self.others = _run(case, numbers, [False] * len(self.wants), half, seed=5)[0]
+
+
+def problem_of(case: Case, half: torch.dtype, reference: Reference, scope: Callable[[], Any]) -> str:
+    """What is wrong with an op under a scope, in a few words; "" if nothing, "refused" for halfstep's own error."""
+    given, wants, wanted, moved = reference.given, reference.wants, reference.wanted, reference.moved
     try:
         found = _run(case, given, wants, half, scope)
     except HalfstepError:
         return "refused"
     except Exception as error:  # noqa: BLE001 - any of torch's
         return f"{type(error).__name__}: {str(error)[:150]}"
-    others = _run(case, numbers, [False] * len(wants), half, seed=5)[0]
-    if any(_far(a, b) for a, b in zip(wanted[0], others, strict=True)) or case.name in RANDOM:
+    if any(_far(a, b) for a, b in zip(wanted[0], reference.others, strict=True)) or case.name in RANDOM:
         return "" if [t.shape for t in found[0]] == [t.shape for t in wanted[0]] else "shapes"
     if case.form == "in place" and found[0][0].dtype is not given[0].dtype:
         return f"dtype of the result: {found[0][0].dtype}"
@@ -264,29 +283,32 @@ def _compare(
 # ---- all
 
 
-def sweep(how: str, names: frozenset[str], every: bool) -> dict[str, Any]:
+def sweep(hows: list[str], names: frozenset[str], every: bool) -> dict[str, Any]:
     """Run the cases.
 
     Returns:
-        How many there were, the names of ops that halfstep refuses, and for each other op that is wrong its problems.
+        For each of the scopes how many there were, the names of ops that halfstep refuses (in place an op of the fp32
+        list is always refused), and for each other op that is wrong its problems.
     """
-    refused, wrong, count = set(), dict[str, list[str]](), 0
+    found: dict[str, Any] = {how: {"cases": 0, "refused": set(), "wrong": {}} for how in hows}
     for case in cases(names, every):
         # One dtype in turn by the name, so that a run is the same as the one before.
         halves = HALVES if every else (HALVES[zlib.crc32(case.name.encode()) % 2],)
         for half in halves:
             for mix in MIXES if len(case.tensors) > 1 else ("all",):
                 try:
-                    problem = problem_of(case, half, mix, functools.partial(SCOPES[how], half))
+                    reference = Reference(case, half, mix)
                 except Exception:  # noqa: BLE001 - what fails in fp32, too, is no case
                     continue
-                count += 1
-                if problem == "refused":
-                    refused.add(case.name)
-                elif problem:
-                    text = f"{case.form}, {str(half)[6:]}, {mix} in 16 bits: {problem}"
-                    wrong.setdefault(case.name, []).append(text)
-    return {"cases": count, "refused": sorted(refused), "wrong": wrong}
+                for how, row in found.items():
+                    problem = problem_of(case, half, reference, functools.partial(SCOPES[how], half))
+                    row["cases"] += 1
+                    if problem == "refused":
+                        row["refused"].update([case.name] if case.form != "in place" else [])
+                    elif problem:
+                        text = f"{case.form}, {str(half)[6:]}, {mix} in 16 bits: {problem}"
+                        row["wrong"].setdefault(case.name, []).append(text)
+    return {how: {**row, "refused": sorted(row["refused"])} for how, row in found.items()}
 
 
 def main(arguments: list[str]) -> None:
@@ -299,7 +321,7 @@ def main(arguments: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     names = frozenset(filter(None, options.ops.split(",")))
-    json.dump({how: sweep(how, names, options.all) for how in options.how}, sys.stdout, indent=1)
+    json.dump(sweep(options.how, names, options.all), sys.stdout, indent=1)
 
 
 if __name__ == "__main__":
