@@ -134,7 +134,11 @@ def _migrate_packages(paths: tuple[Path, ...], accumulation: bool) -> Iterator[t
             except (SyntaxError, UnicodeDecodeError) as error:
                 sources.pop(file, None)
                 broken[file] = str(error)
-        found = migrate_to_torch(sources, accumulation=accumulation)
+        try:
+            found = migrate_to_torch(sources, accumulation=accumulation)
+        except SyntaxError as error:  # of a rewriting: a fault of ours, and nothing is written
+            yield path, f"its rewriting would not be Python: {error}"
+            continue
         whole = not broken and not any(each.problems for each in found.values())
         yield from broken.items()
         for file, each in found.items():
