@@ -28,6 +28,16 @@ EXCEPTIONS: dict[str, str] = {  # why
     "linalg.pinv.singular": "its sample is a product, and has another rank when that is rounded",
     "kl_divergence(Gamma)": "two numbers that are nearly the same are subtracted in 16 bits",
 }
+CANCELS = "its gradient is a difference of numbers that are nearly the same, in 16 bits"
+WHOLE: dict[str, str] = {  # more of them with --combinations all
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"), CANCELS),
+    **dict.fromkeys(("corrcoef", "cov", "nn.functional.normalize", "nn.functional.layer_norm"), CANCELS),
+    **dict.fromkeys([f"nn.functional.{name}" for name in ("elu", "celu", "selu")], "in place: from a rounded result"),
+    **dict.fromkeys([f"polygamma.polygamma_n_{n}" for n in range(4)], OVERFLOW),
+    **dict.fromkeys(("__rdiv__", "pow", "__rpow__"), OVERFLOW),
+    "native_layer_norm": "a private form of layer_norm, whose gradient refuses mixed dtypes",
+    "sparse +": LAYOUT,
+}
 LEVELS = ("O1", "O2")
 
 
@@ -44,7 +54,7 @@ def found(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_op_is_right_or_refused(found: Any, level: str) -> None:
     assert found[level]["cases"] > 1000
-    wrong = {name: problems for name, problems in found[level]["wrong"].items() if name not in EXCEPTIONS}
+    wrong = {name: problems for name, problems in found[level]["wrong"].items() if name not in EXCEPTIONS | WHOLE}
     assert not wrong, json.dumps(wrong, indent=1)
 
 
