@@ -470,6 +470,20 @@ def test_a_recorded_model_that_makes_fp32_tensors_is_right(kind: type[nn.Module]
     assert torch.equal(model(x)[:0], found[:0])  # the same dtype, and eager passes go on
 
 
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.RMSNorm(8)], ids=lambda norm: type(norm).__name__
+)
+def test_a_recorded_norm_with_fp32_weights_has_the_bits_of_the_eager_one(norm: nn.Module) -> None:
+    """Torch takes it, so nothing of it is cast. The activation after it must not get fp32 either."""
+    model: Any = nn.Sequential(nn.Linear(4, 8), norm, nn.GELU(), nn.Linear(8, 2))
+    amp.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O2", dtype=torch.bfloat16)
+    x = torch.randn(6, 4)
+    wanted = model(x)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), wanted)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, backend="eager")(x), wanted)
+
+
 class _plain:
     def __init__(self, loss: torch.Tensor) -> None:
         self.loss = loss

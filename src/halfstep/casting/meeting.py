@@ -27,6 +27,7 @@ from .rules import bind, match_self, promote, to_float, without_native
 __all__ = ["call_again", "met", "recorded_rule"]
 
 _MEETING = (*HALF_DTYPES, torch.float32)
+_WITH_FP32_WEIGHTS = ("layer_norm", "native_layer_norm", "group_norm", "rms_norm")
 _ASSIGNMENTS = ("__setitem__", "index_put_", "put_")
 _FILLS = (*_ASSIGNMENTS, "fill")
 
@@ -177,11 +178,22 @@ def recorded_rule(name: str, inplace: bool, otherwise: Rule | None) -> Rule | No
         return bind(met, match_self, otherwise, True) if matches else otherwise
     if listed == "half":
         return bind(met, bind(_in_half, otherwise), otherwise, True)
+    if name in _WITH_FP32_WEIGHTS:
+        return bind(_unless_half, bind(met, bind(to_float, name), otherwise, True), otherwise)
     if listed == "float":
         return bind(met, bind(to_float, name), otherwise, FLOAT[name] not in ("linalg", "fft", "complex"))
     if listed == "promote" and name not in SELF_PROMOTING:
         return bind(met, bind(promote, name), otherwise, True)
     return otherwise
+
+
+def _unless_half(
+    rule: Rule, otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """A norm: torch takes 16 bits with the fp32 weights of a norm, and refuses fp32 with 16-bit weights."""
+    if (args[0] if args else kwargs["input"]).dtype not in HALF_DTYPES:
+        return rule(mode, func, args, kwargs)
+    return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
 
 
 def _in_half(otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
