@@ -17,7 +17,7 @@ from ..core.dtypes import HALF_DTYPES
 from ..core.oplists import OpLists
 from ..core.oplists.names import computes, spellings
 from ..core.oplists.tables import FLOAT, KEEPS_DTYPE, SELF_MATCHING, SELF_PROMOTING
-from ..core.torch_compat import OpOverload, OpOverloadPacket, qualified_name
+from ..core.torch_compat import OpOverload, OpOverloadPacket, is_any_autocast_enabled, qualified_name
 from .composites import composite_rule, has_question
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule, note_meeting
@@ -197,7 +197,8 @@ def _unless_half(
 
 
 def _in_half(otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Cast the arguments of a product to the 16-bit dtype among them."""
-    half = next(tensor.dtype for tensor in tensors_in(args, kwargs) if tensor.dtype in HALF_DTYPES)
-    args, kwargs = _cast(args, half), _cast(kwargs, half)
+    """Cast the arguments of a product to the 16-bit dtype among them, unless native autocast casts them."""
+    if not is_any_autocast_enabled():
+        half = next(tensor.dtype for tensor in tensors_in(args, kwargs) if tensor.dtype in HALF_DTYPES)
+        args, kwargs = _cast(args, half), _cast(kwargs, half)
     return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
