@@ -153,7 +153,8 @@ def _at_o2(shapes: list[tuple[int, ...]], device: torch.device, *, fused: bool) 
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, fused=fused, verbosity=0)
     params = list(model.parameters())
-    grads = [torch.randn_like(param) for param in params]
+    # Autograd delivers them so: in fp32 where the parameter has a master, as of torch 2.13.
+    grads = [torch.randn_like(param, dtype=getattr(param, "grad_dtype", param.dtype)) for param in params]
     loss = torch.ones((), device=device, requires_grad=True)
 
     def step() -> None:

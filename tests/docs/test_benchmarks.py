@@ -126,6 +126,14 @@ def test_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "bfloat16 on cpu" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
+def test_fused_step(tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    flags = ["--device", "cpu", "--steps", "1", "--max-seconds", "0", "--lists", "400x16", "--json", str(path)]
+    assert main(["fused_step", *flags]) == 0
+    assert "torch.AdamW at O2" in {timing["name"].split(", 4")[0] for timing in json.loads(path.read_text())["timings"]}
+
+
 def test_host_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "h.json"
     flags = ["--device", "cpu", "--steps", "2", "--tensors", "1", "3", "--json", str(path)]
