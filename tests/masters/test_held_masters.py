@@ -17,6 +17,7 @@ from halfstep import TrainStep, amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.gradients import held_masters
 from halfstep.masters.keeper import MasterKeeper
+from tests.support.backends import skip_without_compiler
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FINE = 1.0 + 2.0**-20  # rounds to 1 in 16 bits
@@ -121,6 +122,7 @@ DOORS: dict[str, Callable[[Any, Any], Any]] = {
 def test_what_is_written_reaches_the_weight_at_every_door(door: str, stepped: bool, fused: bool) -> None:
     if door == "the optimizer's state_dict" and not fused:
         pytest.skip("there are no masters in it")
+    skip_without_compiler(needed=door == "the optimizer's state_dict")
     model, optimizer = start(fused=fused)
     if stepped:
         step(model, optimizer)

@@ -24,6 +24,7 @@ from halfstep.casting.current import thread
 from halfstep.core.errors import ArgumentValueError, UsageError
 from halfstep.core.hardware import has_units
 from halfstep.kernels import backend
+from halfstep.kernels.backends import compiler
 from halfstep.optimizers import release as release_file
 from tests.support.backends import needs_compiler
 
@@ -134,7 +135,8 @@ def test_steps_as_the_ordinary_step_under_amp(
 @given(data=st.data())
 def test_any_training_is_the_same(data: st.DataObject) -> None:
     """Groups, frozen parameters, passes that are added up, learning rates that change: in any order."""
-    kind = data.draw(st.sampled_from(["Adam", "SGD, dampening", "LAMB"]))
+    # Norms by torch's lists are added up in another order where parameters come one by one.
+    kind = data.draw(st.sampled_from(["Adam", "SGD, dampening", *(["LAMB"] if compiler.available() else [])]))
     level = data.draw(st.sampled_from([None, "O2"]))
     loss_scale = data.draw(st.sampled_from([1.0, 64.0, "dynamic"]))
     steps = data.draw(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([None, 0, 3])), min_size=1, max_size=4))

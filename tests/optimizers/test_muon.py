@@ -17,7 +17,7 @@ from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from halfstep.kernels import backend
 from halfstep.optimizers import FusedMuon, can_fuse, fuse, muon, newton_schulz, unfuse
-from tests.support.backends import needs_compiler
+from tests.support.backends import needs_compiler, skip_without_compiler
 
 F64, F32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 BACKENDS = ["eager", "torch", pytest.param("compiled", marks=needs_compiler)]
@@ -323,6 +323,7 @@ def of_torch(model: Net) -> Any:
 @pytest.mark.parametrize("make", [named, of_torch])
 @pytest.mark.parametrize(("level", "dtype"), [("O1", "bfloat16"), ("O2", "bfloat16"), ("O2", "float16")])
 def test_trains_at_every_level(make: Any, level: str, dtype: str) -> None:
+    skip_without_compiler(needed=make is of_torch and level == "O2")
     model, optimizer = trained(make, 12, level, dtype)
     assert isinstance(optimizer, FusedMuon) == (level == "O2" or make is named)
     x = torch.randint(7, (8, 5))
@@ -334,6 +335,7 @@ def test_trains_at_every_level(make: Any, level: str, dtype: str) -> None:
         assert state["momentum_buffer"].dtype is F32
 
 
+@needs_compiler
 def test_bytes_of_a_parameter() -> None:
     model = nn.Linear(128, 128, bias=False)
     optimizer = torch.optim.Muon(model.parameters())

@@ -160,7 +160,12 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Loop], None], str, str]] = {
     "O2, no block, a closure": (O2, plain_with_a_closure, FORGOTTEN, "loop.optimizer.step(closure)"),
     "O2, no block, gradient release": (RELEASED, plain_with_release, FORGOTTEN, ""),
     "O3 with a scale, no block": ({"level": "O3", "loss_scale": 128.0}, plain, FORGOTTEN, ""),
-    "torch's scaler around the block": (O2, block_inside_torchs_scaler, TWICE, "scaler.step(loop.optimizer)"),
+    "torch's scaler around the block": (
+        {"loss_scale": 64.0},
+        block_inside_torchs_scaler,
+        TWICE,
+        "scaler.step(loop.optimizer)",
+    ),
     "torch's scaler, RMSprop": (
         {"make": torch.optim.RMSprop, "loss_scale": 64.0},
         block_inside_torchs_scaler,
