@@ -74,7 +74,7 @@ meetings = _Meetings()
 
 @traced_as_constant  # a compiled op counts where it is traced, in its first pass
 def note_meeting() -> None:
-    """Count one."""
+    """Count an op that was cast because torch would have refused its dtypes."""
     meetings.count += 1
 
 

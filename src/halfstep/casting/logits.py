@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ..core.dtypes import HALF_DTYPES
 from .containers import map_tensors
 from .dispatch import CastMode, Rule, note_meeting
+from .operands import version_of
 from .rules import without_native
 
 __all__ = ["from_logits", "remember_logits"]
@@ -31,7 +32,7 @@ def remember_logits(mode: CastMode, func: Callable[..., Any], args: tuple[Any, .
         given = args[0] if args else kwargs["input"]
         known, key = mode.logits, id(result)
         reference = weakref.ref(result, lambda _: known.pop(key, None))
-        known[key] = (reference, given, _version(result), _version(given))
+        known[key] = (reference, given, version_of(result), version_of(given))
         if len(known) > _MOST:
             del known[next(iter(known))]
     return result
@@ -43,15 +44,11 @@ def from_logits(
     """``F.binary_cross_entropy`` of a sigmoid, unless either was written to meanwhile. The gradient passes by it."""
     first = args[0] if args else kwargs["input"]
     _, logits, *versions = mode.logits.get(id(first), (None, None))
-    if logits is None or versions != [_version(first), _version(logits)] or not mode.casts(first):
+    if logits is None or versions != [version_of(first), version_of(logits)] or not mode.casts(first):
         return otherwise(mode, func, args, kwargs)
     note_meeting()
     rest, kwargs = map_tensors(_widen, (args[1:], {key: a for key, a in kwargs.items() if key != "input"}))
     return without_native(mode, F.binary_cross_entropy_with_logits, (logits.float(), *rest), kwargs)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:

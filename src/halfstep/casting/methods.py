@@ -26,7 +26,7 @@ _FRAMEWORKS = ("accelerate", "builtins", "lightning", "peft", "pytorch_lightning
 
 
 class _Watched:
-    """What the subclass has beside the methods."""
+    """The base of such a subclass: it makes copies and pickles, and is in no register of the user's."""
 
     def __init_subclass__(cls) -> None:
         """Nothing: the user's own may keep a register of classes, to which this one does not belong."""

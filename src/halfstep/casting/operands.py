@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.oplists.tables import CLASS_OF, OP_CLASSES
 from ..core.torch_compat import base_of, pop_saved_hooks, push_saved_hooks, saved_hooks, saved_hooks_allowed
 
-__all__ = ["MIN_ELEMENTS", "STEPWISE", "Kept", "Operand", "run_node", "run_product"]
+__all__ = ["MIN_ELEMENTS", "STEPWISE", "Kept", "Operand", "run_node", "run_product", "version_of"]
 
 MIN_ELEMENTS = 2**12
 """A smaller operand stays wide: its 16 KiB are not worth the calls of the hooks."""
@@ -132,9 +132,9 @@ def run_product(call: Callable[[], Any], kept: Kept, half: torch.dtype, kind: st
             operand, view = _operand_of(tensor, kept, half, kind)
             if outer is None:
                 if operand is None:
-                    return _Packed(tensor.detach(), _version_of(tensor))
+                    return _Packed(tensor.detach(), version_of(tensor))
                 operand.saves += 1
-                return _Packed(operand, _version_of(operand.half), view)
+                return _Packed(operand, version_of(operand.half), view)
             hand, take_back = outer
             if operand is None:
                 return _Handed(take_back, hand(tensor))
@@ -184,7 +184,8 @@ def _operand_of(tensor: Tensor, kept: Kept, half: torch.dtype, kind: str) -> tup
     return (copy, None) if base is not None or torch.equal(copy.wide, tensor) else (None, None)
 
 
-def _version_of(tensor: Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was written to; None for a tensor of inference mode, which does not say so."""
     return None if tensor.is_inference() else tensor._version
 
 

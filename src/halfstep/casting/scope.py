@@ -7,8 +7,7 @@ One casting (``OpCasting``) is current in a thread. Three things make it so, and
 - a model that was brought up at a level, while its ``forward`` runs;
 - the user, by an explicit scope (``with OpCasting(...)``): a model inside computes as the scope says.
 
-A session is over when its models and optimizers are gone. Nothing happens at that moment: the next op or scope asks,
-and goes on without it.
+A session is over when its models and optimizers are gone. The next op or scope asks for that, and goes on without it.
 """
 
 from __future__ import annotations

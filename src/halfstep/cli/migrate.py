@@ -99,6 +99,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 _WORDS = ("apex", "amp_C", "syncbn")
 _TAKES_AMP = re.compile(rb"^\s*from\s+\..*\bimport\b.*\bamp\b", re.M)
 """A file that has ``amp`` from another file of its package."""
+_NOT_READ = "not Python that can be read"
 _PARALLEL = 64
 """From this many files on, other processes help with --to halfstep; each takes seconds to start."""
 
@@ -118,7 +119,7 @@ def _migrate_file(path: Path) -> Migration | str:
     try:
         return migrate(path.read_bytes().decode("utf-8"))
     except (SyntaxError, UnicodeDecodeError) as error:
-        return str(error)
+        return f"{_NOT_READ}: {error}"
 
 
 def _migrate_packages(paths: tuple[Path, ...], accumulation: bool) -> Iterator[tuple[Path, Migration | str]]:
@@ -133,11 +134,11 @@ def _migrate_packages(paths: tuple[Path, ...], accumulation: bool) -> Iterator[t
                 ast.parse(sources[file].removeprefix("\ufeff"))
             except (SyntaxError, UnicodeDecodeError) as error:
                 sources.pop(file, None)
-                broken[file] = str(error)
+                broken[file] = f"{_NOT_READ}: {error}"
         try:
             found = migrate_to_torch(sources, accumulation=accumulation)
         except SyntaxError as error:  # of a rewriting: a fault of ours, and nothing is written
-            yield path, f"its rewriting would not be Python: {error}"
+            yield path, f"nothing is changed, because the new text would be no Python; please report this: {error}"
             continue
         whole = not broken and not any(each.problems for each in found.values())
         yield from broken.items()
@@ -183,7 +184,7 @@ def command(paths: tuple[Path, ...], to: str, accumulation: bool, write: bool) -
     one_by_one = zip(files, _migrate_files(files), strict=True)
     for path, found in _migrate_packages(paths, accumulation) if to == "torch" else one_by_one:
         if isinstance(found, str):
-            console.print(f"{path}: not Python that can be read: {found}", style="red", markup=False)
+            console.print(f"{path}: {found}", style="red", markup=False)
             left += 1
             continue
         if found.after != found.before:

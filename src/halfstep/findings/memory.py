@@ -71,7 +71,7 @@ ACTIVATIONS = {
 
 
 class Line(NamedTuple):
-    """Bytes a parameter, of one optimizer at one level: on the device, and those in host memory apart.
+    """Bytes a parameter of one optimizer at one level. Those in host memory are apart.
 
     Attributes:
         level: O0 to O3, or the name of another library.

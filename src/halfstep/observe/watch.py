@@ -121,7 +121,7 @@ class Watch:
         return self
 
     def end(self) -> None:
-        """No longer, and not again: what refers to this watch is let go of, so that the modules it knows may go."""
+        """Stop for good. The modes refer to this watch, so they go: modules that it knows are free at once."""
         self._open.close()
         self._modes.clear()
 

@@ -43,12 +43,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class Fetched(NamedTuple):
-    """What is on its way to the host.
+    """Copies of tensors that are on their way to the host.
 
     Attributes:
-        copies: of parameters.
-        grads: of their gradients, in the same order; None where there is none.
-        numbers: other tensors, as they were given; None for None.
+        copies: the copies of parameters.
+        grads: the copies of their gradients, in the same order; None where there is none.
+        numbers: the copies of other tensors, in the order in which they were given; None for None.
         arrived: the event after which all are there; None if they are.
     """
 
@@ -101,7 +101,7 @@ class Offload:
 
     @property
     def copies(self) -> list[torch.Tensor]:
-        """Of parameters, in host memory."""
+        """The copies of the parameters, in host memory."""
         return list(self._copies.values())
 
     def adopt(self, params: Iterable[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The options that all fused optimizers share, the check of their arguments, and a warning of what these lose."""
+"""The options that all fused optimizers share, the check of hyperparameters, and a warning of updates that get lost."""
 
 from __future__ import annotations
 

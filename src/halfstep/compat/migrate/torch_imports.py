@@ -20,7 +20,7 @@ _FAILS = ("ImportError", "ModuleNotFoundError", "Exception")
 
 
 class Imports:
-    """The imports of Apex, with what happens where one fails: torch is there.
+    """The rewriting of imports of Apex. What a script does where one fails goes, because torch is there.
 
     Attributes:
         gone: ids of the nodes that are not in the new text.

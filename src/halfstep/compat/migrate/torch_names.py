@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from .names import Problem
 from .scopes import dotted_text
 
-__all__ = ["CONVERT", "OPTIMIZERS", "REPLACED", "Level", "level_of", "options_problem", "without"]
+__all__ = ["CONVERT", "OPTIMIZERS", "REPLACED", "Level", "level_of", "may_run", "options_problem"]
 
 CONVERT = "apex.parallel.convert_syncbn_model"
 """A function that is a method in torch, so its uses change and not its import."""
@@ -38,7 +38,7 @@ _ARGUMENTS = {
 
 
 def options_problem(name: str, call: ast.Call) -> str | None:
-    """What torch has not of the arguments of a call of a name in ``REPLACED``; None if it has all."""
+    """The argument of a call of a name in ``REPLACED`` that torch has not; None if it has all."""
     if name not in _ARGUMENTS:
         return None
     unknown = [keyword.arg or "**" for keyword in call.keywords if keyword.arg not in _ARGUMENTS[name]]
@@ -50,12 +50,12 @@ def options_problem(name: str, call: ast.Call) -> str | None:
 
 @dataclass
 class Level:
-    """What ``amp.initialize`` was told.
+    """The options of a call of ``amp.initialize``, as code.
 
     Attributes:
         enabled: an expression that is true at O1; "True" and "False" where that is known.
         checks: statements that refuse, at run time, what torch has not.
-        problems: what can be refused here.
+        problems: options that are known here, and that torch has not.
     """
 
     enabled: str = "True"
@@ -128,13 +128,13 @@ _NO_FORWARD = {
 _NO_CALL = ("Parallel", "DDP", "SyncBatchNorm", "initialize", "Adam", "AdamW", "SGD", "clip_grad_norm_", "Optimizer")
 
 
-def without(call: ast.Call, models: set[str]) -> bool:
-    """False if a call may run one of the models: it is called, a method of it is, or it is an argument."""
+def may_run(call: ast.Call, models: set[str]) -> bool:
+    """Whether a call may run one of the models: it is called, a method of it is, or it is an argument."""
     text = dotted_text(call.func) or ""
     *owners, last = text.split(".")
     if last in _NO_FORWARD or last.endswith(_NO_CALL):
-        return True
-    if last in models or models & set(owners):
         return False
+    if last in models or models & set(owners):
+        return True
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
-    return not any((dotted_text(each) or "").rpartition(".")[2] in models for each in given)
+    return any((dotted_text(each) or "").rpartition(".")[2] in models for each in given)

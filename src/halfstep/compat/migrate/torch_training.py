@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .names import Problem
 from .scopes import Names, dotted_text
-from .torch_names import Level, level_of, without
+from .torch_names import Level, level_of, may_run
 from .torch_tree import BLOCKS, Function, Statements, Tree
 
 __all__ = ["Package", "Training"]
@@ -16,11 +16,11 @@ __all__ = ["Package", "Training"]
 
 @dataclass
 class Package:
-    """What files that belong together know of each other.
+    """The facts that files which belong together know of each other.
 
     Attributes:
         models: the last parts of the names of models, "model" of ``self.model``.
-        optimizers: and of optimizers.
+        optimizers: the last parts of the names of optimizers.
         conditions: the conditions under which amp is on, without what owns their names.
         shared: whether a GradScaler has to go from one function to another.
         accumulation: whether a step of several backward passes is rewritten.
@@ -35,7 +35,7 @@ class Package:
 
 @dataclass
 class _Start:
-    """An ``amp.initialize``."""
+    """A call of ``amp.initialize`` whose result is assigned to names."""
 
     node: ast.Assign
     function: ast.AST | None
@@ -333,7 +333,7 @@ class Training:
 
     def _runs_a_model(self, node: ast.AST, leave: set[int] | None = None) -> bool:
         """Whether a statement may run a model, outside of the statements with ids in ``leave``."""
-        if isinstance(node, ast.Call) and not without(node, self._package.models):
+        if isinstance(node, ast.Call) and may_run(node, self._package.models):
             return True
         inner = (each for each in ast.iter_child_nodes(node) if leave is None or id(each) not in leave)
         return any(self._runs_a_model(each, leave) for each in inner)

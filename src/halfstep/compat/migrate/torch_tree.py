@@ -7,17 +7,21 @@ from collections.abc import Iterator
 
 from .splice import Text
 
-__all__ = ["Statements", "Tree"]
+__all__ = ["BLOCKS", "Function", "Statements", "Tree"]
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 BLOCKS = ("body", "orelse", "finalbody")
 
 
 class Tree:
-    """What is around each node.
+    """The surroundings of each node.
 
     Args:
         tree: the syntax tree of a file.
+
+    Attributes:
+        owners: the node around each node, by the id of that.
+        places: the block that each statement is in and its place there, by the id of the statement.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -35,7 +39,7 @@ class Tree:
                 yield node
 
     def conditions(self, node: ast.AST) -> list[ast.If]:
-        """The conditions among them."""
+        """The ``if`` statements around a statement, from the inside, up to a loop or a function."""
         return [each for each in self.around(node) if isinstance(each, ast.If)]
 
     def path(self, node: ast.stmt) -> Iterator[tuple[list[ast.stmt], int]]:
@@ -78,11 +82,11 @@ class Statements(Text):
         return margin
 
     def put(self, node: ast.expr | ast.stmt, new: str) -> None:
-        """Have other text for a node."""
+        """Replace the text of a node."""
         self.change(self.start(node), self.end(node), new)
 
     def lines(self, node: ast.stmt, lines: list[str]) -> None:
-        """Have other statements for one."""
+        """Replace a statement by others."""
         margin = self.margin(node)
         if lines:
             self.put(node, f"{self._break}{margin}".join(lines))
@@ -91,12 +95,12 @@ class Statements(Text):
             self.change(self.line_start(self.start(node)), len(self.bytes) if after < 0 else after + 1, "")
 
     def before(self, node: ast.stmt, line: str) -> None:
-        """Have another statement before one."""
+        """Add a statement before one."""
         start = self.line_start(self.start(node))
         self.change(start, start, f"{self.margin(node)}{line}{self._break}")
 
     def after(self, node: ast.stmt, line: str) -> None:
-        """Have another statement after one."""
+        """Add a statement after one."""
         end = self.line_end(self.end(node))
         self.change(end, end, f"{self._break}{self.margin(node)}{line}")
 
