@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 from collections.abc import Callable
@@ -156,6 +157,10 @@ class Scored(Registered):
     def score(self) -> torch.Tensor:
         return self.one(torch.ones(1, 4)).sum()  # type: ignore[no-any-return]
 
+    @functools.cached_property
+    def kept_score(self) -> torch.Tensor:
+        return self.one(torch.ones(1, 4)).sum()  # type: ignore[no-any-return]
+
     def half_way(self, x: torch.Tensor) -> torch.Tensor:
         return self.one(x)
 
@@ -182,6 +187,8 @@ def test_properties_meet() -> None:
     model = at_o2(Scored())
     for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert each.score.dtype is torch.bfloat16
+        assert each.kept_score is each.kept_score
+        assert each.kept_score.dtype is torch.bfloat16
 
 
 class Product(nn.Module):

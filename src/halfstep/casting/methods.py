@@ -81,6 +81,8 @@ def _watched_names(base: type) -> Iterator[tuple[str, Any]]:
         own = inspect.getattr_static(base, name)
         if isinstance(own, property) and own.fget is not None:
             yield name, property(_watched(own.fget), own.fset, own.fdel, own.__doc__)
+        elif isinstance(own, functools.cached_property):
+            yield name, functools.cached_property(_watched(own.func))
         # The code of a generator or a coroutine runs after the call has returned.
         elif isinstance(own, FunctionType) and not (
             inspect.isgeneratorfunction(own) or inspect.iscoroutinefunction(own)
