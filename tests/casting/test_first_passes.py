@@ -461,6 +461,40 @@ def test_an_input_that_no_model_writes_to_is_left_alone() -> None:
     assert (cache._version, leaf._version) == (0, 0)
 
 
+class Given(nn.Module):
+    """Does to its inputs what it is told."""
+
+    def __init__(self, written: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.written = written
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.written(*inputs))  # type: ignore[no-any-return]
+
+
+def test_an_input_that_is_given_twice_is_one_tensor_in_the_model() -> None:
+    model = at_o2(Given(lambda x, y: (y.add_(1), x)[1]))
+    for _ in range(5):
+        x = torch.zeros(2, 4)
+        result = model(x, x)
+        assert torch.equal(x, torch.ones(2, 4))
+        assert torch.equal(result, model(torch.ones(2, 4), torch.zeros(2, 4)))
+
+
+def test_inputs_whose_shape_a_model_changes() -> None:
+    out = torch.empty(0)
+    result = at_o2(Given(lambda x, out: torch.add(x, 1, out=out)))(X, out)
+    assert out.shape == X.shape
+    torch.testing.assert_close(out, X.bfloat16().float() + 1, atol=0.02, rtol=0.02)
+    assert result.shape == X.shape
+    x = X.clone()
+    assert at_o2(Given(lambda x: x.unsqueeze_(1)))(x).shape == (len(X), 1, 4)
+    assert torch.equal(x, X)
+    empty = X[:0].clone().requires_grad_() * 2
+    assert at_o2(Given(lambda x: x.relu_()))(empty).shape == (0, 4)
+
+
 BUFFERS: dict[str, tuple[float, bool, Callable[[torch.dtype], bool]]] = {  # value, whether saved, whether it stays
     "constant": (1e-8, True, lambda half: half is torch.float16),
     "large": (1e5, True, lambda half: half is torch.float16),

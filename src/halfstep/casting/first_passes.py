@@ -90,13 +90,17 @@ class FirstPasses:
         beyond the range is made finite without a look.
 
         Args:
-            casts: gets the tensor and its cast, for ``write_back``.
+            casts: gets the tensor and its cast, for ``write_back``. A tensor that is given twice has one cast.
             dtype: of the weights.
             look: whether to look at any input, on any device.
             place_and_tensor: a number or name for each container around it, and then the tensor.
         """
         tensor: torch.Tensor = place_and_tensor[-1]
         key = place_and_tensor[:-1], tensor.dim()
+        cast: torch.Tensor
+        for _, given, cast in casts:
+            if given is tensor:
+                return cast
         if not look and key not in self.watched:
             return tensor.to(dtype)
         wide = tensor.dtype is torch.float32 and dtype in HALF_DTYPES
@@ -109,7 +113,6 @@ class FirstPasses:
             return tensor
         unseen = recorded or not tensor.is_cpu
         narrow: Any = narrow_finite if wide and (unseen or key in self.saturates) else torch.Tensor.to
-        cast: torch.Tensor
         if not own:
             return narrow(tensor, dtype)  # type: ignore[no-any-return]
         if torch.is_inference_mode_enabled():
@@ -138,10 +141,17 @@ class FirstPasses:
             self.watched.add(key)
 
     def write_back(self, casts: Iterable[Cast]) -> None:
-        """After a pass: what the model has written to casts of its inputs goes to the inputs, and nothing else does."""
+        """After a pass: what the model has written to casts of its inputs goes to the inputs, and nothing else does.
+
+        An empty input becomes as large as its cast, as that of ``out=`` does. No other input gets another shape.
+        """
         for key, tensor, cast in casts:
             if cast._version and not (tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()):
                 self.watched.add(key)
+                if cast.numel() and not tensor.numel():
+                    tensor.resize_(cast.shape)
+                if cast.shape != tensor.shape:
+                    continue
                 unwritten = cast == narrow_finite(tensor, cast.dtype)
                 tensor.copy_(torch.where(unwritten, tensor, cast.to(tensor.dtype)))
 
