@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from halfstep import amp, optimizers
-from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
+from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.kernels import backend_for
 from halfstep.kernels.storage import join
 from tests.support.backends import needs_compiler
@@ -311,3 +312,42 @@ def test_what_cannot_be_fused() -> None:
     _, optim = make(BF16, torch.optim.AdamW)
     with pytest.raises(ArgumentTypeError, match="fused already"):
         optimizers.fuse(optim)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kept", ["in the model", "split", "8bit"])
+def test_a_flattened_state_dict_of_torch_loads_or_is_refused(kept: str) -> None:
+    """torch reads one by the names in the optimizer's state, and gives {} for those that it has not."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def make(steps: int) -> tuple[nn.Module, optimizers.FusedAdam]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 128, dtype=BF16 if kept == "split" else None)
+        arguments: Any = {"split": {"master_weights": True}, "8bit": {"state_dtype": "8bit"}}.get(kept, {})
+        optimizer = optimizers.FusedAdam(model.parameters(), lr=0.01, **arguments)
+        if kept == "in the model":
+            amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, verbosity=0)
+        step(model, optimizer, steps)
+        return model, optimizer
+
+    def step(model: nn.Module, optimizer: optimizers.FusedAdam, steps: int) -> None:
+        for _ in range(steps):
+            for param in model.parameters():
+                param.grad = torch.linspace(-1, 1, param.numel(), dtype=param.grad_dtype).view_as(param)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    saved, other = make(2), make(1)
+    weights, state = get_state_dict(*saved, options=options)
+    refused = (
+        nullcontext() if kept == "in the model" else pytest.raises(UsageError, match="flattened state dict has no")
+    )
+    with refused:
+        set_state_dict(*other, model_state_dict=weights, optim_state_dict=state, options=options)
+    if kept == "in the model":
+        step(*saved, 2)
+        step(*other, 2)
+        for expected, found in zip(amp.master_params(saved[1]), amp.master_params(other[1]), strict=True):
+            assert torch.equal(expected, found)

@@ -13,6 +13,7 @@ from ..casting.weight_copies import WeightCopies
 from ..core.callers import caller_in
 from ..core.checks import check_optimizer_state
 from ..core.dtypes import HALF_DTYPES, StateForm
+from ..core.errors import UsageError
 from ..core.torch_compat import STATE_MODULE
 from ..gradients.held_masters import settle
 from ..kernels.shards import is_sharded, local, rewrapped
@@ -250,8 +251,11 @@ class FusedState(torch.optim.Optimizer):
         Raises:
             ArgumentTypeError: for something else than a dict. Nothing has been loaded then.
             ArgumentValueError: for a dict without ``state`` or ``param_groups``. Nothing has been loaded then.
+            UsageError: for a flattened state dict of torch whose 8-bit moments or masters have other names. Nothing
+                has been loaded then.
         """
         check_optimizer_state(self, state_dict)
+        _refuse_lost(state_dict["state"], masters=not self._fused.in_models)
         seen: dict[str, Any] = {}
         params = [p for group in self.param_groups for p in group["params"]]
         masters = {
@@ -268,6 +272,7 @@ class FusedState(torch.optim.Optimizer):
                     self.state[param] = {
                         name: value.to(self._home(param), copy=True) if isinstance(value, torch.Tensor) else value
                         for name, value in seen["state"][i].items()
+                        if value != {}
                     }
             for param in params:
                 if id(param) in masters:
@@ -334,3 +339,15 @@ class FusedState(torch.optim.Optimizer):
 
     def _will_split(self, param: torch.Tensor) -> bool:
         return self.options.storage(param.dtype, self._home(param)).kind == "split"
+
+
+def _refuse_lost(state: Any, *, masters: bool) -> None:
+    """Refuse to lose what a flattened state dict has by other names: torch has put {} for it."""
+    names = {name for kept in state.values() for name, value in kept.items() if value == {}}
+    lost = sorted(name for name in names if name.endswith("_codes") or (masters and name == "remainder"))
+    if lost:
+        raise UsageError(
+            f"The flattened state dict has no {', '.join(lost)}, as this optimizer has: checkpoints hold float32 "
+            "masters and moments, and torch reads a flattened one by the names in the optimizer. Save and load without "
+            "flatten_optimizer_state_dict=True. Nothing was loaded."
+        )
