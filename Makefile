@@ -47,8 +47,11 @@ coverage: $(VENV)/.installed-coverage
 
 # Some tests of every folder, in a minute or so; what is left out is marked exhaustive. Of the others every value of a
 # parameter is in one case.
+QUICK := --timeout=300 -m "not exhaustive" --combinations each
 quick: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --timeout=300 -m "not exhaustive" --combinations each
+	$(BIN)/python -m pytest $(QUICK) $(HALF) & half=$$!; \
+	$(BIN)/python -m pytest $(QUICK) tests $(HALF:%=--ignore=%); code=$$?; \
+	wait $$half && exit $$code
 
 # Every combination of parameters, also of three and more: for a release, and after a change that reaches far.
 combinations: wheel

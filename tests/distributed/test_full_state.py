@@ -16,6 +16,8 @@ from tests.distributed.test_fsdp import make, net, some_steps, whole
 from tests.support.processes import Ranks
 from tests.support.python import python
 
+pytestmark = pytest.mark.exhaustive  # they start processes
+
 FP32 = torch.float32
 
 

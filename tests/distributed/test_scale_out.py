@@ -12,6 +12,8 @@ import pytest
 
 from halfstep import amp
 
+pytestmark = pytest.mark.exhaustive  # it starts processes
+
 SCRIPT = Path(__file__).parents[2] / "examples/scale_out/train.py"
 SHORT = ["--steps", "12", "--depth", "1", "--length", "8"]
 

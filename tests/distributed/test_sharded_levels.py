@@ -21,6 +21,8 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from tests.support.processes import Ranks
 
+pytestmark = pytest.mark.exhaustive  # they start processes
+
 BF16, FP16 = torch.bfloat16, torch.float16
 STEPS = 4
 NEAR = {BF16: 2e-2, FP16: 4e-3}  # RMSprop and Muon make much of a gradient that is rounded otherwise
