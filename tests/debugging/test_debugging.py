@@ -6,6 +6,7 @@ import csv
 import math
 import random
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,26 @@ def test_an_error_ends_the_collection(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(KeyError), debugging.collect_operator_stats():
         {}[torch.ones(2).exp()]
     assert "exp" in capsys.readouterr().out
+    assert dispatch_mode_count() == 0
+
+
+def test_a_block_in_a_block_and_one_in_another_thread_count_for_themselves() -> None:
+    def other() -> None:
+        with debugging.collect_operator_stats() as found:
+            torch.ones(2).tan()
+        in_thread.update(found)
+
+    in_thread: dict[str, list[int]] = {}
+    with debugging.collect_operator_stats() as outer:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        with debugging.collect_operator_stats() as inner:
+            torch.ones(2).exp()
+        torch.ones(2).sin()
+    assert [set(counts) & {"tan", "exp", "sin"} for counts in (in_thread, inner, outer)] == [
+        {"tan"}, {"exp"}, {"exp", "sin"},
+    ]  # fmt: skip
     assert dispatch_mode_count() == 0
 
 

@@ -40,6 +40,12 @@ def _table(counts: dict[str, list[int]]) -> str:
     return "\n".join([title, header, *rows, end, ""])
 
 
+def _end(watch: Watch, counted: Counter[CountedOp], counts: dict[str, list[int]]) -> None:
+    watch.end()
+    counts.update(_columns(counted))
+    sys.stdout.write(_table(counts))
+
+
 _collecting: list[tuple[Watch, Counter[CountedOp], dict[str, list[int]]]] = []
 
 
@@ -58,17 +64,14 @@ def enable_operator_stats_collection() -> None:
 def disable_operator_stats_collection() -> None:
     """End it, and print the table. Without a collection nothing happens."""
     if _collecting:
-        watch, counted, counts = _collecting.pop()
-        watch.end()
-        counts.update(_columns(counted))
-        sys.stdout.write(_table(counts))
+        _end(*_collecting.pop())
 
 
 @contextmanager
 def collect_operator_stats() -> Iterator[dict[str, list[int]]]:
     """Count the ops that run in this block, and print the table at its end, also when an error ends it.
 
-    ::
+    A block in it, and one in another thread, counts for itself::
 
         with amp.debugging.collect_operator_stats():
             loss = model(x)
@@ -76,8 +79,10 @@ def collect_operator_stats() -> Iterator[dict[str, list[int]]]:
     Yields:
         The counts by the name of the op, when the block has ended: calls in float16, bfloat16, float32 and others.
     """
-    enable_operator_stats_collection()
+    watch, counted = counting({})
+    counts: dict[str, list[int]] = {}
+    watch.begin()
     try:
-        yield _collecting[0][2]
+        yield counts
     finally:
-        disable_operator_stats_collection()
+        _end(watch, counted, counts)
