@@ -51,3 +51,5 @@ def test_16_bit_weights_without_masters_are_named_as_a_cause(case: str, scaler: 
     with pytest.raises(LossScaleCollapsed, match=r"First gradient that is not finite: ") as error:
         train()
     assert (re.search(SENTENCE, str(error.value)) is not None) is said
+    name = f"parameter 0 of group 0 of {type(optimizer).__name__}" if scaler and level != "O2" else "0"
+    assert f"not finite: {name} (2, " in str(error.value)  # as the model calls it, where that is known

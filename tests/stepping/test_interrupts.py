@@ -309,6 +309,15 @@ def test_a_block_that_somebody_will_leave_is_open(way: str) -> None:
     assert not alike(before, world.weights())
 
 
+def test_a_block_in_which_gradients_are_cleared_stays_open() -> None:
+    world = World("O1", torch.float16, _MAKERS["SGD"])
+    with amp.scale_loss(world.loss(3), world.optimizer) as scaled_loss:
+        world.optimizer.zero_grad()
+        with pytest.raises(UsageError, match="is open already"):
+            world.block(4)
+        scaled_loss.backward()
+
+
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("seed", [3, 13])
 def test_an_interrupt_before_the_overflow_is_noted(held: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

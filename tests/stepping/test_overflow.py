@@ -349,7 +349,7 @@ def test_reads_are_counted() -> None:
     assert counted.count == 3
 
 
-OPTIMIZERS = {"SGD": 1, "SGD, fused": 0, "AdamW, fused": 0, "FusedAdam, ours": 0}
+OPTIMIZERS = {"SGD": 1, "SGD, fused": 0, "SGD, dampened": 0, "AdamW, fused": 0, "FusedAdam, ours": 0}
 
 
 def optimizer_of(name: str, params: Any) -> torch.optim.Optimizer:
@@ -357,6 +357,8 @@ def optimizer_of(name: str, params: Any) -> torch.optim.Optimizer:
     if fused == "ours":
         skip_without_compiler()  # torch's own steps read a flag
         return getattr(optimizers, kind)(params, lr=0.1)
+    if fused == "dampened":
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5, fused=True)
     return getattr(torch.optim, kind)(params, lr=0.1, **({"fused": True} if fused else {"foreach": False}))
 
 

@@ -135,6 +135,10 @@ def clip_to_a_quarter_in_the_block(loop: Loop) -> None:
     clip_in_the_block(loop, limit=0.25)
 
 
+def clip_to_four_digits_in_the_block(loop: Loop) -> None:
+    clip_in_the_block(loop, limit=0.01234)
+
+
 def clip_delayed(loop: Loop) -> None:
     loop.block(delay_unscale=True)
     nn.utils.clip_grad_norm_(loop.model.parameters(), 5.0)
@@ -358,6 +362,7 @@ MEANT: dict[str, tuple[dict[str, Any], Callable[[Loop], None]]] = {
     "a static scale of 1.0 and a scaler around the block": ({"loss_scale": 1.0}, block_inside_torchs_scaler),
     "a static scale of 1.0 and backward after the block": ({"loss_scale": 1.0}, backward_after_the_block),
     "a static scale of 1.0, clipped in the block": ({"loss_scale": 1.0}, clip_in_the_block),
+    "a norm that few people write": (O1, clip_to_four_digits_in_the_block),
     "a scale too small to matter, clipped in the block": ({"level": "O1", "loss_scale": 128.0}, clip_in_the_block),
     "O3": ({"level": "O3"}, plain),
     "O0": ({"level": "O0"}, plain),

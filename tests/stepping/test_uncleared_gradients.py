@@ -174,6 +174,26 @@ def test_it_is_over_when_they_are_cleared_by_anybody(face: str, optimizer: str, 
     assert_equal(*found)
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_an_overflow_is_over_when_its_gradients_are_cleared_before_any_step(set_to_none: bool) -> None:
+    run = Run("O2", OPTIMIZERS["AdamW"], torch.float16)
+    run.backward(run.loss(1, math.inf))
+    run.optimizer.zero_grad(set_to_none=set_to_none)
+    run.backward(run.loss(2))
+    run.optimizer.step()
+    assert not run.skipped()
+
+
+def test_an_overflow_counts_however_many_passes_follow_it() -> None:
+    run = Run("O1", OPTIMIZERS["AdamW"], torch.float16)
+    before = run.weights()
+    for i in range(70):
+        run.backward(run.loss(i, math.inf if i == 0 else 1.0))
+    run.optimizer.step()
+    assert run.skipped()
+    assert_equal(run.weights(), before)
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW(fused=True)", "FusedAdam"])
 def test_a_step_that_skips_itself_on_the_device_is_not_asked_whether_it_did(optimizer: str) -> None:
     run = Run("O1", OPTIMIZERS[optimizer], torch.float16)

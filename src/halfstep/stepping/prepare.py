@@ -276,7 +276,7 @@ def check(
             )
 
 
-def check_state_form(caller: str, optimizers: Sequence[Any], form: StateForm, *, fused: bool = True) -> None:
+def check_state_form(caller: str, optimizers: Sequence[Any], form: StateForm, *, fused: bool) -> None:
     """Refuse a ``state_dtype`` for optimizers whose moments ``prepare`` cannot store so.
 
     Args:
