@@ -272,3 +272,17 @@ def test_functional_call_with_fp32_weights_is_named_and_the_advice_works(dtype: 
     torch.func.functional_call(model, weights_of, (torch.ones(1, 4),)).sum().backward()
     assert all(w.grad is not None and w.grad.dtype is torch.float32 for w in weights.values())
     assert model(torch.ones(1, 4)).dtype is torch.float32  # the model is as it was
+
+
+def test_a_load_that_would_swap_some_masters_loads_nothing() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(UsageError, match="Nothing was loaded"):
+            model.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert torch.equal(model[0].weight, torch.ones(2))
