@@ -186,3 +186,10 @@ def test_unscale_finds_inf_in_new_gradients_only() -> None:
     static.unscale(bad, out)
     static.clear_overflow_state()
     assert not static._has_overflow
+
+
+def test_an_iteration_in_which_nothing_was_unscaled_has_no_overflow() -> None:
+    scaler = LossScaler("dynamic")
+    scale = scaler.loss_scale()
+    assert not scaler.update_scale()
+    assert scaler.loss_scale() == scale
