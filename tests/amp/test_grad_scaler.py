@@ -777,3 +777,11 @@ def test_an_interval_shorter_than_what_is_counted_lets_the_scale_grow_at_the_nex
     assert [batch() for _ in range(5)] == [4.0] * 5
     getattr(scaler, setter)(3)
     assert [batch() for _ in range(4)] == [8.0, 8.0, 8.0, 16.0]
+
+
+def test_an_infinite_norm_clips_nothing_and_is_returned_as_measured() -> None:
+    param = nn.Parameter(torch.full((4,), 2.0))
+    scaler, optimizer = amp.GradScaler(), torch.optim.SGD([param], lr=0.1)
+    scaler.scale(param.square().sum() / 2).backward()
+    assert scaler.clip_grad_norm_(optimizer, float("inf")) == 4.0
+    assert torch.equal(param.grad, torch.full((4,), 2.0))  # type: ignore[arg-type]
