@@ -405,7 +405,10 @@ def test_reads_of_a_step_of_scale_loss(name: str, level: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_reads_of_a_step_of_fp16_optimizer(name: str, dtype: torch.dtype) -> None:
     model = nn.Linear(3, 1).to(dtype)
-    optim = FP16_Optimizer(optimizer_of(name, model.parameters()), dynamic_loss_scale=True, verbose=False)
+    scale = {"init_scale": 128.0}  # the first step is taken
+    optim = FP16_Optimizer(
+        optimizer_of(name, model.parameters()), dynamic_loss_scale=True, dynamic_loss_args=scale, verbose=False
+    )
     counts = []
     for step in range(4):
         with reads() as counted:
