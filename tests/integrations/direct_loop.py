@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep import Policy, amp, optimizers
+from halfstep.integrations.recipe import LOSSES
 
 __all__ = [
     "BATCHES",
@@ -35,6 +36,11 @@ OPTIMIZERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "AdamW(fused=True)": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=1e-2),
 }
+
+
+def scope(level: str, dtype: str) -> amp.auto_cast:
+    """Where a step of a trainer runs: at O2 the losses in it are fp32."""
+    return amp.auto_cast(level=level, dtype=dtype, custom_black_list=LOSSES if level == "O2" else None)
 
 
 def optimizer_of(name: str, params: Params) -> torch.optim.Optimizer:
@@ -88,7 +94,7 @@ def train(
     called: Any = model if backend is None else torch.compile(model, backend=backend)
     losses = []
     for i, (x, y) in enumerate(batches() if data is None else data):
-        with amp.auto_cast(level=level, dtype=dtype):
+        with scope(level, dtype):
             output = called(x)
             loss = F.cross_entropy(output, y) if loss_in_scope else None
         loss = F.cross_entropy(output.float(), y) if loss is None else loss

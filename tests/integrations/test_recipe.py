@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from halfstep import DynamicLossScale, Policy, amp
@@ -41,6 +42,19 @@ def train(recipe: Recipe, data: Any) -> direct.Trained:
 def test_a_recipe_is_decorate_auto_cast_and_grad_scaler(level: str, dtype: str) -> None:
     data = direct.batches(overflow_at=2 if dtype == "float16" else None)
     direct.same(train(Recipe(level, dtype), data), direct.train(level, dtype, data=data))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loss_in_a_step_of_a_trainer_is_fp32(level: str) -> None:
+    recipe = Recipe(level, "bfloat16")
+    model = recipe.cast(direct.classifier())
+    x, y = direct.batches(1)[0]
+    with recipe.scope():
+        output = model(x)
+        assert nn.functional.cross_entropy(output.bfloat16(), y).dtype is torch.float32
+    if level == "O2":
+        with Recipe(level, "bfloat16", custom_white_list={"cross_entropy"}).scope():
+            assert nn.functional.cross_entropy(output.bfloat16(), y).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -113,7 +127,7 @@ def test_an_adapter_is_thin_and_uses_public_names_of_the_engine(path: Path) -> N
     engine = {f"{node.module or ''}.{alias.name}".lstrip(".") for node in imports for alias in node.names}
     public = {"amp", "optimizers", "findings.check", "core.policy.Policy", "model.Callback"}
     # Facts and errors have no state; everything else is what users have too.
-    assert {name for name in engine if not name.startswith(("core.errors.", "core.dtypes."))} <= public
+    assert {name for name in engine if not name.startswith(("core.errors.", "core.dtypes.", "core.oplists."))} <= public
 
 
 def test_no_trainer_is_imported_unless_an_adapter_is_asked_for() -> None:

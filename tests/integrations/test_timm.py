@@ -79,7 +79,7 @@ def test_adaptive_clipping_is_that_of_the_masters(level: str, dtype: str) -> Non
         amp.decorate(model, optimizer, level="O2", dtype=dtype)
     scaler = amp.GradScaler(dtype == "float16")
     x, y = direct.batches(1)[0]
-    with amp.auto_cast(level=level, dtype=dtype):
+    with direct.scope(level, dtype):
         loss = F.cross_entropy(model(x), y)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)

@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from halfstep import amp
 from halfstep.core.errors import UsageError
 from halfstep.integrations.transformers import HalfstepMixin, HalfstepTrainer
-from tests.integrations.direct_loop import RECIPES
+from tests.integrations.direct_loop import RECIPES, scope
 from tests.integrations.test_accelerate import fresh_accelerate
 
 __all__ = ["fresh_accelerate"]
@@ -96,7 +96,7 @@ def direct_loop(
         count = torch.tensor(len(parts) * BATCH * 7)  # the first word of a sentence is not predicted
         for part in parts:
             batch = {name: torch.stack([each[name] for each in part]) for name in part[0]}
-            with amp.auto_cast(level=level, dtype=dtype):
+            with scope(level, dtype):
                 loss = model(**batch, num_items_in_batch=count).loss
             loss_of_step += loss.item()
             scaler.scale(loss.float()).backward()

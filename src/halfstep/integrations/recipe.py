@@ -19,9 +19,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import amp
 from ..core.dtypes import default_half, is_half, parse_half
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.oplists.tables import FLOAT
 from ..core.policy import Policy
 
-__all__ = ["Recipe"]
+__all__ = ["LOSSES", "Recipe"]
+
+LOSSES = frozenset(name for name, kind in FLOAT.items() if kind == "loss")
+"""Ops that a step computes in fp32 at O2, because trainers have losses in steps and not behind the model."""
 
 
 class Recipe:
@@ -86,6 +90,8 @@ class Recipe:
         self._layers = {"excluded_layers": excluded_layers, "module_filter": module_filter}
         self._scope: AbstractContextManager[Any] = nullcontext()  # for a policy the model's own hooks cast
         if policy is None:
+            if level == "O2":
+                custom_black_list = {*(custom_black_list or ()), *(LOSSES - set(custom_white_list or ()))}
             self._scope = amp.auto_cast(True, custom_white_list, custom_black_list, level, self.half)
         self._models: WeakSet[nn.Module] = WeakSet()
         self._weights: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
