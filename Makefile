@@ -18,7 +18,7 @@ demo: $(VENV)/.installed-demo
 # --timeout stands here and not in pyproject.toml, so that the tests also run where pytest-timeout is missing.
 # The folders of tests in two halves, side by side: on two cores that takes little more than half of the time.
 # The examples of README and docs run on an installed wheel, which is what their readers have.
-HALF := $(addprefix tests/,amp casting cli core distributed docs findings fuzz)
+HALF := $(addprefix tests/,amp casting cli compat core distributed docs findings fuzz)
 PAGES := tests/docs/test_docs.py tests/docs/test_installed.py
 test: wheel
 	( HALFSTEP_WHEEL=$(WHEEL) PYTHONPATH=$(WHEEL) $(BIN)/python -m pytest --timeout=300 $(PAGES); pages=$$?; \
