@@ -10,7 +10,7 @@ from ..core.torch_compat import fused_adagrad_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars, of_rows
 from .base import FusedOptimizer, Hyper, Step
-from .options import FusedOptions, MasterForm, check_hyperparameters
+from .options import MasterForm, arguments, check_hyperparameters
 from .param_rows import NUMBER, ParamRows, StateLayout, StateSpec
 
 __all__ = ["FusedAdagrad", "adagrad", "adagrad_scalars"]
@@ -107,17 +107,7 @@ class FusedAdagrad(FusedOptimizer):
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adagrad_w_mode": adagrad_w_mode,
-            "lr_decay": lr_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "maximize": maximize,
-        }
-        options = FusedOptions(max_grad_norm, master_weights, None, rounding, seed)
-        super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+        super().__init__(**arguments(locals()))
 
     def _check(self, group: Hyper) -> None:
         check_hyperparameters(group, "lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value")

@@ -11,7 +11,7 @@ from ..core.torch_compat import fused_adam_, fused_adamw_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars, of_rows
 from .base import FusedOptimizer, Hyper, Step, one_minus_power
-from .options import FusedOptions, MasterForm, check_hyperparameters
+from .options import MasterForm, arguments, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout
 
 __all__ = ["FusedAdam", "adam", "adam_scalars", "amsgrad"]
@@ -147,19 +147,7 @@ class FusedAdam(FusedOptimizer):
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "adam_w_mode": adam_w_mode,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "capturable": capturable,
-            "maximize": maximize,
-        }
-        options = FusedOptions(max_grad_norm, master_weights, state_dtype, rounding, seed)
-        super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+        super().__init__(**arguments(locals()))
 
     def _check(self, group: Hyper) -> None:
         check_hyperparameters(group, "lr", "betas", "eps", "weight_decay")

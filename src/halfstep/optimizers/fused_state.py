@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -82,9 +82,8 @@ class FusedState(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups of them.
-        defaults: of the groups.
-        options: how weights and state are stored.
         set_grad_none: what ``zero_grad()`` does by default.
+        given: the fields of ``FusedOptions``, and the defaults of the groups.
 
     Attributes:
         options, set_grad_none, grad_norm, release, offload, copies, on_gradients: see ``FusedData``.
@@ -108,10 +107,11 @@ class FusedState(torch.optim.Optimizer):
         optimizer._fused = FusedData()
         return optimizer
 
-    def __init__(self, params: Any, defaults: Hyper, options: FusedOptions, *, set_grad_none: bool = True) -> None:
-        self.options, self.set_grad_none = options, set_grad_none
-        self._check(defaults)
-        super().__init__(params, defaults)
+    def __init__(self, params: Any, *, set_grad_none: bool = True, **given: Any) -> None:
+        options = {each.name: given.pop(each.name) for each in fields(FusedOptions) if each.name in given}
+        self.options, self.set_grad_none = FusedOptions(**options), set_grad_none
+        self._check(given)
+        super().__init__(params, given)
 
     def _check(self, group: Hyper) -> None:
         """Refuse hyperparameters of a group that this optimizer cannot use; a subclass says which."""

@@ -11,7 +11,7 @@ from ..core.errors import ArgumentValueError
 from ..kernels.expr import elementwise_kernel
 from ..kernels.tensor_table import Number
 from .base import FusedOptimizer, Hyper, Step, one_minus_power
-from .options import FusedOptions, MasterForm, check_hyperparameters
+from .options import MasterForm, arguments, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout, StateSpec
 
 __all__ = [
@@ -145,19 +145,8 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise ArgumentValueError("amsgrad=True: LAMB has no AMSGrad variant; leave it False.")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adam_w_mode": adam_w_mode,
-            "grad_averaging": grad_averaging,
-            "use_nvlamb": use_nvlamb,
-            "maximize": maximize,
-        }
-        options = FusedOptions(max_grad_norm or None, master_weights, state_dtype, rounding, seed)
-        super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+        max_grad_norm = max_grad_norm or None
+        super().__init__(**arguments(locals(), "amsgrad"))
 
     def _check(self, group: Hyper) -> None:
         check_hyperparameters(group, "lr", "betas", "eps", "weight_decay")

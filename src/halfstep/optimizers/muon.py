@@ -17,7 +17,7 @@ from ..kernels.shards import domain_of
 from .adam import adam, adam_scalars
 from .base import FusedOptimizer, Hyper, Step
 from .newton_schulz import counts_of, matrix_shape, parts_of, product_dtype, unit_singular_values
-from .options import FusedOptions, MasterForm, check_hyperparameters
+from .options import MasterForm, arguments, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout
 
 __all__ = ["FusedMuon", "UseMuon", "hidden_matrix", "muon_apply", "muon_direction"]
@@ -144,23 +144,7 @@ class FusedMuon(FusedOptimizer):
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "use_muon": use_muon,
-            "betas": betas,
-            "adam_eps": adam_eps,
-            "ns_dtype": ns_dtype,
-            "maximize": maximize,
-        }
-        options = FusedOptions(max_grad_norm, master_weights, state_dtype, rounding, seed)
-        super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+        super().__init__(**arguments(locals()))
 
     def add_param_group(self, param_group: Hyper) -> None:
         """Add a group, or the two that its rule makes of it; what it does not say has its default.

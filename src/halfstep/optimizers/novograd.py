@@ -13,7 +13,7 @@ from ..kernels.expr import elementwise_kernel
 from ..kernels.shards import complete_max
 from ..kernels.tensor_table import Number
 from .base import FusedOptimizer, Hyper, Step, one_minus_power
-from .options import FusedOptions, MasterForm, check_hyperparameters
+from .options import MasterForm, arguments, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, ParamRows, StateLayout
 
 __all__ = ["FusedNovoGrad", "moving_norm", "novograd", "novograd_scalars"]
@@ -114,20 +114,7 @@ class FusedNovoGrad(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise ArgumentValueError("amsgrad=True: NovoGrad has no AMSGrad variant here; leave it False.")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "reg_inside_moment": reg_inside_moment,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-            "maximize": maximize,
-        }
-        options = FusedOptions(max_grad_norm, master_weights, state_dtype, rounding, seed)
-        super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+        super().__init__(**arguments(locals(), "amsgrad"))
 
     def _check(self, group: Hyper) -> None:
         check_hyperparameters(group, "lr", "betas", "eps", "weight_decay")

@@ -13,7 +13,7 @@ from ..core.torch_compat import fused_sgd_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars
 from .base import FusedOptimizer, Hyper, Step
-from .options import FusedOptions, MasterForm, check_hyperparameters
+from .options import MasterForm, arguments, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, ParamRows, StateLayout
 
 __all__ = ["FusedSGD", "momentum_sgd", "sgd", "sgd_scalars"]
@@ -137,18 +137,8 @@ class FusedSGD(FusedOptimizer):
         rounding: Any = "nearest",
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "wd_after_momentum": wd_after_momentum,
-            "maximize": maximize,
-        }
         self.materialize_master_grads = materialize_master_grads
-        options = FusedOptions(max_grad_norm, master_weights, state_dtype, rounding, seed)
-        super().__init__(params, defaults, options, set_grad_none=set_grad_none)
+        super().__init__(**arguments(locals(), "materialize_master_grads"))
 
     def _check(self, group: Hyper) -> None:
         check_hyperparameters(group, "lr", "momentum", "weight_decay")
