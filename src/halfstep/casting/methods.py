@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.subclasses import Ours, subclass_with, superclass_of
 from ..core.torch_compat import forward_hooks
 from .current import thread
 from .first_passes import FirstPasses
@@ -25,36 +26,27 @@ _FRAMEWORKS = ("accelerate", "builtins", "lightning", "peft", "pytorch_lightning
 """Packages whose classes have many methods that compute nothing."""
 
 
-class _Watched:
-    """The base of such a subclass: it makes copies and pickles, and is in no register of the user's."""
-
-    def __init_subclass__(cls) -> None:
-        """Nothing: the user's own may keep a register of classes, to which this one does not belong."""
+class _Watched(Ours):
+    """The base of such a subclass: it makes copies and pickles."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
-        args = tuple([_base_of(self) if each is type(self) else each for each in args])
+        args = tuple([superclass_of(each, _Watched) if each is type(self) else each for each in args])
         return _remake, (make, *args), *rest
 
 
 def watch_methods(model: nn.Module) -> None:
     """Let ops meet in the public methods and properties of a model's own class."""
     if not isinstance(model, _Watched):
-        base: Any = type(model)
-        cls = _class_over(base)
-        if cls is not None:
-            object.__setattr__(model, "__class__", cls)
+        watched = dict(_watched_names(type(model)))
+        if watched:
+            object.__setattr__(model, "__class__", subclass_with(_Watched, type(model), watched))
 
 
 def unwatch_methods(model: nn.Module) -> None:
     """Give a model its class again."""
-    if _Watched in type(model).__bases__:
-        object.__setattr__(model, "__class__", _base_of(model))
-
-
-def _base_of(model: Any) -> type:
-    return type(model).__mro__[2]  # after the class itself and _Watched
+    object.__setattr__(model, "__class__", superclass_of(type(model), _Watched))
 
 
 def _remake(make: Callable[..., Any], *args: Any) -> Any:
@@ -64,15 +56,8 @@ def _remake(make: Callable[..., Any], *args: Any) -> Any:
     return model
 
 
-@functools.cache
-def _class_over(base: type) -> type | None:
-    """A subclass with the methods; None if there is none to watch."""
-    watched = dict(_watched_names(base))
-    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base.__name__, (_Watched, base), {**names, **watched}) if watched else None
-
-
 def _watched_names(base: type) -> Iterator[tuple[str, Any]]:
+    """The methods and properties of a class that are watched, by name."""
     for name in dir(base):
         owner = next((cls for cls in base.__mro__ if name in vars(cls)), base)
         framework = owner.__module__.partition(".")[0] in _FRAMEWORKS

@@ -16,12 +16,13 @@ import torch
 from ..casting.containers import map_tensors, tensors_in
 from ..casting.dynamo import eager
 from ..core.checks import check_optimizer_state
+from ..core.subclasses import Ours, subclass_with, superclass_of
 from ..optimizers.base import FusedOptimizer
 
 __all__ = ["add_names_of_apex", "base_of", "class_over"]
 
 
-class _Attached:
+class _Attached(Ours):
     """The methods that go before those of the optimizer's own class."""
 
     _amp_stash: Any  # the AttachedOptimizer, which is made from what is here
@@ -108,12 +109,15 @@ add_names_of_apex(
 )
 
 
-@functools.cache
+class _Hooked(_Attached):
+    """The same with torch's hooks around ``step``."""
+
+    step: Any = torch.optim.Optimizer.profile_hook_step(_Attached.step)
+
+
 def class_over(base: type, hooked: bool) -> type:
     """A subclass of an optimizer class that has our methods, with torch's hooks around ``step`` or without."""
-    step: Any = torch.optim.Optimizer.profile_hook_step(_Attached.step) if hooked else _Attached.step
-    names: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base.__name__, (_Attached, base), {**_with_masters(base), **names, "step": step})
+    return subclass_with(_Hooked if hooked else _Attached, base, _with_masters(base))
 
 
 def _with_masters(base: type) -> dict[str, Any]:
@@ -147,5 +151,4 @@ def _params_for(pairs: list[tuple[torch.Tensor, torch.Tensor]], result: Any) -> 
 
 def base_of(optimizer: object) -> type:
     """The class that an optimizer had before it was attached; its class if it is not."""
-    cls = type(optimizer)
-    return cls.__mro__[2] if issubclass(cls, _Attached) else cls
+    return superclass_of(type(optimizer), _Attached)

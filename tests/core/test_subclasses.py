@@ -1,0 +1,79 @@
+"""Classes of users get subclasses, which live no longer than what has them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import amp
+from halfstep.core.subclasses import Ours, subclass_with, superclass_of
+
+
+def classes() -> tuple[Any, Any]:
+    """A model and an optimizer with public methods, as a cell of a notebook makes them."""
+
+    class Network(nn.Linear):
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x)  # type: ignore[no-any-return]
+
+    class Descent(torch.optim.SGD):
+        def look_ahead(self) -> None:
+            """Something of its own."""
+
+    return Network, Descent
+
+
+@pytest.mark.parametrize("steps_hooked", [True, False])
+def test_classes_made_in_a_function_go_with_their_instances(steps_hooked: bool) -> None:
+    def train() -> list[Any]:
+        network, descent = classes()
+        model, optimizer = network(4, 2), descent([nn.Parameter(torch.ones(2))], lr=0.1)
+        optimizer.add_param_group({"params": model.parameters()})
+        if not steps_hooked:
+            optimizer.step = lambda: None
+        amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
+        assert type(model) is not network
+        assert type(optimizer) is not descent
+        assert isinstance(copy.deepcopy(model), network)
+        return [weakref.ref(cls) for cls in (network, descent, type(model), type(optimizer))]
+
+    refs = train()
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 4
+
+
+class Greeting(Ours):
+    """Methods that go before those of a class."""
+
+    def name(self) -> str:
+        return f"our {super().name()}"  # type: ignore[misc]
+
+
+class Theirs:
+    """A class of a user's, who keeps a register of those below it."""
+
+    register: list[type] = []  # noqa: RUF012
+
+    def __init_subclass__(cls) -> None:
+        cls.register.append(cls)
+
+    def name(self) -> str:
+        return "name"
+
+
+def test_two_instances_have_one_subclass_while_it_lives() -> None:
+    first, again = subclass_with(Greeting, Theirs, {}), subclass_with(Greeting, Theirs, {})
+    assert first is again
+    assert first().name() == "our name"
+    assert (first.__name__, first.__qualname__, first.__module__, first.__doc__) == (
+        Theirs.__name__, Theirs.__qualname__, Theirs.__module__, Theirs.__doc__,
+    )  # fmt: skip
+    assert superclass_of(first, Greeting) is Theirs
+    assert superclass_of(Theirs, Greeting) is Theirs
+    assert first not in Theirs.register
