@@ -205,6 +205,9 @@ NUMBERS: dict[str, Callable[[torch.Tensor], Any]] = {  # that hide numbers by on
     "where": lambda x: torch.where(~HIDDEN, x, -3.4e38),
     "where, the other way": lambda x: torch.where(HIDDEN, -3.4e38, x),
     "where, a method": lambda x: x.where(~HIDDEN, -3.4e38),
+    "masked_fill, an integer": lambda x: x.masked_fill(HIDDEN, -(10**10)),
+    "masked_fill, an integer by its name": lambda x: x.masked_fill(HIDDEN, value=-(10**10)),
+    "where, an integer": lambda x: torch.where(HIDDEN, -(10**10), x),
 }
 
 

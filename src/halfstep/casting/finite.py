@@ -31,6 +31,11 @@ def narrow_finite(tensor: torch.Tensor, half: torch.dtype) -> torch.Tensor:
     return torch.where(tensor.isinf(), tensor, tensor.clamp(limits.min, limits.max)).to(half)
 
 
+def _is_beyond(number: Any, half: Any) -> bool:
+    """Whether something is a finite number, integer or not, that a 16-bit dtype does not have."""
+    return isinstance(number, (int, float)) and torch.finfo(half).max < abs(number) < math.inf
+
+
 def finite_number(
     otherwise: Rule | None, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
@@ -38,9 +43,8 @@ def finite_number(
 
     Torch would refuse it or write an infinity, and a row that is hidden whole would be NaN.
     """
-    limits = [torch.finfo(t.dtype).max for t in tensors_in(args, kwargs) if t.dtype in HALF_DTYPES and mode.casts(t)]
-    numbers = [abs(a) for a in (*args, *kwargs.values()) if isinstance(a, float) and math.isfinite(a)]
-    if limits and numbers and max(numbers) > min(limits):
+    halves = {t.dtype for t in tensors_in(args, kwargs) if t.dtype in HALF_DTYPES and mode.casts(t)}
+    if any(_is_beyond(each, half) for half in halves for each in (*args, *kwargs.values())):
         note_meeting()
         return to_float("where", mode, func, args, kwargs)
     return func(*args, **kwargs) if otherwise is None else otherwise(mode, func, args, kwargs)
@@ -51,16 +55,14 @@ def finite_fill(otherwise: Rule, mode: CastMode, func: Callable[..., Any], args:
 
     Torch would refuse it or write an infinity.
     """
-    target, number = args[0] if args else None, kwargs.get("value", args[-1] if args else None)
-    if isinstance(number, (int, float)) and isinstance(target, torch.Tensor) and target.dtype in HALF_DTYPES:
-        limit = torch.finfo(target.dtype).max
-        if limit < abs(number) < math.inf and mode.casts(target):
-            note_meeting()
-            number = limit if number > 0 else -limit
-            if "value" in kwargs:
-                kwargs = {**kwargs, "value": number}
-            else:
-                args = (*args[:-1], number)
+    target: Any = args[0] if args else None
+    number: Any = kwargs.get("value", args[-1] if args else None)
+    half = target.dtype if isinstance(target, torch.Tensor) else None
+    if half in HALF_DTYPES and _is_beyond(number, half) and mode.casts(target):
+        note_meeting()
+        limits = torch.finfo(half)
+        number = max(limits.min, min(number, limits.max))
+        args, kwargs = (args, {**kwargs, "value": number}) if "value" in kwargs else ((*args[:-1], number), kwargs)
     return otherwise(mode, func, args, kwargs)
 
 
