@@ -39,6 +39,7 @@ __all__ = [
     "follow",
     "in_autocast",
     "is_current",
+    "is_recorded",
     "leave_traced",
     "native_state",
     "push_traced",
@@ -201,6 +202,11 @@ def is_current(casting: CastingConfig) -> bool:
     return native == list(casting.native) and all(torch.get_autocast_dtype(d) is casting.dtype for d in native)
 
 
+def is_recorded() -> bool:
+    """Whether ops are recorded, to run later: by ``torch.export`` or ``torch.jit.trace``."""
+    return torch.compiler.is_exporting() or jit_tracing_state() is not None
+
+
 def set_current(
     casting: CastingConfig | None,
     devices: Iterable[str],
@@ -250,7 +256,7 @@ def follow(
             native autocast leaves no trace in it.
         recorded: whether ops are recorded, to run later; ``torch.export`` and ``torch.jit.trace`` are asked for.
     """
-    recorded = recorded or torch.compiler.is_exporting() or jit_tracing_state() is not None
+    recorded = recorded or (casting is not None and is_recorded())
     mode.session = session
     mode.recorded = {} if casting is None else casting.table(explicit=explicit, recorded=True)
     mode.table = mode.recorded if casting is None or recorded else casting.table(explicit=explicit)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.compiler_compat import is_traced
 from ..core.dtypes import HALF_DTYPES, dtype_name
-from ..core.torch_compat import functorch_level, jit_tracing_state
 from .dispatch import meetings
 from .finite import narrow_finite
 from .scope import OpCasting, enter, leave
@@ -105,13 +105,13 @@ class FirstPasses:
             return tensor.to(dtype)
         wide = tensor.dtype is torch.float32 and dtype in HALF_DTYPES
         wide = wide and tensor.layout is torch.strided and not tensor.is_nested
-        recorded = torch.compiler.is_compiling() or functorch_level() is not None or jit_tracing_state() is not None
-        own = type(tensor) is torch.Tensor and not (recorded or tensor.is_meta)
+        traced = is_traced()
+        own = type(tensor) is torch.Tensor and not (traced or tensor.is_meta)
         if wide and own and tensor.numel() and (tensor.is_cpu or (look and not _is_captured(tensor))):
             self._look(key, tensor.detach(), dtype)
         if wide and key in self.stays:
             return tensor
-        unseen = recorded or not tensor.is_cpu
+        unseen = traced or not tensor.is_cpu
         narrow: Any = narrow_finite if wide and (unseen or key in self.saturates) else torch.Tensor.to
         if not own:
             return narrow(tensor, dtype)  # type: ignore[no-any-return]

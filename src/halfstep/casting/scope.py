@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from ..core.oplists.tables import NATIVE
-from ..core.torch_compat import jit_tracing_state
 from . import dynamo, weight_copies
 from .autograd_functions import met_in_cast_inputs, met_in_fp32
 from .config import CastingConfig
@@ -37,6 +36,7 @@ from .current import (
     close_interrupted,
     in_autocast,
     is_current,
+    is_recorded,
     leave_traced,
     native_state,
     restore,
@@ -108,8 +108,7 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
     elif thread.open or thread.traced:
         close_interrupted()
     scope = Scope(owner, frame)
-    recorded = torch.compiler.is_exporting() or jit_tracing_state() is not None
-    if explicit or not (thread.explicit or (is_current(casting) and not recorded)):
+    if explicit or not (thread.explicit or (is_current(casting) and not is_recorded())):
         outer = () if thread.current is None else thread.current.native
         # A torch.autocast of the user's around this is turned off, but for models that have no casts of their own.
         mine = [] if casting.keeps_autocast else [d for d in casting.devices if d in NATIVE]

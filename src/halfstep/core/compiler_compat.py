@@ -20,6 +20,8 @@ from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 
+from .torch_compat import functorch_level, jit_tracing_state
+
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -36,6 +38,7 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "export_errors",
+    "is_traced",
     "needs_values",
     "never_traced",
     "register_backend",
@@ -45,6 +48,12 @@ __all__ = [
     "traced_as_constant",
     "tracer_follows_autocast",
 ]
+
+
+def is_traced() -> bool:
+    """Whether tensors may have no numbers to read: a compiler, ``torch.jit.trace`` or ``torch.func`` runs this code."""
+    return torch.compiler.is_compiling() or jit_tracing_state() is not None or functorch_level() is not None
+
 
 codegen_of: Callable[[torch.fx.Graph], Any] = attrgetter("_codegen")
 """The code writer of a graph, which knows the names of its arguments and the form of its results."""

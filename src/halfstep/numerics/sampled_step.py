@@ -12,15 +12,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..core.compiler_compat import is_traced
 from ..core.dtypes import dtype_name, is_half
-from ..core.torch_compat import (
-    DisableTorchFunction,
-    functorch_level,
-    is_fake,
-    jit_tracing_state,
-    tree_flatten,
-    values_of,
-)
+from ..core.torch_compat import DisableTorchFunction, is_fake, tree_flatten, values_of
 from ..gradients.ledger import get_grads
 from ..kernels.shards import local
 from ..kernels.tensor_table import Number
@@ -191,7 +185,7 @@ class SampledStep:
         self._entered.clear()
 
     def _is_looked_at(self) -> bool:
-        return not (self._closed or (self._graded and not torch.is_grad_enabled()) or _is_traced())
+        return not (self._closed or (self._graded and not torch.is_grad_enabled()) or is_traced())
 
     def _input(self, tensor: torch.Tensor) -> int:
         """The number of what goes into a module. It is looked at if no module has returned it, nor got it before."""
@@ -210,10 +204,6 @@ class SampledStep:
 
     def _about(self, name: str, kind: str, tensor: torch.Tensor, dtype: torch.dtype, call: int = 0) -> About:
         return About(self._index, name, kind, call, dtype_name(dtype), local(tensor).numel())
-
-
-def _is_traced() -> bool:
-    return functorch_level() is not None or jit_tracing_state() is not None or torch.compiler.is_compiling()
 
 
 def _tensors(output: Any) -> Iterable[torch.Tensor]:
