@@ -121,6 +121,47 @@ def angles(params: Any, references: Any, before: Any) -> torch.Tensor:
     )
 
 
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=F64)
+
+
+def conditioned(rows: int, columns: int, number: float) -> torch.Tensor:
+    values = torch.logspace(0, -math.log10(number), rows, dtype=F64)
+    left, right = torch.linalg.qr(normal(rows, rows))[0], torch.linalg.qr(normal(columns, rows))[0]
+    return left * values @ right.mT
+
+
+GRADS: dict[str, tuple[Callable[[int, int], torch.Tensor], float]] = {  # and what bfloat16 may add to torch's error
+    "normal": (normal, 0.01),
+    "rank 1": (lambda m, n: normal(m, 1) @ normal(1, n), 0.1),
+    "rank 2": (lambda m, n: normal(m, 2) @ normal(2, n), 0.0),
+    "condition 1e3": (lambda m, n: conditioned(m, n, 1e3), 0.0),
+    "condition 1e6": (lambda m, n: conditioned(m, n, 1e6), 0.0),
+    "one size": (lambda m, n: normal(m, 1).sign() @ normal(1, n).sign(), 0.07),
+    "one large row": (lambda m, n: normal(m, n) * torch.tensor([100.0] + [0.01] * (m - 1), dtype=F64)[:, None], 0.02),
+    "zeros": (lambda m, n: torch.zeros(m, n, dtype=F64), 0.0),
+}
+
+
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("name", GRADS)
+def test_ill_conditioned_matrices_are_as_near_as_torchs(name: str, tall: bool) -> None:
+    """Their singular values reach from 1 to what bfloat16 rounds away; the Gram form squares them."""
+    make, more = GRADS[name]
+    matrix, norms = make(128, 512), []
+    grad = matrix.mT if tall else matrix
+    settings: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+    wanted = orthogonal(matrix, FusedMuon([torch.zeros(1, 1)], use_muon=True).defaults)
+    for kind, options in ((FusedMuon, {"use_muon": True, "ns_dtype": BF16}), (torch.optim.Muon, {})):
+        param = nn.Parameter(torch.zeros(grad.shape))
+        param.grad = grad.float()
+        kind([param], **settings, **options).step()
+        rate = math.sqrt(max(1, grad.shape[0] / grad.shape[1]))
+        found = -param.detach().double() / rate
+        norms.append(((found.mT if tall else found) - wanted).norm() / wanted.norm().clamp(min=1))
+    assert norms[0] <= norms[1] + more
+
+
 @pytest.mark.parametrize("steps", [2, 5])
 def test_16_bit_products_are_as_near_as_torchs(steps: int) -> None:
     shapes = [(64, 64), (64, 192), (192, 64), (64, 64), (128, 384), (512, 128), (1024, 1024)]

@@ -7,7 +7,9 @@ Two things make it cheaper than it is written, for matrices of m rows and n colu
   the factor. A pair of iterations costs 4 m^2 n + 10 m^3 operations where it cost 8 m^2 n + 4 m^3. This is the idea of
   T. Dao's gram-newton-schulz. A Gram matrix has the squares of the singular values, which 16 bits hold less well: with
   two iterations and then a new Gram matrix the result is as near to that in float64 as it is without, and with three it
-  is not. In fp32 all iterations are one run.
+  is not. In fp32 all iterations are one run. Relative errors in bfloat16 with runs of two, and without as in torch:
+  0.015 and 0.012 (normal numbers), 0.10 and 0.12 (condition 1e6), 0.51 and 0.56 (rank 2), 0.72 and 0.75 (rank 1), 0.07
+  and 0.02 (all of one size). Both take what bfloat16 rounds off a low rank for small singular values, and raise them.
 - These products are symmetric. On a CPU, where their size pays it, only the blocks below the diagonal are computed.
 """
 
