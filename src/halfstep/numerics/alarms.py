@@ -1,21 +1,22 @@
-"""Alarms of a monitored run: findings by its rows, of what is wrong or about to go wrong."""
+"""Alarms of a monitored run: findings by its rows, of what is wrong or about to go wrong.
+
+What rules need of earlier steps is kept by tensor, in one ``Trace`` each. The rules are functions over the traces.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-
-import torch
+from statistics import linear_regression, pvariance
 
 from ..core.text import listed
 from ..findings.finding import Finding, grouped, share
+from ..findings.rules_of_gradients import ZERO_GRADIENTS_FIX
 from ..observe.names import OUTSIDE, owner_of
 from ..observe.row import Row
-from .step_size import StepSizes
-from .zero_gradients import ZeroGradients
 
 __all__ = ["Alarms", "findings_in"]
 
@@ -25,10 +26,59 @@ _AHEAD = 30  # steps: an overflow that is further away is no news
 _NEAR = 1.0  # doublings
 _TREND = 8.0  # doublings: a trend says nothing about a tensor with more headroom than this
 _FLUSHED = 0.01
-_FIX = "keep the module in float32 (excluded_layers, an op list), use bfloat16, or see why it grows"
 
+_LARGE = 0.25
+"""An update of a quarter of the root mean square of its weights, or more, is too large: 0.001 to 0.05 is healthy."""
+
+_MOST = 0.5  # of the weights must have such updates: a few that begin near 0 may
+_GROWTH = 2.0  # between sampled steps
+_GROWN = 0.1  # of the weights: smaller updates may grow, as in a warmup
+
+_KEEP_WIDE = "keep the module in float32 (excluded_layers, an op list), use bfloat16, or see why it grows"
 _AFTER = "lower the learning rate first: HS120 came before"
+_SCALE = "use a loss scale, or a larger one (init_scale, max_loss_scale), or bfloat16"
+_SMALLER = (
+    "lower the learning rate (try a tenth), or begin with a warmup, or clip gradients; it is no matter of precision"
+)
 _NAMED = 4
+
+
+class Trace:
+    """What is kept of one tensor over the steps.
+
+    Attributes:
+        first: its row at the first step.
+        recent: its latest rows, the newest last.
+        moved: the first step at which it was other than 0.
+        near: the first row with an overflow ahead, and in how many steps that would be.
+        flushed: the largest share of numbers that became 0.
+    """
+
+    def __init__(self, first: Row) -> None:
+        self.first = first
+        self.recent: deque[Row] = deque(maxlen=_KEPT)
+        self.moved: int | None = None
+        self.near: tuple[Row, float] | None = None
+        self.flushed = 0.0
+
+    def add(self, row: Row) -> None:
+        """Add a step."""
+        self.recent.append(row)
+        if self.moved is None and not (row.zeros == 1.0 and row.amax == 0.0):
+            self.moved = row.step
+        if self.near is None and row.tensor == "output" and (left := _steps_left(self.recent)) <= _AHEAD:
+            self.near = row, left
+
+    @property
+    def last(self) -> Row:
+        """The latest row."""
+        return self.recent[-1]
+
+
+_OfKind = dict[tuple[str, int], Trace]
+"""The traces of one kind of tensor, by module or parameter and call, in the order in which they first came."""
+
+_Traces = defaultdict[str, _OfKind]
 
 
 class Alarms:
@@ -38,8 +88,13 @@ class Alarms:
       is left, or it would overflow within 30 steps if it went on growing as it did over the last sampled steps.
       Gradients do not count: a loss scale grows until they overflow, on purpose.
     - HS117: 1 % or more of a gradient has become 0, because the numbers were too small for their dtype.
-    - HS120: steps are as large as the weights; see ``StepSizes``.
-    - HS121: gradients are 0 from the start; see ``ZeroGradients``.
+    - HS120: updates are as large as the weights, or grow by the step. Too large is a step in which more than half of
+      the weights get updates of a quarter of their own size or more. So is one in which they get a tenth, in updates
+      that were at least twice as large as the ones before at each of the last two sampled steps. Weights that begin as
+      zeros do not count, nor do updates with inf or NaN.
+    - HS121: gradients are 0 at every sampled step so far. Either all gradients of parameters are. Or those of one
+      module are, although the gradient of its output is not: then they are lost inside of its backward pass. HS117
+      needs numbers that are small and not 0 yet.
 
     Attributes:
         counted: how many steps ``add_counted`` has seen.
@@ -47,33 +102,27 @@ class Alarms:
 
     def __init__(self) -> None:
         self.counted = 0
-        self._headrooms: dict[tuple[str, int], deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=_KEPT))
-        self._near: dict[str, tuple[int, float, float]] = {}
-        self._overflow: tuple[Row, str] | None = None
-        self._overflowed: dict[str, int] = {}
-        self._flushed: dict[str, tuple[int, float]] = {}
-        self._sizes = StepSizes()
-        self._zeros = ZeroGradients()
+        self._traces: _Traces = defaultdict(dict)
+        self._bad: dict[tuple[str, str, int], Row] = {}  # the first row with inf or NaN of each tensor
+        self._too_large: Finding | None = None
         self._reported: set[tuple[str, str]] = set()
 
     def add(self, rows: Sequence[Row]) -> None:
         """Look at the rows of one step, with histograms or without."""
         for row in rows:
-            if row.tensor == "output":
-                self._add_output(row)
-        if self._overflow is None and (bad := _first_bad(rows)) is not None:
-            self._overflow = bad, f"at step {bad.step} {_said_of(bad, rows)}"
-        self._sizes.add(rows)
-        self._zeros.add(rows)
+            self._trace(row).add(row)
+            if not row.is_finite:
+                self._bad.setdefault((row.tensor, row.module, row.call), row)
+        if rows and self._too_large is None:
+            self._too_large = _too_large(self._traces, rows[0].step)
 
     def add_counted(self, rows: Iterable[Row]) -> None:
         """Look at the same rows with histograms, which take longer to make."""
         self.counted += 1
         for row in rows:
             if row.tensor in ("grad", "output_grad") and row.flushed >= _FLUSHED:
-                name = f"{row.module} ({row.tensor})"
-                worst = max(row.flushed, self._flushed.get(name, (0, 0.0))[1])
-                self._flushed[name] = (row.numel, worst)
+                trace = self._trace(row)
+                trace.flushed = max(trace.flushed, row.flushed)
 
     def news(self) -> list[Finding]:
         """The findings of a code and a severity that no earlier call has returned."""
@@ -83,70 +132,20 @@ class Alarms:
 
     def findings(self) -> list[Finding]:
         """The findings so far, the likely cause first: steps that are too large make overflows."""
-        found = [*self._zeros.findings(), *self._of_gradients()]
-        too_large = self._sizes.finding()
-        if too_large is None:
-            return [*self._of_outputs(_FIX), *found]
-        if self._overflow is not None and self._overflow[0].step <= too_large.evidence["step"]:
-            return [*self._of_outputs(_FIX), too_large, *found]
-        return [too_large, *self._of_outputs(_AFTER), *found]
+        large, bad = self._too_large, [row for row in self._bad.values() if row.tensor == "output"]
+        large_first = large is not None and (not bad or large.evidence["step"] < bad[0].step)
+        fix = _AFTER if large_first else _KEEP_WIDE
+        spoilt = [row for row in self._bad.values() if row.tensor == "weight"]
+        found = list(_overflow(bad, spoilt, fix) if bad else _near(self._traces["output"], fix))
+        if large is not None:
+            found.insert(0 if large_first else 1, large)
+        return [*found, *_zero(self._traces), *_flushed(self._traces)]
 
-    def _of_outputs(self, fix: str) -> list[Finding]:
-        if self._overflow is not None:
-            bad, message = self._overflow
-            first = [name for name in (bad.began_in, bad.module) if name not in ("", OUTSIDE)]
-            where = listed(list(dict.fromkeys([*first, *self._overflowed])), _NAMED)
-            known = {"step": bad.step, "steps_left": 0.0, "module": first[0]}
-            return [Finding("HS116", "error", where, message, known, fix)]
-        if self._near:
-            name, (step, headroom, left) = min(self._near.items(), key=lambda item: item[1][2])
-            soon = f"about {left:.0f} steps away if it grows on like this" if left else "less than a doubling away"
-            return [
-                Finding(
-                    "HS116",
-                    "warning",
-                    listed(list(self._near), _NAMED),
-                    f"at step {step} the output of {name} has {headroom:.1f} doublings left to the largest number of "
-                    f"its dtype; an overflow is {soon}",
-                    {"step": step, "headroom": headroom, "steps_left": left},
-                    fix,
-                )
-            ]
-        return []
-
-    def _of_gradients(self) -> list[Finding]:
-        if not self._flushed:
-            return []
-        sizes = {name: numel for name, (numel, _) in self._flushed.items()}
-        worst = max(self._flushed, key=lambda name: self._flushed[name][1])
-        lost = self._flushed[worst][1]
-        return [
-            Finding(
-                "HS117",
-                "warning",
-                grouped(sizes),
-                f"up to {share(lost)} of these gradients became 0, because they are too small for their dtype; most "
-                f"of {worst}",
-                {"flushed": lost},
-                "use a loss scale, or a larger one (init_scale, max_loss_scale), or bfloat16",
-            )
-        ]
-
-    def _add_output(self, row: Row) -> None:
-        history = self._headrooms[row.module, row.call]
-        headroom = row.headroom
-        if headroom == -math.inf:
-            history.clear()
-            self._overflowed.setdefault(row.module, row.step)
-            return
-        if headroom == math.inf:
-            return
-        history.append((row.step, headroom))
-        left = 0.0 if headroom < _NEAR else math.inf
-        if left and headroom < _TREND and len(history) >= _FEWEST:
-            left = _steps_left(history)
-        if left <= _AHEAD:
-            self._near.setdefault(row.module, (row.step, headroom, left))
+    def _trace(self, row: Row) -> Trace:
+        of_kind, key = self._traces[row.tensor], (row.module, row.call)
+        if key not in of_kind:
+            of_kind[key] = Trace(row)
+        return of_kind[key]
 
 
 def findings_in(rows: Iterable[Row]) -> list[Finding]:
@@ -159,22 +158,39 @@ def findings_in(rows: Iterable[Row]) -> list[Finding]:
     return alarms.findings()
 
 
-def _first_bad(rows: Iterable[Row]) -> Row | None:
-    """The first output of a step with inf or NaN; None if all are finite."""
-    return next((row for row in rows if row.tensor == "output" and not row.is_finite), None)
+# ---- HS116
 
 
-def _said_of(bad: Row, rows: Iterable[Row]) -> str:
+def _overflow(bad: Sequence[Row], spoilt: Iterable[Row], fix: str) -> Iterator[Finding]:
+    """Of the first of some outputs with inf or NaN; its weights may have been spoilt before."""
+    row = bad[0]
+    first = [name for name in (row.began_in, row.module) if name not in ("", OUTSIDE)]
+    where = listed(list(dict.fromkeys([*first, *(each.module for each in bad)])), _NAMED)
+    known = {"step": row.step, "steps_left": 0.0, "module": first[0]}
+    yield Finding("HS116", "error", where, f"at step {row.step} {_said_of(row, spoilt)}", known, fix)
+
+
+def _near(outputs: _OfKind, fix: str) -> Iterator[Finding]:
+    near = [trace.near for trace in outputs.values() if trace.near is not None]
+    if near:
+        row, left = min(near, key=lambda each: each[1])
+        soon = f"about {left:.0f} steps away if it grows on like this" if left else "less than a doubling away"
+        where = listed(list(dict.fromkeys(each.module for each, _ in near)), _NAMED)
+        text = (
+            f"at step {row.step} the output of {row.module} has {row.headroom:.1f} doublings left to the largest "
+            f"number of its dtype; an overflow is {soon}"
+        )
+        known = {"step": row.step, "headroom": row.headroom, "steps_left": left}
+        yield Finding("HS116", "warning", where, text, known, fix)
+
+
+def _said_of(bad: Row, weights: Iterable[Row]) -> str:
     """The sentence about an output with inf or NaN: where they came from."""
     name = bad.module.partition("[")[0]
     holds = f"the output of {bad.module} holds inf or NaN"
-    spoilt = [
-        row.module.rpartition(".")[2]
-        for row in rows
-        if row.tensor == "weight" and not row.is_finite and owner_of(row.module) == name
-    ]
+    spoilt = [row.module for row in weights if owner_of(row.module) == name and row.step <= bad.step]
     if spoilt:
-        return f"{holds}; so does its {spoilt[0]} before the step, which an earlier step has spoilt"
+        return f"{holds}; so does its {spoilt[0].rpartition('.')[2]} before the step, which an earlier step has spoilt"
     if bad.began_in == OUTSIDE:
         return f"{holds}; so does what goes into the model: look at the batch"
     if bad.began_in in ("", name):
@@ -182,14 +198,99 @@ def _said_of(bad: Row, rows: Iterable[Row]) -> str:
     return f"inf or NaN begins inside of {bad.began_in}: what goes into that is finite, what goes into {name} is not"
 
 
-def _steps_left(history: Iterable[tuple[int, float]]) -> float:
-    """When a line through the headrooms reaches 0, in steps from the last; inf if it may as well be level.
+def _steps_left(recent: Iterable[Row]) -> float:
+    """When a line through the headrooms since the last overflow reaches 0, in steps; inf if it may as well be level.
 
-    It falls if its slope is twice its standard error below 0.
+    It falls if its slope is twice its standard error below 0. With less than a doubling left nothing is left.
     """
-    steps, headrooms = (torch.tensor(column, dtype=torch.float64) for column in zip(*history, strict=True))
-    apart, above = steps - steps.mean(), headrooms - headrooms.mean()
-    spread = apart.square().sum()
-    slope = (apart * above).sum() / spread
-    error = ((above - slope * apart).square().sum() / (len(steps) - 2) / spread).sqrt()
-    return float(headrooms[-1] / -slope) if slope < -2 * error else math.inf
+    *before, last = recent
+    headroom = last.headroom
+    if not _NEAR <= headroom < _TREND:
+        return 0.0 if headroom < _NEAR else math.inf
+    rows = [row for row in itertools.takewhile(lambda row: row.is_finite, (last, *reversed(before))) if row.amax]
+    if len({row.step for row in rows}) < _FEWEST:
+        return math.inf
+    steps, rooms = zip(*((row.step, row.headroom) for row in rows), strict=True)
+    slope, start = linear_regression(steps, rooms)
+    off = sum((room - start - slope * step) ** 2 for step, room in zip(steps, rooms, strict=True))
+    error = math.sqrt(off / (len(steps) - 2) / (pvariance(steps) * len(steps)))
+    return headroom / -slope if slope < -2 * error else math.inf
+
+
+# ---- HS117
+
+
+def _flushed(traces: _Traces) -> Iterator[Finding]:
+    found = [trace for kind in ("grad", "output_grad") for trace in traces[kind].values() if trace.flushed]
+    if found:
+        worst = max(found, key=lambda trace: trace.flushed)
+        names = {f"{trace.first.module} ({trace.first.tensor})": trace.last.numel for trace in found}
+        text = (
+            f"up to {share(worst.flushed)} of these gradients became 0, because they are too small for their dtype; "
+            f"most of {worst.first.module} ({worst.first.tensor})"
+        )
+        yield Finding("HS117", "warning", grouped(names), text, {"flushed": worst.flushed}, _SCALE)
+
+
+# ---- HS120
+
+
+def _too_large(traces: _Traces, step: int) -> Finding | None:
+    """HS120 as of a step, if its updates are too large."""
+    ratios: dict[str, float] = {}
+    growing: list[str] = []
+    for key, update in traces["update"].items():
+        weight = traces["weight"].get(key)
+        if update.last.step == step and update.last.is_finite and weight is not None and weight.first.rms > 0.0:
+            sizes = [_size(row) for row in update.recent if row.is_finite]
+            ratios[key[0]] = sizes[-1] / weight.last.rms if weight.last.rms else math.inf
+            if len(sizes) >= 3 and all(b >= _GROWTH * a > 0.0 for a, b in itertools.pairwise(sizes[-3:])):
+                growing.append(key[0])
+    numel = {name: traces["update"][name, 0].last.numel for name in ratios}
+    large = [name for name, ratio in ratios.items() if ratio >= _LARGE]
+    growing = [name for name in growing if ratios[name] >= _GROWN]
+    ways = (
+        (large, "a quarter of their own size or more"),
+        (growing, "a tenth of their own size or more, twice as large each time"),
+    )
+    for names, how in ways:
+        of = {name: numel[name] for name in names}
+        if sum(of.values()) > _MOST * sum(numel.values()):
+            part, most = sum(of.values()) / sum(numel.values()), max(names, key=numel.__getitem__)
+            text = (
+                f"at step {step} the learning rate is too high: {share(part)} of the weights get updates of {how}; "
+                f"{most} gets {ratios[most]:.2g} times its size"
+            )
+            known = {"step": step, "share": part, "ratio": ratios[most]}
+            return Finding("HS120", "error", grouped(of), text, known, _SMALLER)
+    return None
+
+
+def _size(update: Row) -> float:
+    """The root mean square of the updates that are there: most rows of an embedding have none."""
+    return update.rms / math.sqrt(1.0 - update.zeros) if update.zeros < 1.0 else 0.0
+
+
+# ---- HS121
+
+
+def _zero(traces: _Traces) -> Iterator[Finding]:
+    grads = traces["grad"]
+    zero = {name: trace.first.numel for (name, _), trace in grads.items() if trace.moved is None}
+    moved = {owner_of(name) for (name, _), trace in grads.items() if trace.moved is not None}
+    outputs: dict[str, int] = {}
+    for (name, _), trace in traces["output_grad"].items():
+        if trace.moved is not None:
+            outputs.setdefault(name, trace.moved)
+    owners = set(map(owner_of, zero))
+    lost = sorted((name for name in outputs if name in owners and name not in moved), key=outputs.__getitem__)
+    if zero and not moved:
+        step = min(trace.first.step for trace in grads.values())
+        at = lost[0] if lost else next((name for name in reversed(outputs) if outputs[name] == step), OUTSIDE)
+        text = f"all gradients are 0 from step {step} on"
+        text += f": none comes out of the backward pass of {at}" if at != OUTSIDE else ": the loss gives none"
+        yield Finding("HS121", "error", grouped(zero), text, {"step": step, "module": at}, ZERO_GRADIENTS_FIX)
+    elif lost:
+        step, at = outputs[lost[0]], lost[0]
+        text = f"from step {step} on a gradient comes to {at}, and those of its parameters are 0"
+        yield Finding("HS121", "warning", ", ".join(lost), text, {"step": step, "module": at}, ZERO_GRADIENTS_FIX)
