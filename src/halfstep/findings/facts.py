@@ -17,10 +17,12 @@ from ..casting.modules import casting_of
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.inner_optimizers import bare
 from ..core.policy import Policy
-from ..core.torch_compat import buffers_of, children_of, parameters_of
+from ..core.torch_compat import buffers_of, parameters_of
 from ..gradients.ledger import get_grads
 from ..gradients.loss_scaler import DeviceLossScaler
-from ..observe.samples import Reading, can_sample, grid_flags, sample
+from ..observe.names import ROOT, parts_of, qualified_names
+from ..observe.reading import Reading
+from ..observe.samples import can_sample, grid_flags, sample
 from ..stepping.attached import attached_to
 from ..stepping.replaced import modules_in
 from .finding import grouped
@@ -77,7 +79,7 @@ class Facts:
         seen = self.forward
         self._forward_flags = [(name, self.reading.ask(flags)) for name, flags in (seen.flags if seen else ())]
         self._norms = [(name, self.reading.ask(inf)) for name, inf in (seen.overflows if seen else ())]
-        self.reading.fetch()
+        self.reading.send()
 
     def _session_scalers(self) -> list[DeviceLossScaler]:
         """Those of ``amp.initialize``, which leaves them at its optimizers."""
@@ -88,7 +90,7 @@ class Facts:
             found |= {id(scaler): scaler for scaler in scalers}
         return list(found.values())
 
-    def _ask_stepped(self) -> tuple[list[torch.Tensor], slice]:
+    def _ask_stepped(self) -> tuple[list[torch.Tensor], int]:
         """Ask of some fp32 weights that have stepped whether their values lie on a 16-bit grid."""
         stepped = [group for group in self.groups if group.optimizer.state and torch.float32 in group.dtypes]
         wide = [p for group in stepped for p in group.params]
@@ -103,7 +105,7 @@ class Facts:
             and any(state.get(p) for state in states)
         ]
         if not some:
-            return [], slice(0, 0)
+            return [], -1
         samples = [sample(p, 4 * _FEWEST) for p in some]
         shortest = min(map(len, samples))
         return some, self.reading.ask(grid_flags(torch.stack([values[:shortest] for values in samples])))
@@ -118,8 +120,8 @@ class Facts:
     @cached_property
     def stepped_on_grid(self) -> list[torch.Tensor]:
         """The fp32 weights that have stepped and still have nothing but values of a 16-bit format."""
-        params, where = self._stepped
-        flags = self.reading[where]
+        params, place = self._stepped
+        flags = self.reading[place] if params else []
         return [p for p, off, used in zip(params, flags[::2], flags[1::2], strict=True) if _is_on_grid([off, used])]
 
     @cached_property
@@ -167,44 +169,27 @@ class Facts:
     # ---- names
 
     @cached_property
-    def named_modules(self) -> dict[str, nn.Module]:
-        """The modules by their qualified names."""
-        found: dict[str, nn.Module] = {}
-        seen: set[nn.Module] = set()
-        left = [("", self.model)]
-        while left:
-            name, module = left.pop()
-            if module in seen:
-                continue
-            seen.add(module)
-            found[name] = module
-            if children := children_of(module):
-                start = f"{name}." if name else ""
-                left += [(start + key, each) for key, each in reversed(children.items()) if each is not None]
-        return found
+    def module_names(self) -> dict[nn.Module, str]:
+        """The qualified names of the modules."""
+        return qualified_names(self.model)
 
     @cached_property
-    def names(self) -> dict[int, str]:
-        """The qualified name of each parameter of the model, by its identity."""
-        found: dict[int, str] = {}
-        for name, module in self.named_modules.items():
-            start = f"{name}.".replace("_orig_mod.", "") if name else ""
-            for key, param in parameters_of(module).items():
-                found.setdefault(id(param), start + key)
-        return found
+    def _names(self) -> dict[int, str]:
+        return parts_of(self.module_names)
 
     def name_of(self, module: nn.Module) -> str:
         """The qualified name of a module; "the model" for the whole."""
-        return next((name for name, one in self.named_modules.items() if one is module), "") or "the model"
+        name = self.module_names[module]
+        return "the model" if name == ROOT else name
 
     def where(self, params: Iterable[torch.Tensor]) -> str:
         """A few words for some parameters."""
         some = list(params)
         key = tuple(map(id, some))
         if key not in self._where:
-            names = self.names
             nameless = f"{type(self.optimizers[0]).__name__}'s parameter" if self.optimizers else "parameter"
-            self._where[key] = grouped({names.get(id(p)) or f"{nameless} {i}": p.numel() for i, p in enumerate(some)})
+            named = {self._names.get(id(p)) or f"{nameless} {i}": p.numel() for i, p in enumerate(some)}
+            self._where[key] = grouped(named)
         return self._where[key]
 
     @cached_property
@@ -220,7 +205,7 @@ class Facts:
         bare = set(map(id, self.halves))
         return [
             (name, module)
-            for name, module in self.named_modules.items()
+            for module, name in self.module_names.items()
             if not bare.isdisjoint(map(id, parameters_of(module).values()))
             or any(b is not None and is_half(b) for b in buffers_of(module).values())
         ]
@@ -231,7 +216,7 @@ def _is_on_grid(flags: list[float]) -> bool:
     return not off and bool(used)
 
 
-def _ask_gradients(params: Sequence[torch.Tensor], reading: Reading) -> slice | None:
+def _ask_gradients(params: Sequence[torch.Tensor], reading: Reading) -> int | None:
     """Ask of some gradients whether any number is other than 0; None if there are no gradients."""
     have = [p for p, grad in zip(params, get_grads(params), strict=True) if grad is not None]
     some = [grad for _, grad in gradients_of(have[:: -(-len(have) // _TENSORS)])] if have else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -44,10 +44,10 @@ def _is_norm(name: str) -> bool:
     return re.search(r"norm(\d?d)?$", name, re.IGNORECASE) is not None
 
 
-def is_router(name: str, names: Container[str]) -> bool:
+def is_router(name: str, names: Mapping[nn.Module, str]) -> bool:
     """Whether a module chooses experts: it is called ``router``, or it is a ``gate`` beside ``experts``."""
     parent, _, last = name.rpartition(".")
-    return last == "router" or (last in ("gate", "gating") and f"{parent}.experts".lstrip(".") in names)
+    return last == "router" or (last in ("gate", "gating") and f"{parent}.experts".lstrip(".") in names.values())
 
 
 class _Inside(NamedTuple):
@@ -105,7 +105,7 @@ class Forward:
         """As a listener: a module has returned."""
         tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.is_floating_point()]
         self.dtypes.update(t.dtype for t in tensors if is_half(t))
-        if tensors and is_half(tensors[0]) and is_router(call.name, set((self._names or {}).values())):
+        if tensors and is_half(tensors[0]) and is_router(call.name, self._names or {}):
             self.routers.setdefault(call.name, tensors[0].dtype)
         inside = call.note or _Inside()
         if len(tensors) == 1 and not inside.halves and all(t is not tensors[0] for t in inside.latest):

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.scalars import in_scalar_dtype
-from ..observe.samples import Drawn, Reading, can_sample, column, draw, element_shares, samples_in
+from ..observe.reading import Reading
+from ..observe.samples import Drawn, can_sample, column, draw, element_shares, samples_in
 from .groups import Group
 from .updates import decays_apart, known_update, rounds_once
 
@@ -37,8 +38,8 @@ class LostUpdates:
     optimizer: torch.optim.Optimizer
     dtype: torch.dtype
     params: list[torch.Tensor]
-    lrs: list[float | slice]
-    _numbers: slice
+    lrs: list[float | int]
+    _numbers: int
     _reading: Reading
 
     @classmethod
@@ -77,7 +78,7 @@ class LostUpdates:
     @property
     def lr(self) -> float:
         """The largest learning rate."""
-        return max(self._reading[lr][0] if isinstance(lr, slice) else lr for lr in self.lrs)
+        return max(self._reading[lr][0] if isinstance(lr, int) else lr for lr in self.lrs)
 
     @property
     def lr_for_half(self) -> float:

@@ -16,6 +16,7 @@ from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.hardware import has_units
 from ..core.text import listed
 from ..core.torch_compat import BatchNorm, buffers_of, children_of, fsdp_policies, parameters_of
+from ..observe.names import part_of
 from .facts import Facts
 from .finding import Found, grouped
 from .forward import is_norm, is_router
@@ -51,12 +52,12 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Found]:
     for name, module in facts.half_modules:
         for key, buffer in buffers_of(module).items():
             if buffer is not None and is_half(buffer):
-                whole = f"{name}.{key}".lstrip(".")
+                whole = part_of(name, key)
                 if POSITIONS.search(key):
                     positions[whole] = buffer.numel()
                 elif isinstance(module, BatchNorm):
                     statistics[whole] = buffer.numel()
-        if is_norm(module) or is_router(name, facts.named_modules):
+        if is_norm(module) or is_router(name, facts.module_names):
             weights += [p for p in parameters_of(module).values() if p is not None and id(p) in bare]
     if positions:
         yield Found(

@@ -13,6 +13,7 @@ from ..core.oplists.names import spellings
 from ..core.oplists.tables import FLOAT, words
 from ..observe.names import OUTSIDE, canonical
 from ..observe.ops import OpCall, tensors_in
+from ..observe.reading import Reading
 from ..observe.samples import can_sample, sample
 from .linked_rows import LinkedRow
 
@@ -107,24 +108,15 @@ class Recorder:
             while at is not None and self.rows[at].backward and not self.rows[at].leaf:
                 self.rows[at].leaf = True
                 at = self.rows[at].inputs[0] if self.rows[at].passes_on and self.rows[at].inputs else None
-        if self.rows:
-            self._fetch()
+        self._fetch()
 
     def _fetch(self) -> None:
-        """Bring all samples to the host, in one copy for each device."""
-        values = [(row, name) for row in self.rows for name in ("sample", "amax", "sketch", "source")]
-        there: dict[torch.device, list[tuple[LinkedRow, str, torch.Tensor]]] = {}
-        for row, name in values:
-            value = getattr(row, name)
-            if value is not None:
-                there.setdefault(value.device, []).append((row, name, value))
-        for found in there.values():
-            column = torch.cat([value.reshape(-1) for _, _, value in found]).cpu()
-            parts = column.split([value.numel() for _, _, value in found])
-            for (row, name, _), part in zip(found, parts, strict=True):
-                setattr(row, name, part)
-        for row in self.rows:
-            row.amax = float(row.amax)
+        """Bring all samples to the host."""
+        places = [(row, name) for row in self.rows for name in ("sample", "amax", "sketch", "source")]
+        places = [(row, name) for row, name in places if getattr(row, name) is not None]
+        read = Reading(*(getattr(row, name) for row, name in places)).send()
+        for (row, name), value in zip(places, read.get(), strict=True):
+            setattr(row, name, float(value) if name == "amax" else value)
 
     def _look(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The sample, the largest magnitude and the sketch of a tensor."""

@@ -13,8 +13,8 @@ from ..core.dtypes import dtype_name
 from ..core.scalars import scalar_dtype
 from ..kernels.shards import local
 from ..kernels.tensor_table import Number
-from ..observe.fetched import Fetched
 from ..observe.names import OUTSIDE, ROOT
+from ..observe.reading import Reading
 from ..observe.row import Row, merge_rows
 from ..optimizers.param_rows import ParamRows
 from .survey import About, Looked, Survey
@@ -32,7 +32,7 @@ class GradientTotals:
     def __init__(self) -> None:
         self._totals: dict[tuple[int, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
         """By the parameters that step together."""
-        self._fetched: list[tuple[list[About], Fetched]] = []
+        self._fetched: list[tuple[list[About], Reading]] = []
 
     def __bool__(self) -> bool:
         return bool(self._totals)
@@ -69,7 +69,7 @@ class GradientTotals:
         for params, total in self._totals.values():
             found = ((names.get(id(param), ""), param) for param in params)
             abouts = [About(step, name, "grad", 0, dtype_name(p.dtype), local(p).numel()) for name, p in found]
-            self._fetched.append((abouts, Fetched(total)))
+            self._fetched.append((abouts, Reading(total).send()))
         self._totals = {}
         return self
 
@@ -86,7 +86,7 @@ class GradientTotals:
         sums: dict[str, list[float]] = {}
         missing: dict[str, About] = {}
         for abouts, fetched in self._fetched:
-            for about, (*line, largest) in zip(abouts, fetched.get().T.tolist(), strict=True):
+            for about, (*line, largest) in zip(abouts, fetched.get()[0].T.tolist(), strict=True):
                 if about.module:
                     known = sums.setdefault(about.module, [0.0] * 5)
                     added = (a + b for a, b in zip(known, line, strict=False))

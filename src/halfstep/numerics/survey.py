@@ -16,7 +16,7 @@ import torch
 
 from ..core.scalars import scalar_dtype
 from ..kernels.shards import local
-from ..observe.fetched import Fetched
+from ..observe.reading import Reading
 from ..observe.row import PROBE, Row
 from ..observe.samples import sample
 
@@ -85,7 +85,7 @@ class Survey:
         self._samples: list[_Sample] = []
         self._inputs: dict[torch.device, list[tuple[int, _Extremes]]] = {}
         self._blocks: list[_Block] = []
-        self._ends: list[tuple[list[int], Fetched]] = []
+        self._ends: list[tuple[list[int], Reading]] = []
 
     def __bool__(self) -> bool:
         return bool(self._samples or self._blocks)
@@ -160,13 +160,13 @@ class Survey:
             parts = (found[at : at + lines] for at in range(0, len(found), lines))
             self._blocks += [_counted(part, width, scale, skipped) for part in parts]
         for ends in self._inputs.values():
-            self._ends.append(([number for number, _ in ends], Fetched(_stacked(each for _, each in ends))))
+            self._ends.append(([number for number, _ in ends], Reading(_stacked(each for _, each in ends)).send()))
         self._samples, self._inputs = [], {}
 
     @property
     def ready(self) -> bool:
         """Whether ``rows`` returns without waiting."""
-        return all(block.ready for block in self._blocks) and all(fetched.ready for _, fetched in self._ends)
+        return all(block.read.ready for block in self._blocks) and all(fetched.ready for _, fetched in self._ends)
 
     def rows(self, *, bins: bool, brief: bool = False) -> list[tuple[Looked, Row]]:
         """The rows in the order in which tensors were looked at, with what is known of each.
@@ -183,7 +183,7 @@ class Survey:
         return {
             number
             for numbers, fetched in self._ends
-            for number, (least, largest) in zip(numbers, fetched.get().tolist(), strict=True)
+            for number, (least, largest) in zip(numbers, fetched.get()[0].tolist(), strict=True)
             if not (math.isfinite(least) and math.isfinite(largest)) and (least, largest) != (-math.inf, 0.0)
         }
 
@@ -193,19 +193,14 @@ class _Block(NamedTuple):
 
     looked: list[Looked]
     width: int
-    numbers: Fetched
-    probes: Fetched
-    counts: Fetched
-
-    @property
-    def ready(self) -> bool:
-        return self.numbers.ready and self.probes.ready and self.counts.ready
+    read: Reading
 
     def rows(self, *, bins: bool, brief: bool) -> Iterator[tuple[Looked, Row]]:
-        counts = self.counts.get().view(len(self.looked), _KINDS)
+        numbers, probes, counts = self.read.get()
+        counts = counts.view(len(self.looked), _KINDS)
         zeros = counts[:, _ZERO].tolist()
-        found = None if brief else zip(_kinds(counts), self.probes.get().tolist(), strict=True)
-        for i, (scale, skipped, amax, norm, smallest) in enumerate(self.numbers.get().T.tolist()):
+        found = None if brief else zip(_kinds(counts), probes.tolist(), strict=True)
+        for i, (scale, skipped, amax, norm, smallest) in enumerate(numbers.T.tolist()):
             looked, size = self.looked[i], self.looked[i].sampled
             kinds, probe = ({}, []) if found is None else next(found)
             if skipped and looked.about.tensor == "update":
@@ -262,13 +257,9 @@ def _counted(
     ]
     columns = [flag.detach().to(device, torch.float32).expand(lines) for flag in flags]
     probes = values.gather(1, _probes(tuple(each.sampled for each in looked), device))
-    return _Block(
-        looked,
-        width,
-        Fetched(torch.stack([*columns, amax, norms, smallest])),
-        Fetched(probes),
-        Fetched(counts.to(torch.int16 if width < 2**15 else torch.int32)),
-    )
+    numbers = torch.stack([*columns, amax, norms, smallest])
+    counts = counts.to(torch.int16 if width < 2**15 else torch.int32)
+    return _Block(looked, width, Reading(numbers, probes, counts).send())
 
 
 def can_survey(tensor: Any) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 from torch import nn
 
 from ..core.oplists.tables import pairs
+from ..core.torch_compat import children_of, parameters_of
 
-__all__ = ["OPTIMIZER", "OUTSIDE", "ROOT", "canonical", "owner_of", "qualified_names"]
+__all__ = ["OPTIMIZER", "OUTSIDE", "ROOT", "canonical", "owner_of", "part_of", "parts_of", "qualified_names"]
 
 OUTSIDE = "(step)"
 """Where ops are that no module runs: the loss, in most scripts."""
@@ -37,23 +39,40 @@ _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def qualified_names(model: nn.Module) -> dict[nn.Module, str]:
-    """The names of the modules of a model, as ``Monitor`` has them: "(root)" is the model.
+    """The names of the modules of a model, in the order of ``named_modules``: "(root)" is the model.
 
     The wrappers of ``torch.compile`` and of DDP leave no trace in them.
     """
-    names = {module: name for name, module in model.named_modules()}
-    inside = "module" if isinstance(model, _PARALLEL) else ""
-    return {module: _clean(name, inside) or ROOT for module, name in names.items()}
+    found: dict[nn.Module, str] = {}
+    left = [("", model)]
+    while left:
+        name, module = left.pop()
+        if module not in found:
+            found[module] = name or ROOT
+            for key, child in reversed(children_of(module).items()):
+                if child is not None:
+                    hidden = key == "_orig_mod" or (isinstance(module, _PARALLEL) and module is model)
+                    left.append((name if hidden else f"{name}.{key}".lstrip("."), child))
+    return found
+
+
+def parts_of(names: Mapping[nn.Module, str]) -> dict[int, str]:
+    """The qualified names of the parameters of some modules, by their ``id``."""
+    found: dict[int, str] = {}
+    for module, name in names.items():
+        for key, param in parameters_of(module).items():
+            found.setdefault(id(param), part_of(name, key))
+    return found
+
+
+def part_of(module: str, own: str) -> str:
+    """The qualified name of a parameter or buffer of a module."""
+    return own if module == ROOT else f"{module}.{own}"
 
 
 def owner_of(param: str) -> str:
     """The name of the module that has a parameter, by the name of the parameter."""
     return param.rpartition(".")[0] or ROOT
-
-
-def _clean(name: str, inside: str) -> str:
-    parts = [part for part in name.split(".") if part != "_orig_mod"]
-    return ".".join(parts[1:] if inside and parts[:1] == [inside] else parts)
 
 
 @functools.cache

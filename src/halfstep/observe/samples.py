@@ -1,4 +1,4 @@
-"""Samples of tensors, and one read of the device for all the numbers that are asked of it.
+"""Samples of tensors.
 
 A sample is made of strided slices, so it costs no random numbers and no copy of a whole tensor.
 """
@@ -17,7 +17,6 @@ from ..kernels.shards import ORDINARY, is_sharded, local
 __all__ = [
     "MOST_TENSORS",
     "Drawn",
-    "Reading",
     "can_sample",
     "column",
     "draw",
@@ -132,28 +131,3 @@ def grid_flags(values: torch.Tensor) -> torch.Tensor:
     bits = bits.masked_fill((bits & 0x7F800000) == 0x7F800000, 0)
     off, used = (bits & 0x1FFF) != 0, (bits & 0x7FFFF) != 0
     return torch.stack([off.any(-1), used.any(-1)], -1).float()
-
-
-class Reading:
-    """Numbers on devices that are read together: ``ask`` as often as you like, ``fetch`` once."""
-
-    def __init__(self) -> None:
-        self._asked: list[torch.Tensor] = []
-        self._at = 0
-        self._values: list[float] = []
-
-    def ask(self, numbers: torch.Tensor) -> slice:
-        """Ask for some numbers. The slice has them after ``fetch``."""
-        flat = numbers.detach().float().reshape(-1)
-        self._asked.append(flat)
-        self._at += flat.numel()
-        return slice(self._at - flat.numel(), self._at)
-
-    def fetch(self) -> None:
-        """Read all of them, in one copy to the host; none if nothing was asked for."""
-        if self._asked:
-            home = next((t.device for t in self._asked if t.device.type != "cpu"), self._asked[0].device)
-            self._values = torch.cat([t.to(home, non_blocking=True) for t in self._asked]).tolist()
-
-    def __getitem__(self, where: slice) -> list[float]:
-        return self._values[where]
