@@ -9,51 +9,25 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
 
 from ..core.errors import ArgumentValueError
 from ..pages import Markup, dense_table, header, paragraph, section, small, write_page, write_text
+from .checks import EXTREMES, Checked
 
 __all__ = ["compare_accuracy"]
 
-_LINE = re.compile(r"\[PRECISION\] (?:\[ERROR\] )?in \[device=(.*?), op=(.*?), tensor=(.*?), dtype=(.*?)\], (.*)")
 _CAST = re.compile(r"\.cast_(fp16|bf16|fp32)")
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _TOLERANCE = 0.05
 _TITLE = "Accuracy of two runs"
 
 _NAMES = ["op_type", "tensor_name", "numel", "infinite"]
 _OF_A_RUN = ["dtype", "max_value", "min_value", "mean_value", "num_zero", "num_inf", "num_nan"]
 _RATIOS = ["max_value", "min_value", "mean_value"]
-_EXTREMES = ("max", "min", "mean")
-
 
 Cell = tuple[str, str]
 """The text of a cell, and what stands out in it: "bad", "half", "differs" or nothing."""
-
-
-class _Logged(NamedTuple):
-    """One line of a log."""
-
-    op: str
-    tensor: str
-    dtype: str
-    facts: dict[str, float]
-
-    @property
-    def is_gradient(self) -> bool:
-        return self.op.endswith("_grad") or "GRAD" in self.tensor
-
-    @property
-    def largest(self) -> float:
-        """The largest number that its dtype can hold."""
-        return torch.finfo(_DTYPES.get(self.dtype, torch.float32)).max
-
-    def number(self, name: str) -> float:
-        return self.facts.get(name, 0)
 
 
 def compare_accuracy(
@@ -110,21 +84,12 @@ def _logs_in(folder: Path) -> list[str]:
     return names
 
 
-def _parsed(path: Path) -> list[_Logged]:
-    lines = (_LINE.search(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return [
-        _Logged(
-            found[2],
-            _CAST.sub("", found[3]),
-            found[4],
-            {name: float(value) for name, value in (pair.split("=") for pair in found[5].split(", "))},
-        )
-        for found in lines
-        if found is not None
-    ]
+def _parsed(path: Path) -> list[Checked]:
+    found = filter(None, map(Checked.in_line, path.read_text(encoding="utf-8").splitlines()))
+    return [replace(each, tensor=_CAST.sub("", each.tensor)) for each in found]
 
 
-def _matched(reference: Sequence[_Logged], other: Sequence[_Logged], *, scale: float) -> list[list[Cell]]:
+def _matched(reference: Sequence[Checked], other: Sequence[Checked], *, scale: float) -> list[list[Cell]]:
     """Both logs line by line, in the order of the reference; what only the other has comes where it was."""
     left, right = dict(_numbered(reference)), dict(_numbered(other))
     keys = list(left)
@@ -138,45 +103,46 @@ def _matched(reference: Sequence[_Logged], other: Sequence[_Logged], *, scale: f
     return [_row(f"{tensor}#{i}", left.get(key), right.get(key), scale) for key in keys for _, tensor, i in [key]]
 
 
-def _row(name: str, reference: _Logged | None, other: _Logged | None, scale: float) -> list[Cell]:
+def _row(name: str, reference: Checked | None, other: Checked | None, scale: float) -> list[Cell]:
     """The cells of an op in both logs, or in one of them."""
     some = reference or other
     assert some is not None
-    limit = math.inf if reference is None or other is None else other.largest / (scale if some.is_gradient else 1.0)
-    extremes = [] if reference is None else [abs(reference.number(each)) for each in _EXTREMES[:2]]
+    is_gradient = some.op.endswith("_grad") or "GRAD" in some.tensor
+    limit = math.inf if reference is None or other is None else other.limit / (scale if is_gradient else 1.0)
+    extremes = [] if reference is None else [abs(reference.number(each)) for each in EXTREMES[:2]]
     infinite = any(not each <= limit for each in extremes) and other is not None
-    infinite |= other is not None and bool(other.number("num_inf") or other.number("num_nan"))
+    infinite |= other is not None and other.bad
     flag = (str(int(infinite)), "bad" if infinite else "")
     cells = [(some.op, ""), (name, ""), (f"{some.number('numel'):.0f}", ""), flag]
     cells += _cells_of(reference, limit) + _cells_of(other, math.inf)
-    return [*cells, *(_ratio(each, reference, other, scale) for each in _EXTREMES)]
+    return [*cells, *(_ratio(each, reference, other, scale) for each in EXTREMES)]
 
 
-def _cells_of(run: _Logged | None, limit: float) -> list[Cell]:
+def _cells_of(run: Checked | None, limit: float) -> list[Cell]:
     """The cells of one run; the largest and the smallest number are bad beyond a limit."""
     if run is None:
         return [("--", "")] * len(_OF_A_RUN)
     cells = [(run.dtype, "half" if run.dtype in ("fp16", "bf16") else "")]
-    for name in _EXTREMES:
+    for name in EXTREMES:
         value = run.number(name)
         bad = not math.isfinite(value) or (name != "mean" and abs(value) > limit)
-        cells.append((f"{run.facts.get(name, math.nan):.6g}", "bad" if bad else ""))
+        cells.append((f"{run.numbers.get(name, math.nan):.6g}", "bad" if bad else ""))
     for name in ("num_zero", "num_inf", "num_nan"):
         cells.append((f"{run.number(name):.0f}", "bad" if name != "num_zero" and run.number(name) else ""))
     return cells
 
 
-def _ratio(name: str, reference: _Logged | None, other: _Logged | None, scale: float) -> Cell:
+def _ratio(name: str, reference: Checked | None, other: Checked | None, scale: float) -> Cell:
     """A number of the other run as part of the reference's. It stands out if it is neither 1 nor the loss scale."""
     if reference is None or other is None:
         return "--", ""
-    ours, theirs = (run.facts.get(name, math.nan) for run in (other, reference))
+    ours, theirs = (run.numbers.get(name, math.nan) for run in (other, reference))
     ratio = 1.0 if ours == theirs else ours / theirs if theirs else math.inf
     is_expected = any(abs(ratio / each - 1.0) <= _TOLERANCE for each in (1.0, scale))
     return f"{ratio:.6g}", "" if is_expected else "differs"
 
 
-def _numbered(lines: Iterable[_Logged]) -> Iterable[tuple[tuple[str, str, int], _Logged]]:
+def _numbered(lines: Iterable[Checked]) -> Iterable[tuple[tuple[str, str, int], Checked]]:
     seen: Counter[tuple[str, str]] = Counter()
     for line in lines:
         yield (line.op, line.tensor, seen[line.op, line.tensor]), line

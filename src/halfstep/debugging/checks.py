@@ -1,19 +1,24 @@
-"""What Paddle's checks say about one tensor: its inf, NaN and zeros, and its largest, smallest and mean value."""
+"""What Paddle's checks and their logs say about one tensor: its inf, NaN, zeros, largest, smallest and mean value."""
 
 from __future__ import annotations
 
 import enum
+import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ..core.errors import ArgumentTypeError, HalfstepError
 
-__all__ = ["Checked", "DebugMode", "check_numerics"]
+__all__ = ["EXTREMES", "Checked", "DebugMode", "check_numerics"]
 
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _FP16 = torch.finfo(torch.float16)
+_LINE = re.compile(r"\[PRECISION\] (?:\[ERROR\] )?in \[device=(.*?), op=(.*?), tensor=(.*?), dtype=(.*?)\], (.*)")
+_COUNTS = ("num_nan", "num_inf", "num_zero")
+EXTREMES = ("max", "min", "mean")
 
 
 class DebugMode(enum.Enum):
@@ -31,57 +36,78 @@ class DebugMode(enum.Enum):
 
 @dataclass(frozen=True)
 class Checked:
-    """The numbers of one tensor.
+    """The numbers of one tensor, as a line of a log has them.
 
     Attributes:
         device: as Paddle writes it, "cpu" or "gpu:0".
-        dtype: of the tensor.
-        numel: how many numbers it has.
-        nan: how many are NaN.
-        inf: how many are inf.
-        zeros: how many are 0.
-        largest: of those that are not NaN.
-        smallest: of those that are not NaN.
-        mean: of all.
+        op: what made the tensor.
+        tensor: its name.
+        dtype: as in "fp16".
+        numbers: "numel", "num_nan", "num_inf", "num_zero", "max", "min" and "mean". NaN do not count for the largest
+            and the smallest. A line has no counts of NaN and inf where both are 0.
     """
 
     device: str
-    dtype: torch.dtype
-    numel: int
-    nan: int
-    inf: int
-    zeros: int
-    largest: float
-    smallest: float
-    mean: float
+    op: str
+    tensor: str
+    dtype: str
+    numbers: Mapping[str, float]
+
+    @staticmethod
+    def of(tensor: torch.Tensor, op: str, name: str, counts: torch.Tensor, extremes: torch.Tensor) -> Checked:
+        """What ``facts_of`` has found, on the host, in one read."""
+        found = torch.cat([counts.double(), extremes.double()]) + 0.0  # no -0.0
+        device = tensor.device.type if tensor.device.type == "cpu" else f"gpu:{tensor.device.index}"
+        numbers = dict(zip((*_COUNTS, *EXTREMES), found.tolist(), strict=True))
+        return Checked(device, op, name, _SHORT[tensor.dtype], {"numel": tensor.numel(), **numbers})
+
+    @staticmethod
+    def in_line(text: str) -> Checked | None:
+        """The numbers in a line of a log; None if it is another line."""
+        found = _LINE.search(text)
+        if found is None:
+            return None
+        numbers = {name: float(value) for name, value in (pair.split("=") for pair in found[5].split(", "))}
+        return Checked(found[1], found[2], found[3], found[4], numbers)
+
+    def number(self, name: str) -> float:
+        """One of the numbers; 0 if it is not there."""
+        return self.numbers.get(name, 0)
 
     @property
     def bad(self) -> bool:
         """Whether there is an inf or NaN."""
-        return self.nan > 0 or self.inf > 0
+        return bool(self.number("num_nan") or self.number("num_inf"))
+
+    @property
+    def limit(self) -> float:
+        """The largest number that its dtype can hold."""
+        return torch.finfo(next((dtype for dtype, name in _SHORT.items() if name == self.dtype), torch.float32)).max
 
     def wanted(self, mode: DebugMode) -> bool:
         """Whether a mode prints it."""
         if self.bad or mode is DebugMode.CHECK_ALL:
             return True
-        beyond = self.largest > _FP16.max or self.smallest < _FP16.min
-        return mode is DebugMode.CHECK_ALL_FOR_OVERFLOW and self.dtype is torch.float32 and beyond
+        beyond = self.number("max") > _FP16.max or self.number("min") < _FP16.min
+        return mode is DebugMode.CHECK_ALL_FOR_OVERFLOW and self.dtype == "fp32" and beyond
 
-    def line(self, op: str, tensor: str) -> str:
+    def line(self) -> str:
         """The line that Paddle prints."""
-        error, counts = ("[ERROR] ", f"num_nan={self.nan}, num_inf={self.inf}, ") if self.bad else ("", "")
-        extremes = f"max={self.largest:e}, min={self.smallest:e}, mean={self.mean:e}"
-        where = self.where(op, tensor)
-        return f"[PRECISION] {error}in {where}, numel={self.numel}, {counts}num_zero={self.zeros}, {extremes}\n"
+        counts = self._said("numel", *(_COUNTS if self.bad else ("num_zero",)))
+        extremes = ", ".join(f"{name}={self.number(name):e}" for name in EXTREMES)
+        return f"[PRECISION] {'[ERROR] ' if self.bad else ''}in {self._where}, {counts}, {extremes}\n"
 
-    def error(self, op: str, tensor: str) -> HalfstepError:
+    def error(self) -> HalfstepError:
         """What is raised where a bad tensor stops the script."""
-        counts = f"num_nan={self.nan}, num_inf={self.inf}, num_zero={self.zeros}"
-        return HalfstepError(f"(PreconditionNotMet) There are NAN or INF ({counts}) in {self.where(op, tensor)}.")
+        counts = self._said(*_COUNTS)
+        return HalfstepError(f"(PreconditionNotMet) There are NAN or INF ({counts}) in {self._where}.")
 
-    def where(self, op: str, tensor: str) -> str:
-        """Which tensor it is."""
-        return f"[device={self.device}, op={op}, tensor={tensor}, dtype={_SHORT[self.dtype]}]"
+    @property
+    def _where(self) -> str:
+        return f"[device={self.device}, op={self.op}, tensor={self.tensor}, dtype={self.dtype}]"
+
+    def _said(self, *names: str) -> str:
+        return ", ".join(f"{name}={self.number(name):.0f}" for name in names)
 
 
 def can_check(tensor: torch.Tensor) -> bool:
@@ -100,14 +126,6 @@ def facts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return counts, torch.full((3,), torch.nan, dtype=torch.float32, device=values.device)
     extremes = wide.masked_fill(nan, -torch.inf).amax(), wide.masked_fill(nan, torch.inf).amin()
     return counts, torch.stack([*extremes, wide.mean()]).float()
-
-
-def read(tensor: torch.Tensor, counts: torch.Tensor, numbers: torch.Tensor) -> Checked:
-    """The facts on the host, in one read."""
-    found = torch.cat([counts.double(), numbers.double()]) + 0.0  # no -0.0
-    nan, inf, zeros, largest, smallest, mean = found.tolist()
-    device = tensor.device.type if tensor.device.type == "cpu" else f"gpu:{tensor.device.index}"
-    return Checked(device, tensor.dtype, tensor.numel(), int(nan), int(inf), int(zeros), largest, smallest, mean)
 
 
 def check_numerics(
@@ -137,11 +155,11 @@ def check_numerics(
         raise ArgumentTypeError(f"check_numerics takes a dense floating tensor of 16 bits or more, not {given}.")
     check_mode(debug_mode)
     counts, numbers = facts_of(tensor)
-    checked = read(tensor, counts, numbers)
+    checked = Checked.of(tensor, op_type, var_name, counts, numbers)
     if checked.wanted(debug_mode):
-        sys.stdout.write(checked.line(op_type, var_name))
+        sys.stdout.write(checked.line())
     if checked.bad and debug_mode is DebugMode.CHECK_NAN_INF_AND_ABORT:
-        raise checked.error(op_type, var_name)
+        raise checked.error()
     return counts, numbers
 
 

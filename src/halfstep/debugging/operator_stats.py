@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from ..observe.counted import CountedOp, counting
-from ..observe.watch import Watch
 from .names import list_name
 
 __all__ = ["collect_operator_stats", "disable_operator_stats_collection", "enable_operator_stats_collection"]
@@ -40,13 +38,7 @@ def _table(counts: dict[str, list[int]]) -> str:
     return "\n".join([title, header, *rows, end, ""])
 
 
-def _end(watch: Watch, counted: Counter[CountedOp], counts: dict[str, list[int]]) -> None:
-    watch.end()
-    counts.update(_columns(counted))
-    sys.stdout.write(_table(counts))
-
-
-_collecting: list[tuple[Watch, Counter[CountedOp], dict[str, list[int]]]] = []
+_collecting: list[ExitStack] = []
 
 
 def enable_operator_stats_collection() -> None:
@@ -57,14 +49,14 @@ def enable_operator_stats_collection() -> None:
     16-bit units and halfstep emulates them, the fp32 kernels that really run are counted. Compiled modules run eagerly.
     """
     if not _collecting:
-        watch, counted = counting({})
-        _collecting.append((watch.begin(), counted, {}))
+        _collecting.append(ExitStack())
+        _collecting[0].enter_context(collect_operator_stats())
 
 
 def disable_operator_stats_collection() -> None:
     """End it, and print the table. Without a collection nothing happens."""
     if _collecting:
-        _end(*_collecting.pop())
+        _collecting.pop().close()
 
 
 @contextmanager
@@ -81,8 +73,9 @@ def collect_operator_stats() -> Iterator[dict[str, list[int]]]:
     """
     watch, counted = counting({})
     counts: dict[str, list[int]] = {}
-    watch.begin()
     try:
-        yield counts
+        with watch:
+            yield counts
     finally:
-        _end(watch, counted, counts)
+        counts.update(_columns(counted))
+        sys.stdout.write(_table(counts))

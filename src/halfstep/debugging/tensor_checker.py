@@ -14,7 +14,7 @@ from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.text import with_article
 from ..observe.ops import OpCall, tensors_in
 from ..observe.watch import Watch
-from .checks import Checked, DebugMode, can_check, check_mode, facts_of, read
+from .checks import Checked, DebugMode, can_check, check_mode, facts_of
 from .names import listed, log_name, op_of
 
 __all__ = ["TensorCheckerConfig", "check_layer_numerics", "disable_tensor_checker", "enable_tensor_checker"]
@@ -91,20 +91,20 @@ def _check(config: TensorCheckerConfig, call: OpCall) -> None:
     name = log_name(op) + ("_grad" if call.backward else "")
     for tensor in tensors_in(call.result):
         if can_check(tensor) and tensor.numel():
-            checked = read(tensor, *facts_of(tensor))
+            checked = Checked.of(tensor, name, "", *facts_of(tensor))
             if checked.wanted(config.debug_mode):
-                _write(config.output_dir, checked, checked.line(name, ""))
+                _write(config.output_dir, checked)
             if checked.bad and config.debug_mode is DebugMode.CHECK_NAN_INF_AND_ABORT:
-                raise checked.error(name, "")
+                raise checked.error()
 
 
-def _write(folder: str | None, checked: Checked, line: str) -> None:
+def _write(folder: str | None, checked: Checked) -> None:
     if folder is None:
-        sys.stdout.write(line)
+        sys.stdout.write(checked.line())
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
     with (Path(folder) / f"worker_{checked.device.replace(':', '.')}").open("a", encoding="utf-8") as file:
-        file.write(line)
+        file.write(checked.line())
 
 
 _checking: list[Watch] = []
