@@ -16,7 +16,8 @@ from .names import EXTENSIONS, Problem
 from .scopes import Names, loose_names, names_of
 from .torch_imports import Imports
 from .torch_names import CONVERT, OPTIMIZERS, REPLACED, options_problem
-from .torch_training import Package, Training
+from .torch_script import Package
+from .torch_training import Training
 from .torch_tree import Statements
 
 __all__ = ["to_torch"]
