@@ -1,27 +1,22 @@
-"""Classes of ``torch.autograd.Function`` whose inputs are cast where ops meet. Their own casts need native autocast."""
+"""Functions with a gradient of their own (``torch.autograd.Function``) that need another input while ops are cast."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..core.dtypes import HALF_DTYPES
+from ..core.torch_compat import Dirichlet
 from .containers import map_tensors
 from .current import thread
 from .dispatch import note_meeting
 
-__all__ = ["met_in_cast_inputs", "met_in_fp32"]
-
-
-def met_in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor for a function that has no gradient in 16 bits, cast where ops meet in this thread."""
-    if not _meets() or tensor.dtype not in HALF_DTYPES:
-        return tensor
-    note_meeting()
-    return tensor.float()
+__all__ = ["with_inputs_cast"]
 
 
 def _meets() -> bool:
@@ -29,15 +24,25 @@ def _meets() -> bool:
     return thread.current is not None and thread.current.call_again is not None
 
 
-def met_in_cast_inputs(own: Any) -> Any:
-    """``torch.autograd.Function.apply``, for functions with ``torch.amp.custom_fwd(cast_inputs=)`` where ops meet.
+def with_inputs_cast(remember: Callable[[Any], Any], own: Any) -> Any:
+    """``torch.autograd.Function.apply``, which all such functions are called by.
 
-    ``custom_fwd`` asks whether native autocast is on, and at O2 it is not.
+    A checkpoint recomputes under the casting of now. A sample of a Dirichlet distribution has no gradient in 16 bits.
+    ``torch.amp.custom_fwd(cast_inputs=)`` asks whether native autocast is on, and where ops meet, at O2, it is not.
+
+    Args:
+        remember: makes a function run under the casting of now.
+        own: torch's.
     """
 
     @functools.wraps(own.__func__)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if _meets() and getattr(cls.forward, "__code__", None) is _CUSTOM_FWD.__code__:
+        if cls is CheckpointFunction:
+            args = (remember(args[0]), *args[1:])
+        elif cls is Dirichlet and _meets() and args[0].dtype in HALF_DTYPES:
+            note_meeting()
+            args = (args[0].float(),)
+        elif _meets() and getattr(cls.forward, "__code__", None) is _CUSTOM_FWD.__code__:
             details = inspect.getclosurevars(cls.forward).nonlocals
             dtype, device = details.get("cast_inputs"), details["device_type"]
             if dtype is not None and not torch.is_autocast_enabled(device):

@@ -31,7 +31,6 @@ __all__ = [
     "Patches",
     "Saved",
     "Scope",
-    "applied_to",
     "changing_first",
     "clear_cache",
     "close",
@@ -66,7 +65,9 @@ class Patches:
     """
 
     def __init__(self, wraps: Mapping[tuple[str, str], Wrap], step_hooks: tuple[Any, ...] = ()) -> None:
-        self._wraps = {name: functools.cache(wrap) for name, wrap in wraps.items()}  # a class takes long to make
+        self._wraps = {
+            name: functools.cache(wrap) for name, wrap in wraps.items()
+        }  # the same each time: Dynamo guards it
         self._step_hooks = step_hooks
         self._holders: set[object] = set()
         self._originals: list[tuple[Any, str, Any]] = []
@@ -109,11 +110,6 @@ def changing_first(change: Callable[[Any], Any]) -> Wrap:
         return changed
 
     return wrap
-
-
-def applied_to(change: Callable[[Any], Any]) -> Wrap:
-    """A wrapper of an ``autograd.Function`` that changes the first thing it is applied to."""
-    return lambda own: type(own)(own.__name__, (own,), {"apply": staticmethod(changing_first(change)(own.apply))})
 
 
 @dataclasses.dataclass

@@ -24,12 +24,11 @@ import torch
 
 from ..core.oplists.tables import NATIVE
 from . import dynamo, weight_copies
-from .autograd_functions import met_in_cast_inputs, met_in_fp32
+from .autograd_functions import with_inputs_cast
 from .config import CastingConfig
 from .current import (
     Patches,
     Scope,
-    applied_to,
     changing_first,
     clear_cache,
     close,
@@ -390,9 +389,7 @@ around_casts = Patches(
 around_recomputation = Patches(
     {
         ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator"): changing_first(_remember),
-        ("torch.utils.checkpoint", "CheckpointFunction"): applied_to(_remember),
-        ("torch.autograd.function:Function", "apply"): met_in_cast_inputs,
-        ("torch.distributions.dirichlet", "_Dirichlet"): applied_to(met_in_fp32),
+        ("torch.autograd.function:Function", "apply"): functools.partial(with_inputs_cast, _remember),
         ("torch.nn.parallel.data_parallel", "parallel_apply"): changing_first(lambda ms: [_remember(m) for m in ms]),
     }
 )

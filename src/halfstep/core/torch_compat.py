@@ -36,6 +36,7 @@ from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 from torch.amp.grad_scaler import OptState
 from torch.amp.grad_scaler import _refresh_per_optimizer_state as new_optimizer_state
 from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
+from torch.distributions.dirichlet import _Dirichlet as Dirichlet
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -55,6 +56,7 @@ __all__ = [
     "STATE_MODULE",
     "BatchNorm",
     "DeviceContext",
+    "Dirichlet",
     "DisableTorchFunction",
     "FunctionSchema",
     "InstanceNorm",
