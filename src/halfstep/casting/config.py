@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..core.checks import arguments
 from ..core.compiler_compat import traced_as_constant
 from ..core.dtypes import dtype_name, parse_dtype
 from ..core.hardware import accelerator
@@ -98,18 +99,7 @@ class CastingConfig:
         self.allow_banned = allow_banned
         self.devices = _present_devices() if devices is None else tuple(sorted(devices))
         self.keeps_autocast = keeps_autocast
-        self.settings: dict[str, Any] = {
-            "dtype": dtype,
-            "lists": self.lists,
-            "enabled": enabled,
-            "cache": cache,
-            "verbose": verbose,
-            "allow_banned": allow_banned,
-            "devices": self.devices,
-            "emulate": emulate,
-            "keeps_autocast": keeps_autocast,
-            "meets": meets,
-        }
+        self.settings = {**arguments(locals()), "lists": self.lists, "devices": self.devices}
         self.key, self.native, self.emulated = derive(**self.settings)
         meets = enabled if meets is None else meets
         self.call_again = call_again if meets else None

@@ -12,6 +12,7 @@ from .dtypes import DTYPES_BY_NAME
 from .errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = [
+    "arguments",
     "as_number",
     "check_between",
     "check_count",
@@ -22,6 +23,11 @@ __all__ = [
     "check_switch",
     "is_device",
 ]
+
+
+def arguments(local: Mapping[str, Any], *apart: str) -> dict[str, Any]:
+    """The arguments of a constructor, by name: its ``locals()``, but for those ``apart``, which it uses itself."""
+    return {name: value for name, value in local.items() if name not in ("self", "__class__", *apart)}
 
 
 def check_kind(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:

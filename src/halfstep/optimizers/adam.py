@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from ..core.checks import arguments
 from ..core.dtypes import StateForm
 from ..core.torch_compat import fused_adam_, fused_adamw_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars, of_rows
 from .base import FusedOptimizer, Hyper, Step, one_minus_power
-from .options import MasterForm, arguments, check_hyperparameters
+from .options import MasterForm, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout
 
 __all__ = ["FusedAdam", "adam", "adam_scalars", "amsgrad"]

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from ..core.checks import arguments
 from ..core.dtypes import StateForm
 from ..core.errors import ArgumentValueError
 from ..kernels.expr import elementwise_kernel
 from ..kernels.tensor_table import Number
 from .base import FusedOptimizer, Hyper, Step, one_minus_power
-from .options import MasterForm, arguments, check_hyperparameters
+from .options import MasterForm, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout, StateSpec
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_number
+from ..core.checks import arguments, check_number
 from ..core.dtypes import StateForm
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.torch_compat import is_flattened
@@ -17,7 +17,7 @@ from ..kernels.shards import domain_of
 from .adam import adam, adam_scalars
 from .base import FusedOptimizer, Hyper, Step
 from .newton_schulz import counts_of, matrix_shape, parts_of, product_dtype, unit_singular_values
-from .options import MasterForm, arguments, check_hyperparameters
+from .options import MasterForm, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, SECOND_MOMENT, ParamRows, StateLayout
 
 __all__ = ["FusedMuon", "UseMuon", "hidden_matrix", "muon_apply", "muon_direction"]

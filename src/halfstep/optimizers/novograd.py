@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..core.checks import arguments
 from ..core.dtypes import StateForm
 from ..core.errors import ArgumentValueError
 from ..core.scalars import in_scalar_dtype, scalar_dtype
@@ -13,7 +14,7 @@ from ..kernels.expr import elementwise_kernel
 from ..kernels.shards import complete_max
 from ..kernels.tensor_table import Number
 from .base import FusedOptimizer, Hyper, Step, one_minus_power
-from .options import MasterForm, arguments, check_hyperparameters
+from .options import MasterForm, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, ParamRows, StateLayout
 
 __all__ = ["FusedNovoGrad", "moving_norm", "novograd", "novograd_scalars"]

@@ -18,7 +18,7 @@ from ..kernels.blockwise import SIGNED, UNSIGNED
 from ..kernels.launch import backend_for
 from ..kernels.storage import SPLIT, Storage, dense, plain, stochastic
 
-__all__ = ["FusedOptions", "MasterForm", "arguments", "check_hyperparameters", "warn_of_lost_updates"]
+__all__ = ["FusedOptions", "MasterForm", "check_hyperparameters", "warn_of_lost_updates"]
 
 MasterForm = Literal["split", "plain"] | bool | None
 _SMALL = 4096  # elements; a tensor of fewer is not worth 8 bits (Dettmers et al., section 2.3)
@@ -106,11 +106,6 @@ class FusedOptions:
             return dense(torch.float64)
         lower = moment == "first" and isinstance(self.state_dtype, torch.dtype)
         return dense(self.state_dtype if lower else torch.float32)  # type: ignore[arg-type]
-
-
-def arguments(local: Mapping[str, Any], *apart: str) -> dict[str, Any]:
-    """The arguments of a constructor, by name: its ``locals()``, but for those ``apart``, which it uses itself."""
-    return {name: value for name, value in local.items() if name not in ("self", "__class__", *apart)}
 
 
 def check_hyperparameters(group: Mapping[str, Any], *names: str) -> None:

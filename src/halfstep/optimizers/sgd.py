@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from ..core.checks import arguments
 from ..core.dtypes import StateForm
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.torch_compat import fused_sgd_
 from ..kernels.expr import Columns, TorchUpdate, elementwise_kernel
 from ..kernels.tensor_table import Number, Scalars
 from .base import FusedOptimizer, Hyper, Step
-from .options import MasterForm, arguments, check_hyperparameters
+from .options import MasterForm, check_hyperparameters
 from .param_rows import FIRST_MOMENT, NUMBER, ParamRows, StateLayout
 
 __all__ = ["FusedSGD", "momentum_sgd", "sgd", "sgd_scalars"]
