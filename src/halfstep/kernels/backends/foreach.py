@@ -10,10 +10,10 @@ import torch
 from ...core.scalars import in_scalar_dtype, scalar_dtype
 from ..blockwise import dequantize, quantize
 from ..expr import ElementwiseKernel, trace
-from ..storage import honoured, join, round_stochastic, split
+from ..storage import Storage, honoured, join, round_stochastic, split
 from ..tensor_table import Launcher, Number, Scalars, TensorTable
 
-__all__ = ["ForeachLauncher", "Lanes", "PerRow", "numbers_of", "zeros_and_largest"]
+__all__ = ["ForeachLauncher", "Lanes", "PerRow", "numbers_of", "store", "zeros_and_largest"]
 
 _Numbers = float | list[float] | list[torch.Tensor]
 
@@ -140,25 +140,30 @@ def _load(table: TensorTable, name: str) -> list[torch.Tensor]:
 
 def _store(table: TensorTable, name: str, values: list[torch.Tensor], scalars: Scalars) -> None:
     storage, parts = table.columns[name]
+    if storage.kind != "stochastic":
+        store(storage, parts, values)
+        return
+    seeds = scalars["seed"]
+    assert isinstance(seeds, torch.Tensor)
+    for value, weight, seed in zip(values, parts[0], seeds.to(table.device).unbind(), strict=True):
+        # Elements are numbered as they lie in the weight's memory, or in C order if it has holes.
+        laid = torch.empty_like(weight, dtype=torch.float32).copy_(value)
+        weight.copy_(round_stochastic(laid, seed))
+
+
+def store(storage: Storage, parts: Sequence[list[torch.Tensor]], values: list[torch.Tensor]) -> None:
+    """Write values to the parts of a column, of which they may be the first."""
     if storage.kind == "split":
         for value, weight, remainder in zip(values, *parts, strict=True):
             high, low = split(value)
             weight.copy_(high)
             remainder.copy_(low)
-    elif storage.kind == "stochastic":
-        seeds = scalars["seed"]
-        assert isinstance(seeds, torch.Tensor)
-        for value, weight, seed in zip(values, parts[0], seeds.to(table.device).unbind(), strict=True):
-            # Elements are numbered as they lie in the weight's memory, or in C order if it has holes.
-            laid = torch.empty_like(weight, dtype=torch.float32).copy_(value)
-            weight.copy_(round_stochastic(laid, seed))
-    elif storage.kind == "plain":
-        masters, weights = parts
-        torch._foreach_copy_(masters, values)
-        torch._foreach_copy_(weights, masters)  # not of float64 values, which may round otherwise
-    else:
-        for targets in parts:
-            torch._foreach_copy_(targets, values)
+        return
+    first, *others = parts
+    if first is not values:
+        torch._foreach_copy_(first, values)
+    for part in others:  # a weight is the master rounded, not a float64 value rounded once
+        torch._foreach_copy_(part, first)
 
 
 def _store_codes(table: TensorTable, name: str, values: list[torch.Tensor], skip: torch.Tensor | None) -> None:

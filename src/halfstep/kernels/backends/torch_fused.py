@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ..expr import ElementwiseKernel, trace
-from ..storage import Storage, honoured, join, split
+from ..storage import honoured, join
 from ..tensor_table import Launcher, PointerTable, Scalars, TensorTable
-from .foreach import ForeachLauncher, Lanes, PerRow, numbers_of, zeros_and_largest
+from .foreach import ForeachLauncher, Lanes, PerRow, numbers_of, store, zeros_and_largest
 
 __all__ = ["PieceLauncher", "launcher"]
 
@@ -131,7 +131,7 @@ class PieceLauncher(Launcher):
             if found is not None and not all(t.isfinite().all() for tensors in suspects.values() for t in tensors):
                 found.fill_(1.0)
             for name in traced.stores:
-                _store(self._columns[name][0], parts[name], values[name])
+                store(self._columns[name][0], parts[name], values[name])
         self._pointers.memory.stage_out(self._written)
         return results
 
@@ -154,21 +154,6 @@ class PieceLauncher(Launcher):
                 for value, master, weight in zip(values, *parts, strict=True):
                     value.copy_(honoured(master, weight))
         return values
-
-
-def _store(storage: Storage, parts: list[Tensors], values: Tensors) -> None:
-    """Write values to the parts of a column, of which they may be the first."""
-    if storage.kind == "split":
-        for value, weight, remainder in zip(values, *parts, strict=True):
-            high, low = split(value)
-            weight.copy_(high)
-            remainder.copy_(low)
-        return
-    first, *others = parts
-    if first is not values:
-        torch._foreach_copy_(first, values)
-    for part in others:  # a weight is the master rounded, not a float64 value rounded once
-        torch._foreach_copy_(part, first)
 
 
 def _squares(values: Tensors) -> tuple[torch.Tensor, Tensors]:
