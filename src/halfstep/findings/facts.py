@@ -22,7 +22,7 @@ from ..gradients.ledger import get_grads
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..observe.names import ROOT, parts_of, qualified_names
 from ..observe.reading import Reading
-from ..observe.samples import can_sample, grid_flags, sample
+from ..observe.samples import PROOF, can_sample, grid_flags, is_on_grid, sample
 from ..stepping.attached import attached_to
 from ..stepping.replaced import modules_in
 from .finding import grouped
@@ -34,9 +34,6 @@ __all__ = ["Facts", "gradients_of"]
 
 _STEPPED = 8
 """How many fp32 weights, about, are looked at for values on a 16-bit grid."""
-
-_FEWEST = 64
-"""With fewer elements they prove nothing."""
 
 _TENSORS, _ELEMENTS = 16, 64
 """How many gradients are looked at for a number other than 0, and how many elements of each."""
@@ -99,14 +96,14 @@ class Facts:
             p
             for p in wide[:: max(len(wide) // _STEPPED, 1)]
             if p.dtype is torch.float32
-            and p.numel() >= _FEWEST
+            and p.numel() >= PROOF
             and p.device == wide[0].device
             and can_sample(p)
             and any(state.get(p) for state in states)
         ]
         if not some:
             return [], -1
-        samples = [sample(p, 4 * _FEWEST) for p in some]
+        samples = [sample(p, 4 * PROOF) for p in some]
         shortest = min(map(len, samples))
         return some, self.reading.ask(grid_flags(torch.stack([values[:shortest] for values in samples])))
 
@@ -122,12 +119,12 @@ class Facts:
         """The fp32 weights that have stepped and still have nothing but values of a 16-bit format."""
         params, place = self._stepped
         flags = self.reading[place] if params else []
-        return [p for p, off, used in zip(params, flags[::2], flags[1::2], strict=True) if _is_on_grid([off, used])]
+        return [p for p, off, used in zip(params, flags[::2], flags[1::2], strict=True) if is_on_grid([off, used])]
 
     @cached_property
     def outputs_on_grid(self) -> list[str]:
         """Where the forward pass made an fp32 output that has nothing but values of a 16-bit format."""
-        return [name for name, where in self._forward_flags if _is_on_grid(self.reading[where])]
+        return [name for name, where in self._forward_flags if is_on_grid(self.reading[where])]
 
     @cached_property
     def zero_norms(self) -> list[str]:
@@ -209,11 +206,6 @@ class Facts:
             if not bare.isdisjoint(map(id, parameters_of(module).values()))
             or any(b is not None and is_half(b) for b in buffers_of(module).values())
         ]
-
-
-def _is_on_grid(flags: list[float]) -> bool:
-    off, used = flags
-    return not off and bool(used)
 
 
 def _ask_gradients(params: Sequence[torch.Tensor], reading: Reading) -> int | None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from . import rules_of_gradients as of_gradients
 from . import rules_of_model as of_model
 from . import rules_of_optimizer as of_optimizer
 from .facts import Facts
 from .finding import Finding, Found
-from .rules_of_gradients import ZERO_GRADIENTS_FIX
+from .rules_of_optimizer import ZERO_GRADIENTS_FIX
 
 __all__ = ["RULES", "Rule", "finding"]
 
@@ -72,7 +71,7 @@ RULES: dict[str, Rule] = {
         of_model.buffers_that_a_cast_destroys,
         "Nothing is lost; ops that mix dtypes cost a cast. cast_ops=False of amp.initialize casts these buffers, too.",
     ),
-    "HS121": Rule(of_gradients.zero_gradients, f"{ZERO_GRADIENTS_FIX[0].upper()}{ZERO_GRADIENTS_FIX[1:]}."),
+    "HS121": Rule(of_optimizer.zero_gradients, f"{ZERO_GRADIENTS_FIX[0].upper()}{ZERO_GRADIENTS_FIX[1:]}."),
 }
 """The rules by their codes, in the order of these."""
 

@@ -1,20 +1,24 @@
-"""The rules about optimizers, their state, and loss scales."""
+"""The rules about optimizers, their state, gradients and loss scales."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
+from ..core.torch_compat import initial_scale
+from ..gradients.ledger import get_grads
+from ..gradients.loss_scaler import DeviceLossScaler
 from ..stepping.attached import attached_to
-from .facts import Facts
+from .facts import Facts, gradients_of
 from .finding import Found, share
 from .lost import LostUpdates
-from .scaling import is_enabled, kind, scales
 from .updates import decays_apart, rounds_once
 
 __all__ = [
+    "ZERO_GRADIENTS_FIX",
     "accumulation_in_16_bits",
     "eps_underflows",
     "foreign_parameters",
@@ -25,6 +29,7 @@ __all__ = [
     "lost_weight_decay",
     "stuck_second_moment",
     "useless_scaler",
+    "zero_gradients",
 ]
 
 LOST_ERROR, LOST_WARNING = 0.5, 0.1
@@ -137,8 +142,8 @@ def fp16_without_loss_scale(facts: Facts) -> Iterator[Found]:
     """
     if not facts.optimizers or not facts.scaling_is_known or torch.float16 not in facts.computed:
         return
-    if not any(scales(scaler) for scaler in facts.scalers):
-        off = [kind(scaler) for scaler in facts.scalers if not is_enabled(scaler)]
+    if not any(_scales(scaler) for scaler in facts.scalers):
+        off = [_kind(scaler) for scaler in facts.scalers if not _is_enabled(scaler)]
         params = [p for group in facts.groups for p in group.params if p.dtype is torch.float16]
         yield Found(
             "error",
@@ -156,13 +161,13 @@ def useless_scaler(facts: Facts) -> Iterator[Found]:
     Source: datawhalechina/hello-agents#459.
     """
     for scaler in facts.scalers:
-        name = kind(scaler)
+        name = _kind(scaler)
         given = "amp.initialize" not in name
         fix = "Leave it out." if given else "Leave loss_scale out."
-        if given and is_enabled(scaler) and not scales(scaler):
+        if given and _is_enabled(scaler) and not _scales(scaler):
             message = f"The {name} stays at a scale of 1, so it scales nothing."
             yield Found("warning", name, message, {"dtypes": _names(facts)}, "Use a dynamic scale.")
-        elif scales(scaler) and torch.bfloat16 in facts.computed and torch.float16 not in facts.computed:
+        elif _scales(scaler) and torch.bfloat16 in facts.computed and torch.float16 not in facts.computed:
             refuses = name == "torch.amp.GradScaler" and torch.bfloat16 in facts.trained
             message = f"The {name} is of no use for bfloat16, which has the range of fp32."
             message += " On CUDA it raises an error for bfloat16 gradients." if refuses else ""
@@ -172,6 +177,29 @@ def useless_scaler(facts: Facts) -> Iterator[Found]:
 
 def _names(facts: Facts) -> list[str]:
     return sorted(map(dtype_name, facts.computed))
+
+
+def _is_enabled(scaler: Any) -> bool:
+    """Whether the scaler was not switched off."""
+    return isinstance(scaler, DeviceLossScaler) or bool(scaler.is_enabled())
+
+
+def _scales(scaler: Any) -> bool:
+    """Whether it ever multiplies a loss by something else than 1."""
+    if isinstance(scaler, DeviceLossScaler):
+        return not scaler.neutral
+    inner = getattr(scaler, "loss_scaler", None)  # of halfstep's
+    if isinstance(inner, DeviceLossScaler):
+        return bool(scaler.is_enabled()) and not inner.neutral
+    moves = scaler.is_enabled() and scaler.get_growth_factor() != 1.0
+    return bool(moves) or (scaler.is_enabled() and initial_scale(scaler) != 1.0)
+
+
+def _kind(scaler: Any) -> str:
+    """The name of a scaler in messages."""
+    if isinstance(scaler, DeviceLossScaler):
+        return f"{'dynamic' if scaler.dynamic else 'static'} loss scale of amp.initialize"
+    return "torch.amp.GradScaler" if type(scaler) is torch.amp.GradScaler else type(scaler).__name__
 
 
 def accumulation_in_16_bits(facts: Facts) -> Iterator[Found]:
@@ -237,3 +265,49 @@ def foreign_parameters(facts: Facts) -> Iterator[Found]:
         f"{len(left)} parameters of the model are in no optimizer given.",
         {"foreign": len(foreign), "untrained": len(left)},
     )
+
+
+ZERO_GRADIENTS_FIX = (
+    "in float16 use a loss scale (amp.GradScaler(), loss_scale='dynamic'), or bfloat16: numbers below 6e-8 become 0; "
+    "else see what cuts the graph or multiplies by 0: detach(), a mask, a dead ReLU"
+)
+
+_MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")
+"""Entries of the state of torch's optimizers that are 0 as long as all gradients are 0."""
+
+
+def zero_gradients(facts: Facts) -> Iterator[Found]:
+    """HS121: the gradients of all parameters are 0, although a backward pass has run.
+
+    It needs gradients, so it is asked after a backward pass and before ``zero_grad``. Gradients that ``zero_grad`` has
+    set to 0 are no finding: either the moments of the optimizer are not 0, or the versions tell of the write.
+    """
+    if facts.any_gradient or facts.any_gradient is None:
+        return
+    params = facts.trained_params
+    pairs = list(gradients_of(params))
+    there = sum(grad is not None for grad in get_grads(params))
+    if len(pairs) < there or any(bool(grad.any()) for _, grad in pairs):  # a sample has missed it, or it is sparse
+        return
+    kept = [each for p, _ in pairs for each in _moments(facts, p)]
+    untouched = not any(grad._version for _, grad in pairs)
+    if any(bool(each.any()) for each in kept) or not (kept or untouched or _would_keep(facts)):
+        return
+    yield Found(
+        "error",
+        facts.where([p for p, _ in pairs]),
+        f"All gradients are 0: those of {len(pairs)} parameters.",
+        {"tensors": len(pairs)},
+    )
+
+
+def _moments(facts: Facts, param: torch.Tensor) -> Iterator[torch.Tensor]:
+    for optimizer in facts.optimizers:
+        state = optimizer.state.get(param) or {}
+        yield from (state[name] for name in _MOMENTS if isinstance(state.get(name), torch.Tensor))
+
+
+def _would_keep(facts: Facts) -> bool:
+    """Whether every optimizer has moments after a step. If it has none, it has not stepped yet."""
+    defaults = [optimizer.defaults for optimizer in facts.optimizers]
+    return bool(defaults) and all("betas" in each or each.get("momentum") for each in defaults)

@@ -14,7 +14,7 @@ from statistics import linear_regression, pvariance
 
 from ..core.text import listed
 from ..findings.finding import Finding, grouped, share
-from ..findings.rules_of_gradients import ZERO_GRADIENTS_FIX
+from ..findings.rules_of_optimizer import ZERO_GRADIENTS_FIX
 from ..observe.names import OUTSIDE, owner_of
 from ..observe.row import Row
 

@@ -4,28 +4,46 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..observe.ops import USER
-from ..observe.samples import grid_flags
+from ..observe.samples import PROOF, grid_flags, is_on_grid
 from .comparison import LIMIT, Entry
-from .errors import Error, error_of
 from .linked_rows import LinkedRow
 
 __all__ = ["entries_of", "first_not_finite"]
 
 _WIDE = torch.float32
-_PROOF = 64
-"""With fewer values on the grid of a 16-bit format nothing is proved."""
 
 _FEW = 2.0**-7
 """A share of lost values that is nothing yet: the unit of their excess."""
 
 _MANY = 0.1
 """The share of subnormal values above which they are the reason of an error."""
+
+
+class Error(NamedTuple):
+    """How a tensor differs from what it should be, relatively.
+
+    Attributes:
+        error: the L2 norm of the difference. In gradients, of the values that are 0 in neither: where one of them is 0,
+            a ReLU or a maximum has decided otherwise, or a value was lost.
+        lost: in gradients, the share of values that are 0 and should not be.
+        whole: the L2 norm of the difference of all values, and at least ``lost``: what is handed on.
+    """
+
+    error: float = 0.0
+    lost: float = 0.0
+    whole: float = 0.0
+
+    @classmethod
+    def largest(cls, found: Iterable[Error]) -> Error:
+        """The largest of each."""
+        return cls(*(max(values) for values in zip(cls(), *found, strict=True)))
 
 
 def entries_of(
@@ -150,6 +168,44 @@ def _error_of_saved(row: LinkedRow, right: LinkedRow, norm: float) -> Error:
     return found._replace(lost=lost, whole=max(found.whole, lost))
 
 
+def error_of(
+    values: torch.Tensor,
+    right: torch.Tensor,
+    amax: float,
+    right_amax: float,
+    *,
+    norm: float = 0.0,
+    gradient: bool = False,
+) -> Error:
+    """The error of a tensor.
+
+    Args:
+        values: a sample of it.
+        right: what that should be.
+        amax: the largest magnitude of the whole tensor.
+        right_amax: what that should be.
+        norm: the error is measured against this root mean square where it is larger.
+        gradient: whether it is a gradient.
+    """
+    if not (math.isfinite(amax) and math.isfinite(right_amax)):
+        overflow = math.inf if math.isfinite(right_amax) else 0.0
+        return Error(overflow, 0.0, overflow)
+    values, right = values.double(), right.double()
+    whole = _relative(values, right, norm)
+    if not gradient:
+        return Error(whole, 0.0, whole)
+    there = right != 0
+    both = there & (values != 0)
+    lost = 1.0 - float(both.sum()) / float(there.sum()) if bool(there.any()) else 0.0
+    return Error(_relative(values[both], right[both], norm), lost, max(whole, lost))
+
+
+def _relative(values: torch.Tensor, right: torch.Tensor, norm: float) -> float:
+    size = max(float(right.norm()), norm * math.sqrt(right.numel()))
+    difference = float((values - right).norm())
+    return difference / size if size else float(difference > 0)
+
+
 def _sketched(sketch: torch.Tensor, right: torch.Tensor) -> float:
     """The relative error of a whole tensor, by its sketch: a sample may miss a few values that went another way."""
     if not len(sketch) or not bool(sketch.isfinite().all() & right.isfinite().all()) or not right[0]:
@@ -210,10 +266,9 @@ def _rounded_by_user(row: LinkedRow, candidate: Sequence[LinkedRow]) -> torch.dt
 
 
 def _is_off_grid(row: LinkedRow) -> bool:
-    wide = row.dtype is _WIDE and row.sample.numel() >= _PROOF
+    wide = row.dtype is _WIDE and row.sample.numel() >= PROOF
     return wide and bool(grid_flags(row.sample)[0])
 
 
 def _is_on_grid(sample: torch.Tensor) -> bool:
-    off, used = grid_flags(sample).tolist() if sample.numel() >= _PROOF else (1.0, 0.0)
-    return not off and bool(used)
+    return sample.numel() >= PROOF and is_on_grid(grid_flags(sample).tolist())

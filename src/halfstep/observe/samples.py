@@ -16,18 +16,23 @@ from ..kernels.shards import ORDINARY, is_sharded, local
 
 __all__ = [
     "MOST_TENSORS",
+    "PROOF",
     "Drawn",
     "can_sample",
     "column",
     "draw",
     "element_shares",
     "grid_flags",
+    "is_on_grid",
     "sample",
     "samples_in",
 ]
 
 MOST_TENSORS = 128
 """How many tensors are sampled."""
+
+PROOF = 64
+"""With fewer values on the grid of a 16-bit format nothing is proved."""
 
 _ELEMENTS = 2**16
 """How many elements are sampled in all: a share of them has a standard deviation of at most 0.002."""
@@ -131,3 +136,9 @@ def grid_flags(values: torch.Tensor) -> torch.Tensor:
     bits = bits.masked_fill((bits & 0x7F800000) == 0x7F800000, 0)
     off, used = (bits & 0x1FFF) != 0, (bits & 0x7FFFF) != 0
     return torch.stack([off.any(-1), used.any(-1)], -1).float()
+
+
+def is_on_grid(flags: Sequence[float]) -> bool:
+    """Whether ``grid_flags`` prove that values were rounded to 16 bits."""
+    off, used = flags
+    return not off and bool(used)

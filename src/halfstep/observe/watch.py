@@ -21,7 +21,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..core.torch_compat import children_of, current_node, next_sequence_number, node_sequence_number
-from .compiled import compiled_code_eager
 from .names import OPTIMIZER, OUTSIDE
 from .ops import FunctionCall, FunctionMode, OpCall, OpMode
 
@@ -29,6 +28,35 @@ __all__ = ["Hook", "ModuleCall", "ModuleListener", "Watch"]
 
 _LEAF = 2**63
 """Nodes of leaves have numbers above this."""
+
+
+class _CompiledCodeEager:
+    """Compiled code runs eagerly, in this process, until all that have entered this have left it, in any order.
+
+    A stance that somebody else sets or ends meanwhile is left as it is.
+    """
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        self._inside += 1
+        if self._inside == 1:
+            self._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *_: object) -> None:
+        self._inside -= 1
+        if self._inside:
+            return
+        probe = torch.compiler.set_stance("default")  # which knows the one before
+        probe.__exit__(None, None, None)
+        if probe.prev.stance == "force_eager":
+            self._stance.__exit__(None, None, None)
+
+
+compiled_code_eager = _CompiledCodeEager()
+"""Entered by every watch, because compiled code hides modules and ops."""
 
 
 class ModuleCall:
