@@ -7,8 +7,7 @@
 from ..observe.row import Row, load_rows, merge_rows, save_rows
 from .compare_runs import compare
 from .compare_step import compare_step
-from .comparison import Comparison, Entry, ModuleError
-from .comparison_report import write_comparison
+from .comparison import Comparison, Entry, ModuleError, write_comparison
 from .monitor import Monitor
 from .op_table import CastRow, OpRow, OpTable, op_table
 from .report import write_report
