@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import halfstep
 from halfstep import Finding, amp, optimizers
 from halfstep.findings import rules_of_model
-from halfstep.findings.rules import RULES
+from halfstep.findings.checking import RULES
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -39,10 +39,10 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) 
         optimizer.step()
 
 
-def test_the_registry_is_in_the_order_of_the_codes() -> None:
-    assert list(RULES) == [f"HS{number}" for number in (*range(101, 116), 118, 119, 121)]
-    for code, rule in RULES.items():
-        assert (rule.look.__doc__ or "").startswith(f"{code}: ")
+def test_there_is_one_rule_for_each_code() -> None:
+    assert sorted(RULES) == [f"HS{number}" for number in (*range(101, 116), 118, 119, 121)]
+    for code, (look, _) in RULES.items():
+        assert (look.__doc__ or "").startswith(f"{code}: ")
 
 
 # ---- 101, 102, 103, 106, 113: what an optimizer without masters does to 16-bit weights

@@ -14,11 +14,15 @@ from ..core.inner_optimizers import bare
 from ..core.policy import Policy
 from ..gradients.loss_scaler import DeviceLossScaler
 from .facts import Facts
-from .finding import Finding, log
+from .finding import Finding, Found, log
 from .forward import run
-from .rules import RULES, finding
+from .rules_of_model import RULES as OF_MODEL
+from .rules_of_optimizer import RULES as OF_OPTIMIZER
 
-__all__ = ["check", "findings_of", "log_findings"]
+__all__ = ["RULES", "check", "finding", "findings_of", "log_findings"]
+
+RULES = {**OF_MODEL, **OF_OPTIMIZER}
+"""All rules by their codes."""
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 
@@ -104,7 +108,12 @@ def log_findings(
             log(finding for finding in found if finding.code != "HS111")
 
 
+def finding(code: str, found: Found) -> Finding:
+    """What a rule has found, with its code and what to do."""
+    return Finding(code, *found[:4], found.fix or RULES[code][1])
+
+
 def findings_of(facts: Facts) -> list[Finding]:
     """The findings of all rules, errors first, then by code."""
-    found = [finding(code, each) for code, rule in RULES.items() for each in rule.look(facts)]
+    found = [finding(code, each) for code, (look, _) in RULES.items() for each in look(facts)]
     return sorted(found, key=lambda each: (_ORDER[each.severity], each.code))

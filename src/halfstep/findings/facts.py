@@ -5,7 +5,7 @@ Everything costs nothing until a rule asks for it: a healthy model is one walk o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,12 +25,12 @@ from ..observe.reading import Reading
 from ..observe.samples import PROOF, can_sample, grid_flags, is_on_grid, sample
 from ..stepping.attached import attached_to
 from ..stepping.replaced import modules_in
-from .finding import grouped
+from .finding import Found, grouped
 from .forward import Forward
 from .groups import Group, SecondMoment, dtypes_of, second_moments
 from .lost import LostUpdates
 
-__all__ = ["Facts", "gradients_of"]
+__all__ = ["Facts", "Rules", "gradients_of"]
 
 _STEPPED = 8
 """How many fp32 weights, about, are looked at for values on a 16-bit grid."""
@@ -206,6 +206,10 @@ class Facts:
             if not bare.isdisjoint(map(id, parameters_of(module).values()))
             or any(b is not None and is_half(b) for b in buffers_of(module).values())
         ]
+
+
+Rules = dict[str, tuple[Callable[[Facts], Iterable[Found]], str]]
+"""By code, a function that yields what it finds in the facts, and what to do where that has no fix of its own."""
 
 
 def _ask_gradients(params: Sequence[torch.Tensor], reading: Reading) -> int | None:

@@ -17,20 +17,11 @@ from ..core.hardware import has_units
 from ..core.text import listed
 from ..core.torch_compat import BatchNorm, buffers_of, children_of, fsdp_policies, parameters_of
 from ..observe.names import part_of
-from .facts import Facts
+from .facts import Facts, Rules
 from .finding import Found, grouped
 from .forward import is_norm, is_router
 
-__all__ = [
-    "average_in_16_bits",
-    "buffers_that_a_cast_destroys",
-    "fp32_in_name_only",
-    "fsdp_reduces_in_16_bits",
-    "inputs_that_a_cast_destroys",
-    "loss_in_16_bits",
-    "no_units",
-    "sensitive_parts_in_16_bits",
-]
+__all__ = ["RULES"]
 
 _SLOW_AVERAGE = 0.998
 
@@ -263,3 +254,21 @@ def fsdp_reduces_in_16_bits(facts: Facts) -> Iterator[Found]:
         yield Found(
             "warning", listed(modules), "FSDP2 adds up the gradients of all ranks in 16 bits.", {"modules": modules}
         )
+
+
+RULES: Rules = {
+    "HS104": (sensitive_parts_in_16_bits, ""),
+    "HS105": (loss_in_16_bits, "Compute it from logits.float(), or within amp.auto_cast, which does so."),
+    "HS109": (average_in_16_bits, "Average fp32 weights: amp.master_model(model) gives the masters as a model."),
+    "HS111": (no_units, ""),
+    "HS112": (fp32_in_name_only, ""),
+    "HS114": (
+        fsdp_reduces_in_16_bits,
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).",
+    ),
+    "HS118": (inputs_that_a_cast_destroys, ""),
+    "HS119": (
+        buffers_that_a_cast_destroys,
+        "Nothing is lost; ops that mix dtypes cost a cast. cast_ops=False of amp.initialize casts these buffers, too.",
+    ),
+}

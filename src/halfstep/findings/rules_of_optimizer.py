@@ -12,25 +12,24 @@ from ..core.torch_compat import initial_scale
 from ..gradients.ledger import get_grads
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..stepping.attached import attached_to
-from .facts import Facts, gradients_of
+from .facts import Facts, Rules, gradients_of
 from .finding import Found, share
 from .lost import LostUpdates
 from .updates import decays_apart, rounds_once
 
-__all__ = [
-    "ZERO_GRADIENTS_FIX",
-    "accumulation_in_16_bits",
-    "eps_underflows",
-    "foreign_parameters",
-    "fp16_without_loss_scale",
-    "fused_and_foreach_differ",
-    "lost",
-    "lost_updates",
-    "lost_weight_decay",
-    "stuck_second_moment",
-    "useless_scaler",
-    "zero_gradients",
-]
+__all__ = ["RULES", "ZERO_GRADIENTS_FIX", "lost"]
+
+_USE_MASTERS = (
+    "Use fp32 masters, from amp.initialize(..., opt_level='O2'), or for Adam, AdamW, SGD, Adagrad and "
+    "Muon from optimizers.fuse(optimizer, master_weights=True)"
+)
+ZERO_GRADIENTS_FIX = (
+    "in float16 use a loss scale (amp.GradScaler(), loss_scale='dynamic'), or bfloat16: numbers below 6e-8 become 0; "
+    "else see what cuts the graph or multiplies by 0: detach(), a mask, a dead ReLU"
+)
+
+_MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")
+"""Entries of the state of torch's optimizers that are 0 as long as all gradients are 0."""
 
 LOST_ERROR, LOST_WARNING = 0.5, 0.1
 """From which share of lost updates on HS101 is an error, and a warning."""
@@ -267,15 +266,6 @@ def foreign_parameters(facts: Facts) -> Iterator[Found]:
     )
 
 
-ZERO_GRADIENTS_FIX = (
-    "in float16 use a loss scale (amp.GradScaler(), loss_scale='dynamic'), or bfloat16: numbers below 6e-8 become 0; "
-    "else see what cuts the graph or multiplies by 0: detach(), a mask, a dead ReLU"
-)
-
-_MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")
-"""Entries of the state of torch's optimizers that are 0 as long as all gradients are 0."""
-
-
 def zero_gradients(facts: Facts) -> Iterator[Found]:
     """HS121: the gradients of all parameters are 0, although a backward pass has run.
 
@@ -311,3 +301,24 @@ def _would_keep(facts: Facts) -> bool:
     """Whether every optimizer has moments after a step. If it has none, it has not stepped yet."""
     defaults = [optimizer.defaults for optimizer in facts.optimizers]
     return bool(defaults) and all("betas" in each or each.get("momentum") for each in defaults)
+
+
+RULES: Rules = {
+    "HS101": (lost_updates, f"{_USE_MASTERS}; or rounding='stochastic' of a fused optimizer for bfloat16."),
+    "HS102": (stuck_second_moment, f"{_USE_MASTERS}."),
+    "HS103": (lost_weight_decay, f"{_USE_MASTERS}."),
+    "HS106": (eps_underflows, f"{_USE_MASTERS}; or eps=1e-4."),
+    "HS107": (
+        fp16_without_loss_scale,
+        "Use a dynamic loss scale: amp.GradScaler(), or loss_scale='dynamic' of amp.initialize. Or train in bfloat16, "
+        "which needs none. If there is a scaler, halfstep.check knows it by scaler=scaler only.",
+    ),
+    "HS108": (useless_scaler, ""),
+    "HS110": (accumulation_in_16_bits, f"{_USE_MASTERS}; or param.grad_dtype = torch.float32 (torch 2.13)."),
+    "HS113": (fused_and_foreach_differ, f"{_USE_MASTERS}."),
+    "HS115": (
+        foreign_parameters,
+        "Make the optimizer from model.parameters() after the model was built, moved and wrapped.",
+    ),
+    "HS121": (zero_gradients, f"{ZERO_GRADIENTS_FIX[0].upper()}{ZERO_GRADIENTS_FIX[1:]}."),
+}

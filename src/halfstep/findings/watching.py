@@ -17,8 +17,8 @@ from ..observe.samples import Drawn, can_sample, draw, element_shares, sample
 from ..observe.updates import Change, before_step
 from ..observe.watch import Hook
 from ..stepping.attached import attached_to
+from .checking import finding
 from .finding import Finding, grouped, log
-from .rules import finding
 from .rules_of_optimizer import lost
 
 __all__ = ["Watch", "watch"]
