@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..core.dtypes import HALF_DTYPES, dtype_name
 from ..observe.ops import USER
+from ..observe.row import Row
 from ..observe.samples import PROOF, grid_flags, is_on_grid
 from .comparison import LIMIT, Entry
-from .linked_rows import LinkedRow
+from .linked_rows import LinkedRow, aligned_rows
 
 __all__ = ["entries_of", "first_not_finite"]
 
@@ -47,16 +48,16 @@ class Error(NamedTuple):
 
 
 def entries_of(
-    candidate: Sequence[LinkedRow], reference: Sequence[LinkedRow], matched: Mapping[int, int], scale: float = 1.0
-) -> list[Entry]:
-    """The errors that the rows of a candidate add, in order of execution.
+    candidate: Sequence[LinkedRow], reference: Sequence[LinkedRow], scale: float = 1.0
+) -> tuple[list[Entry], int]:
+    """The errors that the rows of a candidate add, in order of execution, and how many rows only one run has.
 
     Args:
         candidate: its rows.
         reference: those of the same step, or steps, in a wide dtype.
-        matched: the place in the reference of those that both have.
         scale: the loss scale that the candidate has and the reference has not.
     """
+    matched, alone = aligned_rows(candidate, reference)
     sizes = _largest_rms(reference)
     errors: list[Error] = []
     entries: list[Entry] = []
@@ -64,28 +65,32 @@ def entries_of(
     for i, row in enumerate(candidate):
         inherited = Error.largest(errors[j] for j in row.inputs)
         # what a backward op has from the forward pass decides which gradients are 0
-        decided = max((errors[j].whole for j in row.inputs if not (candidate[j].backward or row.is_saved)), default=0.0)
+        decided = max((errors[j].whole for j in row.inputs if not (candidate[j].backward or row.saved)), default=0.0)
         if row.passes_on:  # measured by itself, and hands on what it gets
             amax = sum(candidate[j].amax for j in row.inputs)
             found = Error() if row.source is None else _error(row, row.source, amax)
             errors.append(Error(0.0, max(inherited.lost, found.lost), inherited.whole + found.whole))
             inherited, decided = Error(), 0.0
-        elif i not in matched or (row.index and not row.backward and not row.is_saved):
+        elif i not in matched or (row.index and not row.backward and not row.saved):
             errors.append(inherited)  # unknown, or statistics beside the result
             continue
         else:
             right, factor = reference[matched[i]], scale if row.scaled else 1.0
             norm = sizes[_family(row)] * factor if row.leaf else 0.0
-            found = _error_of_saved(row, right, norm) if row.is_saved else _error_of_op(row, right, factor, norm)
-            errors.append(Error.largest((inherited, found)) if row.is_saved else found)
+            if row.saved is not None and right.saved is not None:
+                found = _error_of_saved(row, right, row.saved, right.saved, norm)
+                errors.append(Error.largest((inherited, found)))
+            else:
+                found = _error_of_op(row, right, factor, norm)
+                errors.append(found)
         if row.passes_on and row.source is None:
             continue
-        known, why = (0.0, "") if row.is_saved else _known(row, candidate)
+        known, why = (0.0, "") if row.saved else _known(row, candidate)
         key = (row.module, row.op, row.backward)
         inherited = inherited._replace(lost=inherited.lost + decided)
-        entries.append(_entry(row, row.index if row.is_saved else occurrences[key], found, inherited, known, why))
+        entries.append(_entry(row, row.index if row.saved else occurrences[key], found, inherited, known, why))
         occurrences[key] += 1
-    return entries
+    return entries, alone
 
 
 def _entry(row: LinkedRow, occurrence: int, found: Error, inherited: Error, known: float, why: str) -> Entry:
@@ -112,7 +117,7 @@ def _entry(row: LinkedRow, occurrence: int, found: Error, inherited: Error, know
         added=max(added, more),
         excess=excess,
         why=why or ("cancellation" if excess > LIMIT else ""),
-        step=row.step,
+        step=0 if row.saved is None else row.saved.step,
     )
 
 
@@ -154,17 +159,17 @@ def _error_of_op(row: LinkedRow, right: LinkedRow, factor: float, norm: float) -
     return found._replace(whole=max(found.whole, _sketched(row.sketch, right.sketch * factor)))
 
 
-def _error_of_saved(row: LinkedRow, right: LinkedRow, norm: float) -> Error:
+def _error_of_saved(row: LinkedRow, right: LinkedRow, saved: Row, other: Row, norm: float) -> Error:
     """The error of the values that rows keep, or where these differ in their places, of magnitudes."""
     if row.shape == right.shape and row.sample.shape == right.sample.shape and row.sample.numel():
         found = _error(row, right.sample, right.amax, norm)
     else:
-        pairs = ((row.rms, right.rms), (row.amax, right.amax))
+        pairs = ((saved.rms, other.rms), (saved.amax, other.amax))
         columns = (torch.tensor(pair, dtype=torch.float64).reshape(2, 1) for pair in pairs)
         found = Error.largest(error_of(a, b, row.amax, right.amax, norm=norm) for a, b in columns)
     lost = 0.0
-    if row.backward and right.zeros < 1.0 and row.shape == right.shape:  # known of more values than rows keep
-        lost = max(0.0, row.zeros - right.zeros) / (1.0 - right.zeros)
+    if row.backward and other.zeros < 1.0 and row.shape == right.shape:  # known of more values than rows keep
+        lost = max(0.0, saved.zeros - other.zeros) / (1.0 - other.zeros)
     return found._replace(lost=lost, whole=max(found.whole, lost))
 
 
@@ -220,16 +225,15 @@ def _largest_rms(reference: Sequence[LinkedRow]) -> dict[Hashable, float]:
     """
     found: dict[Hashable, float] = defaultdict(float)
     for row in reference:
-        rms = row.rms
         if row.leaf and math.isfinite(row.amax):
-            rms = float(row.sample.double().square().mean().sqrt()) if rms is None else rms
+            rms = row.saved.rms if row.saved else float(row.sample.double().square().mean().sqrt())
             found[_family(row)] = max(found[_family(row)], rms)
     return found
 
 
 def _family(row: LinkedRow) -> Hashable:
     """What the parameters of a module, or their gradients, have in common: kind and step where these are known."""
-    return row.module, row.step, row.op.partition(" of ")[0] if row.is_saved else ""
+    return row.module, *((row.saved.step, row.saved.tensor) if row.saved else ())
 
 
 # ---- roundoff that no error shows

@@ -13,7 +13,7 @@ from ..observe.names import OUTSIDE, owner_of
 from ..observe.row import Row, load_rows
 from .blame import entries_of
 from .comparison import Comparison
-from .linked_rows import LinkedRow, Place, aligned_rows
+from .linked_rows import LinkedRow
 
 __all__ = ["compare"]
 
@@ -50,24 +50,23 @@ def compare(run_a: Run, run_b: Run) -> Comparison:
         ArgumentValueError: for a file of something else, or runs that have no row in common.
     """
     rows_a, rows_b = _rows(run_a), _rows(run_b)
-    matched, alone = aligned_rows(*([_place(row) for row in rows] for rows in (rows_b, rows_a)))
-    if not matched:
+    entries, alone = entries_of(_linked(rows_b), _linked(rows_a))
+    if not entries:
         raise ArgumentValueError(
             f"The runs have no row in common: {_extent(rows_a)} against {_extent(rows_b)}. Watch the same steps "
             "(every=) of models whose modules have the same names."
         )
-    found = [(rows_a[matched[i]], row) for i, row in enumerate(rows_b) if i in matched]
-    reference, candidate = (_linked(rows) for rows in zip(*found, strict=True))
-    entries = entries_of(candidate, reference, {i: i for i in range(len(found))})
     names = (_name(run_a, "reference"), _name(run_b, "candidate"))
     about = {"rows of one run only": alone} if alone else {}
-    return Comparison(entries, names, about, _not_finite(found))
+    return Comparison(entries, names, about, _not_finite(rows_a, rows_b))
 
 
-def _not_finite(pairs: Sequence[tuple[Row, Row]]) -> str:
+def _not_finite(reference: Iterable[Row], candidate: Iterable[Row]) -> str:
     """Where the reference became inf or NaN, if that is the first such output of the candidate, too."""
-    for right, row in pairs:
-        if row.tensor == "output" and not row.is_finite:
+    outputs = {(row.step, row.module, row.call): row for row in reference if row.tensor == "output"}
+    for row in candidate:
+        right = outputs.get((row.step, row.module, row.call))
+        if row.tensor == "output" and not row.is_finite and right is not None:
             what = "NaN" if math.isnan(right.amax) else "inf"
             return "" if right.is_finite else f"{what}, from {right.began_in or right.module}: output"
     return ""
@@ -79,10 +78,6 @@ def _rows(run: Run) -> list[Row]:
 
 def _name(run: Run, otherwise: str) -> str:
     return Path(run).name if isinstance(run, (str, Path)) else otherwise
-
-
-def _place(row: Row) -> Place:
-    return (row.step, row.module, row.tensor), row.call
 
 
 def _extent(rows: Sequence[Row]) -> str:
@@ -117,9 +112,7 @@ def _linked(rows: Iterable[Row]) -> list[LinkedRow]:
                 _NO_SKETCH,
                 inputs,
                 leaf=not feeds,
-                rms=row.rms,
-                zeros=row.zeros,
-                step=row.step,
+                saved=row,
             )
         )
         inputs = (i,) if feeds else inputs

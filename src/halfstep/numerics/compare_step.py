@@ -18,7 +18,7 @@ from ..observe.names import qualified_names
 from ..observe.watch import Watch
 from .blame import entries_of, first_not_finite
 from .comparison import Comparison
-from .linked_rows import LinkedRow, Place, aligned_rows
+from .linked_rows import LinkedRow
 from .recording import Recorder
 from .trial_runs import as_candidate, as_reference, refuse, run_step
 
@@ -105,8 +105,7 @@ def compare_step(
     scale = _scale(policy, wide.rows)
     with as_candidate(model, policy):
         scaled = run(narrow, scale)
-    matched, alone = aligned_rows(*(list(map(_place, recorder.rows)) for recorder in (narrow, wide)))
-    entries = entries_of(narrow.rows, wide.rows, matched, scale if scaled else 1.0)
+    entries, alone = entries_of(narrow.rows, wide.rows, scale if scaled else 1.0)
     about: dict[str, Any] = {"ops of one run only": alone} if alone else {}
     if scaled and scale != 1.0:
         about["loss scale"] = scale
@@ -114,11 +113,6 @@ def compare_step(
     if isinstance(candidate, str) and policy is not None:
         name += f" {dtype_name(policy.compute_dtype)}" if policy.compute_dtype is not None else ""
     return Comparison(entries, (dtype_name(reference), name), about, first_not_finite(wide.rows))
-
-
-def _place(row: LinkedRow) -> Place:
-    """Ops are aligned by module, pass, name and shape. A run in one dtype has none that only hands on values."""
-    return None if row.passes_on else ((row.module, row.backward), (row.op, row.index, row.shape))
 
 
 def _policy(candidate: Any, dtype: torch.dtype | None) -> Policy | None:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ..observe.ops import Cast
+from ..observe.row import Row
 
-__all__ = ["LinkedRow", "Place", "aligned_rows"]
+__all__ = ["LinkedRow", "aligned_rows"]
 
-Place = tuple[Hashable, Hashable] | None
-"""Where a row stands in a run: its group, and which one of this it is. None is never aligned."""
+_Place = tuple[Hashable, Hashable] | None
 
 
 @dataclass
@@ -40,9 +40,7 @@ class LinkedRow:
         leaf: whether it ends as a parameter or its gradient, to be measured against those of the same module.
         wide: whether the op should compute in fp32.
         scaled: whether the loss scale of the run is in it.
-        rms: in a saved run, the root mean square of all values; None elsewhere.
-        zeros: in a saved run, the share of zeros among more values than ``sample`` has.
-        step: in a saved run, which step.
+        saved: in a saved run its row. Then its one input stands for all outputs and gradients before it.
     """
 
     module: str
@@ -61,36 +59,37 @@ class LinkedRow:
     leaf: bool = False
     wide: bool = False
     scaled: bool = False
-    rms: float | None = None
-    zeros: float = 0.0
-    step: int = 0
+    saved: Row | None = None
 
     @property
-    def is_saved(self) -> bool:
-        """Whether it is of a saved run: then its one input stands for all outputs and gradients before it."""
-        return self.rms is not None
+    def place(self) -> _Place:
+        """Where it stands in its run: its group, and which one of this it is. None is never aligned.
+
+        A run in one dtype has no ops that only hand on values.
+        """
+        if self.saved is not None:
+            return (self.saved.step, self.saved.module, self.saved.tensor), self.saved.call
+        return None if self.passes_on else ((self.module, self.backward), (self.op, self.index, self.shape))
 
 
-def aligned_rows(a: Sequence[Place], b: Sequence[Place]) -> tuple[dict[int, int], int]:
+def aligned_rows(a: Sequence[LinkedRow], b: Sequence[LinkedRow]) -> tuple[dict[int, int], int]:
     """Which rows of a run belong to which rows of another, and how many rows only one of them has.
 
-    Args:
-        a: where each row of the one run stands. Those of a group are aligned in their order.
-        b: likewise of the other run.
+    Rows of a group, that is of a module and pass, or of a tensor of a saved step, are aligned in their order.
     """
     groups_a, groups_b = _groups(a), _groups(b)
     matched: dict[int, int] = {}
     for group in groups_a.keys() & groups_b.keys():
         (at_a, keys_a), (at_b, keys_b) = (zip(*of[group], strict=True) for of in (groups_a, groups_b))
         matched |= {at_a[i]: at_b[j] for i, j in _aligned(keys_a, keys_b)}
-    total = sum(place is not None for places in (a, b) for place in places)
+    total = sum(row.place is not None for rows in (a, b) for row in rows)
     return matched, total - 2 * len(matched)
 
 
-def _groups(places: Iterable[Place]) -> dict[Hashable, list[tuple[int, Hashable]]]:
+def _groups(rows: Iterable[LinkedRow]) -> dict[Hashable, list[tuple[int, Hashable]]]:
     found: dict[Hashable, list[tuple[int, Hashable]]] = defaultdict(list)
-    for i, place in enumerate(places):
-        if place is not None:
+    for i, row in enumerate(rows):
+        if (place := row.place) is not None:
             found[place[0]].append((i, place[1]))
     return found
 
