@@ -326,7 +326,7 @@ def test_inference_that_is_refused(old: str, new: str, said: str) -> None:
 
 REFUSED = {
     "O2": ("O1", "O2", "O2 and O3 keep 16-bit weights"),
-    "losses": ('opt_level="O1"', 'opt_level="O1", num_losses=2', "num_losses"),
+    "losses": ('opt_level="O1"', 'opt_level="O1", num_losses=count', "num_losses"),
     "a static scale": ('opt_level="O1"', 'opt_level="O1", loss_scale=128.0', "a static loss_scale"),
     "bounds": ('opt_level="O1"', 'opt_level="O1", max_loss_scale=2.0', "max_loss_scale"),
     "models": ("amp.initialize(model, optimizer", "amp.initialize([model], [optimizer]", "several models"),

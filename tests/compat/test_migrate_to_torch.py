@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -88,34 +89,341 @@ def epoch(args, net, criterion, data, optimizer):
 """
 
 
-def losses_of(source: str, level: str, accumulate: int) -> list[float]:
-    names: dict[str, Any] = {}
-    exec(compile(source, "<script>", "exec"), names)
+SHAPES = {
+    "step after an inner loop": {
+        "main": """
+import torch.nn as nn
+import torch
+from apex import amp
+
+def train(args, model, data):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if args.fp16:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=args.level)
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        for part in range(args.accumulate):
+            loss = nn.functional.cross_entropy(model(x[part :: args.accumulate]), y[part :: args.accumulate])
+            if args.fp16:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            else:
+                loss.backward()
+        # all of them
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+"""
+    },
+    "step in another method": {
+        "main": """
+import torch
+from torch import nn
+from apex import amp
+
+def train(args, model, data):
+    return Trainer(args, model).train(data)
+
+class Trainer:
+    def __init__(self, args, model):
+        self.args, self.model = args, model
+
+    def train(self, data):
+        model, optimizer = self.model, torch.optim.SGD(self.model.parameters(), lr=0.1)
+        if self.args.fp16:
+            model, optimizer = amp.initialize(model, optimizer, opt_level=self.args.level)
+        losses = []
+        for step, batch in enumerate(data):
+            losses += [self.backward(model, batch, optimizer)]
+            if (step + 1) % self.args.accumulate == 0:
+                if self.args.fp16:
+                    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
+                else:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                if step < 0:
+                    raise ValueError(step)
+                else:
+                    optimizer.step()
+                model.zero_grad()
+        return losses
+
+    def backward(self, model, batch, optimizer):
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        loss = loss / self.args.accumulate
+        if self.args.fp16:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        return loss.item()
+"""
+    },
+    "a helper with its first argument given": {
+        "main": """
+import torch
+from functools import partial
+from torch.nn.functional import cross_entropy
+try:
+    from apex import amp
+    AVAILABLE = True
+except:
+    AVAILABLE = False
+
+def loss_backwards(fp16, loss, optimizer, **kwargs):
+    if fp16:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward(**kwargs)
+    else:
+        loss.backward(**kwargs)
+
+class Trainer:
+    def __init__(self, args, net, ema):
+        assert AVAILABLE
+        self.args, self.net, self.ema = args, net, ema
+        self.opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        if args.fp16:
+            (self.net, self.ema), self.opt = amp.initialize([self.net, self.ema], self.opt, opt_level=args.level)
+
+    def train(self, data):
+        backwards = partial(loss_backwards, self.args.fp16)
+        losses = []
+        for x, y in data:
+            for i in range(self.args.accumulate):
+                loss = cross_entropy(self.net(x), y)
+                losses.append(loss.item())
+                backwards(loss / self.args.accumulate, self.opt)
+            self.opt.step()
+            self.opt.zero_grad()
+        return losses
+
+def train(args, model, data):
+    return Trainer(args, model, torch.nn.Linear(2, 2)).train(data)
+"""
+    },
+    "start, model, pass and step in four files": {
+        "setup": """
+import torch
+
+class OptimizerScheduler:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+def to_fp16(model, optimizer, level):
+    from apex import amp
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+    return model, optimizer
+
+def set_up(model, optimizer, args):
+    if args.fp16:
+        model, optimizer = to_fp16(model=model, optimizer=optimizer, level=args.level)
+    return model, optimizer
+""",
+        "backward": """
+from torch.nn.utils import clip_grad_norm_
+
+def complex_backward(loss, optimizer, model, args):
+    if args.accumulate > 1:
+        loss = loss / args.accumulate
+    if args.fp16:
+        from apex import amp
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if args.accumulate == 1:
+            clip_grad_norm_(amp.master_params(optimizer), 0.1)
+    else:
+        loss.backward()
+        if args.accumulate == 1:
+            clip_grad_norm_(model.parameters(), 0.1)
+    return loss
+""",
+        "runner": """
+import backward
+from torch.nn.functional import cross_entropy
+
+class Runner:
+    def __init__(self, my_model, optimizer_scheduler, args):
+        self.my_model, self.optimizer_scheduler, self.args = my_model, optimizer_scheduler, args
+
+    def step(self, x, y):
+        loss = 0
+        for i in range(self.args.accumulate):
+            out = self.my_model(x)
+            loss = cross_entropy(out, y)
+            loss = self.backward(loss=loss)
+        self.optimizer_scheduler.step()
+        self.optimizer_scheduler.optimizer.zero_grad()
+        return loss.item()
+
+    def backward(self, loss):
+        return backward.complex_backward(
+            loss=loss, optimizer=self.optimizer_scheduler.optimizer, model=self.my_model, args=self.args
+        )
+""",
+        "main": """
+import torch
+from runner import Runner
+from setup import OptimizerScheduler, set_up
+
+def train(args, model, data):
+    model, optimizer = set_up(model, torch.optim.SGD(model.parameters(), lr=0.1), args)
+    runner = Runner(model, OptimizerScheduler(optimizer), args)
+    return [runner.step(x, y) for x, y in data]
+""",
+    },
+    "amp is asked for in the other order, and started once": {
+        "main": """
+import torch
+from torch.nn.functional import cross_entropy
+try:
+    from apex import amp
+except ImportError:
+    amp = None
+
+class Trainer:
+    def __init__(self, args, network):
+        self.args, self.network, self.started = args, network, False
+        self.optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+
+    def start(self):
+        if self.args.fp16:
+            if not self.started:
+                if amp is not None:
+                    self.network, self.optimizer = amp.initialize(
+                        self.network, self.optimizer, opt_level=self.args.level
+                    )
+                    self.started = True
+
+    def run_iteration(self, x, y):
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.network(x), y)
+        if not self.args.fp16 or amp is None:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+        _ = torch.nn.utils.clip_grad_norm_(self.network.parameters(), 0.1)
+        self.optimizer.step()
+        return loss.item()
+
+def train(args, model, data):
+    trainer = Trainer(args, model)
+    trainer.start()
+    trainer.start()
+    return [trainer.run_iteration(x, y) for x, y in data]
+"""
+    },
+    "models and optimizers in lists": {
+        "main": """
+import torch
+from torch.nn.functional import cross_entropy
+
+def train(args, model, data):
+    models = [model, torch.nn.Linear(8, 4)]
+    opts = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    if args.fp16:
+        from apex import amp
+        for i in range(2):
+            net, optimizer = amp.initialize(models[i], opts[i], opt_level=args.level)
+            models[i], opts[i] = net, optimizer
+    losses = []
+    for step, (x, y) in enumerate(data):
+        net = models[step % 2]
+        optimizer = opts[step % 2]
+        loss = cross_entropy(net(x), y)
+        if args.fp16:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
+        else:
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+"""
+    },
+    "two optimizers and a dict of options": {
+        "main": """
+import torch
+from torch.nn.functional import cross_entropy
+from apex import amp
+
+def train(args, model, data):
+    options = {"opt_level": args.level if args.fp16 else "O0", "verbosity": 0}
+    other = torch.nn.Linear(4, 4)
+    one = torch.optim.SGD(model.parameters(), lr=0.1)
+    two = torch.optim.SGD(other.parameters(), lr=0.1)
+    [model, other], [one, two] = amp.initialize([model, other], [one, two], num_losses=2, **options)
+    losses = []
+    for x, y in data:
+        one.zero_grad()
+        loss = cross_entropy(model(x), y)
+        with amp.scale_loss(loss, one, loss_id=0) as scaled_loss:
+            scaled_loss.backward()
+        one.step()
+        losses.append(loss.item())
+        two.zero_grad()
+        with torch.no_grad():
+            hidden = model(x)
+        loss = cross_entropy(other(hidden), y)
+        with amp.scale_loss(loss, two, loss_id=1) as scaled_loss:
+            scaled_loss.backward()
+        two.step()
+        losses.append(loss.item())
+    return losses
+"""
+    },
+}
+"""Scripts of the shapes that public trees have: the text of each file, the first ones without imports of later ones."""
+
+
+def losses_of(sources: dict[str, str], level: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    for name, source in sources.items():
+        module = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(compile(source, f"<{name}>", "exec"), vars(module))
     torch.manual_seed(0)
     data = [(torch.randn(16, 8), torch.randint(4, (16,))) for _ in range(12)]
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     args = SimpleNamespace(fp16=level != "fp32", level=level, accumulate=accumulate)
-    return list(names["train"](args, model, data))
+    return list(vars(sys.modules["main"])["train"](args, model, data))
+
+
+def on_cpu(sources: Mapping[str, str], *, accumulation: bool = True) -> dict[str, str]:
+    found = migrate_to_torch(sources, accumulation=accumulation)
+    assert [each.problems for each in found.values()] == [[] for _ in found]
+    texts = {name: each.after for name, each in found.items()}
+    return {
+        name: texts.get(name, source).replace('"cuda"', '"cpu"').replace("GradScaler(", "GradScaler('cpu', ")
+        for name, source in sources.items()
+    }
+
+
+ALL = {"one function": {"main": ONE_FUNCTION}, "two functions": {"main": TWO_FUNCTIONS}, **SHAPES}
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("level", ["fp32", "O0", "O1"])
-@pytest.mark.parametrize("source", [ONE_FUNCTION, TWO_FUNCTIONS], ids=["one function", "two functions"])
-def test_it_trains_as_halfstep_does(source: str, level: str, accumulate: int) -> None:
-    if source == TWO_FUNCTIONS and (level == "fp32" or accumulate > 1):
+@pytest.mark.parametrize("shape", ALL)
+def test_it_trains_as_halfstep_does(shape: str, level: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shape == "two functions" and (level == "fp32" or accumulate > 1):
         return
-    found = migrate_to_torch({"": source}, accumulation=True)[""]
-    assert found.problems == []
-    on_cpu = found.after.replace('"cuda"', '"cpu"').replace("GradScaler(", "GradScaler('cpu', ")
-    want = losses_of(migrate(source).after, level, accumulate)
-    assert losses_of(on_cpu, level, accumulate) == pytest.approx(want, rel=2e-3 if level == "O1" else 1e-6)
+    for_halfstep = {name: migrate(source).after for name, source in ALL[shape].items()}
+    want = losses_of(for_halfstep, level, accumulate, monkeypatch)
+    found = losses_of(on_cpu(ALL[shape]), level, accumulate, monkeypatch)
+    assert found == pytest.approx(want, rel=2e-3 if level == "O1" else 1e-6)
 
 
 @pytest.mark.parametrize("source", [ONE_FUNCTION, TWO_FUNCTIONS], ids=["one function", "two functions"])
-def test_a_level_that_torch_has_not_is_refused_when_it_runs(source: str) -> None:
-    found = migrate_to_torch({"": source}, accumulation=True)[""]
+def test_a_level_that_torch_has_not_is_refused_when_it_runs(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="O0 and O1 only"):
-        losses_of(found.after, "O2", 1)
+        losses_of(on_cpu({"main": source}), "O2", 1, monkeypatch)
 
 
 def test_accumulation_is_refused_unless_it_is_asked_for() -> None:
@@ -183,7 +491,8 @@ def test_what_it_writes(before: str, after: str) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (HEAD + LOOP + "optimizer.step()\n", "no optimizer.step() after it in the same loop"),
+        (HEAD + LOOP, "no optimizer.step() after it"),
+        (HEAD + LOOP + "optimizer.step()\n", "several backward passes"),
         (HEAD + LOOP + STEP + "loss.backward()\n", "without scale_loss"),
         (HEAD + LOOP + STEP + STEP, "without scale_loss before it"),
         (HEAD + LOOP + LOOP.partition("\n")[2] + STEP, "several backward passes"),
@@ -191,6 +500,7 @@ def test_what_it_writes(before: str, after: str) -> None:
         (LOOP.replace("    loss", "    import apex.amp as amp\n    loss") + STEP, "there is no amp.initialize"),
         ("from apex.optimizers import FusedAdam\no = FusedAdam\n", "defaults differ"),
         ("from apex.optimizers import FusedAdam\no = FusedAdam(p, bias_correction=False)\n", "bias_correction"),
+        (HEAD + LOOP.replace("(loss,", "(f(loss),") + STEP, "give it a name in a line before"),
         ("from .tools import amp\namp.scale_loss\n# apex", "taken from another file"),
         (HEAD.replace("optimizer)\n", "optimizer, opt_level=level())\n") + LOOP + STEP, "cannot be read here"),
     ],

@@ -6,9 +6,9 @@ import ast
 import difflib
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -64,7 +64,7 @@ def migrate(source: str, to: str = "halfstep") -> Migration:
 
 
 def migrate_to_torch(sources: Mapping[_Key, str], *, accumulation: bool = False) -> dict[_Key, Migration]:
-    """Rewrite files that belong together for plain torch: all of them, or none.
+    """Rewrite files that belong together for plain torch: all of them, or none. Those with nothing to do are left out.
 
     Args:
         sources: the text of each file.
@@ -77,7 +77,8 @@ def migrate_to_torch(sources: Mapping[_Key, str], *, accumulation: bool = False)
 
     parts = {key: _mark(source) for key, source in sources.items()}
     found = to_torch({key: text for key, (_, text) in parts.items()}, accumulation=accumulation)
-    return {key: _migration(sources[key], mark, *found[key]) for key, (mark, _) in parts.items()}
+    done = [key for key in found if found[key] != (parts[key][1], []) or any(word in sources[key] for word in _WORDS)]
+    return {key: _migration(sources[key], parts[key][0], *found[key], to="torch") for key in sources if key in done}
 
 
 def _mark(source: str) -> tuple[str, str]:
@@ -85,20 +86,20 @@ def _mark(source: str) -> tuple[str, str]:
     return (source[:1], source[1:]) if source.startswith("\ufeff") else ("", source)
 
 
-def _migration(source: str, mark: str, after: str, problems: list[tuple[int, str]]) -> Migration:
+def _migration(source: str, mark: str, after: str, problems: list[tuple[int, str]], to: str = "halfstep") -> Migration:
     from ..compat.migrate.mentions import asked_by_string, mentions
 
-    compile(after, "<migrated>", "exec", dont_inherit=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of the text before, too
+        compile(after, "<migrated>", "exec", dont_inherit=True)
     text = source[len(mark) :]
-    left = sorted({*problems, *asked_by_string(text)})
+    left = sorted({*problems, *asked_by_string(text, optional=to == "halfstep")})
     lines = {line for line, _ in left}
     return Migration(source, mark + after, left, [found for found in mentions(text) if found[0] not in lines])
 
 
 _Key = TypeVar("_Key", bound=Hashable)
 _WORDS = ("apex", "amp_C", "syncbn")
-_TAKES_AMP = re.compile(rb"^\s*from\s+\..*\bimport\b.*\bamp\b", re.M)
-"""A file that has ``amp`` from another file of its package."""
 _NOT_READ = "not Python that can be read"
 _PARALLEL = 64
 """From this many files on, other processes help with --to halfstep; each takes seconds to start."""
@@ -127,14 +128,13 @@ def _migrate_packages(paths: tuple[Path, ...], accumulation: bool) -> Iterator[t
     for path in paths:
         sources, broken = {}, {}
         for file in _files((path,)):
-            if not _speaks_of_apex(file) and not _TAKES_AMP.search(file.read_bytes()):
-                continue
             try:
-                sources[file] = file.read_bytes().decode("utf-8")
-                ast.parse(sources[file].removeprefix("\ufeff"))
+                text = file.read_bytes().decode("utf-8")
+                ast.parse(text.removeprefix("\ufeff"))
+                sources[file] = text
             except (SyntaxError, UnicodeDecodeError) as error:
-                sources.pop(file, None)
-                broken[file] = f"{_NOT_READ}: {error}"
+                if _speaks_of_apex(file):
+                    broken[file] = f"{_NOT_READ}: {error}"
         try:
             found = migrate_to_torch(sources, accumulation=accumulation)
         except SyntaxError as error:  # of a rewriting: a fault of ours, and nothing is written

@@ -29,14 +29,41 @@ def mentions(source: str) -> list[Problem]:
     return sorted(found.items())
 
 
-def asked_by_string(source: str) -> list[Problem]:
-    """Calls such as ``find_spec("apex")``, which no rewriting of names reaches."""
+def asked_by_string(source: str, *, optional: bool = True) -> list[Problem]:
+    """Calls such as ``find_spec("apex")``, which no rewriting of names reaches.
+
+    Args:
+        source: the text of a file.
+        optional: also those whose module has no name, and without which the file does by itself.
+    """
+    tree = ast.parse(source)
+    skipped: set[int] = set() if optional else _optional(tree)
     return [
         (node.lineno, f"{ast.unparse(node)} asks for Apex by a string; change it yourself")
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call)
+        and id(node) not in skipped
         and (dotted_text(node.func) or "").rpartition(".")[2] in _ASKING
         and any(
             isinstance(arg, ast.Constant) and isinstance(arg.value, str) and is_apex(arg.value) for arg in node.args
         )
     ]
+
+
+def _optional(tree: ast.Module) -> set[int]:
+    """The ids of calls that may fail because a module is not there, and whose result is not assigned."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try) and any(_waits_for_import(handler) for handler in node.handlers):
+            parts = [part for each in node.body for part in ast.walk(each)]
+            assigned = {
+                id(getattr(part, "value", None)) for part in parts if isinstance(part, (ast.Assign, ast.NamedExpr))
+            }
+            found |= {id(part) for part in parts} - assigned
+    return found
+
+
+def _waits_for_import(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    known = any(each is None or dotted_text(each) in ("ImportError", "ModuleNotFoundError") for each in kinds)
+    return known and not isinstance(handler.body[-1], ast.Raise)

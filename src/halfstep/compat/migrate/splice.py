@@ -76,9 +76,11 @@ class Text:
         self._changes = [change for change in self._changes if not start <= change[0] < end]
 
     def result(self) -> str:
-        """The text with all changes made."""
+        """The text with all changes made; those inside of a part that is replaced are not."""
         parts, at = [], 0
         for start, end, new in sorted(self._changes, key=lambda change: change[:2]):
+            if start < at:
+                continue
             parts += [self.bytes[at:start], new]
             at = end
         return b"".join([*parts, self.bytes[at:]]).decode()

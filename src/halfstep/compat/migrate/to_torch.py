@@ -16,9 +16,8 @@ from .names import EXTENSIONS, Problem
 from .scopes import Names, loose_names, names_of
 from .torch_imports import Imports
 from .torch_names import CONVERT, OPTIMIZERS, REPLACED, options_problem
-from .torch_script import Package
+from .torch_script import Package, Script
 from .torch_training import Training
-from .torch_tree import Statements
 
 __all__ = ["to_torch"]
 
@@ -27,79 +26,89 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def to_torch(sources: Mapping[_Key, str], *, accumulation: bool = False) -> dict[_Key, tuple[str, list[Problem]]]:
-    """The new texts and no problems, or the old texts and all problems.
+    """The new texts of the files that are read, and no problems, or the old texts and all problems.
 
     Args:
-        sources: the texts of files that belong together.
+        sources: the texts of files that belong together. Those that do not use Apex are read where they call functions
+            of the others.
         accumulation: also rewrite steps of several backward passes, after which a GradScaler moves its scale once.
 
     Raises:
-        SyntaxError: if a text is no Python.
+        SyntaxError: if a text that uses Apex is no Python.
     """
-    files = {key: _File(source) for key, source in sources.items()}
     package = Package(accumulation=accumulation)
-    for file in files.values():
-        file.training.tell(package)
-    for file in files.values():
-        file.rewrite(package)
-    if any(file.problems for file in files.values()):
-        return {key: (sources[key], sorted(set(file.problems))) for key, file in files.items()}
-    return {key: (file.after, []) for key, file in files.items()}
+    scripts: dict[_Key, Script] = {}
+    unread = dict(sources)
+
+    def read(*words: str) -> None:
+        for key in [key for key, text in unread.items() if any(word in text for word in words)]:
+            scripts[key] = Script(unread.pop(key), package)
+            package.calls.files.append(scripts[key])
+
+    read(" import amp", *_PACKAGES)
+    package.calls.read = lambda name: read(f"{name}(", f"{name},")
+    training = Training(package, list(scripts.values()))
+    training.read()
+    training.write()
+    for script in scripts.values():
+        _rewrite(script, training)
+    after = {key: _result(script, training) for key, script in scripts.items()}
+    if any(script.problems for script in scripts.values()):
+        return {key: (script.source, sorted(set(script.problems))) for key, script in scripts.items()}
+    return {key: (text, []) for key, text in after.items()}
 
 
-class _File:
-    """A file, and the changes to it."""
-
-    def __init__(self, source: str) -> None:
-        self.source = self.after = source
-        self.problems: list[Problem] = []
-        self._tree = ast.parse(source)
-        self._text = Statements(source)
-        self._names = names_of(self._tree, _PACKAGES)
-        self.training = Training(self._tree, self._text, self._names, self.problems)
-
-    def rewrite(self, package: Package) -> None:
-        """Find the problems, and the new text."""
-        for node in ast.walk(self._tree):
-            if isinstance(node, ast.ImportFrom) and node.level and {"amp", "apex"} & {each.name for each in node.names}:
-                self.problems.append((node.lineno, "Apex is taken from another file here"))
-        if not self._names.imports:
-            return
-        imports = Imports(self._tree, self._text, self._names, self.problems)
+def _rewrite(script: Script, training: Training) -> None:
+    """Rewrite what a file imports from Apex, and names that torch has, too."""
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.ImportFrom) and node.level and {"amp", "apex"} & {each.name for each in node.names}:
+            script.problems.append((node.lineno, "Apex is taken from another file here"))
+    if script.names.imports:
+        imports = Imports(script.tree, script.text, script.names, script.problems)
         imports.rewrite()
-        self._replaced_names()
-        self.training.rewrite(package, imports.gone)
-        if self.problems:
-            return
-        self.training.indent(_inside_strings(self.source))
-        self.after = _with_torch(self._text.result())
-        tree = ast.parse(self.after)
-        names = names_of(tree, _PACKAGES)
-        roots = {use.text.partition(".")[0] for use in self._names.uses if use.name not in REPLACED or "." in use.text}
-        for line, name in _left(tree, names, roots):
-            self.problems.append((line, f"{name} is used here in a way that cannot be rewritten"))
+        _replaced_names(script)
+        training.write_names(script, imports.gone)
 
-    def _replaced_names(self) -> None:
-        calls = {id(node.func): node for node in ast.walk(self._tree) if isinstance(node, ast.Call)}
-        for use in self._names.uses:
-            if use.name not in REPLACED:
-                continue
-            call = calls.get(id(use.node))
-            if "." in use.text or use.name == CONVERT:
-                self._text.change(self._text.start(use.node), self._text.end(use.node), REPLACED[use.name])
-            if call is None:
-                if use.name in OPTIMIZERS:
-                    self.problems.append((use.node.lineno, f"{use.name} that is not called here: its defaults differ"))
-                continue
-            said = options_problem(use.name, call)
-            if said:
-                self.problems.append((call.lineno, said))
-            given = {keyword.arg: keyword for keyword in call.keywords}
-            if use.name in OPTIMIZERS and "weight_decay" not in given:
-                self._text.add_argument(call, "weight_decay=0.0")
-            if "delay_allreduce" in given:
-                start = self._text.start(given["delay_allreduce"])
-                self._text.change(start, start + len("delay_allreduce"), "find_unused_parameters")
+
+def _result(script: Script, training: Training) -> str:
+    """The new text; what is left of Apex in it is a problem."""
+    training.indent(script, _inside_strings(script.source))
+    if script.problems:
+        return script.source
+    after = script.text.result()
+    if after == script.source:
+        return after
+    after = _with_torch(after)
+    tree = ast.parse(after)
+    names = names_of(tree, _PACKAGES)
+    roots = {use.text.partition(".")[0] for use in script.names.uses if use.name not in REPLACED or "." in use.text}
+    for line, name in _left(tree, names, roots):
+        script.problems.append((line, f"{name} is used here in a way that cannot be rewritten"))
+    return after
+
+
+def _replaced_names(script: Script) -> None:
+    calls = {id(node.func): node for node in ast.walk(script.tree) if isinstance(node, ast.Call)}
+    text = script.text
+    for use in script.names.uses:
+        if use.name not in REPLACED:
+            continue
+        call = calls.get(id(use.node))
+        if "." in use.text or use.name == CONVERT:
+            text.put(use.node, REPLACED[use.name])
+        if call is None:
+            if use.name in OPTIMIZERS:
+                script.say(use.node, f"{use.name} that is not called here: its defaults differ")
+            continue
+        said = options_problem(use.name, call)
+        if said:
+            script.say(call, said)
+        given = {keyword.arg: keyword for keyword in call.keywords}
+        if use.name in OPTIMIZERS and "weight_decay" not in given:
+            text.add_argument(call, "weight_decay=0.0")
+        if "delay_allreduce" in given:
+            start = text.start(given["delay_allreduce"])
+            text.change(start, start + len("delay_allreduce"), "find_unused_parameters")
 
 
 def _left(tree: ast.Module, names: Names, roots: set[str]) -> list[Problem]:

@@ -3,69 +3,147 @@
 from __future__ import annotations
 
 import ast
+import re
+from dataclasses import dataclass
 
-from .torch_script import Script, Start
+from .torch_passes import Pass
+from .torch_script import FAR, Package, Script, Start, last_part
 from .torch_tree import BLOCKS, Function
 
 __all__ = ["Autocast"]
 
 
+@dataclass
+class _Region:
+    """Statements of one block, from ``first`` to ``last``."""
+
+    script: Script
+    block: list[ast.stmt]
+    first: int
+    last: int
+    optimizer: str | None  # whose GradScaler knows whether amp is on; None if it is
+
+    @property
+    def statements(self) -> list[ast.stmt]:
+        return self.block[self.first : self.last + 1]
+
+
 class Autocast:
-    """The blocks of autocast in a file."""
+    """The blocks of autocast in files that belong together."""
 
-    def __init__(self, script: Script) -> None:
-        self._script = script
-        self._blocks: list[tuple[ast.stmt, ast.stmt, str]] = []  # first and last statement, and what comes around
+    def __init__(self, package: Package) -> None:
+        self._package = package
+        self._regions: list[_Region] = []
 
-    def before(self, whole: ast.stmt, scaler: str) -> None:
-        """Cover what computes a loss, from the call of the model to the backward pass, also in the blocks inside."""
-        script = self._script
-        enabled = "" if script.always_on() else f", enabled={scaler}.is_enabled()"
-        if any(start.level.enabled == "False" for start in script.starts) and not script.package.shared:
-            return
-        header = f'with torch.autocast("cuda", dtype=torch.float16{enabled}):'
+    def cover(self, start: Pass) -> bool:
+        """Cover what computes a loss, from the call of the model to the backward pass, also in the blocks inside.
+
+        The model may be called in another function than the backward pass, which the first one calls then.
+
+        Returns:
+            Whether there is a call of a model.
+        """
+        _refuse_computed(start.script, start.whole, ast.parse(start.loss.strip(), mode="eval").body)
+        regions = self._before(start.script, start.whole, start.optimizer, set(), _words(start.loss))
+        for each in regions or []:
+            self._add(each)
+        return regions is not None
+
+    def _before(
+        self, script: Script, whole: ast.stmt, optimizer: str, seen: set[int], loss: set[str]
+    ) -> list[_Region] | None:
+        """The regions before a statement that has a loss, made of these names; None without a call of a model."""
         found = []
-        for block, i in script.around.path(whole):
+        for block, i, _ in script.around.path(whole):
             begin = max((j + 1 for j in range(i) if script.ends_a_step(block[j])), default=0)
             model = next((j for j in range(begin, i) if script.runs_a_model(block[j])), None)
-            if model is not None or begin < i:
-                found.append((block[begin if model is None else model], block[i - 1], header))
+            while begin < i and isinstance(block[begin], (ast.Import, ast.ImportFrom, *Function)):
+                begin += 1
+            if model is not None or any(_stores(each, loss) for each in block[begin:i]):
+                found.append(_Region(script, block, begin if model is None else model, i - 1, optimizer))
             if model is not None:
-                self._blocks += found
-                return
-        script.say(whole, "no call of the model before it in the same loop; put autocast around that")
+                return found
+        function = script.around.function(whole)
+        far = id(function) in seen or len(seen) == FAR
+        sites = [] if far else self._package.calls.callers(function)
+        for site in sites:
+            statement = site.file.around.statement(site.call)
+            name = site.outside(optimizer, script) or site.file.optimizer_near(statement)
+            given = [site.arguments[each] for each in loss if each in site.arguments]
+            for each in given:
+                _refuse_computed(site.file, statement, each)
+            words = {word for each in given for word in _words(ast.unparse(each))}
+            regions = name and self._before(site.file, statement, name, {*seen, id(function)}, words)
+            if not regions:
+                return None
+            found += regions
+        return found if sites else None
 
-    def inference(self, start: Start) -> None:
+    def inference(self, script: Script, start: Start) -> None:
         """Replace an ``amp.initialize`` of a model that is not trained, and cover its calls."""
-        script = self._script
-        enabled, (target,), (given,) = start.level.enabled, start.targets, start.given
+        enabled = start.level.enabled
         block, _ = script.around.places[id(start.node)]
         if enabled not in ("True", "False"):
             script.say(start.node, "the level of a model that is not trained cannot be read here")
         elif not isinstance(script.around.owners[id(start.node)], (*Function, ast.Module)):
             script.say(start.node, "amp.initialize of a model that is not trained, under a condition")
-        elif enabled == "True" and not self._rest(block):
+        elif enabled == "True" and not self._rest(script, block):
             script.say(start.node, "the model is not called in the same function; put autocast around where it is")
-        script.text.lines(start.node, [f"{target} = {given}"] if target != given else [])
+        script.text.lines(start.node, [f"{new} = {old}" for new, old in start.models if new != old])
 
-    def _rest(self, block: list[ast.stmt]) -> bool:
+    def _rest(self, script: Script, block: list[ast.stmt]) -> bool:
         """Put autocast from the first call of a model to the end of each block; whether there was one."""
         found = False
-        for each in block:
+        for i, each in enumerate(block):
             inner = [getattr(each, name, []) for name in BLOCKS]
             inner += [handler.body for handler in getattr(each, "handlers", [])]
             leave = set() if not any(inner) else {id(part) for b in inner for part in b}
-            if self._script.runs_a_model(each, leave) and not isinstance(each, Function):
-                self._blocks.append((each, block[-1], 'with torch.autocast("cuda", dtype=torch.float16):'))
+            if script.runs_a_model(each, leave) and not isinstance(each, Function):
+                self._add(_Region(script, block, i, len(block) - 1, None))
                 return True
             if not isinstance(each, (*Function, ast.ClassDef)):
                 for part in inner:
-                    found |= self._rest(part)
+                    found |= self._rest(script, part)
         return found
 
-    def indent(self, inside_strings: set[int]) -> None:
-        """Put the blocks into the text."""
-        for first, last, header in self._blocks:
-            self._script.text.around(first, last, header, inside_strings)
-        for node in self._script.text.crowded:
-            self._script.say(node, "several statements in a line")
+    def _add(self, new: _Region) -> None:
+        for old in self._regions:
+            if old.block is new.block and old.first <= new.last and new.first <= old.last:
+                old.first, old.last = min(old.first, new.first), max(old.last, new.last)
+                return
+        self._regions.append(new)
+
+    def write(self, script: Script, inside_strings: set[int]) -> None:
+        """Put the blocks of a file into its text."""
+        own = [each for each in self._regions if each.script is script]
+        for each in own:
+            others = [part for other in own if other is not each for part in other.statements]
+            if not any(part is each.statements[0] for other in others for part in ast.walk(other)):
+                enabled = ""
+                if each.optimizer is not None and not script.always_on():
+                    enabled = f", enabled={script.scaler(each.optimizer)}.is_enabled()"
+                header = f'with torch.autocast("cuda", dtype=torch.float16{enabled}):'
+                script.text.around(each.block[each.first], each.block[each.last], header, inside_strings)
+        for node in script.text.crowded:
+            script.say(node, "several statements in a line")
+
+
+def _stores(statement: ast.stmt, names: set[str]) -> bool:
+    """Whether a statement sets one of these names."""
+    return any(
+        (part.id if isinstance(part, ast.Name) else part.attr) in names
+        for part in ast.walk(statement)
+        if isinstance(part, (ast.Name, ast.Attribute)) and isinstance(part.ctx, ast.Store)
+    )
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z_]\w*", text))
+
+
+def _refuse_computed(script: Script, statement: ast.stmt, loss: ast.expr) -> None:
+    """Refuse a loss that is computed where no autocast can be around it, but for its mean or sum."""
+    calls = [each for each in ast.walk(loss) if isinstance(each, ast.Call)]
+    if any(not last_part(ast.unparse(each.func)).endswith(("mean", "sum")) for each in calls):
+        said = f"{ast.unparse(loss)} is computed where autocast cannot be around it; give it a name in a line before"
+        script.say(statement, said)

@@ -16,7 +16,7 @@ _MODULES = (
     "apex.normalization.fused_layer_norm",
 )
 _AMP = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
-_FAILS = ("ImportError", "ModuleNotFoundError", "Exception")
+_FAILS = ("ImportError", "ModuleNotFoundError", "AttributeError", "Exception")
 
 
 class Imports:

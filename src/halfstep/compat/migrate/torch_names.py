@@ -56,16 +56,17 @@ class Level:
         enabled: an expression that is true at O1; "True" and "False" where that is known.
         checks: statements that refuse, at run time, what torch has not.
         problems: options that are known here, and that torch has not.
+        losses: the number of loss scales.
     """
 
     enabled: str = "True"
     checks: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    losses: int = 1
 
 
 _ALLOWED = {
     "loss_scale": (None, "dynamic"),
-    "num_losses": (1,),
     "keep_batchnorm_fp32": (None,),
     "master_weights": (None,),
     "cast_model_type": (None,),
@@ -76,7 +77,6 @@ _ALLOWED = {
 }
 _SAID = {
     "loss_scale": "a static loss_scale: GradScaler has none",
-    "num_losses": "num_losses: each loss would need a GradScaler of its own",
 }
 
 
@@ -90,12 +90,19 @@ def level_of(call: ast.Call) -> Level:
         text = ast.unparse(value)
         if name in ("models", "optimizers", "verbosity"):
             continue
+        if keyword.arg is None:
+            _options(level, conditions, value, text)
+            continue
         if not known and any(isinstance(part, (ast.Call, ast.Await, ast.NamedExpr)) for part in ast.walk(value)):
             level.problems.append((value.lineno, f"{name} cannot be read here: {text}"))
         elif name == "opt_level":
             _opt_level(level, conditions, value, text)
         elif name == "enabled":
             conditions.append(text)
+        elif name == "num_losses" and known and isinstance(value.value, int):  # type: ignore[attr-defined]
+            level.losses = value.value  # type: ignore[attr-defined]
+        elif name == "num_losses":
+            level.problems.append((value.lineno, f"{name} cannot be read here: {text}; write the number"))
         elif name not in _ALLOWED:
             level.problems.append((value.lineno, f"{name} has no counterpart in torch.amp"))
         elif not known:
@@ -108,8 +115,23 @@ def level_of(call: ast.Call) -> Level:
     return level
 
 
+def _options(level: Level, conditions: list[str], value: ast.expr, text: str) -> None:
+    """Options in a dict, ``**options``."""
+    if not isinstance(value, (ast.Name, ast.Attribute, ast.Subscript)):
+        level.problems.append((value.lineno, f"**{text} cannot be read here; give it a name before"))
+        return
+    _opt_level(level, conditions, ast.parse(f'{text}.get("opt_level", "O1")', mode="eval").body, text)
+    conditions.append(f'{text}.get("enabled", True)')
+    level.checks += [
+        f"for name in set({text}) - {{'opt_level', 'enabled', 'verbosity'}}:",
+        f"    if {text}[name] not in (None, 1, 'dynamic'):",
+        '        raise ValueError(f"torch.amp has no {name}")',
+    ]
+
+
 def _opt_level(level: Level, conditions: list[str], value: ast.expr, text: str) -> None:
     if not isinstance(value, ast.Constant):
+        text = ast.unparse(value)
         conditions.append(f'{text} == "O1"')
         said = "torch.amp has O0 and O1 only; O2 and O3 keep 16-bit weights"
         level.checks += [f'if {text} not in ("O0", "O1"):', f'    raise ValueError("{said}")']
@@ -134,7 +156,12 @@ def may_run(call: ast.Call, models: set[str]) -> bool:
     *owners, last = text.split(".")
     if last in _NO_FORWARD or last.endswith(_NO_CALL):
         return False
-    if last in models or models & set(owners):
+    if any(_names_one(each, models) for each in (last, *owners)):
         return True
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
-    return any((dotted_text(each) or "").rpartition(".")[2] in models for each in given)
+    return any(_names_one((dotted_text(each) or "").rpartition(".")[2], models) for each in given)
+
+
+def _names_one(name: str, models: set[str]) -> bool:
+    """Whether a name is that of a model, such as ``student_model`` where there is a ``model``."""
+    return any(name == each or name.endswith(f"_{each}") for each in models)

@@ -6,12 +6,16 @@ import ast
 import re
 from dataclasses import dataclass, field
 
-from .names import Problem
-from .scopes import Names, dotted_text
+from .names import EXTENSIONS, Problem
+from .scopes import dotted_text, names_of
+from .torch_calls import Calls, File
 from .torch_names import Level, may_run
-from .torch_tree import Statements, Tree
+from .torch_tree import Statements
 
-__all__ = ["Package", "Script", "Start", "bare", "has_backward", "last_part"]
+__all__ = ["FAR", "Package", "Script", "Start", "bare", "has_backward", "last_part"]
+
+FAR = 3
+"""The most functions that a model, a backward pass and a step may be apart."""
 
 
 @dataclass
@@ -24,6 +28,9 @@ class Package:
         conditions: the conditions under which amp is on, without what owns their names.
         shared: whether a GradScaler has to go from one function to another.
         accumulation: whether a step of several backward passes is rewritten.
+        training: the ids of the functions through which a backward pass comes.
+        names: the names of these functions.
+        calls: which functions call which.
     """
 
     models: set[str] = field(default_factory=set)
@@ -31,41 +38,55 @@ class Package:
     conditions: set[str] = field(default_factory=set)
     shared: bool = False
     accumulation: bool = False
+    training: set[int] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+    calls: Calls[Script] = field(default_factory=Calls)
 
 
 @dataclass
 class Start:
-    """A call of ``amp.initialize`` whose result is assigned to names."""
+    """A call of ``amp.initialize`` whose result is assigned to names.
+
+    Attributes:
+        node: the assignment.
+        function: the function around it.
+        models: the names of the models afterwards, and what was given.
+        optimizers: the same for the optimizers.
+        level: the options.
+    """
 
     node: ast.Assign
     function: ast.AST | None
-    targets: list[str]
-    given: list[str]
+    models: list[tuple[str, str]]
+    optimizers: list[tuple[str, str]]
     level: Level
 
-    @property
-    def optimizer(self) -> str | None:
-        """What is trained with; None if nothing is."""
-        return self.targets[1] if len(self.targets) > 1 else None
 
-
-class Script:
+class Script(File):
     """A file.
 
     Args:
-        tree: its syntax tree.
-        text: its text, with the changes to it.
+        source: its text.
+        package: the files that it belongs to.
+
+    Attributes:
+        text: the text, with the changes to it.
         names: its uses of Apex.
         problems: what cannot be rewritten in it.
+        starts: its calls of ``amp.initialize``.
+        written: what was added to the text, so that it is added once.
     """
 
-    def __init__(self, tree: ast.Module, text: Statements, names: Names, problems: list[Problem]) -> None:
-        self.tree, self.text, self.names, self.problems = tree, text, names, problems
-        self.around = Tree(tree)
-        self.package = Package()
+    def __init__(self, source: str, package: Package) -> None:
+        super().__init__(ast.parse(source))
+        self.source, self.package = source, package
+        self.text = Statements(source)
+        self.names = names_of(self.tree, ("apex", *EXTENSIONS))
+        self.problems: list[Problem] = []
         self.starts: list[Start] = []
-        self.meant = {id(use.node): use.name for use in names.uses}
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        self.written: set[tuple[int, str]] = set()
+        self.meant = {id(use.node): use.name for use in self.names.uses}
+        used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
         self._scaler_name = "scaler" if "scaler" not in used else "amp_scaler"
 
     def scaler(self, optimizer: str) -> str:
@@ -74,7 +95,7 @@ class Script:
 
     def optimizers(self) -> set[str]:
         """The optimizers that amp has here."""
-        texts = {start.optimizer for start in self.starts if start.optimizer}
+        texts = {name for start in self.starts for name, _ in start.optimizers}
         calls = (use.node for use in self.names.uses if use.name in ("apex.amp.scale_loss", "apex.amp.master_params"))
         owners = (self.around.owners[id(node)] for node in calls)
         given = (dotted_text(call.args[-1]) for call in owners if isinstance(call, ast.Call) and call.args)
@@ -84,15 +105,16 @@ class Script:
         """An optimizer that the function around has."""
         if not self.package.shared:
             return self._scaler_name
-        parts = [part for part in ast.walk(self.around.function(node)) if isinstance(part, (ast.Name, ast.Attribute))]
+        function = self.around.function(node)
+        parts = [part for part in ast.walk(function) if isinstance(part, (ast.Name, ast.Attribute))]
         texts = (dotted_text(part) for part in parts)
-        arguments = [part.arg for part in ast.walk(self.around.function(node)) if isinstance(part, ast.arg)]
+        arguments = [part.arg for part in ast.walk(function) if isinstance(part, ast.arg)]
         known = [text for text in (*texts, *arguments) if text and last_part(text) in self.package.optimizers]
         return next(iter(known), None)
 
     def always_on(self) -> bool:
         """Whether it is known here that there is mixed precision."""
-        starts = (start for start in self.starts if start.optimizer and not self.package.shared)
+        starts = (start for start in self.starts if start.optimizers and not self.package.shared)
         known = [start.level.enabled == "True" and not self.around.conditions(start.node) for start in starts]
         return bool(known) and all(known)
 
@@ -109,18 +131,19 @@ class Script:
         inner = (each for each in ast.iter_child_nodes(node) if leave is None or id(each) not in leave)
         return any(self.runs_a_model(each, leave) for each in inner)
 
-    def is_step(self, node: ast.AST, *optimizers: str) -> bool:
-        """Whether a statement is a step of one of these optimizers."""
+    def stepped(self, node: ast.AST) -> str | None:
+        """The optimizer whose ``step`` a statement calls; None if it calls none."""
         call = node.value if isinstance(node, ast.Expr) else None
-        known = isinstance(call, ast.Call) and dotted_text(call.func) in [f"{each}.step" for each in optimizers]
-        if isinstance(call, ast.Call) and known and (call.args or call.keywords):
-            self.say(node, "optimizer.step with a closure")
-        return known
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+            return None
+        return ast.unparse(call.func.value)
 
     def ends_a_step(self, node: ast.stmt) -> bool:
-        """Whether a statement has a backward pass, or a step of any optimizer."""
-        steps = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
-        owners = ((dotted_text(func) or "").split(".") for func in steps)
+        """Whether a statement has a backward pass, or a step of any optimizer, or calls a function that has one."""
+        steps = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+        owners = [(dotted_text(func) or "").split(".") for func in steps]
+        if any(parts[-1] in self.package.names for parts in owners):
+            return True
         return has_backward(node) or any(
             parts[-1] == "step" and parts[-2:-1] and parts[-2] in self.package.optimizers for parts in owners
         )
@@ -131,8 +154,8 @@ class Script:
 
 
 def last_part(text: str) -> str:
-    """``model`` of ``self.model``."""
-    return text.rpartition(".")[2]
+    """``models`` of ``self.models[0]``."""
+    return text.partition("[")[0].rpartition(".")[2]
 
 
 def bare(test: ast.expr) -> str:

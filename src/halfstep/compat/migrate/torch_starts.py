@@ -8,7 +8,7 @@ from .scopes import dotted_text
 from .torch_names import level_of
 from .torch_script import Script, Start
 
-__all__ = ["read_starts", "write_start"]
+__all__ = ["read_starts", "write_off", "write_start"]
 
 
 def read_starts(script: Script) -> None:
@@ -26,42 +26,104 @@ def _read(script: Script, node: ast.AST, function: ast.AST | None) -> Start | No
     if not isinstance(call, ast.Call) or not isinstance(statement, ast.Assign) or len(statement.targets) > 1:
         script.say(node, "amp.initialize whose result is not assigned to names")
         return None
-    named = {keyword.arg: keyword.value for keyword in call.keywords}
-    if None in named or len(call.args) > 2 or any(isinstance(arg, ast.Starred) for arg in call.args):
+    if len(call.args) > 2 or any(isinstance(arg, ast.Starred) for arg in call.args):
         script.say(node, "amp.initialize with arguments that cannot be read here")
         return None
-    arguments = [*call.args, *(named[name] for name in ("models", "optimizers") if name in named)]
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    given = [*call.args, *(named[name] for name in ("models", "optimizers") if name in named)]
     target = statement.targets[0]
-    targets = [dotted_text(each) for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    several = any(isinstance(value, (ast.List, ast.Tuple)) for value in arguments)
-    if several or None in targets or not 1 <= len(targets) <= 2 or len(arguments) != len(targets):
-        script.say(node, "amp.initialize of several models or optimizers")
-        return None
+    if len(given) < 2 or (isinstance(given[1], ast.Constant) and given[1].value is None):
+        pairs = [_pairs(script, target, given[0]), []]
+    elif isinstance(target, ast.Tuple) and len(target.elts) == 2:
+        pairs = [_pairs(script, *each) for each in zip(target.elts, given, strict=True)]
+    else:
+        pairs = [None]
     level = level_of(call)
     script.problems += level.problems
-    given = [script.text.source(each) for each in arguments]
-    return Start(statement, function, [str(each) for each in targets], given, level)
+    if None in pairs:
+        script.say(node, "amp.initialize of several models or optimizers; assign its result to a name for each")
+        return None
+    models, optimizers = (each or [] for each in pairs)
+    return Start(statement, function, models, optimizers, level)
+
+
+def _pairs(script: Script, target: ast.expr, given: ast.expr) -> list[tuple[str, str]] | None:
+    """The names to which models or optimizers are assigned, and what was given; None if they cannot be told."""
+    parts = (ast.List, ast.Tuple)
+    if isinstance(given, parts) and not given.elts:
+        return []
+    targets = target.elts if isinstance(target, parts) else [target]
+    values = given.elts if isinstance(given, parts) else [given]
+    if isinstance(target, parts) != isinstance(given, parts) or len(targets) != len(values):
+        return None
+    texts = [script.text.source(each) for each in values]
+    names = [text if dotted_text(each) == "_" else dotted_text(each) for each, text in zip(targets, texts, strict=True)]
+    plural = any(name is None or name.endswith(("optimizers", "opts")) for name in names)
+    return None if plural else [(str(name), text) for name, text in zip(names, texts, strict=True)]
 
 
 def write_start(script: Script, start: Start) -> None:
     """Replace an ``amp.initialize`` of what is trained."""
-    optimizer = str(start.optimizer)
-    again = [other for other in script.starts if other.function is start.function and other.optimizer]
-    if any(other.targets != start.targets for other in again):
-        script.say(start.node, "a second amp.initialize: its loss scale would need a GradScaler of its own")
-    scaler = script.scaler(optimizer)
     argument = "" if start.level.enabled == "True" else f"enabled={start.level.enabled}"
-    lines = [f"{new} = {old}" for new, old in zip(start.targets, start.given, strict=True) if new != old]
-    lines += [*start.level.checks, f"{scaler} = torch.amp.GradScaler({argument})"]
-    script.text.lines(start.node, lines)
-    outer = script.around.conditions(start.node)
-    if outer and start is again[0]:
-        others = [
-            node
-            for node in ast.walk(outer[-1])
-            if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store)
-            if dotted_text(node) == optimizer and script.around.statement(node) is not start.node
-        ]
-        if others and script.package.shared:
-            script.say(others[0], f"{optimizer} is made where amp may be off; make it before that")
-        script.text.before(outer[-1], f"{scaler} = torch.amp.GradScaler(enabled=False)")
+    lines = [f"{new} = {old}" for new, old in (*start.models, *start.optimizers) if new != old]
+    scalers = list(dict.fromkeys(script.scaler(optimizer) for optimizer, _ in start.optimizers))
+    if start.level.losses == 1:  # one loss scale for all
+        scalers = [" = ".join(scalers)]
+    script.text.lines(
+        start.node, [*lines, *start.level.checks, *(f"{each} = torch.amp.GradScaler({argument})" for each in scalers)]
+    )
+    for optimizer, _ in start.optimizers:
+        write_off(script, start.node, optimizer, start)
+
+
+def write_off(script: Script, node: ast.stmt, optimizer: str, start: Start) -> None:
+    """Have a GradScaler that is off before the conditions under which ``amp.initialize`` is called."""
+    outer = script.around.conditions(node)
+    if not outer:
+        _off_outside(script, node, optimizer, start)
+        return
+    shared = script.package.shared
+    others = [
+        each
+        for each in ast.walk(outer[-1])
+        if isinstance(each, (ast.Name, ast.Attribute)) and isinstance(each.ctx, ast.Store)
+        if dotted_text(each) == optimizer and script.around.statement(each) is not node
+        if not any(script.around.statement(each) is other.node for other in script.starts)
+    ]
+    if others and shared:
+        script.say(others[0], f"{optimizer} is made where amp may be off; make it before that")
+    scaler = script.scaler(optimizer)
+    line = f"{scaler} = torch.amp.GradScaler(enabled=False)"
+    unless = [f"{optimizer} is not None"] if shared and _may_be_none(script, node, optimizer) else []
+    unless += [f'not hasattr({optimizer}, "scaler")'] if shared and len(outer) > 1 else []
+    lines = [f"if {' and '.join(unless)}:", f"    {line}"] if unless else [line]
+    if (key := (id(outer[-1]), scaler)) not in script.written:
+        script.written.add(key)
+        for each in lines:
+            script.text.before(outer[-1], each)
+
+
+def _may_be_none(script: Script, node: ast.stmt, optimizer: str) -> bool:
+    """Whether an optimizer is a parameter that can be left out."""
+    function = script.around.function(node)
+    args = getattr(function, "args", None)
+    if args is None:
+        return False
+    places = [*args.posonlyargs, *args.args]
+    defaults = [*zip(places[len(places) - len(args.defaults) :], args.defaults, strict=True)]
+    return any(arg.arg == optimizer for arg, _ in (*defaults, *zip(args.kwonlyargs, args.kw_defaults, strict=True)))
+
+
+def _off_outside(script: Script, node: ast.stmt, optimizer: str, start: Start) -> None:
+    """The same where a function is called that does nothing but prepare the training."""
+    package, function = script.package, script.around.function(node)
+    if not package.shared or id(function) in package.training:
+        return
+    for site in package.calls.callers(function):
+        statement = site.file.around.statement(site.call)
+        name = site.outside(optimizer, script)
+        if name is not None:
+            write_off(site.file, statement, name, start)
+        elif site.file.around.conditions(statement):
+            said = "amp may be off here: give the optimizer a scaler before, torch.amp.GradScaler(enabled=False)"
+            site.file.say(statement, said)

@@ -1,150 +1,263 @@
-"""``scale_loss`` becomes the backward pass of a GradScaler, and ``optimizer.step`` its step."""
+"""``optimizer.step`` becomes the step of a GradScaler, and gradients are unscaled before anybody reads them."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from .scopes import dotted_text
-from .torch_autocast import Autocast
-from .torch_script import Script, bare, has_backward
+from .torch_passes import Pass
+from .torch_script import FAR, Package, Script, has_backward, last_part
 
 __all__ = ["Steps"]
 
+_READS = re.compile(r"clip|^grad$|grad_norm|master_params")
+"""A name in what reads gradients."""
+_LATE = "a step of several backward passes: Apex moves its loss scale after each, a GradScaler once"
+
+
+@dataclass
+class _Way:
+    """The way from a backward pass to a step: the statements in between.
+
+    Attributes:
+        start: the pass.
+        behind: statements after the pass that run once for each, such as those of its loop.
+        place: the file, the block that both are in, and the places there of the pass and of the step.
+        looped: whether a loop is around the pass, and not around the step.
+    """
+
+    start: Pass
+    behind: list[ast.stmt]
+    place: tuple[Script, list[ast.stmt], int, int]
+    looped: bool
+
+    @property
+    def between(self) -> list[ast.stmt]:
+        """The statements between them in the block of both."""
+        _, block, i, j = self.place
+        return block[i + 1 : j]
+
+
+@dataclass
+class _Step:
+    """A step of an optimizer that amp has.
+
+    Attributes:
+        script: the file.
+        node: the statement.
+        optimizer: the optimizer.
+        levels: the blocks around it, up to that of the pass, and its place there, from the inside.
+        owners: the statements around it, up to the block of the pass.
+        ways: the ways to it.
+    """
+
+    script: Script
+    node: ast.stmt
+    optimizer: str
+    levels: list[tuple[list[ast.stmt], int]]
+    owners: list[ast.stmt]
+    ways: list[_Way] = field(default_factory=list)
+
 
 class Steps:
-    """The backward passes and the steps of one file."""
+    """The steps of files that belong together."""
 
-    def __init__(self, script: Script, autocast: Autocast) -> None:
-        self._script, self._autocast = script, autocast
-        self._steps: dict[int, ast.stmt] = {}  # the steps that were rewritten
+    def __init__(self, package: Package) -> None:
+        self._package = package
+        self._steps: dict[int, _Step] = {}
 
-    def rewrite(self) -> None:
+    @property
+    def nodes(self) -> set[int]:
+        """The ids of the statements."""
+        return set(self._steps)
+
+    def find(self, start: Pass) -> None:
+        """Find the steps after a pass: in the same block, after its loop, or in a function that calls this one."""
+        missed = self._find(start, start.script, start.whole, start.optimizer, [], looped=False, seen=set())
+        if any(way.start is start for step in self._steps.values() for way in step.ways):
+            for script, node in missed:
+                script.say(node, f"no {start.optimizer}.step() after this call, which leads to a backward pass")
+        elif missed:
+            start.script.say(start.whole, f"no {start.optimizer}.step() after it that can be found")
+
+    def _find(
+        self,
+        start: Pass,
+        script: Script,
+        node: ast.stmt,
+        optimizer: str | None,
+        behind: list[ast.stmt],
+        *,
+        looped: bool,
+        seen: set[int],
+    ) -> list[tuple[Script, ast.stmt]]:
+        """Note the steps after a statement; returns the calls that have none."""
+        function = script.around.function(node)
+        for block, i, in_loop in script.around.path(node):
+            for j in range(i + 1, len(block)):
+                found = self._steps_in(script, block[j], optimizer)
+                for step in found:
+                    way = _Way(start, behind, (script, block, i, j), looped or in_loop)
+                    self._steps.setdefault(id(step.node), step).ways.append(way)
+                    outside = step.script is not script or script.around.function(step.node) is not function
+                    self._package.shared |= start.script is not script or outside or bool(seen)
+                if found:
+                    return []
+            behind = [*behind, *block[i + 1 :]]
+        far = id(function) in seen or len(seen) == FAR
+        sites = [] if far else self._package.calls.callers(function)
+        missed = [] if sites else [(script, node)]
+        for site in sites:
+            name = site.outside(optimizer, script) if optimizer is not None else None
+            statement = site.file.around.statement(site.call)
+            around = {*seen, id(function)}
+            missed += self._find(start, site.file, statement, name, behind, looped=looped, seen=around)
+        return missed
+
+    def _steps_in(self, script: Script, later: ast.stmt, optimizer: str | None) -> list[_Step]:
+        """The steps of an optimizer in a statement, or else in the functions that it calls."""
+        known = {last_part(optimizer)} if optimizer is not None else self._package.optimizers
+        found = self._direct(script, later, lambda text: text == optimizer)
+        found = found or self._direct(script, later, lambda text: last_part(text) in known)
+        if found:
+            return found
+        for other, site in self._package.calls.called(script, later):
+            if id(site.function) not in self._package.training and isinstance(site.function, ast.FunctionDef):
+                for part in site.function.body:
+                    for step in self._direct(other, part, lambda text: last_part(text) in self._package.optimizers):
+                        step.levels.append((site.function.body, site.function.body.index(part)))
+                        call = script.around.statement(site.call)
+                        levels, owners = _up_to(script, call, later)
+                        step.levels += levels
+                        step.owners += owners
+                        found.append(step)
+        return found
+
+    def _direct(self, script: Script, later: ast.stmt, known) -> list[_Step]:  # type: ignore[no-untyped-def]
+        found = []
+        for node in ast.walk(later):
+            text = script.stepped(node)
+            if text is not None and known(text):
+                found.append(_Step(script, node, text, *_up_to(script, node, later)))  # type: ignore[arg-type]
+        return found
+
+    # ---- the changes
+
+    def write(self) -> None:
         """Collect the changes."""
-        script = self._script
-        blocks = [node for node in ast.walk(script.tree) if isinstance(node, ast.With) and script.scales(node)]
-        scaled = [use for use in script.names.uses if use.name == "apex.amp.scale_loss"]
-        if len(blocks) < len(scaled):
-            script.say(scaled[0].node, "scale_loss other than as a with block of its own")
-        for block in blocks:
-            self._block(block)
-        self._unscaled(blocks)
+        for step in self._steps.values():
+            several = self._several(step)
+            delayed = all(way.start.delayed for way in step.ways)
+            kinds = (ast.If, ast.With, ast.Try)
+            call = step.node.value  # type: ignore[attr-defined]
+            if call.args or call.keywords:
+                step.script.say(step.node, "optimizer.step with a closure")
+            elif several and not (self._package.accumulation or delayed):
+                step.script.say(step.node, f"{_LATE} (--accumulation rewrites it all the same)")
+            elif not all(isinstance(each, kinds) for each in step.owners):
+                step.script.say(step.node, "a step in a loop of its own")
+            elif several:
+                self._unscale_once(step)
+            else:
+                for way in step.ways:
+                    if way.behind or way.between or any(place for _, place in step.levels):
+                        self._unscale_after(way)
+            scaler = step.script.scaler(step.optimizer)
+            step.script.text.put(step.node, f"{scaler}.step({step.optimizer})")
+            step.script.text.after(step.node, f"{scaler}.update()")
 
-    def _block(self, block: ast.With) -> None:
-        """A ``scale_loss``: autocast before it, a GradScaler's backward pass, and the step."""
-        call = block.items[0].context_expr
-        assert isinstance(call, ast.Call)
-        statement = block.body[0]
-        variable = block.items[0].optional_vars
-        backward = getattr(statement, "value", None)
-        of_loss = (
-            isinstance(backward, ast.Call)
-            and isinstance(variable, ast.Name)
-            and dotted_text(backward.func) == f"{variable.id}.backward"
+    def _several(self, step: _Step) -> bool:
+        """Whether a step may follow several passes."""
+        ways = step.ways
+        for way in ways:
+            script, block, i, _ = way.place
+            tests = {ast.dump(each.test) for each in script.around.conditions(block[i])}
+            tests |= {ast.dump(each.test) for each in way.start.script.around.conditions(way.start.whole)}
+            if way.looped or any(isinstance(each, ast.If) and ast.dump(each.test) not in tests for each in step.owners):
+                return True
+        starts = [way.start for way in ways]
+        return any(
+            one.script is not other.script or not one.script.around.exclusive(one.whole, other.whole)
+            for i, one in enumerate(starts)
+            for other in starts[:i]
+            if one is not other
         )
-        optimizer = dotted_text(call.args[1]) if len(call.args) == 2 and not call.keywords else None
-        if not of_loss or optimizer is None or len(block.body) > 1 or not isinstance(statement, (ast.Expr, ast.Assign)):
-            self._script.say(block, "a scale_loss block that does more than scaled_loss.backward()")
+
+    def _unscale_once(self, step: _Step) -> None:
+        """Unscale after all passes of a step; after each, where gradients are read there."""
+        last = max(step.ways, key=lambda way: way.place[2])
+        conditional = any(isinstance(each, ast.If) for each in step.owners)
+        read = [
+            way for way in step.ways if _reads(way.behind) or (conditional and not way.looped and _reads(way.between))
+        ]
+        for way in read:
+            if any(other.place[2] > way.place[2] for other in step.ways if other.place[1] is way.place[1]):
+                said = "gradients are read between two backward passes of a step; read them after the last one"
+                way.start.script.say(way.start.whole, said)
+            self._unscale_after(way)  # where there is a second pass, torch refuses it when it runs
+        if read:
             return
-        assert isinstance(backward, ast.Call)
-        scaler = self._script.scaler(optimizer)
-        before = self._script.text.bytes[self._script.text.start(statement) : self._script.text.start(backward)]
-        after = self._script.text.bytes[self._script.text.end(backward.func) : self._script.text.end(backward)]
-        loss = self._script.text.source(call.args[0])
-        whole = self._with_else(block, call.args[0], backward)
-        self._script.text.lines(whole, [f"{before.decode()}{scaler}.scale({loss}).backward{after.decode()}"])
-        self._autocast.before(whole, scaler)
-        self._step(whole, optimizer)
+        script, block, i, _ = last.place
+        before = [(each, place) for each, place in reversed(step.levels) if place]
+        if _reads(last.between) or (last.between and not before and not conditional):
+            name = step.optimizer if script is step.script else last.start.optimizer
+            script.text.after(block[i], f"{script.scaler(name)}.unscale_({name})")
+        elif before:
+            each = next((each for each, place in before if _reads(each[:place])), before[-1][0])
+            step.script.text.before(each[0], f"{step.script.scaler(step.optimizer)}.unscale_({step.optimizer})")
 
-    def _with_else(self, block: ast.With, loss: ast.expr, backward: ast.Call) -> ast.stmt:
-        """The statement to rewrite: also ``if amp: ... else: loss.backward()`` around the block."""
-        for owner in self._script.around.around(block):
-            if not isinstance(owner, ast.If) or not owner.orelse:
-                continue
-            other = owner.orelse[0]
-            same = (
-                isinstance(other, ast.Expr)
-                and isinstance(other.value, ast.Call)
-                and isinstance(other.value.func, ast.Attribute)
-                and other.value.func.attr == "backward"
-                and ast.dump(other.value.func.value) == ast.dump(loss)
-                and ast.unparse(other.value).endswith(ast.unparse(backward).partition(".backward")[2])
-            )
-            alone = owner.body == [block] and len(owner.orelse) == 1
-            if same and alone and not self._script.text.source(owner).startswith("elif"):
-                return owner
-            if (
-                any(has_backward(each) for each in owner.orelse)
-                and bare(owner.test) not in self._script.package.conditions
-            ):
-                self._script.say(owner, "scale_loss is under another condition than amp.initialize")
-        return block
+    def _unscale_after(self, way: _Way) -> None:
+        start = way.start
+        if (key := (id(start.whole), "unscale_")) not in start.script.written:
+            start.script.written.add(key)
+            scaler = start.script.scaler(start.optimizer)
+            start.script.text.after(start.whole, f"{scaler}.unscale_({start.optimizer})")
 
-    def _step(self, whole: ast.stmt, optimizer: str) -> None:
-        scaler = self._script.scaler(optimizer)
-        tests = [ast.dump(each.test) for each in self._script.around.conditions(whole)]
-        first = True
-        for block, i in self._script.around.path(whole):
-            for later in block[i + 1 :]:
-                steps = [each for each in ast.walk(later) if self._script.is_step(each, optimizer)]
-                if not steps:
-                    first = False
-                    continue
-                if len(steps) > 1 or id(steps[0]) in self._steps:
-                    self._script.say(steps[0], "several backward passes or several places of one step")
-                    return
-                step = steps[0]
-                assert isinstance(step, ast.Expr)
-                conditions = []
-                owner = self._script.around.owners[id(step)]
-                while step is not later and owner is not self._script.around.owners[id(later)]:
-                    conditions.append(owner)
-                    owner = self._script.around.owners[id(owner)]
-                several = [
-                    each
-                    for each in conditions
-                    if not isinstance(each, ast.With)
-                    if not isinstance(each, ast.If) or ast.dump(each.test) not in tests
-                ]
-                if several and not (
-                    self._script.package.accumulation and all(isinstance(each, ast.If) for each in several)
-                ):
-                    said = "a step of several backward passes: Apex moves its loss scale after each, a GradScaler once"
-                    self._script.say(step, f"{said} (--accumulation rewrites it all the same)")
-                    return
-                unscale = f"{scaler}.unscale_({optimizer})"
-                if several and self._script.around.places[id(step)][1] > 0:
-                    self._script.text.before(self._script.around.places[id(step)][0][0], unscale)
-                elif not several and not (first and step is later):
-                    self._script.text.after(whole, unscale)
-                self._steps[id(step)] = step
-                self._script.text.put(step, f"{scaler}.step({optimizer})")
-                self._script.text.after(step, f"{scaler}.update()")
-                return
-        self._script.say(
-            whole, f"no {optimizer}.step() after it in the same loop, which would become one of a GradScaler"
-        )
-
-    def _unscaled(self, blocks: list[ast.With]) -> None:
+    def check(self, script: Script, passes: Iterable[Pass]) -> None:
         """Refuse steps of gradients that would be unscaled, and were never scaled."""
-        functions = {id(self._script.around.function(block)) for block in blocks}
-        functions |= {id(start.function or self._script.tree) for start in self._script.starts if start.optimizer}
-        inside = {id(part) for block in blocks for part in ast.walk(block)}
-        for block in blocks:
-            for owner in self._script.around.around(block):
-                if isinstance(owner, ast.If):
-                    inside |= {id(part) for each in owner.orelse for part in ast.walk(each)}
-        for node in ast.walk(self._script.tree):
-            if (
-                id(node) in inside
-                or not isinstance(node, ast.stmt)
-                or id(self._script.around.function(node)) not in functions
-            ):
+        wholes = [each.whole for each in passes if each.script is script]
+        functions = {id(script.around.function(whole)) for whole in wholes}
+        functions |= {id(start.function or script.tree) for start in script.starts if start.optimizers}
+        inside = {id(part) for whole in wholes for part in ast.walk(whole)}
+        for whole in wholes:
+            for owner in script.around.conditions(whole):
+                branch = owner.body if script.around.branch(owner, whole) else owner.orelse
+                other = owner.orelse if branch is owner.body else owner.body
+                inside |= {id(part) for each in other for part in ast.walk(each)}
+        optimizers = script.optimizers()
+        for node in ast.walk(script.tree):
+            if id(node) in inside or not isinstance(node, ast.stmt):
+                continue
+            if id(script.around.function(node)) not in functions:
                 continue
             if isinstance(node, ast.Expr) and has_backward(node):
-                self._script.say(node, "a backward pass without scale_loss; put one around it")
-            step = isinstance(node, ast.Expr) and self._script.is_step(node, *self._script.optimizers())
-            if step and id(node) not in self._steps and not self._script.problems:
-                self._script.say(node, "a step of the optimizer without scale_loss before it")
+                script.say(node, "a backward pass without scale_loss; put one around it")
+            if script.stepped(node) in optimizers and id(node) not in self._steps and not script.problems:
+                script.say(node, "a step of the optimizer without scale_loss before it")
             value = node.value if isinstance(node, (ast.Return, ast.Assign)) else None
-            if value is not None and self._script.is_step(ast.Expr(value), *self._script.optimizers()):
-                self._script.say(node, "optimizer.step whose result is used")
+            if value is not None and script.stepped(ast.Expr(value)) in optimizers:
+                script.say(node, "optimizer.step whose result is used")
+
+
+def _up_to(script: Script, node: ast.stmt, last: ast.stmt) -> tuple[list[tuple[list[ast.stmt], int]], list[ast.stmt]]:
+    """The blocks around a statement inside of another one, its places there, and the statements around it."""
+    levels, owners = [], []
+    each = node
+    while each is not last:
+        levels.append(script.around.places[id(each)])
+        each = next(script.around.around(each))
+        owners.append(each)
+    return levels, owners
+
+
+def _reads(statements: Iterable[ast.stmt]) -> bool:
+    """Whether gradients may be read in statements."""
+    parts = (part for each in statements for part in ast.walk(each))
+    texts = (
+        part.attr if isinstance(part, ast.Attribute) else part.id
+        for part in parts
+        if isinstance(part, (ast.Attribute, ast.Name))
+    )
+    return any(_READS.search(text) for text in texts)

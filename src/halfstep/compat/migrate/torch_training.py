@@ -3,57 +3,116 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
-from .names import Problem
-from .scopes import Names, dotted_text
+from .scopes import dotted_text
 from .torch_autocast import Autocast
+from .torch_passes import Pass, read_passes
 from .torch_script import Package, Script, bare, last_part
 from .torch_starts import read_starts, write_start
 from .torch_steps import Steps
-from .torch_tree import Statements
 
 __all__ = ["Training"]
 
+_RUNS = ("apex.amp.scale_loss", "apex.amp.master_params", "apex.amp.state_dict", "apex.amp.load_state_dict")
+
 
 class Training:
-    """The training of one file: ``torch_starts``, ``torch_steps`` and ``torch_autocast`` have its parts."""
+    """The training in files that belong together.
 
-    def __init__(self, tree: ast.Module, text: Statements, names: Names, problems: list[Problem]) -> None:
-        self._script = Script(tree, text, names, problems)
-        self._autocast = Autocast(self._script)
+    ``torch_starts``, ``torch_passes``, ``torch_steps`` and ``torch_autocast`` have its parts.
 
-    def tell(self, package: Package) -> None:
-        """Add to what the files know of each other."""
-        script = self._script
-        read_starts(script)
+    Args:
+        package: the files.
+        scripts: those that use Apex.
+    """
+
+    def __init__(self, package: Package, scripts: Sequence[Script]) -> None:
+        self._package, self._scripts = package, scripts
+        self._autocast, self._steps = Autocast(package), Steps(package)
+        self._passes: list[Pass] = []
+
+    def read(self) -> None:
+        """Find the training steps, and what the files know of each other."""
+        package = self._package
+        for script in self._scripts:
+            read_starts(script)
+            self._tell(script)
+        for script in self._scripts:
+            self._name_models(script)
+        for script in self._scripts:
+            if not package.models and any(use.name == "apex.amp.scale_loss" for use in script.names.uses):
+                said = "there is no amp.initialize here, which says what is trained at which level"
+                script.say(script.tree.body[0], said)
+            self._passes += read_passes(script)
+        for each in self._passes:
+            self._lead_to(each.script.around.function(each.whole))
+        for each in self._passes:
+            self._steps.find(each)
+            off = any(start.level.enabled == "False" for start in each.script.starts) and not package.shared
+            if not off and not self._autocast.cover(each):
+                said = "no call of the model before it that can be found; put autocast around that"
+                each.script.say(each.whole, said)
+
+    def _tell(self, script: Script) -> None:
+        package = self._package
         for start in script.starts:
-            package.models |= {last_part(start.targets[0]), last_part(start.given[0])}
-            package.optimizers |= {last_part(name) for name in start.targets[1:]}
+            package.models |= {last_part(name) for pair in start.models for name in pair}
+            package.optimizers |= {last_part(name) for name, _ in start.optimizers}
             package.conditions |= {bare(each.test) for each in script.around.conditions(start.node)}
-        for node in ast.walk(script.tree):  # model = DDP(model)
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
-                wrapper = dotted_text(node.value.func) or ""
-                inner = dotted_text(node.value.args[0]) or ""
-                if wrapper.endswith(("Parallel", "DDP")) and last_part(inner) in package.models:
-                    package.models.add(last_part(dotted_text(node.targets[0]) or inner))
-        training = {start.function for start in script.starts if start.optimizer}
-        runs = ("apex.amp.scale_loss", "apex.amp.master_params", "apex.amp.state_dict", "apex.amp.load_state_dict")
-        package.shared |= any(use.name in runs and use.function not in training for use in script.names.uses)
-
-    def rewrite(self, package: Package, gone: set[int]) -> None:
-        """Collect the changes; the statements with ids in ``gone`` are not in the new text."""
-        script = self._script
-        script.package = package
-        if not package.models and any(use.name == "apex.amp.scale_loss" for use in script.names.uses):
-            script.say(
-                script.tree.body[0], "there is no amp.initialize here, which says what is trained at which level"
+            names = {name for name, _ in start.optimizers}
+            package.shared |= start.level.losses > 1 and len(names) > 1
+            package.shared |= any(
+                {name for name, _ in other.optimizers} != names
+                for other in script.starts
+                if other.function is start.function and other.optimizers and names
             )
-        for start in script.starts:
-            if start.optimizer is None:
-                self._autocast.inference(start)
-            else:
-                write_start(script, start)
-        Steps(script, self._autocast).rewrite()
+        training = {start.function for start in script.starts if start.optimizers}
+        package.shared |= any(use.name in _RUNS and use.function not in training for use in script.names.uses)
+
+    def _name_models(self, script: Script) -> None:
+        """Other names of models, or of what has one: ``net`` in ``net = DDP(model)`` and in ``for net in models``."""
+        models, before = self._package.models, -1
+        pairs = []
+        for node in ast.walk(script.tree):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                value = node.value
+                made = isinstance(value, ast.Call) and last_part(dotted_text(value.func) or "")[:1].isupper()
+                values = value.args if made and isinstance(value, ast.Call) else [value]
+                pairs += [(node.targets[0], each) for each in values]
+            elif isinstance(node, (ast.For, ast.AsyncFor)):
+                pairs.append((node.target, node.iter))
+        plain = (ast.Name, ast.Attribute, ast.Subscript)
+        named = [each for each in pairs if isinstance(each[0], plain) and isinstance(each[1], plain)]
+        while before < len(models):
+            before = len(models)
+            models |= {last_part(ast.unparse(new)) for new, old in named if last_part(ast.unparse(old)) in models}
+
+    def _lead_to(self, function: ast.AST) -> None:
+        """Note the functions through which a backward pass comes."""
+        training = self._package.training
+        if id(function) not in training and isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            training.add(id(function))
+            self._package.names.add(function.name)
+            for site in self._package.calls.callers(function, read=False):
+                self._lead_to(site.file.around.function(site.call))
+
+    def write(self) -> None:
+        """Collect the changes."""
+        for script in self._scripts:
+            for start in script.starts:
+                if start.optimizers:
+                    write_start(script, start)
+                else:
+                    self._autocast.inference(script, start)
+        for each in self._passes:
+            each.write()
+        self._steps.write()
+        for script in self._scripts:
+            self._steps.check(script, self._passes)
+
+    def write_names(self, script: Script, gone: set[int]) -> None:
+        """Replace the other functions of amp; the statements with ids in ``gone`` are not in the new text."""
         for node in ast.walk(script.tree):
             if not isinstance(node, ast.Call) or id(node) in gone:
                 continue
@@ -68,6 +127,6 @@ class Training:
                 else:
                     script.text.put(node.func, f"{script.scaler(owner)}.{name}")
 
-    def indent(self, inside_strings: set[int]) -> None:
+    def indent(self, script: Script, inside_strings: set[int]) -> None:
         """Put the blocks of autocast into the text."""
-        self._autocast.indent(inside_strings)
+        self._autocast.write(script, inside_strings)

@@ -33,19 +33,34 @@ class Tree:
                     self.places |= {id(each): (block, i) for i, each in enumerate(block)}
 
     def around(self, node: ast.AST) -> Iterator[ast.stmt]:
-        """The conditions and with blocks around a statement, from the inside, up to a loop or a function."""
-        while isinstance(node := self.owners[id(node)], (ast.If, ast.With, ast.Try, ast.ExceptHandler)):
+        """The statements around a statement, from the inside, up to a function."""
+        while not isinstance(node := self.owners[id(node)], (*Function, ast.ClassDef, ast.Module)):
             if isinstance(node, ast.stmt):
                 yield node
 
     def conditions(self, node: ast.AST) -> list[ast.If]:
-        """The ``if`` statements around a statement, from the inside, up to a loop or a function."""
+        """The ``if`` statements around a statement, from the inside, up to a function."""
         return [each for each in self.around(node) if isinstance(each, ast.If)]
 
-    def path(self, node: ast.stmt) -> Iterator[tuple[list[ast.stmt], int]]:
-        """The blocks around a statement, and its place there, from the inside."""
+    def path(self, node: ast.stmt) -> Iterator[tuple[list[ast.stmt], int, bool]]:
+        """The blocks around a statement, its place there, and whether it is in a loop there, from the inside."""
+        looped = False
         for each in (node, *self.around(node)):
-            yield self.places[id(each)]
+            looped |= isinstance(each, (ast.For, ast.AsyncFor, ast.While))
+            yield *self.places[id(each)], looped
+
+    def branch(self, condition: ast.If, node: ast.AST) -> bool:
+        """Whether a node is in the part of an ``if`` statement that runs where its condition is true."""
+        while self.owners[id(node)] is not condition:
+            node = self.owners[id(node)]
+        return any(each is node for each in condition.body)
+
+    def exclusive(self, one: ast.stmt, other: ast.stmt) -> bool:
+        """Whether only one of two statements runs, because they are in two branches of an ``if``."""
+        both = {id(each): each for each in self.conditions(other)}
+        return any(
+            self.branch(each, one) != self.branch(each, other) for each in self.conditions(one) if id(each) in both
+        )
 
     def function(self, node: ast.AST) -> ast.AST:
         """The innermost function around a node, or the file."""
@@ -53,7 +68,7 @@ class Tree:
             node = self.owners[id(node)]
         return node
 
-    def statement(self, node: ast.AST) -> ast.AST:
+    def statement(self, node: ast.AST) -> ast.stmt:
         """The statement that a node is in."""
         while not isinstance(node, ast.stmt):
             node = self.owners[id(node)]
