@@ -19,9 +19,22 @@
     if (seen(wrap) && wrap.scrollWidth > wrap.clientWidth + 1)
       wrong.push('a table of ' + wrap.scrollWidth + ' px in ' + wrap.clientWidth + ': ' + named(wrap));
 
+  for (const code of document.querySelectorAll('pre > code'))
+    if (seen(code) && code.scrollWidth > code.clientWidth + 1) wrong.push('code is cut off: ' + named(code));
+
+  const range = document.createRange();
+  for (const cell of document.querySelectorAll('th')) {
+    const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    for (let text; (text = texts.nextNode());)
+      for (const word of narrow && text.parentElement.closest('code') ? [] : text.data.matchAll(/[A-Za-z]+/g)) {
+        range.setStart(text, word.index);
+        range.setEnd(text, word.index + word[0].length);
+        const lines = new Set([...range.getClientRects()].map(box => Math.round(box.top)));
+        if (lines.size > 1) wrong.push('a word of a header is broken: ' + word[0]);
+      }
+  }
+
   if (narrow) {
-    for (const code of document.querySelectorAll('pre > code'))
-      if (seen(code) && code.scrollWidth > code.clientWidth + 1) wrong.push('code is cut off: ' + named(code));
     for (const text of document.querySelectorAll('svg text')) {
       const size = parseFloat(getComputedStyle(text).fontSize) * Math.abs(text.getScreenCTM().d);
       if (seen(text) && text.textContent.trim() && size < smallest)

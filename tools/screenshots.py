@@ -1,9 +1,11 @@
 """Look at the built site and at the reports in Chromium, wide and narrow, light and dark, and check them.
 
-``make screenshots`` writes pictures to build/screenshots, for people to look at. It fails if on any page
+``make screenshots`` writes pictures of some pages to build/screenshots, for people to look at. It fails if on any page
+of the site or in any report
 
-- something is wider than the screen,
-- on a narrow screen, a line of code is cut off, or text in a picture is shown smaller than 10 px,
+- something is wider than the screen, a table scrolls, or a line of code is cut off,
+- a word of a table's header is broken, but for code on a narrow screen,
+- on a narrow screen, text in a picture is shown smaller than 10 px,
 - text has too little contrast with what is behind it (WCAG AA: 4.5 to 1, and 3 to 1 for large text),
 - something is fetched from elsewhere,
 
@@ -44,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--site", type=Path, default=ROOT / "site")
     parser.add_argument("--out", type=Path, default=ROOT / "build/screenshots")
-    parser.add_argument("--pages", nargs="*", default=PAGES, help="of the site; by default one of each kind")
+    parser.add_argument("--pictures", nargs="*", default=PAGES, help="pages to take pictures of, one of each kind")
     given = parser.parse_args()
     program = find()
     if program is None:
@@ -59,9 +61,17 @@ def main() -> int:
         (Path(folder) / "halfstep").symlink_to(given.site.resolve())  # where the site will be published, too
         with served(Path(folder)) as server, Chromium(program) as chromium:
             site = server + "halfstep/"
-            addresses = {f"site-{page.strip('/').replace('/', '-') or 'home'}": site + page for page in given.pages}
-            addresses |= {f"report-{name.removesuffix('.html')}": server + name for name in reports}
-            wrong = [each for name, address in addresses.items() for each in look(chromium, name, address, given.out)]
+            addresses = {
+                f"site-{page.strip('/').replace('/', '-') or 'home'}": site + page for page in pages_of(given.site)
+            }
+            taken = {site + page for page in given.pictures}
+            addresses |= (made := {f"report-{name.removesuffix('.html')}": server + name for name in reports})
+            taken |= set(made.values())
+            wrong = [
+                each
+                for name, address in addresses.items()
+                for each in look(chromium, name, address, given.out if address in taken else None)
+            ]
             wrong += [each for text, wanted in SEARCHES.items() for each in search(chromium, site, text, wanted)]
     for each in wrong:
         print(each)
@@ -71,16 +81,23 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def look(chromium: Chromium, name: str, address: str, out: Path) -> Iterator[str]:
-    """Take the pictures of one page, and say what is wrong with it."""
+def pages_of(site: Path) -> list[str]:
+    """The addresses of all pages of a built site, below its own."""
+    return sorted(str(path.relative_to(site)).removesuffix("index.html") for path in site.rglob("*.html"))
+
+
+def look(chromium: Chromium, name: str, address: str, out: Path | None) -> Iterator[str]:
+    """Say what is wrong with one page, and take its pictures where there is a folder for them."""
     chromium.open(address)
     for width, height in WIDTHS.items():
-        for scheme in ("light", "dark"):
+        # Colors are checked on a wide screen only, so dark pages that nobody takes a picture of need no narrow look.
+        for scheme in ("light", "dark") if out is not None or width == max(WIDTHS) else ("light",):
             chromium.look(width=width, height=height, scheme=scheme)
             check = CHECKS.replace("WIDTH", str(width)).replace("SMALLEST", str(SMALLEST_TEXT))
             found: dict[str, Any] = chromium.evaluate(check)
             tall = max(min(found["height"], TALLEST), height)
-            chromium.screenshot(out / f"{name}-{width}-{scheme}.png", width=width, height=tall)
+            if out is not None:
+                chromium.screenshot(out / f"{name}-{width}-{scheme}.png", width=width, height=tall)
             for each in found["wrong"]:
                 yield f"{name}, {width} px, {scheme}: {each}"
     for each in chromium.requested:

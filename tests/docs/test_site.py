@@ -12,6 +12,7 @@ import pytest
 
 from tools import demo_picture, screenshots
 from tools.check_site import check
+from tools.chromium import Chromium, find
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "https://example.org/docs/"
@@ -102,3 +103,33 @@ def test_without_a_browser_screenshots_are_skipped_visibly(
     assert screenshots.main() == 0
     assert capsys.readouterr().out.startswith("SKIPPED: no screenshots and none of their checks, because none of chrom")
     assert not (tmp_path / "out").exists()
+
+
+WIDE = {
+    "<pre><code>" + "x" * 300 + "</code></pre>": "code is cut off",
+    '<table style="width: 60px; overflow-wrap: anywhere"><tr><th>everything else</th></tr></table>': (
+        "a word of a header is broken: everything"
+    ),
+    "<pre style='white-space: pre-wrap; overflow-wrap: anywhere'><code>" + "x" * 300 + "</code></pre>": None,
+    "<table><tr><th>everything else</th></tr></table>": None,
+}
+
+
+@pytest.mark.skipif(find() is None, reason="needs Chromium")
+def test_what_is_cut_off_on_a_wide_screen_is_found(tmp_path: Path) -> None:
+    wide = "1280 px, light"
+    with screenshots.served(tmp_path) as server, Chromium(find() or "") as chromium:
+        for number, (body, said) in enumerate(WIDE.items()):
+            (tmp_path / f"{number}.html").write_text(f"<style>code {{ display: block; overflow: auto }}</style>{body}")
+            found = [
+                each for each in screenshots.look(chromium, "page", f"{server}{number}.html", None) if wide in each
+            ]
+            assert len(found) == (said is not None)
+            assert said is None or said in found[0]
+
+
+def test_every_page_of_the_site_is_looked_at(tmp_path: Path) -> None:
+    for page in ("index.html", "api/amp/index.html", "404.html"):
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / page).touch()
+    assert screenshots.pages_of(tmp_path) == ["", "404.html", "api/amp/"]
