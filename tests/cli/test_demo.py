@@ -20,6 +20,7 @@ for needed in ("click", "rich", "sklearn"):
         pytest.skip(f"could not find {needed}", allow_module_level=True)
 
 from click.testing import CliRunner
+from rich.console import Console
 
 from halfstep import __version__, amp
 from halfstep.cli import demo
@@ -122,6 +123,22 @@ def test_results_are_json_with_their_command_and_machine(demo_output: tuple[str,
     assert [len(each["losses"]) for each in found["runs"]] == [2 * EPOCH_STEPS] * 5
     assert all(each["step_seconds"] > 0 for each in found["runs"])
     assert all(each["peak_bytes"] > each["held_bytes"] > 0 for each in found["runs"])
+
+
+def test_each_epoch_is_one_line_in_a_pipe(demo_output: tuple[str, str]) -> None:
+    text, _ = demo_output
+    names = "O0 float32", "O1 bfloat16", "O2 bfloat16", "O3 bfloat16", "O2 float16"
+    losses = ", ".join(rf"{name} \d\.\d{{3}}" for name in names)
+    assert re.findall(rf"^epoch (\d) of 2, \d+ s: loss {losses}$", text, re.M) == ["1", "2"]
+
+
+def test_times_of_a_busy_machine_do_not_cut_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    busy = Run("O2", torch.bfloat16, torch.nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]), [1e-4], [2.0**21])
+    busy.step_seconds, busy.steps_skipped = [111.1, 0.1] * 20, 1009
+    demo._print_table(Console(width=80), [busy], CPU)
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert printed.split()[-1] == "1009"
 
 
 def test_casting_is_down_again(demo_output: tuple[str, str]) -> None:

@@ -112,7 +112,9 @@ def _train(console: Console, settings: Settings) -> list[Run]:
 def _print_epoch(console: Console, settings: Settings, epoch: int, runs: Sequence[Run]) -> None:
     losses = ", ".join(f"{run.name} {run.final_loss:.3f}" for run in runs)
     seconds = sum(sum(run.step_seconds) for run in runs)
-    console.print(f"epoch {epoch} of {settings.epochs}, {seconds:.0f} s: loss {losses}", highlight=False)
+    console.print(
+        f"epoch {epoch} of {settings.epochs}, {seconds:.0f} s: loss {losses}", highlight=False, soft_wrap=True
+    )
 
 
 def _print_table(console: Console, runs: list[Run], device: torch.device) -> None:
@@ -129,5 +131,7 @@ def _print_table(console: Console, runs: list[Run], device: torch.device) -> Non
         table.add_column("\n".join(name.split(" ", 1)), justify="left" if words else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
+    own_width, console.width = console.width, max(console.width, 100)  # times of a busy machine are long, and not cut
     console.print(table)
+    console.width = own_width
     console.print()
