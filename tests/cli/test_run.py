@@ -250,3 +250,30 @@ def test_checkpoints_are_trusted_only_when_told(tmp_path: Path, worker: list[str
     code, out, err = run(tmp_path, "--trust-checkpoints", "train.py", *worker)
     assert (code, out.strip()) == (0, "a"), err
     assert err.count("a file can run any code that way") == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["from apex.transformer import parallel_state", "from apex.amp.utils import casted_args"]
+)
+def test_an_import_that_halfstep_refuses_shows_the_line_of_the_script_alone(line: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"import torch\n{line}\n")
+    status, _, error = run(tmp_path, "train.py")
+    assert status == 1
+    _, place, code, *rest = error.splitlines()
+    assert place.strip() == f'File "{tmp_path}/train.py", line 2, in <module>'
+    assert code.strip() == line
+    assert [said.partition(":")[0] for said in rest] in (
+        ["halfstep.core.errors.MissingModuleError"],
+        ["halfstep.core.errors.MissingNameError"],
+    )
+
+
+def test_an_extension_of_apex_that_is_not_here_says_what_to_use(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import fused_layer_norm_cuda\n")
+    status, _, error = run(tmp_path, "train.py")
+    assert status == 1
+    assert error.splitlines()[-2:] == [
+        "ModuleNotFoundError: No module named 'fused_layer_norm_cuda'",
+        "halfstep run: fused_layer_norm_cuda is an extension of Apex that is not here. "
+        "Use apex.normalization.FusedLayerNorm.",
+    ]

@@ -53,9 +53,16 @@ def prepare_workers(device: str | None) -> None:
 def hide_halfstep(hint: Callable[[BaseException], str | None]) -> None:
     """Have the traceback of an error begin in the script, and write a hint below it if there is one.
 
-    What watches the script is not in it either: its frames stand between those of a model and those of torch.
+    What watches the script is not in it either: its frames stand between those of a model and those of torch. Nor is
+    the search for a module of Apex that ends in an error.
     """
-    own, here, observe = sys.excepthook, Path(__file__).parent, Path(__file__).parents[1] / "observe"
+    own, here, ours = sys.excepthook, Path(__file__).parent, Path(__file__).parents[1]
+    finders = ("install.py", "missing.py")
+    hidden = {
+        *(ours / "observe").iterdir(),
+        *(ours / "compat" / name for name in finders),
+        Path("<frozen importlib.util>"),
+    }
     starters = {sys.modules["__main__"].__dict__.get("__file__"), runpy.__file__, "<frozen runpy>"}
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -68,7 +75,7 @@ def hide_halfstep(hint: Callable[[BaseException], str | None]) -> None:
         while first < len(files) and str(files[first]) in starters:
             first += 1
         for frame, file in reversed([*zip(frames, files, strict=True)][first:]):
-            if file.parent != observe:
+            if file not in hidden:
                 frame.tb_next, trace = trace, frame
         own(kind, error.with_traceback(trace), trace)
         said = hint(error)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from ..core.errors import HalfstepError, MissingModuleError, MissingNameError
 
-__all__ = ["refuse_missing", "refusing"]
+__all__ = ["EXTENSIONS", "refuse_missing", "refusing"]
 
 _TREE = f"{__package__}.apex."
 
@@ -87,6 +87,27 @@ _INSTEAD: dict[str, str | dict[str, str]] = {
     "transformer": "Use Megatron-LM, or torch.distributed.tensor.parallel and torch.distributed.pipelining.",
 }
 """For each module below ``apex`` what to use instead of it, or instead of names in it, with spaces between."""
+
+_NORM, _ATTENTION = "apex.normalization.FusedLayerNorm", "torch.nn.functional.scaled_dot_product_attention"
+EXTENSIONS = {
+    "bnp": "apex.parallel.SyncBatchNorm with a process group, and channels_last",
+    "distributed_lamb_cuda": "apex.optimizers.FusedLAMB with FSDP2",
+    "fast_layer_norm": _NORM,
+    "fast_multihead_attn": "apex.contrib.multihead_attn",
+    "fmhalib": _ATTENTION,
+    "fused_adam_cuda": "apex.optimizers.FusedAdam",
+    "fused_dense_cuda": "apex.fused_dense",
+    "fused_layer_norm_cuda": _NORM,
+    "fused_rotary_positional_embedding": "the rotary embedding of Megatron-LM",
+    "fused_weight_gradient_mlp_cuda": "torch.nn.Linear",
+    "generic_scaled_masked_softmax_cuda": _ATTENTION,
+    "mlp_cuda": "apex.mlp.MLP",
+    "scaled_masked_softmax_cuda": _ATTENTION,
+    "scaled_softmax_cuda": _ATTENTION,
+    "scaled_upper_triang_masked_softmax_cuda": f"{_ATTENTION} with is_causal=True",
+    "xentropy_cuda": "apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
+}
+"""What to use instead of Apex's compiled modules. No finder refuses them: scripts ask whether they are there."""
 
 
 class _NotImportedError(HalfstepError, AttributeError):
