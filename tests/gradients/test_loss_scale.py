@@ -550,6 +550,15 @@ def test_a_finite_step_saves_from_collapse() -> None:
         assert scaler.loss_scale() == 1.0
 
 
+def test_overflows_at_a_static_scale_do_not_count_towards_a_collapse() -> None:
+    scaler = DeviceLossScaler(StaticLossScale(1.0), verbose=False)
+    scaler.change(min_scale=1.0, collapse_after=3)
+    for _ in range(5):
+        scaler.update(YES)
+    scaler.dynamic = True
+    assert overflow_until_collapse(scaler) == 3
+
+
 def test_collapse_names_the_parameter(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1)))
     model, optim = amp.initialize(
@@ -703,3 +712,14 @@ def test_the_state_moves_to_the_device_where_overflows_are_found(monkeypatch: py
         scaler.update(found_inf)
         assert {tensor.device for tensor in scaler.state(found_inf.device)} == {found_inf.device}
         assert scaler.scale(found_inf.device).device == found_inf.device
+
+
+def test_losses_on_several_devices_are_scaled_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for where in ("async_reader", "loss_scaler"):
+        monkeypatch.setattr(f"halfstep.gradients.{where}.capturing", lambda device: True)
+    with fake_cuda() as name:
+        scaler = amp.GradScaler(init_loss_scaling=8.0)
+        losses = torch.ones((), device=name), torch.ones(2)
+        first, second = scaler.scale(losses)
+        assert (first.device, second.device) == (losses[0].device, CPU)
+        assert scaler.scale(losses[0]).device == losses[0].device

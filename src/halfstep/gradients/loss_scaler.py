@@ -182,6 +182,7 @@ class DeviceLossScaler:
 
     def _move_by(self, rule: DynamicLossScale) -> None:
         """Go by another rule. If its interval is already counted, the scale grows at the next finite step."""
+        self._pick_up(wait=True)  # the rule of before counts its own overflows
         self.rule = rule
         if rule.growth_interval is not None and self.good() >= rule.growth_interval:
             self.set_good(rule.growth_interval - 1)
