@@ -70,6 +70,17 @@ def test_a_sum_of_16_bit_gradients_keeps_all_bits(scale: torch.Tensor | None, ha
 
 
 @in_both_halves
+def test_an_fp32_gradient_stays_fp32_when_16_bits_are_added(half: torch.dtype) -> None:
+    p, gradients = param(dtype=half), plain()
+    set_grads([p], [torch.ones(2)])
+    gradients.begin([p], SCALE)
+    arrive(p, TINY * float(SCALE))
+    gradients.finish([p], SCALE, torch.zeros(()))
+    assert p.grad.dtype is FP32
+    assert values(p) == [[1 + TINY] * 2]
+
+
+@in_both_halves
 def test_what_was_never_scaled_or_added_to_becomes_fp32_too(half: torch.dtype) -> None:
     p, gradients = param(dtype=half), wide()
     gradients.begin([p], None)

@@ -171,6 +171,7 @@ def test_memory_that_is_held_without_the_parameter_is_the_master(keep: Any, fuse
         step(model, optimizer)
         assert model.state_dict()["weight"].view(-1)[0] == value
         assert master_of(optimizer).view(-1)[0] == value
+        assert master_of(optimizer).requires_grad
     with torch.no_grad():
         master_of(optimizer).fill_(8.0)
     assert torch.as_tensor(kept).reshape(-1)[0] == 8.0

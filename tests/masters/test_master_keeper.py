@@ -17,9 +17,11 @@ from halfstep import amp, optimizers
 from halfstep.gradients.ledger import set_grads
 from halfstep.gradients.master_registry import keeper_of
 from halfstep.kernels.shards import local
+from halfstep.kernels.storage import SPLIT, Storage, plain
 from halfstep.masters import keeper as module
 from halfstep.masters.keeper import MasterKeeper
 from halfstep.masters.outside_writes import StepWrites
+from halfstep.masters.split import adapt, master_value
 
 BF16, FP32 = torch.bfloat16, torch.float32
 needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
@@ -214,6 +216,22 @@ def test_when_masters_are_gone_gradients_have_the_parameters_dtype(own: bool) ->
     assert half.grad_dtype is BF16
 
 
+def test_a_closure_may_bring_16_bit_gradients() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
+    amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, loss_scale=1.0, fused=False, verbosity=0)
+    before = model.state_dict()["weight"].clone()
+
+    def closure() -> float:
+        if hasattr(torch.Tensor, "grad_dtype"):
+            model.weight.grad_dtype = None
+        model.weight.grad = torch.ones_like(model.weight)
+        return 0.0
+
+    optimizer.step(closure)
+    torch.testing.assert_close(model.state_dict()["weight"], before - 2.0**-12, rtol=0, atol=2.0**-24)
+
+
 @pytest.fixture
 def sharded() -> Iterator[nn.Parameter]:
     """A bfloat16 parameter that is shared out to one process."""
@@ -232,6 +250,30 @@ def test_the_master_of_a_sharded_weight_is_sharded_as_it_is(sharded: nn.Paramete
         local(master).fill_(1.0 + 2**-12)  # which bfloat16 does not have
     assert local(keeper.view(sharded)).tolist() == [1.0 + 2**-12] * 2
     assert local(sharded.detach()).tolist() == [1.0] * 2
+
+
+@needs_grad_dtype
+def test_the_master_of_a_sharded_weight_has_its_gradient(sharded: nn.Parameter) -> None:
+    optimizer = optimizers.FusedAdam([sharded], lr=1.0, master_weights=True)
+    keeper = MasterKeeper(optimizer, True)
+    assert keeper.view(sharded).grad is None
+    sharded.grad = torch.ones_like(sharded)
+    grad: Any = keeper.view(sharded).grad
+    assert (grad.dtype, grad.placements) == (FP32, sharded.placements)  # type: ignore[attr-defined]
+    assert local(grad).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("storage", [SPLIT, plain(BF16)], ids=lambda storage: storage.kind)
+def test_the_form_of_a_sharded_master_changes_as_that_of_a_whole_one(sharded: nn.Parameter, storage: Storage) -> None:
+    """1 and half of its last bit: a tie, which the two forms round to different sides."""
+    state: dict[str, Any] = {"master": torch.full_like(sharded.detach(), 1.0 + 2**-8, dtype=FP32)}
+    local(sharded.detach()).fill_(1.0)
+    for form in (SPLIT, plain(BF16), storage):
+        adapt(sharded, state, form)
+        (kept,) = state.values()
+        assert (type(kept), kept.placements) == (type(sharded.data), sharded.placements)  # type: ignore[attr-defined]
+        assert local(sharded.detach()).tolist() == [1.0 + 2**-7 if form is SPLIT else 1.0] * 2
+        assert local(master_value(sharded, state)).tolist() == [1.0 + 2**-8] * 2
 
 
 def test_a_plain_master_of_a_sharded_weight_takes_what_is_written_to_it(sharded: nn.Parameter) -> None:
