@@ -75,7 +75,7 @@ class Facts:
         self._any_gradient = _ask_gradients(self.trained_params, self.reading)
         seen = self.forward
         self._forward_flags = [(name, self.reading.ask(flags)) for name, flags in (seen.flags if seen else ())]
-        self._norms = [(name, self.reading.ask(inf)) for name, inf in (seen.overflows if seen else ())]
+        self._norms = [(name, self.reading.ask(inf)) for name, inf in (seen.norms if seen else ())]
         self.reading.send()
 
     def _session_scalers(self) -> list[DeviceLossScaler]:
@@ -125,6 +125,11 @@ class Facts:
     def outputs_on_grid(self) -> list[str]:
         """Where the forward pass made an fp32 output that has nothing but values of a 16-bit format."""
         return [name for name, where in self._forward_flags if is_on_grid(self.reading[where])]
+
+    @property
+    def norms(self) -> list[str]:
+        """The ops by which the forward pass took the root of a sum of squares in 16 bits."""
+        return list(dict.fromkeys(name for name, _ in self._norms))
 
     @cached_property
     def zero_norms(self) -> list[str]:

@@ -63,29 +63,15 @@ class Squares(NamedTuple):
 
     Attributes:
         dtype: the 16-bit dtype in which they were computed.
-        is_inf: of a statistic, as of ``Root``.
+        is_inf: of a statistic, one number: whether it is inf, so that what is divided by its root becomes 0.
     """
 
     dtype: torch.dtype
     is_inf: torch.Tensor | None
 
 
-class Root(NamedTuple):
-    """A root that is taken of a statistic.
-
-    Attributes:
-        op: the name of the function.
-        dtype: the 16-bit dtype in which squares were computed or added up.
-        is_inf: tensor of one number: whether the statistic is inf, so that what is divided by it becomes 0.
-    """
-
-    op: str
-    dtype: torch.dtype
-    is_inf: torch.Tensor
-
-
-def root_in(call: FunctionCall, notes: Notes[Squares]) -> Root | None:
-    """The root of a statistic that a call of a function of torch takes; None for any other call.
+def root_in(call: FunctionCall, notes: Notes[Squares]) -> tuple[str, torch.Tensor] | None:
+    """The name of a function of torch that takes the root of a statistic, and whether that is inf; None for any other.
 
     Looked for are squares that are computed in 16 bits, then reduced, and then put under a root. torch's own norms
     compute in fp32 inside, and are one function each. Sums of all elements, such as a loss, do not count. Squares of
@@ -103,7 +89,7 @@ def root_in(call: FunctionCall, notes: Notes[Squares]) -> Root | None:
         if first.dim() and first.dtype in HALF_DTYPES:
             is_inf = _is_inf(first)
             notes.add(first, Squares(first.dtype, is_inf))
-            return Root(name, first.dtype, is_inf) if name.startswith("std") else None
+            return (name, is_inf) if name.startswith("std") else None
         return None
     if not isinstance(result, torch.Tensor) or not args:
         return None
@@ -123,7 +109,7 @@ def root_in(call: FunctionCall, notes: Notes[Squares]) -> Root | None:
         elif name in _CASTS:
             notes.add(result, known)
     elif name in _ROOTS or (name == "pow" and exponent in (0.5, -0.5)):
-        return Root(name, known.dtype, known.is_inf)
+        return name, known.is_inf
     elif name in _KEEP and result.numel() == tensor.numel():
         notes.add(result, known)
     return None
@@ -155,8 +141,8 @@ class Forward:
         running: the calls of modules that have not returned, the outermost first.
         dtypes: the 16-bit dtypes of results.
         losses: loss functions that computed in 16 bits, as "module: function".
-        statistics: roots of sums of squares that were computed in 16 bits, as norms by hand have them, likewise.
-        overflows: the same, with a number that is 1.0 if the sum is inf.
+        norms: roots of sums of squares that were computed in 16 bits, as norms by hand have them, likewise; and whether
+            the sum is inf.
         routers: the names of routers whose results are in 16 bits.
         flags: names of modules, or "the loss", with the ``grid_flags`` of fp32 values that should not be on a grid.
         loss_dtype: of the loss, if there was one.
@@ -168,8 +154,7 @@ class Forward:
         self._squares = Notes[Squares](stay=True)
         self.dtypes: set[torch.dtype] = set()
         self.losses: dict[str, torch.dtype] = {}
-        self.statistics: dict[str, torch.dtype] = {}
-        self.overflows: list[tuple[str, torch.Tensor]] = []
+        self.norms: list[tuple[str, torch.Tensor]] = []
         self.routers: dict[str, torch.dtype] = {}
         self.flags: list[tuple[str, torch.Tensor]] = []
         self.loss_dtype: torch.dtype | None = None
@@ -206,8 +191,7 @@ class Forward:
                 self.losses.setdefault(f"{self._here()}{name}", call.result.dtype)
         root = root_in(call, self._squares)
         if root is not None:
-            self.statistics.setdefault(f"{self._here()}{root.op}", root.dtype)
-            self.overflows.append((f"{self._here()}{root.op}", root.is_inf))
+            self.norms.append((f"{self._here()}{root[0]}", root[1]))
 
     def _here(self) -> str:
         name = self.running[-1].name if self.running else ROOT

@@ -84,7 +84,7 @@ def _sensitive_ops(facts: Facts) -> Iterator[Found]:
         where = listed(facts.zero_norms)
         text = "A norm returns zeros: its sum of squares is inf in 16 bits, and it divides by that."
         yield Found("error", where, text, {"ops": facts.zero_norms}, fix)
-    statistics = [name for name in (seen.statistics if seen is not None else ()) if name not in facts.zero_norms]
+    statistics = [name for name in facts.norms if name not in facts.zero_norms]
     if statistics:
         where = listed(statistics)
         text = "A norm computes its statistics in 16 bits."
