@@ -7,7 +7,7 @@ import io
 import itertools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -92,14 +92,13 @@ def _parsed(path: Path) -> list[Checked]:
 def _matched(reference: Sequence[Checked], other: Sequence[Checked], *, scale: float) -> list[list[Cell]]:
     """Both logs line by line, in the order of the reference; what only the other has comes where it was."""
     left, right = dict(_numbered(reference)), dict(_numbered(other))
-    keys = list(left)
-    at = 0
+    places = {key: i for i, key in enumerate(left)}
+    at, after = -1, defaultdict(list)
     for key in right:
-        if key in left:
-            at = max(at, keys.index(key) + 1)
-        else:
-            keys.insert(at, key)
-            at += 1
+        at = max(at, places.get(key, -1))
+        if key not in left:
+            after[at].append(key)
+    keys = [*after[-1], *(each for i, key in enumerate(left) for each in (key, *after[i]))]
     return [_row(f"{tensor}#{i}", left.get(key), right.get(key), scale) for key in keys for _, tensor, i in [key]]
 
 

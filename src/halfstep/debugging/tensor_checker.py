@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ __all__ = ["TensorCheckerConfig", "check_layer_numerics", "disable_tensor_checke
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@dataclass(eq=False)
 class TensorCheckerConfig:
     """What ``enable_tensor_checker`` checks.
 
@@ -40,34 +42,28 @@ class TensorCheckerConfig:
         ArgumentValueError: for other values than these, and for a name that no op has.
     """
 
-    def __init__(
-        self,
-        enable: bool,
-        debug_mode: DebugMode = DebugMode.CHECK_NAN_INF_AND_ABORT,
-        output_dir: str | None = None,
-        checked_op_list: Sequence[str] | None = None,
-        skipped_op_list: Sequence[str] | None = None,
-        debug_step: Sequence[int] | None = None,
-        stack_height_limit: int = 1,
-    ) -> None:
-        check_mode(debug_mode)
-        for name, given in (("debug_step", debug_step), ("checked_op_list", checked_op_list)):
-            _check_sequence(name, given)
-        _check_sequence("skipped_op_list", skipped_op_list)
-        if debug_step is not None and (len(debug_step) != 2 or not 0 <= debug_step[0] < debug_step[1]):
-            raise ArgumentValueError(f"debug_step={debug_step!r} must be (start, end) with 0 <= start < end.")
-        if isinstance(stack_height_limit, bool) or not isinstance(stack_height_limit, int):
-            raise ArgumentValueError(f"stack_height_limit must be int, not {stack_height_limit!r}.")
-        self.enable = enable
-        self.debug_mode = debug_mode
-        self.output_dir = output_dir
-        self.checked_op_list = checked_op_list
-        self.skipped_op_list = skipped_op_list
-        self.debug_step = debug_step
-        self.stack_height_limit = stack_height_limit
-        self.current_step_id = 0
-        self._checked = None if checked_op_list is None else listed(checked_op_list)
-        self._skipped = frozenset() if skipped_op_list is None else listed(skipped_op_list)
+    enable: bool
+    debug_mode: DebugMode = DebugMode.CHECK_NAN_INF_AND_ABORT
+    output_dir: str | None = None
+    checked_op_list: Sequence[str] | None = None
+    skipped_op_list: Sequence[str] | None = None
+    debug_step: Sequence[int] | None = None
+    stack_height_limit: int = 1
+    current_step_id: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        check_mode(self.debug_mode)
+        for name in ("debug_step", "checked_op_list", "skipped_op_list"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, (list, tuple)):
+                raise ArgumentValueError(f"{name} must be list or tuple, not {given!r}.")
+        steps = self.debug_step
+        if steps is not None and (len(steps) != 2 or not 0 <= steps[0] < steps[1]):
+            raise ArgumentValueError(f"debug_step={steps!r} must be (start, end) with 0 <= start < end.")
+        if isinstance(self.stack_height_limit, bool) or not isinstance(self.stack_height_limit, int):
+            raise ArgumentValueError(f"stack_height_limit must be int, not {self.stack_height_limit!r}.")
+        self._checked = None if self.checked_op_list is None else listed(self.checked_op_list)
+        self._skipped = listed(self.skipped_op_list or ())
 
     def update_and_check_step_id(self) -> bool:
         """Count a step, and say whether it is to be checked."""
@@ -77,11 +73,6 @@ class TensorCheckerConfig:
     def checks(self, op: str) -> bool:
         """Whether an op is to be checked, by its canonical name."""
         return op not in self._skipped and (self._checked is None or op in self._checked)
-
-
-def _check_sequence(name: str, given: object) -> None:
-    if given is not None and not isinstance(given, (list, tuple)):
-        raise ArgumentValueError(f"{name} must be list or tuple, not {given!r}.")
 
 
 def _check(config: TensorCheckerConfig, call: OpCall) -> None:
