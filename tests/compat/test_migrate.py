@@ -337,7 +337,7 @@ REFUSED = {
     "a function": ("amp.state_dict()", "(lambda: amp._amp_state)()", "_amp_state"),
     "an optimizer": (
         "from apex import amp\n",
-        "from apex import amp\nfrom apex.optimizers import FusedLAMB\n",
+        "from apex import amp\nfrom apex.optimizers import FusedLAMB\nprint(FusedLAMB)\n",
         "FusedLAMB",
     ),
     "a wrapper": ("delay_allreduce=True", "gradient_average=False", "gradient_average"),
@@ -349,15 +349,14 @@ REFUSED = {
         "optimizer.step(); amp.master_params(optimizer)",
         "several statements in a line",
     ),
-    "no scale_loss": (
-        "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward(retain_graph=True)\n",
-        "    loss.backward()\n",
-        "a backward pass without scale_loss",
-    ),
     "two contexts": ("with amp.scale", "with lock, amp.scale", "a with block of its own"),
     "a parameter": ("import torch\n", "import torch\ndef f(amp):\n    amp.x\n", "in a way that cannot be rewritten"),
     "a module": ("optimizer.step()", "f(amp)\n    optimizer.step()", "handed on here"),
-    "a star": ("from apex import amp\n", "from apex import amp\nfrom apex.fp16_utils import *\n", "say which names"),
+    "a star": (
+        "from apex import amp\n",
+        "from apex import amp\nfrom apex.fp16_utils import *\nprint(network_to_half)\n",
+        "say which names",
+    ),
 }
 
 

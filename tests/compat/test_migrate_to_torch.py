@@ -348,6 +348,29 @@ def train(args, model, data):
     return losses
 """
     },
+    "no scale_loss at all": {
+        "main": """
+import torch
+from torch.nn.functional import cross_entropy
+from apex import amp
+
+def train_epoch(net, data, opt):
+    losses = []
+    for x, y in data:
+        loss = cross_entropy(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+def train(args, model, data):
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    if args.fp16:
+        model, opt = amp.initialize(model, opt, opt_level=args.level)
+    return train_epoch(model, data, opt)
+"""
+    },
     "two optimizers and a dict of options": {
         "main": """
 import torch
@@ -408,6 +431,7 @@ def on_cpu(sources: Mapping[str, str], *, accumulation: bool = True) -> dict[str
 ALL = {"one function": {"main": ONE_FUNCTION}, "two functions": {"main": TWO_FUNCTIONS}, **SHAPES}
 
 
+@pytest.mark.filterwarnings("ignore:SGD.step.. uses gradients that came through no block of amp.scale_loss")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("level", ["fp32", "O0", "O1"])
 @pytest.mark.parametrize("shape", ALL)
@@ -455,6 +479,22 @@ for x in data:
             f"{SCALED}    scaler.unscale_(optimizer)\n    clip_grad_norm_(model.parameters(), 1.0)\n"
             "    scaler.step(optimizer)\n    scaler.update()\n",
         ),
+        (  # what stands between, and has nothing to do with the loss, is not under autocast
+            f"{HEAD}{LOOP}{STEP}".replace("    with", "    optimizer.zero_grad()\n    with"),
+            SCALED.replace("    scaler.scale", "    optimizer.zero_grad()\n    scaler.scale")
+            + "    scaler.step(optimizer)\n    scaler.update()\n",
+        ),
+        (  # one name for several models
+            HEAD.replace("model, optimizer = amp.initialize(model,", "models, optimizer = amp.initialize([model, ema],")
+            + LOOP
+            + STEP,
+            SCALED.replace("scaler =", "models = [model, ema]\nscaler =")
+            + "    scaler.step(optimizer)\n    scaler.update()\n",
+        ),
+        (  # imports that nothing uses
+            "from apex.fp16_utils import *\nfrom apex.multi_tensor_apply import multi_tensor_applier\nx = 1\n",
+            "x = 1\n",
+        ),
         ("from apex.normalization import FusedLayerNorm as N\n", "from torch.nn import LayerNorm as N\n"),
         (
             "import apex\nm = apex.parallel.DistributedDataParallel(m)\nisinstance(m, apex.parallel.SyncBatchNorm)\n",
@@ -486,6 +526,57 @@ def test_what_it_writes(before: str, after: str) -> None:
     assert found.problems == []
     assert found.after == after
     assert migrate(after, "torch").after == after
+
+
+CLIPPED_EACH_PASS = SHAPES["step in another method"]["main"].replace(
+    "                scaled_loss.backward()\n",
+    "                scaled_loss.backward()\n            nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)\n",
+)
+
+
+def test_gradients_that_are_clipped_after_every_pass_are_unscaled_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = losses_of({"main": migrate(CLIPPED_EACH_PASS).after}, "O1", 1, monkeypatch)
+    found = on_cpu({"main": CLIPPED_EACH_PASS})
+    assert losses_of(found, "O1", 1, monkeypatch) == pytest.approx(want, rel=2e-3)
+    with pytest.raises(RuntimeError, match="unscale_"):
+        losses_of(found, "O1", 3, monkeypatch)
+
+
+def test_delayed_unscaling_is_what_a_grad_scaler_does() -> None:
+    source = SHAPES["step in another method"]["main"].replace(
+        "(loss, optimizer)", "(loss, optimizer, delay_unscale=True)"
+    )
+    assert "torch.amp" in on_cpu({"main": source}, accumulation=False)["main"]
+
+
+def test_a_scaler_that_is_off_is_where_the_optimizer_is() -> None:
+    """Not before ``if __name__ == "__main__"``, in which a whole script is."""
+    shape = SHAPES["no scale_loss at all"]["main"].replace(
+        "def train(args, model, data):", 'if __name__ == "__main__":'
+    )
+    found = migrate(shape.replace("    return train_epoch", "    train_epoch"), "torch")
+    assert found.problems == []
+    lines = found.after.splitlines()
+    assert lines[lines.index("    if args.fp16:") - 1] == "    opt.scaler = torch.amp.GradScaler(enabled=False)"
+
+
+def test_every_caller_of_a_backward_pass_has_to_step() -> None:
+    shape = SHAPES["start, model, pass and step in four files"]
+    other = "import backward\n\ndef other(loss, optimizer, model, args):\n"
+    other += "    backward.complex_backward(loss, optimizer, model, args)\n"
+    found = migrate_to_torch({**shape, "other": other}, accumulation=True)
+    assert [line for line, text in found["other"].problems if "after this call" in text] == [4]
+    assert all(each.after == each.before for each in found.values())
+
+
+def test_files_that_do_not_speak_of_apex_are_rewritten_too(tmp_path: Path) -> None:
+    for name, text in SHAPES["start, model, pass and step in four files"].items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "old.py").write_text("print 'Python 2'\n")
+    result = CliRunner().invoke(command, [str(tmp_path), "--to", "torch", "--accumulation", "--write"])
+    assert result.exit_code == 0, result.output
+    assert "3 files changed, 0 places left" in result.output
+    assert "torch.autocast" in (tmp_path / "runner.py").read_text()
 
 
 @pytest.mark.parametrize(

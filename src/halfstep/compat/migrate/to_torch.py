@@ -51,20 +51,21 @@ def to_torch(sources: Mapping[_Key, str], *, accumulation: bool = False) -> dict
     training.read()
     training.write()
     for script in scripts.values():
-        _rewrite(script, training)
+        others = "\n".join(text for text in sources.values() if text is not script.source)
+        _rewrite(script, training, others)
     after = {key: _result(script, training) for key, script in scripts.items()}
     if any(script.problems for script in scripts.values()):
         return {key: (script.source, sorted(set(script.problems))) for key, script in scripts.items()}
     return {key: (text, []) for key, text in after.items()}
 
 
-def _rewrite(script: Script, training: Training) -> None:
+def _rewrite(script: Script, training: Training, others: str) -> None:
     """Rewrite what a file imports from Apex, and names that torch has, too."""
     for node in ast.walk(script.tree):
         if isinstance(node, ast.ImportFrom) and node.level and {"amp", "apex"} & {each.name for each in node.names}:
             script.problems.append((node.lineno, "Apex is taken from another file here"))
     if script.names.imports:
-        imports = Imports(script.tree, script.text, script.names, script.problems)
+        imports = Imports(script.tree, script.text, script.names, script.problems, others)
         imports.rewrite()
         _replaced_names(script)
         training.write_names(script, imports.gone)

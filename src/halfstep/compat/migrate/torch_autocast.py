@@ -53,14 +53,19 @@ class Autocast:
         self, script: Script, whole: ast.stmt, optimizer: str, seen: set[int], loss: set[str]
     ) -> list[_Region] | None:
         """The regions before a statement that has a loss, made of these names; None without a call of a model."""
-        found = []
+        found: list[_Region] = []
         for block, i, _ in script.around.path(whole):
             begin = max((j + 1 for j in range(i) if script.ends_a_step(block[j])), default=0)
             model = next((j for j in range(begin, i) if script.runs_a_model(block[j])), None)
             while begin < i and isinstance(block[begin], (ast.Import, ast.ImportFrom, *Function)):
                 begin += 1
+            last = i - 1
+            while not found and block[i] is whole and last > (begin if model is None else model):
+                if loss & _words(ast.unparse(block[last])):
+                    break
+                last -= 1  # such as optimizer.zero_grad()
             if model is not None or any(_stores(each, loss) for each in block[begin:i]):
-                found.append(_Region(script, block, begin if model is None else model, i - 1, optimizer))
+                found.append(_Region(script, block, begin if model is None else model, last, optimizer))
             if model is not None:
                 return found
         function = script.around.function(whole)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 
-from .names import Problem, is_apex
+from .names import Problem, is_apex, moved, resolves
 from .scopes import Names, dotted_text
 from .splice import Text
 from .torch_names import CONVERT, REPLACED
@@ -22,11 +23,23 @@ _FAILS = ("ImportError", "ModuleNotFoundError", "AttributeError", "Exception")
 class Imports:
     """The rewriting of imports of Apex. What a script does where one fails goes, because torch is there.
 
+    Args:
+        tree: the syntax tree of a file.
+        text: its text.
+        names: its uses of Apex.
+        problems: what cannot be rewritten in it.
+        others: the text of other files, which may import from this one.
+
     Attributes:
         gone: ids of the nodes that are not in the new text.
     """
 
-    def __init__(self, tree: ast.Module, text: Text, names: Names, problems: list[Problem]) -> None:
+    def __init__(self, tree: ast.Module, text: Text, names: Names, problems: list[Problem], others: str) -> None:
+        self._others = others
+        self._read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        self._read |= {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
         self.gone: set[int] = set()
         self._tree = tree
         self._text = text
@@ -67,6 +80,8 @@ class Imports:
         for alias in node.names:
             whole = alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
             bound = f" as {alias.asname}" if alias.asname else ""
+            if self._is_unused(whole, alias.asname or alias.name):
+                continue
             if alias.name == "*":
                 self._say(node, f"from {node.module} import *: say which names")  # type: ignore[union-attr]
             elif isinstance(node, ast.Import) and not is_apex(whole):
@@ -78,6 +93,16 @@ class Imports:
             elif whole not in (*_MODULES, CONVERT) and whole.removeprefix("apex.amp.") not in _AMP:
                 self._no_counterpart(node, whole)
         return found
+
+    def _is_unused(self, whole: str, own: str) -> bool:
+        """Whether an import binds no name that this file, or another one, knows."""
+        if own == "*":
+            module = moved(whole.removesuffix(".*"))
+            known = getattr(importlib.import_module(module), "__all__", None) if resolves(module) else None
+            defined = {node.name for node in ast.walk(self._tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+            return known is not None and not self._read & {*known} - defined
+        kept = whole in (*_MODULES, *REPLACED) or whole.removeprefix("apex.amp.") in _AMP
+        return not kept and own.partition(".")[0] not in self._read and own not in self._others
 
     def _plain(self, node: ast.Try, new: dict[ast.stmt, list[str]]) -> bool:
         """Whether nothing but an import can fail in a block, whose handlers wait for that only."""

@@ -138,7 +138,9 @@ def _opt_level(level: Level, conditions: list[str], value: ast.expr, text: str) 
     elif value.value in ("O0", "O1"):
         conditions.append(str(value.value == "O1"))
     else:
-        said = "O2 and O3 keep 16-bit weights; torch.amp has nothing for that, halfstep has (--to halfstep)"
+        said = (
+            'O2 and O3 keep 16-bit weights; torch.amp has nothing for that, halfstep has (--to halfstep); or write "O1"'
+        )
         level.problems.append((value.lineno, f"{text}: {said}"))
 
 

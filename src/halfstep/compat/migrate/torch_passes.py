@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .scopes import dotted_text
-from .torch_script import Script, bare, has_backward
+from .torch_script import Script, bare, has_backward, last_part
 
-__all__ = ["Pass", "read_passes"]
+__all__ = ["Pass", "read_passes", "unscaled_passes"]
 
 
 @dataclass
@@ -48,6 +48,25 @@ def read_passes(script: Script) -> list[Pass]:
     return list({id(each.whole): each for each in found}.values())
 
 
+def unscaled_passes(script: Script) -> list[Pass]:
+    """The passes without ``scale_loss`` in functions that step an optimizer of amp. A GradScaler scales them, too."""
+    found = []
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.Expr) and _plain(node):
+            steps = (script.stepped(each) for each in ast.walk(script.around.function(node)))
+            known = [each for each in steps if each is not None and last_part(each) in script.package.optimizers]
+            if known:
+                found.append(_as_written(script, node, known[0], delayed=False))
+    return found
+
+
+def _as_written(script: Script, node: ast.Expr, optimizer: str, *, delayed: bool) -> Pass:
+    """A pass of a loss that is not scaled."""
+    func = node.value.func  # type: ignore[attr-defined]
+    after = script.text.bytes[script.text.end(func) : script.text.end(node)].decode()
+    return Pass(script, node, optimizer, "", script.text.source(func.value), after, delayed)
+
+
 def _read(script: Script, block: ast.With) -> Iterator[Pass]:
     call = block.items[0].context_expr
     assert isinstance(call, ast.Call)
@@ -72,14 +91,12 @@ def _read(script: Script, block: ast.With) -> Iterator[Pass]:
     after = text.bytes[text.end(backward.func) : text.end(backward)].decode()
     yield Pass(script, whole, name, before, text.source(call.args[0]), after, "delay_unscale" in named)
     for other in others:
-        func = other.value.func  # type: ignore[attr-defined]
-        after = text.bytes[text.end(func) : text.end(other)].decode()
-        yield Pass(script, other, name, "", text.source(func.value), after, "delay_unscale" in named)
+        yield _as_written(script, other, name, delayed="delay_unscale" in named)
 
 
-def _elsewhere(script: Script, block: ast.With, loss: ast.expr, backward: ast.Call) -> tuple[ast.stmt, list[ast.stmt]]:
+def _elsewhere(script: Script, block: ast.With, loss: ast.expr, backward: ast.Call) -> tuple[ast.stmt, list[ast.Expr]]:
     """The statement to replace, also an ``if`` with the same pass in both branches, and passes in other branches."""
-    others: list[ast.stmt] = []
+    others: list[ast.Expr] = []
     for owner in script.around.around(block):
         if not isinstance(owner, ast.If):
             continue

@@ -33,9 +33,9 @@ def _read(script: Script, node: ast.AST, function: ast.AST | None) -> Start | No
     given = [*call.args, *(named[name] for name in ("models", "optimizers") if name in named)]
     target = statement.targets[0]
     if len(given) < 2 or (isinstance(given[1], ast.Constant) and given[1].value is None):
-        pairs = [_pairs(script, target, given[0]), []]
+        pairs = [_pairs(script, target, given[0], whole=True), []]
     elif isinstance(target, ast.Tuple) and len(target.elts) == 2:
-        pairs = [_pairs(script, *each) for each in zip(target.elts, given, strict=True)]
+        pairs = [_pairs(script, target.elts[i], given[i], whole=not i) for i in (0, 1)]
     else:
         pairs = [None]
     level = level_of(call)
@@ -47,16 +47,25 @@ def _read(script: Script, node: ast.AST, function: ast.AST | None) -> Start | No
     return Start(statement, function, models, optimizers, level)
 
 
-def _pairs(script: Script, target: ast.expr, given: ast.expr) -> list[tuple[str, str]] | None:
-    """The names to which models or optimizers are assigned, and what was given; None if they cannot be told."""
+def _pairs(script: Script, target: ast.expr, given: ast.expr, *, whole: bool) -> list[tuple[str, str]] | None:
+    """The names to which models or optimizers are assigned, and what was given; None if they cannot be told.
+
+    Args:
+        script: the file.
+        target: what is assigned to.
+        given: what was given to ``amp.initialize``.
+        whole: whether the target may be one name for a list.
+    """
     parts = (ast.List, ast.Tuple)
     if isinstance(given, parts) and not given.elts:
         return []
     targets = target.elts if isinstance(target, parts) else [target]
     values = given.elts if isinstance(given, parts) else [given]
+    texts = [script.text.source(each) for each in values]
+    if isinstance(target, ast.Name) and isinstance(given, parts):
+        return [*zip(texts, texts, strict=True), (target.id, script.text.source(given))] if whole else None
     if isinstance(target, parts) != isinstance(given, parts) or len(targets) != len(values):
         return None
-    texts = [script.text.source(each) for each in values]
     names = [text if dotted_text(each) == "_" else dotted_text(each) for each, text in zip(targets, texts, strict=True)]
     plural = any(name is None or name.endswith(("optimizers", "opts")) for name in names)
     return None if plural else [(str(name), text) for name, text in zip(names, texts, strict=True)]
@@ -78,20 +87,16 @@ def write_start(script: Script, start: Start) -> None:
 
 def write_off(script: Script, node: ast.stmt, optimizer: str, start: Start) -> None:
     """Have a GradScaler that is off before the conditions under which ``amp.initialize`` is called."""
-    outer = script.around.conditions(node)
-    if not outer:
+    every = script.around.conditions(node)
+    made = [_made(script, each, node, optimizer) for each in every]
+    outer = [each for each, inside in zip(every, made, strict=True) if not inside]
+    if not every:
         _off_outside(script, node, optimizer, start)
+    if not outer:
+        if made and made[0] and script.package.shared:
+            script.say(made[0][0], f"{optimizer} is made where amp may be off; make it before that")
         return
     shared = script.package.shared
-    others = [
-        each
-        for each in ast.walk(outer[-1])
-        if isinstance(each, (ast.Name, ast.Attribute)) and isinstance(each.ctx, ast.Store)
-        if dotted_text(each) == optimizer and script.around.statement(each) is not node
-        if not any(script.around.statement(each) is other.node for other in script.starts)
-    ]
-    if others and shared:
-        script.say(others[0], f"{optimizer} is made where amp may be off; make it before that")
     scaler = script.scaler(optimizer)
     line = f"{scaler} = torch.amp.GradScaler(enabled=False)"
     unless = [f"{optimizer} is not None"] if shared and _may_be_none(script, node, optimizer) else []
@@ -101,6 +106,17 @@ def write_off(script: Script, node: ast.stmt, optimizer: str, start: Start) -> N
         script.written.add(key)
         for each in lines:
             script.text.before(outer[-1], each)
+
+
+def _made(script: Script, condition: ast.If, node: ast.stmt, optimizer: str) -> list[ast.expr]:
+    """The places in an ``if`` statement where an optimizer gets its name, other than an ``amp.initialize``."""
+    return [
+        each
+        for each in ast.walk(condition)
+        if isinstance(each, (ast.Name, ast.Attribute)) and isinstance(each.ctx, ast.Store)
+        if dotted_text(each) == optimizer and script.around.statement(each) is not node
+        if not any(script.around.statement(each) is other.node for other in script.starts)
+    ]
 
 
 def _may_be_none(script: Script, node: ast.stmt, optimizer: str) -> bool:

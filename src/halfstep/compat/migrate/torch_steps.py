@@ -196,7 +196,7 @@ class Steps:
             if any(other.place[2] > way.place[2] for other in step.ways if other.place[1] is way.place[1]):
                 said = "gradients are read between two backward passes of a step; read them after the last one"
                 way.start.script.say(way.start.whole, said)
-            self._unscale_after(way)  # where there is a second pass, torch refuses it when it runs
+            self._unscale_before(way)  # where there is a second pass, torch refuses it when it runs
         if read:
             return
         script, block, i, _ = last.place
@@ -207,6 +207,26 @@ class Steps:
         elif before:
             each = next((each for each, place in before if _reads(each[:place])), before[-1][0])
             step.script.text.before(each[0], f"{step.script.scaler(step.optimizer)}.unscale_({step.optimizer})")
+
+    def _unscale_before(self, way: _Way) -> None:
+        """Unscale where gradients are read after each pass, under the same conditions."""
+        start, around = way.start, way.start.script.around
+        block = [each for each in (*way.behind, *way.between) if _reads([each])][:1]
+        found = None
+        while block:
+            found = block[0]
+            inner = isinstance(found, ast.If) and not found.orelse and not _reads([ast.Expr(found.test)])
+            block = [each for each in found.body if _reads([each])][:1] if inner and isinstance(found, ast.If) else []
+        if (
+            found is None
+            or id(found) not in around.owners
+            or around.function(found) is not around.function(start.whole)
+        ):
+            self._unscale_after(way)
+        elif (key := (id(found), "unscale_")) not in start.script.written:
+            start.script.written.add(key)
+            scaler = start.script.scaler(start.optimizer)
+            start.script.text.before(found, f"{scaler}.unscale_({start.optimizer})")
 
     def _unscale_after(self, way: _Way) -> None:
         start = way.start

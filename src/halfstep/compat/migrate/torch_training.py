@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .scopes import dotted_text
 from .torch_autocast import Autocast
-from .torch_passes import Pass, read_passes
+from .torch_passes import Pass, read_passes, unscaled_passes
 from .torch_script import Package, Script, bare, last_part
 from .torch_starts import read_starts, write_start
 from .torch_steps import Steps
@@ -40,11 +40,18 @@ class Training:
             self._tell(script)
         for script in self._scripts:
             self._name_models(script)
+        started = any(use.name == "apex.amp.initialize" for script in self._scripts for use in script.names.uses)
         for script in self._scripts:
-            if not package.models and any(use.name == "apex.amp.scale_loss" for use in script.names.uses):
+            used = {use.name for use in script.names.uses}
+            if not started and "apex.amp.scale_loss" in used:
                 said = "there is no amp.initialize here, which says what is trained at which level"
                 script.say(script.tree.body[0], said)
             self._passes += read_passes(script)
+        if not self._passes and package.optimizers:
+            for script in self._scripts:
+                self._passes += unscaled_passes(script)
+            starts = {id(start.function or script.tree) for script in self._scripts for start in script.starts}
+            package.shared |= any(id(each.script.around.function(each.whole)) not in starts for each in self._passes)
         for each in self._passes:
             self._lead_to(each.script.around.function(each.whole))
         for each in self._passes:
@@ -71,9 +78,9 @@ class Training:
         package.shared |= any(use.name in _RUNS and use.function not in training for use in script.names.uses)
 
     def _name_models(self, script: Script) -> None:
-        """Other names of models, or of what has one: ``net`` in ``net = DDP(model)`` and in ``for net in models``."""
+        """Other names of models: ``net`` in ``net = DDP(model)`` and ``for net in models``, and parameters."""
         models, before = self._package.models, -1
-        pairs = []
+        pairs: list[tuple[ast.expr, ast.expr]] = []
         for node in ast.walk(script.tree):
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
                 value = node.value
@@ -82,6 +89,8 @@ class Training:
                 pairs += [(node.targets[0], each) for each in values]
             elif isinstance(node, (ast.For, ast.AsyncFor)):
                 pairs.append((node.target, node.iter))
+        for _, site in self._package.calls.called(script, script.tree):
+            pairs += [(ast.Name(name), given) for name, given in site.arguments.items()]
         plain = (ast.Name, ast.Attribute, ast.Subscript)
         named = [each for each in pairs if isinstance(each[0], plain) and isinstance(each[1], plain)]
         while before < len(models):
