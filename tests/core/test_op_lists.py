@@ -60,8 +60,12 @@ ZOO = """
     nearest_interp_v2 sin cos cast set_value tril_triu batch_norm sync_batch_norm softmax layer_norm transpose2
     concat gather conv2d_transpose assign fill_constant tile one_hot_v2 expand_as_v2 fused_linear fused_rms_norm
     swiglu strided_slice gather_nd
+
+    fake_quantize_dequantize_abs_max fake_quantize_dequantize_moving_average_abs_max fused_rotary_position_embedding
+    fused_bn_add_activation fused_multi_transformer soft_relu rank c_identity c_concat c_allreduce_sum all_reduce
+    get_tensor_from_selected_rows uniform_random_batch_size_like
     """
-"""Names in the lists of PaddleClas, PaddleOCR, PaddleSeg, PaddleNLP, PaddleFleetX and ERNIE."""
+"""Names in the lists of PaddleClas, PaddleOCR, PaddleSeg, PaddleNLP, PaddleFleetX and ERNIE, and in Paddle's own lists."""
 
 
 @pytest.mark.parametrize("name", ZOO.split())

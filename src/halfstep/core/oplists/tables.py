@@ -300,9 +300,7 @@ PADDLE_NAMES: dict[str, tuple[str, ...]] = {
             c_embedding=embedding fc=linear swiglu=silu
             flash_attention=scaled_dot_product_attention flash_attn_npu=scaled_dot_product_attention
             flash_attn_unpadded=scaled_dot_product_attention flash_attn_varlen=scaled_dot_product_attention
-            memory_efficient_attention=scaled_dot_product_attention
-
-
+            memory_efficient_attention=scaled_dot_product_attention soft_relu=softplus
             elementwise_fmax=fmax elementwise_fmin=fmin reduce_any=any reduce_all=all reduce_amax=amax
             expand_as_v2=expand_as top_k=topk one_hot_v2=one_hot where_index=nonzero strided_slice=slice diag_v2=diag
             assign=clone gather_nd=index scatter_nd_add=index_put index_sample=gather take_along_axis=take_along_dim
@@ -313,6 +311,8 @@ PADDLE_NAMES: dict[str, tuple[str, ...]] = {
     "tril_triu": ("tril", "triu"),
     **dict.fromkeys(words("cast set_value shape increment assign_value fill_constant"), ()),
     **dict.fromkeys(words("fill_constant_batch_size_like uniform_random gaussian_random"), ()),
+    **dict.fromkeys(words("uniform_random_batch_size_like get_tensor_from_selected_rows rank c_identity c_concat"), ()),
+    **dict.fromkeys(words("c_allreduce_sum all_reduce fused_rotary_position_embedding"), ()),
     "matmul_v2": ("matmul", "mm", "linear"),
     "pool2d": ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
     "max_pool2d_with_index": ("max_pool2d",),
@@ -326,13 +326,15 @@ PADDLE_NAMES: dict[str, tuple[str, ...]] = {
     "rnn": ("lstm", "gru", "rnn_tanh", "rnn_relu"),
 }
 """Paddle's operator names that differ from torch's, and the torch ops that do the same. None for an op that is given
-the dtype of its result: there is nothing that a list could change."""
+the dtype of its result, that sends tensors, or that torch does not have: there is nothing that a list could change."""
 
 PADDLE_KERNELS: dict[str, str] = pairs("""
     fused_layernorm=layer_norm fused_rms_norm=rms_norm softmax_mask_fuse=softmax
     softmax_mask_fuse_upper_triangle=softmax fused_softmax_mask=softmax fused_softmax_mask_upper_triangle=softmax
     fused_conv2d_add_act=conv2d conv2d_fusion=conv2d fused_linear=linear fused_feedforward=linear cudnn_lstm=lstm
-    gru_unit=gru_cell
+    gru_unit=gru_cell fused_bn_add_activation=batch_norm fused_multi_transformer=linear
+    fake_quantize_dequantize_abs_max=fake_quantize_per_tensor_affine
+    fake_quantize_dequantize_moving_average_abs_max=fused_moving_avg_obs_fake_quant
     """)
 """Paddle's names of kernels that do an op together with others, or in one library only. Its lists may have them."""
 
