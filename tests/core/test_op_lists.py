@@ -62,10 +62,10 @@ ZOO = """
     swiglu strided_slice gather_nd
 
     fake_quantize_dequantize_abs_max fake_quantize_dequantize_moving_average_abs_max fused_rotary_position_embedding
-    fused_bn_add_activation fused_multi_transformer soft_relu rank c_identity c_concat c_allreduce_sum all_reduce
+    fused_bn_add_activation fused_multi_transformer soft_relu rank c_identity c_concat all_reduce
     get_tensor_from_selected_rows uniform_random_batch_size_like
     """
-"""Names in the lists of PaddleClas, PaddleOCR, PaddleSeg, PaddleNLP, PaddleFleetX and ERNIE, and in Paddle's own lists."""
+"""Names in the lists of PaddleClas, PaddleOCR, PaddleSeg, PaddleNLP, PaddleFleetX and ERNIE, and in Paddle's own."""
 
 
 @pytest.mark.parametrize("name", ZOO.split())

@@ -279,40 +279,37 @@ PADDLE_NAMES: dict[str, tuple[str, ...]] = {
         for name, op in pairs("""
             linear_v2=linear fused_gemm_epilogue=linear conv2d_transpose=conv_transpose2d
             conv3d_transpose=conv_transpose3d depthwise_conv2d=conv2d depthwise_conv2d_transpose=conv_transpose2d
-            flash_attn=scaled_dot_product_attention fused_attention=scaled_dot_product_attention
-            elementwise_add=add elementwise_sub=sub elementwise_mul=mul
-            elementwise_div=div elementwise_max=maximum elementwise_min=minimum elementwise_pow=pow
-            elementwise_mod=remainder elementwise_floordiv=floor_divide tanh_shrink=tanhshrink hard_swish=hardswish
-            hard_sigmoid=hardsigmoid hard_shrink=hardshrink swish=silu reduce_sum=sum reduce_mean=mean reduce_prod=prod
-            arg_max=argmax arg_min=argmin top_k_v2=topk lookup_table=embedding lookup_table_v2=embedding
-            linear_interp_v2=interpolate nearest_interp_v2=interpolate bilinear_interp_v2=interpolate
-            bicubic_interp_v2=interpolate trilinear_interp_v2=interpolate reshape2=reshape squeeze2=squeeze
-            unsqueeze2=unsqueeze flatten2=flatten split_with_num=split expand_v2=expand pad3d=pad
-            fill_any_like=full_like less_than=lt greater_than=gt softmax_with_cross_entropy=cross_entropy
-            c_softmax_with_cross_entropy=cross_entropy c_softmax_with_multi_label_cross_entropy=cross_entropy
-            margin_cross_entropy=cross_entropy cross_entropy2=cross_entropy
-            hsigmoid_loss=binary_cross_entropy_with_logits log_loss=binary_cross_entropy
+            flash_attn=scaled_dot_product_attention fused_attention=scaled_dot_product_attention elementwise_add=add
+            elementwise_sub=sub elementwise_mul=mul elementwise_div=div elementwise_max=maximum elementwise_min=minimum
+            elementwise_pow=pow elementwise_mod=remainder elementwise_floordiv=floor_divide tanh_shrink=tanhshrink
+            hard_swish=hardswish hard_sigmoid=hardsigmoid hard_shrink=hardshrink swish=silu reduce_sum=sum
+            reduce_mean=mean reduce_prod=prod arg_max=argmax arg_min=argmin top_k_v2=topk lookup_table=embedding
+            lookup_table_v2=embedding linear_interp_v2=interpolate nearest_interp_v2=interpolate
+            bilinear_interp_v2=interpolate bicubic_interp_v2=interpolate trilinear_interp_v2=interpolate
+            reshape2=reshape squeeze2=squeeze unsqueeze2=unsqueeze flatten2=flatten split_with_num=split
+            expand_v2=expand pad3d=pad fill_any_like=full_like less_than=lt greater_than=gt
+            softmax_with_cross_entropy=cross_entropy c_softmax_with_cross_entropy=cross_entropy
+            c_softmax_with_multi_label_cross_entropy=cross_entropy margin_cross_entropy=cross_entropy
+            cross_entropy2=cross_entropy hsigmoid_loss=binary_cross_entropy_with_logits log_loss=binary_cross_entropy
             bce_loss=binary_cross_entropy kldiv_loss=kl_div warpctc=ctc_loss sync_batch_norm=batch_norm
-            sigmoid_cross_entropy_with_logits=binary_cross_entropy_with_logits
-            cross_entropy_with_softmax=cross_entropy parallel_cross_entropy=cross_entropy square_error_cost=mse_loss
-            linear_interp=interpolate nearest_interp=interpolate bilinear_interp=interpolate
-            bicubic_interp=interpolate trilinear_interp=interpolate flatten_contiguous_range=flatten pad2d=pad
-            c_embedding=embedding fc=linear swiglu=silu
-            flash_attention=scaled_dot_product_attention flash_attn_npu=scaled_dot_product_attention
+            sigmoid_cross_entropy_with_logits=binary_cross_entropy_with_logits cross_entropy_with_softmax=cross_entropy
+            parallel_cross_entropy=cross_entropy square_error_cost=mse_loss linear_interp=interpolate
+            nearest_interp=interpolate bilinear_interp=interpolate bicubic_interp=interpolate
+            trilinear_interp=interpolate flatten_contiguous_range=flatten pad2d=pad c_embedding=embedding fc=linear
+            swiglu=silu flash_attention=scaled_dot_product_attention flash_attn_npu=scaled_dot_product_attention
             flash_attn_unpadded=scaled_dot_product_attention flash_attn_varlen=scaled_dot_product_attention
-            memory_efficient_attention=scaled_dot_product_attention soft_relu=softplus
-            elementwise_fmax=fmax elementwise_fmin=fmin reduce_any=any reduce_all=all reduce_amax=amax
-            expand_as_v2=expand_as top_k=topk one_hot_v2=one_hot where_index=nonzero strided_slice=slice diag_v2=diag
-            assign=clone gather_nd=index scatter_nd_add=index_put index_sample=gather take_along_axis=take_along_dim
-            put_along_axis=scatter unstack=unbind isfinite_v2=isfinite isnan_v2=isnan determinant=linalg_det
-            bilinear_tensor_product=bilinear
+            memory_efficient_attention=scaled_dot_product_attention soft_relu=softplus elementwise_fmax=fmax
+            elementwise_fmin=fmin reduce_any=any reduce_all=all reduce_amax=amax expand_as_v2=expand_as top_k=topk
+            one_hot_v2=one_hot where_index=nonzero strided_slice=slice diag_v2=diag assign=clone gather_nd=index
+            scatter_nd_add=index_put index_sample=gather take_along_axis=take_along_dim put_along_axis=scatter
+            unstack=unbind isfinite_v2=isfinite isnan_v2=isnan determinant=linalg_det bilinear_tensor_product=bilinear
             """).items()
     },
     "tril_triu": ("tril", "triu"),
     **dict.fromkeys(words("cast set_value shape increment assign_value fill_constant"), ()),
     **dict.fromkeys(words("fill_constant_batch_size_like uniform_random gaussian_random"), ()),
     **dict.fromkeys(words("uniform_random_batch_size_like get_tensor_from_selected_rows rank c_identity c_concat"), ()),
-    **dict.fromkeys(words("c_allreduce_sum all_reduce fused_rotary_position_embedding"), ()),
+    **dict.fromkeys(words("all_reduce fused_rotary_position_embedding"), ()),
     "matmul_v2": ("matmul", "mm", "linear"),
     "pool2d": ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
     "max_pool2d_with_index": ("max_pool2d",),
