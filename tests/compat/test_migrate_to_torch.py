@@ -491,6 +491,10 @@ for x in data:
             SCALED.replace("scaler =", "models = [model, ema]\nscaler =")
             + "    scaler.step(optimizer)\n    scaler.update()\n",
         ),
+        (  # 16-bit weights without training
+            "from apex import amp\nif fp16:\n    net, _ = amp.initialize(net, [], opt_level='O3')\ny = net.infer(x)\n",
+            "if fp16:\n    net = net.half()\ny = net.infer(x)\n",
+        ),
         (  # imports that nothing uses
             "from apex.fp16_utils import *\nfrom apex.multi_tensor_apply import multi_tensor_applier\nx = 1\n",
             "x = 1\n",
@@ -583,6 +587,7 @@ def test_files_that_do_not_speak_of_apex_are_rewritten_too(tmp_path: Path) -> No
     ("source", "said"),
     [
         (HEAD + LOOP, "no optimizer.step() after it"),
+        ("from apex import amp\nnet = amp.initialize(net, opt_level='O3')\ny = net(x)\n", "call .half() of them"),
         (HEAD + LOOP + "optimizer.step()\n", "several backward passes"),
         (HEAD + LOOP + STEP + "loss.backward()\n", "without scale_loss"),
         (HEAD + LOOP + STEP + STEP, "without scale_loss before it"),

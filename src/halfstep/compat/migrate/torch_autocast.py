@@ -87,6 +87,9 @@ class Autocast:
     def inference(self, script: Script, start: Start) -> None:
         """Replace an ``amp.initialize`` of a model that is not trained, and cover its calls."""
         enabled = start.level.enabled
+        if start.level.half:
+            self._halve(script, start)
+            return
         block, _ = script.around.places[id(start.node)]
         if enabled not in ("True", "False"):
             script.say(start.node, "the level of a model that is not trained cannot be read here")
@@ -95,6 +98,14 @@ class Autocast:
         elif enabled == "True" and not self._rest(script, block):
             script.say(start.node, "the model is not called in the same function; put autocast around where it is")
         script.text.lines(start.node, [f"{new} = {old}" for new, old in start.models if new != old])
+
+    def _halve(self, script: Script, start: Start) -> None:
+        """Replace an ``amp.initialize`` at O3, after which a model also takes fp32 inputs."""
+        names = {name for name, _ in start.models}
+        for node in ast.walk(start.function or script.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
+                script.say(node, "a model at O3 casts its inputs, and torch does not; call .half() of them")
+        script.text.lines(start.node, [f"{new} = {old}.half()" for new, old in start.models])
 
     def _rest(self, script: Script, block: list[ast.stmt]) -> bool:
         """Put autocast from the first call of a model to the end of each block; whether there was one."""

@@ -57,12 +57,14 @@ class Level:
         checks: statements that refuse, at run time, what torch has not.
         problems: options that are known here, and that torch has not.
         losses: the number of loss scales.
+        half: whether it is O3 of a model that is not trained.
     """
 
     enabled: str = "True"
     checks: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     losses: int = 1
+    half: bool = False
 
 
 _ALLOWED = {
@@ -80,8 +82,13 @@ _SAID = {
 }
 
 
-def level_of(call: ast.Call) -> Level:
-    """Read the options of a call of ``amp.initialize``; what is known at run time only is looked at there."""
+def level_of(call: ast.Call, *, trained: bool) -> Level:
+    """Read the options of a call of ``amp.initialize``; what is known at run time only is looked at there.
+
+    Args:
+        call: the call.
+        trained: whether it has optimizers. Without any, O3 is a model in 16 bits.
+    """
     level = Level()
     conditions: list[str] = []
     for keyword in call.keywords:
@@ -96,7 +103,7 @@ def level_of(call: ast.Call) -> Level:
         if not known and any(isinstance(part, (ast.Call, ast.Await, ast.NamedExpr)) for part in ast.walk(value)):
             level.problems.append((value.lineno, f"{name} cannot be read here: {text}"))
         elif name == "opt_level":
-            _opt_level(level, conditions, value, text)
+            _opt_level(level, conditions, value, text, trained=trained)
         elif name == "enabled":
             conditions.append(text)
         elif name == "num_losses" and known and isinstance(value.value, int):  # type: ignore[attr-defined]
@@ -129,7 +136,7 @@ def _options(level: Level, conditions: list[str], value: ast.expr, text: str) ->
     ]
 
 
-def _opt_level(level: Level, conditions: list[str], value: ast.expr, text: str) -> None:
+def _opt_level(level: Level, conditions: list[str], value: ast.expr, text: str, *, trained: bool = True) -> None:
     if not isinstance(value, ast.Constant):
         text = ast.unparse(value)
         conditions.append(f'{text} == "O1"')
@@ -138,10 +145,9 @@ def _opt_level(level: Level, conditions: list[str], value: ast.expr, text: str) 
     elif value.value in ("O0", "O1"):
         conditions.append(str(value.value == "O1"))
     else:
-        said = (
-            'O2 and O3 keep 16-bit weights; torch.amp has nothing for that, halfstep has (--to halfstep); or write "O1"'
-        )
-        level.problems.append((value.lineno, f"{text}: {said}"))
+        said = 'O2 and O3 keep 16-bit weights, which torch.amp has not: use --to halfstep, or write "O1"'
+        level.half = value.value == "O3" and not trained
+        level.problems += [] if level.half else [(value.lineno, f"{text}: {said}, which keeps fp32 weights")]
 
 
 _NO_FORWARD = {

@@ -80,7 +80,10 @@ class Steps:
             for script, node in missed:
                 script.say(node, f"no {start.optimizer}.step() after this call, which leads to a backward pass")
         elif missed:
-            start.script.say(start.whole, f"no {start.optimizer}.step() after it that can be found")
+            start.script.say(
+                start.whole,
+                f"no {start.optimizer}.step() after it that can be found; call scaler.step and scaler.update there",
+            )
 
     def _find(
         self,
