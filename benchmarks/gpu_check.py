@@ -49,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
-        print("gpu_check: torch finds no CUDA device here, so nothing was checked", file=sys.stderr)
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
+        print(
+            "gpu_check: torch finds no CUDA device here, so nothing was checked and no report was written. Run it on a "
+            f"machine with an NVIDIA GPU, with a torch for CUDA; here torch {torch.__version__} is built for {built}.",
+            file=sys.stderr,
+        )
         return 2
     out = Path(os.environ.get("OUT", "gpu-check"))
     out.mkdir(parents=True, exist_ok=True)

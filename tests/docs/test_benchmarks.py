@@ -189,9 +189,12 @@ def test_a_brief_walk_is_its_numbers(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_gpu_check_without_cuda(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gpu_check"]) != 0
-    assert "no CUDA device" in capsys.readouterr().err
+def test_gpu_check_without_cuda(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["gpu_check", "--report", str(tmp_path / "gpu.html")]) != 0
+    said = capsys.readouterr().err
+    assert "no CUDA device here, so nothing was checked and no report was written. Run it on a machine with an" in said
+    assert f"here torch {torch.__version__} is built for " in said
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.exhaustive
