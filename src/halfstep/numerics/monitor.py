@@ -154,7 +154,7 @@ class Monitor:
         """End. What was sampled stays, that of a step that has not come to its end, too."""
         self._next += self._finish(None)
         if self._totals:  # of steps after the last sampled one
-            self._add(max(self._next - 1, 0), Survey(0))
+            self._add(max(self._next - 1, 0), Survey(0, 0))
         self.findings()  # which logs them
         while self._hooks:
             self._hooks.pop().remove()
@@ -254,7 +254,7 @@ class Monitor:
         params = self._named(p for group in optimizer.param_groups for p in group["params"])
         with NO_CASTING:
             if watches and not isinstance(optimizer, FusedOptimizer):
-                step.add_gradients(params, scaled=grad_scale is not None)
+                step.add_gradients(params, "out" if grad_scale is None else "in")
             if "update" in self._kinds:
                 step.before_update(optimizer, params)
 
@@ -272,7 +272,7 @@ class Monitor:
         step = self._open
         if step is not None:
             for rows in all_rows:
-                step.sample_gradients(self._named(rows.params), inverse)
+                step.add_gradients(self._named(rows.params), "out", inverse)
 
     def _before_forward(self, root: nn.Module, args: Any, kwargs: Any) -> None:
         """Without an optimizer, a forward pass of the whole model is a step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,17 +13,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..core.compiler_compat import is_traced
-from ..core.dtypes import dtype_name, is_half
+from ..core.dtypes import is_half
 from ..core.torch_compat import DisableTorchFunction, is_fake, tree_flatten, values_of
 from ..gradients.ledger import get_grads
-from ..kernels.shards import local
 from ..kernels.tensor_table import Number
 from ..observe.names import ROOT
 from ..observe.notes import Notes
-from ..observe.samples import sample
+from ..observe.samples import column
 from ..observe.updates import Change, before_step
 from ..observe.watch import ModuleCall, Watch
-from .survey import About, Callers, Survey, can_survey
+from .survey import Callers, LossScale, Param, Survey, can_survey
 
 __all__ = ["Named", "SampledStep"]
 
@@ -59,20 +58,18 @@ class SampledStep:
         count: int,
         live_scale: Callable[[], torch.Tensor | None],
     ) -> None:
-        self._index = index
         self._root = root
         self._modules = modules
         self._outputs, self._output_grads, self._graded = outputs, output_grads, graded
         self._count = count
-        self._survey = Survey(count)
+        self._survey = Survey(count, index)
         self._live_scale = live_scale
         self._scale: torch.Tensor | None = None
         self._changes: Callable[[], Iterable[Change]] = tuple
         self._names: dict[int, str] = {}  # of the parameters in it
-        self._calls: tuple[Counter[str], Counter[str]] = (Counter(), Counter())  # forward passes, and recomputed ones
+        self._calls: tuple[dict[str, int], ...] = (defaultdict(int), defaultdict(int))  # forward, and recomputed ones
         self._done: set[tuple[str, int]] = set()
-        self._returned = Notes[int](stay=False)
-        self._entered = Notes[int](stay=False)
+        self._seen = Notes[tuple[int, bool]](stay=False)  # numbers of tensors, and whether a module has returned them
         self._closed = False
         self._hooks: list[RemovableHandle] = []  # of outputs
         self._watch = Watch({**modules, root: ROOT} if outputs or output_grads else {}, modules=self).begin()
@@ -97,24 +94,26 @@ class SampledStep:
 
     # ---- parameters
 
-    def add_gradients(self, params: Named, *, scaled: bool) -> None:
-        """Look at the gradients that parameters have now; ``scaled`` says whether the loss scale is in them."""
-        for (name, param), grad in zip(params, get_grads([p for _, p in params]), strict=True):
-            if grad is not None:
-                values = values_of(grad.coalesce()) if grad.is_sparse else grad
-                if can_survey(values):
-                    about = self._about(name, "grad", values, _computed(param, grad))
-                    self._survey.add(about, values, scale="in" if scaled else "out")
-
     @torch.no_grad()
-    def sample_gradients(self, params: Named, inverse: Number) -> None:
-        """Sample the gradients that parameters have now, multiplied by ``inverse``; the rest is known of them."""
-        for name, param in params:
-            grad = param.grad
-            if grad is not None and can_survey(grad):
-                values = sample(grad, self._count).float() * inverse
-                about = self._about(name, "grad", grad, _computed(param, grad))
-                self._survey.add_values(about, values, scale="out")
+    def add_gradients(self, params: Named, scale: LossScale, inverse: Number | None = None) -> None:
+        """Look at the gradients that parameters have now.
+
+        Args:
+            params: the parameters.
+            scale: what the loss scale has to do with the numbers.
+            inverse: a factor of the samples. If it is given, no more than samples is taken: the rest is known.
+        """
+        grads = get_grads([param for _, param in params])
+        found: dict[torch.device, list[Param]] = defaultdict(list)
+        for (name, param), grad in zip(params, grads, strict=True):
+            values = values_of(grad.coalesce()) if grad is not None and grad.is_sparse else grad
+            if grad is not None and can_survey(values):
+                dtype = param.dtype if is_half(param) else grad.dtype  # the gradient may have become wider since
+                found[values.device].append((name, dtype, values))
+        for each in found.values():
+            samples = column((grad for *_, grad in each), [self._count] * len(each)).float()
+            known = samples if inverse is None else samples * inverse
+            self._survey.add_params("grad", each, known, scale, whole=inverse is None)
 
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer, params: Named) -> None:
@@ -129,9 +128,9 @@ class SampledStep:
         for change in self._changes():
             dtype = change.before.dtype
             delta = change.after.to(torch.promote_types(dtype, torch.float32)) - change.before
-            for kind, values in (("weight", change.before.float()), ("update", delta.float())):
-                for param, part in zip(change.params, values.split(change.lengths), strict=True):
-                    self._survey.add_values(self._about(self._names[id(param)], kind, param, dtype), part)
+            params = [(self._names[id(param)], dtype, param) for param in change.params]
+            self._survey.add_params("weight", params, change.before.float())
+            self._survey.add_params("update", params, delta.float())
         self._changes = tuple
 
     # ---- modules
@@ -148,26 +147,26 @@ class SampledStep:
             self._begin_pass()
         if self._outputs and call.of in self._modules and self._is_looked_at():
             with DisableTorchFunction():  # a casting would hear of each attribute that is read
-                call.note = tuple(map(self._input, _tensors((args, kwargs) if kwargs else args)))
+                call.note = tuple(map(self._input, _tensors((*args, *kwargs.values()))))
 
     def returned(self, call: ModuleCall, args: Any, output: Any) -> None:
         """A module has returned."""
-        if call.of not in self._modules or not self._is_looked_at():
-            return
-        with DisableTorchFunction():
-            self._see_output(call, output)
+        if call.of in self._modules and not self._closed and (call.note is not None or self._is_looked_at()):
+            with DisableTorchFunction():
+                self._see_output(call, output)
 
     def _see_output(self, call: ModuleCall, output: Any) -> None:
         name, calls = call.name, self._calls[call.recomputed]
         number_of_call, calls[name] = calls[name], calls[name] + 1
         for i, tensor in enumerate(_tensors(output)):
-            if self._returned.get(tensor) is not None:
+            like, was_returned = self._seen.get(tensor) or (None, False)
+            if was_returned:
                 continue
             of, number = (f"{name}[{i}]" if i else name, number_of_call), _NOT_LOOKED_AT
             if self._outputs and of not in self._done:
-                about = self._about(of[0], "output", tensor, tensor.dtype, number_of_call)
-                number = self._survey.add(about, tensor, callers=self._callers(call))
-            self._returned.add(tensor, number)
+                callers = self._callers(call)
+                number = self._survey.add(of[0], "output", tensor, number_of_call, callers, like)
+            self._seen.add(tensor, (number, True))
             self._done.add(of)
             if self._output_grads and tensor.requires_grad:
                 self._hooks.append(tensor.register_hook(functools.partial(self._gradient, *of)))
@@ -181,40 +180,33 @@ class SampledStep:
         for calls in self._calls:
             calls.clear()
         self._done.clear()
-        self._returned.clear()
-        self._entered.clear()
+        self._seen.clear()
 
     def _is_looked_at(self) -> bool:
-        return not (self._closed or (self._graded and not torch.is_grad_enabled()) or is_traced())
+        return not (self._closed or is_traced() or (self._graded and not torch.is_grad_enabled()))
 
     def _input(self, tensor: torch.Tensor) -> int:
         """The number of what goes into a module. It is looked at if no module has returned it, nor got it before."""
-        number = self._returned.get(tensor)
-        number = self._entered.get(tensor) if number is None else number
-        if number is None:
-            number = self._survey.add_input(tensor)
-            self._entered.add(tensor, number)
-        return number
+        seen = self._seen.get(tensor)
+        if seen is None:
+            seen = self._survey.add_input(tensor), False
+            self._seen.add(tensor, seen)
+        return seen[0]
 
     def _gradient(self, name: str, call: int, grad: torch.Tensor) -> None:
         with DisableTorchFunction():
             if not self._closed and can_survey(grad):
-                self.note_scale(self._live_scale())
-                self._survey.add(self._about(name, "output_grad", grad, grad.dtype, call), grad, scale="in")
-
-    def _about(self, name: str, kind: str, tensor: torch.Tensor, dtype: torch.dtype, call: int = 0) -> About:
-        return About(self._index, name, kind, call, dtype_name(dtype), local(tensor).numel())
+                self.note_scale(self._live_scale() if self._scale is None else None)
+                self._survey.add(name, "output_grad", grad, call)
 
 
-def _tensors(output: Any) -> Iterable[torch.Tensor]:
-    plain = (output,) if type(output) is torch.Tensor else output
-    if type(plain) is tuple and all(type(each) is torch.Tensor for each in plain):  # as nearly always
-        return [each for each in plain if can_survey(each)]
+def _tensors(output: Any) -> list[torch.Tensor]:
+    if type(output) is torch.Tensor:  # as nearly always; the next case is that of arguments
+        return [output] if can_survey(output) else []
+    if type(output) is tuple:
+        return [t for each in output for t in _tensors(each)]
+    if output is None or isinstance(output, bool):
+        return []
     if dataclasses.is_dataclass(output):
-        output = list(vars(output).values())
+        output = list(getattr(output, "__dict__", {}).values())
     return [t for t in tree_flatten(output)[0] if can_survey(t) and not is_fake(t)]
-
-
-def _computed(param: torch.Tensor, grad: torch.Tensor) -> torch.dtype:
-    """In which dtype a backward pass computed a gradient, which may have become wider since."""
-    return param.dtype if is_half(param) else grad.dtype

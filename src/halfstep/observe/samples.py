@@ -5,6 +5,7 @@ A sample is made of strided slices, so it costs no random numbers and no copy of
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -80,7 +81,9 @@ def can_sample(tensor: torch.Tensor) -> bool:
 
 def sample(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """At most ``count`` elements, evenly spread; an odd stride, so that they are not of one column of a matrix."""
-    here = local(tensor).detach() if torch.is_grad_enabled() else local(tensor)
+    here = tensor if type(tensor) in ORDINARY else local(tensor)
+    if here.requires_grad and torch.is_grad_enabled():
+        here = here.detach()
     size = here.numel()
     stride = _stride(size, count)
     if here.is_contiguous():  # one view, which takes a third of the time of three
@@ -88,6 +91,7 @@ def sample(tensor: torch.Tensor, count: int) -> torch.Tensor:
     return here.reshape(-1) if stride == 1 else here[_places(here.shape, stride, here.device)]
 
 
+@functools.lru_cache(64)  # the steps of a training are alike
 def _places(shape: Sequence[int], stride: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """The indices of every ``stride``-th element, where flattening would copy a whole tensor: in another order."""
     index = torch.arange(0, math.prod(shape), stride, device=device)

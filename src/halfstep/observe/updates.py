@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,14 +15,16 @@ from .samples import column, samples_in
 __all__ = ["Change", "before_step", "numbers_behind"]
 
 
-def numbers_behind(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the value of a parameter: itself, with a split master's remainder, or its plain master."""
+def numbers_behind(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """For each parameter the tensors with its value: itself, with a split master's remainder, or its plain master."""
     attached = attached_to(optimizer)
-    plain = None if attached is None or attached.keeper.plain is None else attached.keeper.plain.of(param)
-    state = optimizer.state.get(param) or {}
-    if plain is not None or "master" in state:
-        return [plain if plain is not None else state["master"].to(param.device)]
-    return [param, state["remainder"].to(param.device)] if "remainder" in state else [param]
+    plain = None if attached is None else attached.keeper.plain
+    for param in params:
+        state = optimizer.state.get(param) or {}
+        master = None if plain is None else plain.of(param)
+        master = state["master"].to(param.device) if master is None and "master" in state else master
+        remainder = [state["remainder"].to(param.device)] if "remainder" in state else []
+        yield [param, *remainder] if master is None else [master]
 
 
 class Change(NamedTuple):
@@ -58,9 +60,8 @@ def before_step(
         To be called after the step: what it has changed, but for parameters that got their masters in it.
     """
     groups: dict[tuple[Any, ...], list[tuple[torch.Tensor, int]]] = {}
-    for param, count in zip(params, counts, strict=True):
-        kinds = [number.dtype for number in numbers_behind(optimizer, param)]
-        groups.setdefault((param.device, *kinds), []).append((param, count))
+    for param, count, numbers in zip(params, counts, numbers_behind(optimizer, params), strict=True):
+        groups.setdefault((param.device, *(each.dtype for each in numbers)), []).append((param, count))
     return partial(_changes, optimizer, [(group, _values(optimizer, group)) for group in groups.values()])
 
 
@@ -74,6 +75,6 @@ def _changes(optimizer: torch.optim.Optimizer, groups: _Groups) -> Iterator[Chan
 @torch.no_grad()
 def _values(optimizer: torch.optim.Optimizer, group: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
     """In one tensor, so that it is one comparison."""
-    numbers = zip(*(numbers_behind(optimizer, param) for param, _ in group), strict=True)
+    numbers = zip(*numbers_behind(optimizer, (param for param, _ in group)), strict=True)
     columns = [column(tensors, [count for _, count in group]) for tensors in numbers]
     return join(*columns) if len(columns) == 2 else columns[0]
