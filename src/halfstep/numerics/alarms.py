@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from statistics import linear_regression, pvariance
 
@@ -43,6 +44,7 @@ _SMALLER = (
 _NAMED = 4
 
 
+@dataclass(eq=False)
 class Trace:
     """What is kept of one tensor over the steps.
 
@@ -54,12 +56,11 @@ class Trace:
         flushed: the largest share of numbers that became 0.
     """
 
-    def __init__(self, first: Row) -> None:
-        self.first = first
-        self.recent: deque[Row] = deque(maxlen=_KEPT)
-        self.moved: int | None = None
-        self.near: tuple[Row, float] | None = None
-        self.flushed = 0.0
+    first: Row
+    recent: deque[Row] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    moved: int | None = None
+    near: tuple[Row, float] | None = None
+    flushed: float = 0.0
 
     def add(self, row: Row) -> None:
         """Add a step."""
@@ -103,7 +104,7 @@ class Alarms:
     def __init__(self) -> None:
         self.counted = 0
         self._traces: _Traces = defaultdict(dict)
-        self._bad: dict[tuple[str, str, int], Row] = {}  # the first row with inf or NaN of each tensor
+        self._bad: dict[tuple[str, str, int], Row] = {}  # the first with inf or NaN of each output and weight
         self._too_large: Finding | None = None
         self._reported: set[tuple[str, str]] = set()
 
@@ -111,7 +112,7 @@ class Alarms:
         """Look at the rows of one step, with histograms or without."""
         for row in rows:
             self._trace(row).add(row)
-            if not row.is_finite:
+            if row.tensor in ("output", "weight") and not row.is_finite:
                 self._bad.setdefault((row.tensor, row.module, row.call), row)
         if rows and self._too_large is None:
             self._too_large = _too_large(self._traces, rows[0].step)
@@ -143,9 +144,10 @@ class Alarms:
 
     def _trace(self, row: Row) -> Trace:
         of_kind, key = self._traces[row.tensor], (row.module, row.call)
-        if key not in of_kind:
-            of_kind[key] = Trace(row)
-        return of_kind[key]
+        trace = of_kind.get(key)
+        if trace is None:
+            trace = of_kind[key] = Trace(row)
+        return trace
 
 
 def findings_in(rows: Iterable[Row]) -> list[Finding]:
@@ -198,16 +200,15 @@ def _said_of(bad: Row, weights: Iterable[Row]) -> str:
     return f"inf or NaN begins inside of {bad.began_in}: what goes into that is finite, what goes into {name} is not"
 
 
-def _steps_left(recent: Iterable[Row]) -> float:
+def _steps_left(recent: Sequence[Row]) -> float:
     """When a line through the headrooms since the last overflow reaches 0, in steps; inf if it may as well be level.
 
     It falls if its slope is twice its standard error below 0. With less than a doubling left nothing is left.
     """
-    *before, last = recent
-    headroom = last.headroom
+    headroom = recent[-1].headroom
     if not _NEAR <= headroom < _TREND:
         return 0.0 if headroom < _NEAR else math.inf
-    rows = [row for row in itertools.takewhile(lambda row: row.is_finite, (last, *reversed(before))) if row.amax]
+    rows = [row for row in itertools.takewhile(lambda row: row.is_finite, reversed(recent)) if row.amax]
     if len({row.step for row in rows}) < _FEWEST:
         return math.inf
     steps, rooms = zip(*((row.step, row.headroom) for row in rows), strict=True)
@@ -238,17 +239,14 @@ def _flushed(traces: _Traces) -> Iterator[Finding]:
 def _too_large(traces: _Traces, step: int) -> Finding | None:
     """HS120 as of a step, if its updates are too large."""
     ratios: dict[str, float] = {}
-    growing: list[str] = []
+    numel: dict[str, int] = {}
     for key, update in traces["update"].items():
-        weight = traces["weight"].get(key)
-        if update.last.step == step and update.last.is_finite and weight is not None and weight.first.rms > 0.0:
-            sizes = [_size(row) for row in update.recent if row.is_finite]
-            ratios[key[0]] = sizes[-1] / weight.last.rms if weight.last.rms else math.inf
-            if len(sizes) >= 3 and all(b >= _GROWTH * a > 0.0 for a, b in itertools.pairwise(sizes[-3:])):
-                growing.append(key[0])
-    numel = {name: traces["update"][name, 0].last.numel for name in ratios}
+        row, weight = update.last, traces["weight"].get(key)
+        if row.step == step and row.is_finite and weight is not None and weight.first.rms > 0.0:
+            ratios[row.module] = _size(row) / weight.last.rms if weight.last.rms else math.inf
+            numel[row.module] = row.numel
     large = [name for name, ratio in ratios.items() if ratio >= _LARGE]
-    growing = [name for name in growing if ratios[name] >= _GROWN]
+    growing = [name for name, ratio in ratios.items() if ratio >= _GROWN and _grows(traces["update"][name, 0].recent)]
     ways = (
         (large, "a quarter of their own size or more"),
         (growing, "a tenth of their own size or more, twice as large each time"),
@@ -266,6 +264,11 @@ def _too_large(traces: _Traces, step: int) -> Finding | None:
     return None
 
 
+def _grows(updates: Iterable[Row]) -> bool:
+    sizes = [_size(row) for row in updates if row.is_finite][-3:]
+    return len(sizes) == 3 and all(b >= _GROWTH * a > 0.0 for a, b in itertools.pairwise(sizes))
+
+
 def _size(update: Row) -> float:
     """The root mean square of the updates that are there: most rows of an embedding have none."""
     return update.rms / math.sqrt(1.0 - update.zeros) if update.zeros < 1.0 else 0.0
@@ -277,6 +280,8 @@ def _size(update: Row) -> float:
 def _zero(traces: _Traces) -> Iterator[Finding]:
     grads = traces["grad"]
     zero = {name: trace.first.numel for (name, _), trace in grads.items() if trace.moved is None}
+    if not zero:
+        return
     moved = {owner_of(name) for (name, _), trace in grads.items() if trace.moved is not None}
     outputs: dict[str, int] = {}
     for (name, _), trace in traces["output_grad"].items():
@@ -284,7 +289,7 @@ def _zero(traces: _Traces) -> Iterator[Finding]:
             outputs.setdefault(name, trace.moved)
     owners = set(map(owner_of, zero))
     lost = sorted((name for name in outputs if name in owners and name not in moved), key=outputs.__getitem__)
-    if zero and not moved:
+    if not moved:
         step = min(trace.first.step for trace in grads.values())
         at = lost[0] if lost else next((name for name in reversed(outputs) if outputs[name] == step), OUTSIDE)
         text = f"all gradients are 0 from step {step} on"

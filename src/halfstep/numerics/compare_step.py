@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.checks import check_count
 from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from ..core.loss_scale import make_loss_scale
@@ -84,8 +85,7 @@ def compare_step(
     policy = _policy(candidate, dtype)
     if reference not in (torch.float32, torch.float64):
         raise ArgumentValueError(f"reference={reference} must be torch.float32 or torch.float64.")
-    if not isinstance(samples, int) or samples < 1:
-        raise ArgumentValueError(f"samples={samples!r} must be a whole number of 1 or more.")
+    check_count("samples", samples)
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"compare_step takes a torch.nn.Module, not {type(model).__name__}.")
     refuse(model)

@@ -196,13 +196,12 @@ def _table(tensors: Sequence[Tensor]) -> tuple[list[str], list[list[str]], str]:
 def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
     those = [each for each in tensors if each.kind in _NAMES]
     those = [each for each in those if each.last.dtype in _HALF] or those
-    worst: dict[tuple[str, str], dict[int, tuple[float, str]]] = defaultdict(dict)
+    worst: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for each in those:
         for row in each.rows:
             at = worst[each.kind, row.dtype]
-            if row.step not in at or row.headroom < at[row.step][0]:
-                at[row.step] = row.headroom, each.name
-    finite = [room for at in worst.values() for room, _ in at.values() if math.isfinite(room)]
+            at[row.step] = min(at.get(row.step, math.inf), row.headroom)
+    finite = [room for at in worst.values() for room in at.values() if math.isfinite(room)]
     if not finite:
         return [paragraph("No number of these tensors is finite and other than 0.")]
     high = max(8.0, 4.0 * math.ceil(max(finite) / 4.0))
@@ -210,7 +209,7 @@ def _headroom(tensors: Sequence[Tensor]) -> list[Markup]:
     drawn = [
         Line(
             f"{_NAMES[kind]}, {dtype}",
-            [(step, -2.0 if room == -math.inf else math.nan if room == math.inf else room) for step, (room, _) in at],
+            [(step, -2.0 if room == -math.inf else math.nan if room == math.inf else room) for step, room in at],
         )
         for (kind, dtype), at in ((key, sorted(at.items())) for key, at in worst.items())
     ]
