@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -146,6 +146,25 @@ def test_native_amp(on_cpu: None) -> None:
     scaler.scale(loss).backward()
     assert layer.bias.grad is not None
     assert layer.bias.grad.tolist() == [4.0, 4.0]
+
+
+AUTOCASTS = {
+    "torch": lambda: torch.autocast("cuda"),
+    "by name": lambda: torch.autocast(device_type="cuda", dtype=torch.float16),
+    "torch.amp": lambda: torch.amp.autocast("cuda", torch.float16, True),
+    "torch.cuda.amp": lambda: torch.cuda.amp.autocast(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast:FutureWarning")
+@pytest.mark.parametrize("make", AUTOCASTS.values(), ids=AUTOCASTS)
+def test_torchs_autocast_casts(on_cpu: None, make: Callable[[], Any]) -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with make():
+        assert layer(x).dtype is torch.float16
+        with torch.autocast("cuda", enabled=False):
+            assert layer(x).dtype is torch.float32
+    assert layer(x).dtype is torch.float32
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("float16", "Half"), ("float32", "Float"), ("int64", "Long")])

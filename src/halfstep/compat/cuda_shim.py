@@ -235,7 +235,7 @@ def cuda_on_cpu() -> Iterator[None]:
     """A block in which CUDA means the CPU; it says so once, through the logger "halfstep"."""
     logger.warning("Everything that asks for CUDA runs on the CPU: this tries a script, it does not time it.")
     own_load, own_group, own_ddp = torch.load, dist.init_process_group, DistributedDataParallel.__init__
-    own_to = torch.nn.Module.to
+    own_to, own_autocast = torch.nn.Module.to, torch.autocast.__init__
 
     @functools.wraps(own_load)
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -261,6 +261,11 @@ def cuda_on_cpu() -> Iterator[None]:
             kwargs["device"] = _moved(kwargs["device"])
         return own_to(self, *map(_moved, args), **kwargs)
 
+    @functools.wraps(own_autocast)
+    def autocast(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype  # float16 on CUDA
+        own_autocast(self, "cpu" if _is_cuda(device_type) else device_type, dtype, *args, **kwargs)
+
     def data_parallel(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
         torch.nn.Module.__init__(self)
         self.module, self.device_ids, self.dim = module, [], dim  # without devices it calls the module
@@ -277,6 +282,7 @@ def cuda_on_cpu() -> Iterator[None]:
         (torch.Tensor, "record_stream", lambda self, stream: None),
         (torch.nn.Module, "cuda", lambda self, device=None: self),
         (torch.nn.Module, "to", to),
+        (torch.autocast, "__init__", autocast),
         (torch.nn.DataParallel, "__init__", data_parallel),
         (torch, "load", load),
         (dist, "init_process_group", init_process_group),
