@@ -348,6 +348,34 @@ def train(args, model, data):
     return losses
 """
     },
+    "a helper that returns the loss": {
+        "main": """
+import torch
+from torch.nn.functional import cross_entropy
+from apex import amp
+
+def backward(loss, optimizer, fp16):
+    if fp16:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    else:
+        loss.backward()
+    return loss.item()
+
+def train(args, net, data):
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    if args.fp16:
+        net, opt = amp.initialize(net, opt, opt_level=args.level)
+    losses = []
+    for x, y in data:
+        opt.zero_grad()
+        loss = cross_entropy(net(x), y)
+        losses.append(backward(loss, opt, args.fp16))
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        opt.step()
+    return losses
+"""
+    },
     "no scale_loss at all": {
         "main": """
 import torch
@@ -491,6 +519,11 @@ for x in data:
             SCALED.replace("scaler =", "models = [model, ema]\nscaler =")
             + "    scaler.step(optimizer)\n    scaler.update()\n",
         ),
+        (  # a step that may be left out
+            f"{HEAD}{LOOP}    if bad(loss):\n        continue\n    clip(model)\n{STEP}",
+            f"{SCALED}    if bad(loss):\n        continue\n    scaler.unscale_(optimizer)\n    clip(model)\n"
+            "    scaler.step(optimizer)\n    scaler.update()\n",
+        ),
         (  # 16-bit weights without training
             "from apex import amp\nif fp16:\n    net, _ = amp.initialize(net, [], opt_level='O3')\ny = net.infer(x)\n",
             "if fp16:\n    net = net.half()\ny = net.infer(x)\n",
@@ -587,6 +620,10 @@ def test_files_that_do_not_speak_of_apex_are_rewritten_too(tmp_path: Path) -> No
     ("source", "said"),
     [
         (HEAD + LOOP, "no optimizer.step() after it"),
+        (
+            f"{HEAD}{LOOP}    if clip(model) > 9:\n        continue\n{STEP}",
+            "leaves out the step after gradients are read",
+        ),
         ("from apex import amp\nnet = amp.initialize(net, opt_level='O3')\ny = net(x)\n", "call .half() of them"),
         (HEAD + LOOP + "optimizer.step()\n", "several backward passes"),
         (HEAD + LOOP + STEP + "loss.backward()\n", "without scale_loss"),

@@ -165,8 +165,7 @@ class Steps:
                 self._unscale_once(step)
             else:
                 for way in step.ways:
-                    if way.behind or way.between or any(place for _, place in step.levels):
-                        self._unscale_after(way)
+                    self._unscale(way, [part for block, i in reversed(step.levels) for part in block[:i]])
             scaler = step.script.scaler(step.optimizer)
             step.script.text.put(step.node, f"{scaler}.step({step.optimizer})")
             step.script.text.after(step.node, f"{scaler}.update()")
@@ -210,6 +209,29 @@ class Steps:
         elif before:
             each = next((each for each, place in before if _reads(each[:place])), before[-1][0])
             step.script.text.before(each[0], f"{step.script.scaler(step.optimizer)}.unscale_({step.optimizer})")
+
+    def _unscale(self, way: _Way, before: list[ast.stmt]) -> None:
+        """Unscale after the only pass of a step, if anything is in between, and where nothing leaves the step out."""
+        passed = [*way.behind, *way.between]
+        script, block, i, _ = way.place
+        around = script.around.function(block[i])
+        leaves = [
+            j
+            for j, each in enumerate(passed)
+            if _leaves(each) and id(each) in script.around.owners and script.around.function(each) is around
+        ]
+        if not leaves:
+            if passed or before:
+                self._unscale_after(way)
+            return
+        last = passed[leaves[-1]]
+        start, script = way.start, way.start.script
+        if _reads(passed[: leaves[-1] + 1]):
+            script.say(start.whole, f"line {last.lineno} leaves out the step after gradients are read; read them later")
+        elif id(last) not in script.around.owners or script.around.function(start.whole) is not around:
+            script.say(start.whole, f"line {last.lineno} of a function that calls this one leaves out the step")
+        elif len(passed) > leaves[-1] + 1 or before:
+            script.text.after(last, f"{script.scaler(start.optimizer)}.unscale_({start.optimizer})")
 
     def _unscale_before(self, way: _Way) -> None:
         """Unscale where gradients are read after each pass, under the same conditions."""
@@ -284,3 +306,8 @@ def _reads(statements: Iterable[ast.stmt]) -> bool:
         if isinstance(part, (ast.Attribute, ast.Name))
     )
     return any(_READS.search(text) for text in texts)
+
+
+def _leaves(statement: ast.stmt) -> bool:
+    """Whether a statement may end what is around it."""
+    return any(isinstance(part, (ast.Continue, ast.Break, ast.Return)) for part in ast.walk(statement))
