@@ -75,15 +75,16 @@ def test_every_public_name_is_found_when_it_is_asked_for_and_no_other_is() -> No
         _ = halfstep.Modell  # type: ignore[attr-defined]
 
 
-@pytest.mark.exhaustive
-def test_import_adds_little_time_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Compiled files as in an installed package; time of this process alone, whatever else the machine does.
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
-    code = (
-        "import time, torch; began = time.process_time(); from halfstep import amp; print(time.process_time() - began)"
-    )
-    assert min(float(fresh_interpreter(code)) for _ in range(4)) < 0.12
+def test_import_adds_little_work_to_torch() -> None:
+    # Calls, because times depend on what else the machine does. These took 52 to 66 ms, and torch's import 1,900 ms
+    # (compiled files, one thread of an AMD EPYC). The garbage collection that torch's import leaves due is not counted.
+    code = """
+import cProfile, pstats, torch
+with cProfile.Profile() as profile:
+    from halfstep import amp
+print(pstats.Stats(profile).total_calls)
+"""
+    assert int(fresh_interpreter(code)) < 60_000
 
 
 @pytest.mark.exhaustive
