@@ -524,6 +524,11 @@ for x in data:
             f"{SCALED}    if bad(loss):\n        continue\n    scaler.unscale_(optimizer)\n    clip(model)\n"
             "    scaler.step(optimizer)\n    scaler.update()\n",
         ),
+        (  # torch is imported where it is written
+            "try:\n    import torch\nexcept ImportError:\n    torch = None\ntry:\n    import apex\n    has = True\n"
+            "except ImportError:\n    has = False\n",
+            "try:\n    import torch\nexcept ImportError:\n    torch = None\nhas = True\n",
+        ),
         (  # 16-bit weights without training
             "from apex import amp\nif fp16:\n    net, _ = amp.initialize(net, [], opt_level='O3')\ny = net.infer(x)\n",
             "if fp16:\n    net = net.half()\ny = net.infer(x)\n",

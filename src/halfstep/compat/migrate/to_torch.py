@@ -79,7 +79,7 @@ def _result(script: Script, training: Training) -> str:
     after = script.text.result()
     if after == script.source:
         return after
-    after = _with_torch(after)
+    after = _with_torch(after, script.tree)
     tree = ast.parse(after)
     names = names_of(tree, _PACKAGES)
     roots = {use.text.partition(".")[0] for use in script.names.uses if use.name not in REPLACED or "." in use.text}
@@ -117,10 +117,11 @@ def _left(tree: ast.Module, names: Names, roots: set[str]) -> list[Problem]:
     return found + loose_names(tree, names, roots - {"torch"})
 
 
-def _with_torch(text: str) -> str:
-    """The text with ``import torch``, if it needs that."""
+def _with_torch(text: str, before: ast.Module) -> str:
+    """The text with ``import torch``, if it needs that more than before."""
     tree = ast.parse(text)
-    used = any(isinstance(node, ast.Name) and node.id == "torch" for node in ast.walk(tree))
+    now, then = (sum(isinstance(x, ast.Name) and x.id == "torch" for x in ast.walk(each)) for each in (tree, before))
+    used = now > then
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     plain = [node for node in imports if isinstance(node, ast.Import)]
     bound = any(not alias.asname and alias.name.partition(".")[0] == "torch" for node in plain for alias in node.names)
