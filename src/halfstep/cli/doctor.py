@@ -157,8 +157,8 @@ def _emulation(device: torch.device) -> str | None:
     if not lacks:
         return None
     return (
-        f"The chip of {device} cannot compute in {' and '.join(lacks)}. halfstep emulates it: the same rounding as on "
-        "a chip that can, at about the speed of fp32."
+        f"{device} has no units for {' and '.join(lacks)}. halfstep emulates it: the same rounding as on "
+        "a chip that has them, at about the speed of fp32."
     )
 
 
