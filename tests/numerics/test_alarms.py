@@ -143,6 +143,23 @@ def test_where_an_overflow_began_is_in_the_rows_in_a_file_and_on_the_page(tmp_pa
     assert "at step 0 inf or NaN begins inside of 1: what goes into that is finite" in page
 
 
+def test_of_outputs_near_the_largest_number_the_one_that_came_there_first_is_named() -> None:
+    class Times(nn.Module):
+        factor = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    model = nn.Sequential(Times(), Times())
+    with Monitor(model, every=1) as monitor:
+        for factors in ((1.0, 50000.0), (40000.0, 1.0)):
+            model[0].factor, model[1].factor = factors
+            model(torch.ones(2, 4, dtype=torch.float16))
+    (finding,) = monitor.findings()
+    assert finding.where == "1, 0"
+    assert "at step 0 the output of 1 has" in finding.message
+
+
 # ---- HS120: a learning rate that is too high
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

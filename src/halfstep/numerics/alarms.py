@@ -173,7 +173,7 @@ def _overflow(bad: Sequence[Row], spoilt: Iterable[Row], fix: str) -> Iterator[F
 
 
 def _near(outputs: _OfKind, fix: str) -> Iterator[Finding]:
-    near = [trace.near for trace in outputs.values() if trace.near is not None]
+    near = sorted((trace.near for trace in outputs.values() if trace.near), key=lambda each: each[0].step)
     if near:
         row, left = min(near, key=lambda each: each[1])
         soon = f"about {left:.0f} steps away if it grows on like this" if left else "less than a doubling away"
