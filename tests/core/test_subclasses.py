@@ -77,3 +77,23 @@ def test_two_instances_have_one_subclass_while_it_lives() -> None:
     assert superclass_of(first, Greeting) is Theirs
     assert superclass_of(Theirs, Greeting) is Theirs
     assert first not in Theirs.register
+
+
+class Loud:
+    """What a user adds to a class."""
+
+
+def test_a_class_that_a_user_makes_below_is_the_users() -> None:
+    made = subclass_with(Greeting, Theirs, {})
+    for theirs in (type("Kid", (made,), {}), type("Mixed", (made, Loud), {})):
+        assert superclass_of(theirs, Greeting) is theirs
+
+
+@pytest.mark.parametrize("more", [(), (Loud,)])
+def test_a_model_that_is_given_a_class_below_its_own_is_copied(more: tuple[type, ...]) -> None:
+    model = classes()[0](4, 2)
+    amp.initialize(model, opt_level="O2", dtype="bfloat16", verbosity=0)
+    model.__class__ = type("Louder", (type(model), *more), {})
+    twin = copy.deepcopy(model)
+    assert type(twin) is type(model)
+    assert torch.equal(twin(torch.ones(1, 4)), model(torch.ones(1, 4)))

@@ -28,4 +28,5 @@ def subclass_with(ours: type[Ours], base: type, names: dict[str, Any]) -> type:
 
 def superclass_of(cls: type, ours: type[Ours]) -> type:
     """The user's class above one that was made; any other class as it is."""
-    return cls.__bases__[1] if issubclass(cls.__bases__[0], ours) and len(cls.__bases__) > 1 else cls
+    first = cls.__bases__[0]  # one that was made here, if the user has made a class below that
+    return cls.__bases__[1] if issubclass(first, ours) and first.__mro__[-2] is Ours else cls
