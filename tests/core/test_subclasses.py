@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from halfstep import amp
-from halfstep.core.subclasses import Ours, subclass_with, superclass_of
+from halfstep.core.subclasses import Mixin, subclass_with, superclass_of
 
 
 def classes() -> tuple[Any, Any]:
@@ -48,7 +48,7 @@ def test_classes_made_in_a_function_go_with_their_instances(steps_hooked: bool) 
     assert [ref() for ref in refs] == [None] * 4
 
 
-class Greeting(Ours):
+class Greeting(Mixin):
     """Methods that go before those of a class."""
 
     def name(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.subclasses import Ours, subclass_with, superclass_of
+from ..core.subclasses import Mixin, subclass_with, superclass_of
 from ..core.torch_compat import forward_hooks
 from .current import thread
 from .first_passes import FirstPasses
@@ -26,7 +26,7 @@ _FRAMEWORKS = ("accelerate", "builtins", "lightning", "peft", "pytorch_lightning
 """Packages whose classes have many methods that compute nothing."""
 
 
-class _Watched(Ours):
+class _Watched(Mixin):
     """The base of such a subclass: it makes copies and pickles."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:

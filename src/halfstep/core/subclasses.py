@@ -1,32 +1,32 @@
-"""Classes made on the fly: below a class of a user's, with methods of ours before its own.
+"""Subclasses made on the fly: a class of a user's with a mixin of ours before it.
 
-Nothing here refers to them, so a class that a function has made goes when the last of its instances has gone.
+Nothing here refers to them, so such a class lives no longer than its last instance.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Ours", "subclass_with", "superclass_of"]
+__all__ = ["Mixin", "subclass_with", "superclass_of"]
 
 
-class Ours:
-    """The base of classes with methods of ours."""
+class Mixin:
+    """The base of all mixins."""
 
     def __init_subclass__(cls) -> None:
-        """Nothing: the user's own may keep a register of classes, to which what is made here does not belong."""
+        """Nothing: a class of a user's may keep a register of its subclasses, and these do not belong there."""
 
 
-def subclass_with(ours: type[Ours], base: type, names: dict[str, Any]) -> type:
-    """The class with methods of ours below a user's, which has the name of the user's; ``names`` are more methods."""
-    bases = ours, base
-    below: list[type] = type.__subclasses__(base)  # to which a class refers weakly
-    there = (cls for cls in below if cls.__bases__ == bases)
-    like = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return next(there, None) or type(base.__name__, bases, {**like, **names})
+def subclass_with(mixin: type[Mixin], base: type, methods: dict[str, Any]) -> type:
+    """The subclass of a mixin and a user's class, with the name of the latter and more methods."""
+    bases = mixin, base
+    subclasses: list[type] = type.__subclasses__(base)  # to which a class refers weakly
+    known = (cls for cls in subclasses if cls.__bases__ == bases)
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return next(known, None) or type(base.__name__, bases, {**names, **methods})
 
 
-def superclass_of(cls: type, ours: type[Ours]) -> type:
-    """The user's class above one that was made; any other class as it is."""
-    first = cls.__bases__[0]  # one that was made here, if the user has made a class below that
-    return cls.__bases__[1] if issubclass(first, ours) and first.__mro__[-2] is Ours else cls
+def superclass_of(cls: type, mixin: type[Mixin]) -> type:
+    """The user's class of which ``subclass_with`` made a class; any other class as it is."""
+    first = cls.__bases__[0]  # a class that was made here, if the user has made a class below that
+    return cls.__bases__[1] if issubclass(first, mixin) and first.__mro__[-2] is Mixin else cls

@@ -16,13 +16,13 @@ import torch
 from ..casting.containers import map_tensors, tensors_in
 from ..casting.dynamo import eager
 from ..core.checks import check_optimizer_state
-from ..core.subclasses import Ours, subclass_with, superclass_of
+from ..core.subclasses import Mixin, subclass_with, superclass_of
 from ..optimizers.base import FusedOptimizer
 
 __all__ = ["add_names_of_apex", "base_of", "class_over"]
 
 
-class _Attached(Ours):
+class _Attached(Mixin):
     """The methods that go before those of the optimizer's own class."""
 
     _amp_stash: Any  # the AttachedOptimizer, which is made from what is here
