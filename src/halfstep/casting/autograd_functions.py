@@ -1,4 +1,4 @@
-"""Functions with a gradient of their own (``torch.autograd.Function``) that need another input while ops are cast."""
+"""Inputs of ``torch.autograd.Function``: some functions need others while ops are cast."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def _meets() -> bool:
 
 
 def with_inputs_cast(remember: Callable[[Any], Any], own: Any) -> Any:
-    """``torch.autograd.Function.apply``, which all such functions are called by.
+    """The replacement of ``torch.autograd.Function.apply``, by which all functions with their own gradient are called.
 
-    A checkpoint recomputes under the casting of now. A sample of a Dirichlet distribution has no gradient in 16 bits.
-    ``torch.amp.custom_fwd(cast_inputs=)`` asks whether native autocast is on, and where ops meet, at O2, it is not.
+    - A reentrant checkpoint recomputes its function under the casting of the forward pass.
+    - The concentration of a Dirichlet sample is cast to fp32, because the gradient has no 16-bit kernel.
+    - ``torch.amp.custom_fwd(cast_inputs=)`` casts only if native autocast is on, and at O2 it is off.
 
     Args:
-        remember: makes a function run under the casting of now.
-        own: torch's.
+        remember: returns its argument, a function, such that it runs under the casting that is current now.
+        own: torch's ``apply``.
     """
 
     @functools.wraps(own.__func__)

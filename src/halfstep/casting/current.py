@@ -65,9 +65,8 @@ class Patches:
     """
 
     def __init__(self, wraps: Mapping[tuple[str, str], Wrap], step_hooks: tuple[Any, ...] = ()) -> None:
-        self._wraps = {
-            name: functools.cache(wrap) for name, wrap in wraps.items()
-        }  # the same each time: Dynamo guards it
+        # A name gets the same replacement each time, because Dynamo guards functions by identity.
+        self._wraps = {name: functools.cache(wrap) for name, wrap in wraps.items()}
         self._step_hooks = step_hooks
         self._holders: set[object] = set()
         self._originals: list[tuple[Any, str, Any]] = []

@@ -25,9 +25,12 @@ __all__ = [
 ]
 
 
-def arguments(local: Mapping[str, Any], *apart: str) -> dict[str, Any]:
-    """The arguments of a constructor, by name: its ``locals()``, but for those ``apart``, which it uses itself."""
-    return {name: value for name, value in local.items() if name not in ("self", "__class__", *apart)}
+def arguments(local: Mapping[str, Any], *excluded: str) -> dict[str, Any]:
+    """The arguments of a constructor by name, from its ``locals()``, without those that are ``excluded``.
+
+    To be called before the constructor sets any other local name.
+    """
+    return {name: value for name, value in local.items() if name not in ("self", "__class__", *excluded)}
 
 
 def check_kind(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
