@@ -51,8 +51,9 @@ def test_without_every_nothing_is_watched_and_after_the_end_nothing_is_checked()
 
 
 def test_after_counts_from_0() -> None:
-    with pytest.raises(ArgumentValueError, match="after=-1 must be a whole number, 0 or more"):
-        CheckPrecision(after=-1)
+    for after in (-1, 0.5):
+        with pytest.raises(ArgumentValueError, match=f"after={after} must be a whole number, 0 or more"):
+            CheckPrecision(after=after)  # type: ignore[arg-type]
 
 
 # ---- the command

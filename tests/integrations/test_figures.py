@@ -113,8 +113,9 @@ def test_findings_are_counted_by_their_codes() -> None:
 def test_what_cannot_be_logged_to_is_refused() -> None:
     with pytest.raises(ArgumentTypeError, match="SummaryWriter"):
         FiguresCallback(3)
-    with pytest.raises(ArgumentValueError, match="every=0"):
-        FiguresCallback({}, every=0)
+    for every in (0, 1.5):
+        with pytest.raises(ArgumentValueError, match=f"every={every} must be a whole number, 1 or more"):
+            FiguresCallback({}, every=every)  # type: ignore[arg-type]
 
 
 def test_lightning_logs_them_through_its_loggers() -> None:

@@ -421,6 +421,8 @@ def test_a_comparison_is_a_dict_of_plain_values() -> None:
         ({"reference": torch.bfloat16}, ArgumentValueError, "must be torch.float32 or torch.float64"),
         ({"candidate": Policy(compute_dtype=torch.bfloat16)}, UsageError, "contradicts itself"),
         ({"model": "net"}, ArgumentTypeError, "takes a torch.nn.Module, not str"),
+        ({"samples": 0}, ArgumentValueError, "samples=0 must be a whole number, 1 or more"),
+        ({"samples": True}, ArgumentValueError, "samples=True must be a whole number, 1 or more"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: Any, text: str) -> None:

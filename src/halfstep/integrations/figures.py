@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from .. import amp
-from ..core.errors import ArgumentTypeError, ArgumentValueError
+from ..core.checks import check_count
+from ..core.errors import ArgumentTypeError
 from ..findings import check
 from ..model import Callback
 
@@ -83,8 +84,7 @@ class FiguresCallback(Callback):
     """
 
     def __init__(self, target: Any, every: int = 50, monitor: Any = None) -> None:
-        if every < 1:
-            raise ArgumentValueError(f"every={every!r} must be a whole number, 1 or more.")
+        check_count("every", every)
         self._log, self._every, self._monitor = sink(target), every, monitor
         self._batches = 0
 

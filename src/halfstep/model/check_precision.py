@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.errors import ArgumentValueError
+from ..core.checks import check_count
 from ..findings import Finding, Watch, check, watch
 from ..findings.finding import log
 from .callbacks import Callback
@@ -30,12 +30,11 @@ class CheckPrecision(Callback):
         findings: the findings of the last ``fit``.
 
     Raises:
-        ArgumentValueError: for ``after`` below 0.
+        ArgumentValueError: for an ``after`` that is no whole number, or below 0.
     """
 
     def __init__(self, after: int = 1, every: int | None = 100) -> None:
-        if after < 0:
-            raise ArgumentValueError(f"after={after!r} must be a whole number, 0 or more.")
+        check_count("after", after, least=0)
         self.findings: list[Finding] = []
         self._after, self._every = after, every
         self._left = after

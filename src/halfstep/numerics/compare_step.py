@@ -79,7 +79,7 @@ def compare_step(
 
     Raises:
         ArgumentTypeError: for a candidate or model of another kind.
-        ArgumentValueError: for an unknown level, another reference, or no samples.
+        ArgumentValueError: for an unknown level, another reference, or ``samples`` below 1.
         UsageError: for a sharded model, or a policy that contradicts itself.
     """
     policy = _policy(candidate, dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..casting.scope import NO_CASTING
+from ..core.checks import check_count
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.inner_optimizers import bare
 from ..core.torch_compat import backward_pass_id, scale_of
@@ -99,8 +100,7 @@ class Monitor:
         if self._optimizer is not None and not isinstance(self._optimizer, torch.optim.Optimizer):
             raise ArgumentTypeError(f"Monitor takes a torch.optim.Optimizer, not {type(optimizer).__name__}.")
         for name, number in (("every", every), ("sample", sample)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ArgumentValueError(f"{name}={number!r} must be a whole number, 1 or more.")
+            check_count(name, number)
         if isinstance(tensors, str) or not tensors or not set(tensors) <= set(TENSORS):
             raise ArgumentValueError(f"tensors={tensors!r} must be a tuple of some of {TENSORS}.")
         if not isinstance(scaler, (torch.amp.GradScaler, NoneType)):
