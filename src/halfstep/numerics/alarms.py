@@ -1,6 +1,6 @@
 """Alarms of a monitored run: findings by its rows, of what is wrong or about to go wrong.
 
-What rules need of earlier steps is kept by tensor, in one ``Trace`` each. The rules are functions over the traces.
+A ``Trace`` keeps what the rules need of the earlier steps of one tensor. The rules are functions over the traces.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MOST = 0.5  # of the weights must have such updates: a few that begin near 0 ma
 _GROWTH = 2.0  # between sampled steps
 _GROWN = 0.1  # of the weights: smaller updates may grow, as in a warmup
 
-_KEEP_WIDE = "keep the module in float32 (excluded_layers, an op list), use bfloat16, or see why it grows"
-_AFTER = "lower the learning rate first: HS120 came before"
-_SCALE = "use a loss scale, or a larger one (init_scale, max_loss_scale), or bfloat16"
-_SMALLER = (
+_FIX_OVERFLOW = "keep the module in float32 (excluded_layers, an op list), use bfloat16, or see why it grows"
+_FIX_AFTER_HS120 = "lower the learning rate first: HS120 came before"
+_FIX_FLUSHED = "use a loss scale, or a larger one (init_scale, max_loss_scale), or bfloat16"
+_FIX_TOO_LARGE = (
     "lower the learning rate (try a tenth), or begin with a warmup, or clip gradients; it is no matter of precision"
 )
 _NAMED = 4
@@ -46,7 +46,7 @@ _NAMED = 4
 
 @dataclass(eq=False)
 class Trace:
-    """What is kept of one tensor over the steps.
+    """The history of one tensor.
 
     Attributes:
         first: its row at the first step.
@@ -135,7 +135,7 @@ class Alarms:
         """The findings so far, the likely cause first: steps that are too large make overflows."""
         large, bad = self._too_large, [row for row in self._bad.values() if row.tensor == "output"]
         large_first = large is not None and (not bad or large.evidence["step"] < bad[0].step)
-        fix = _AFTER if large_first else _KEEP_WIDE
+        fix = _FIX_AFTER_HS120 if large_first else _FIX_OVERFLOW
         spoilt = [row for row in self._bad.values() if row.tensor == "weight"]
         found = list(_overflow(bad, spoilt, fix) if bad else _near(self._traces["output"], fix))
         if large is not None:
@@ -230,7 +230,7 @@ def _flushed(traces: _Traces) -> Iterator[Finding]:
             f"up to {share(worst.flushed)} of these gradients became 0, because they are too small for their dtype; "
             f"most of {worst.first.module} ({worst.first.tensor})"
         )
-        yield Finding("HS117", "warning", grouped(names), text, {"flushed": worst.flushed}, _SCALE)
+        yield Finding("HS117", "warning", grouped(names), text, {"flushed": worst.flushed}, _FIX_FLUSHED)
 
 
 # ---- HS120
@@ -260,7 +260,7 @@ def _too_large(traces: _Traces, step: int) -> Finding | None:
                 f"{most} gets {ratios[most]:.2g} times its size"
             )
             known = {"step": step, "share": part, "ratio": ratios[most]}
-            return Finding("HS120", "error", grouped(of), text, known, _SMALLER)
+            return Finding("HS120", "error", grouped(of), text, known, _FIX_TOO_LARGE)
     return None
 
 

@@ -158,18 +158,18 @@ class Comparison:
         first, found = self.first(), self.modules()
         reference, candidate = self.names
         sizes = f"{counted(len(self.entries), 'tensor')} in {counted(len(found), 'module')}"
-        lines = [f"{candidate} against {reference}: {sizes}"]
-        lines += [f"{name}: {value}" for name, value in self.about.items()]
+        text = [f"{candidate} against {reference}: {sizes}"]
+        text += [f"{name}: {value}" for name, value in self.about.items()]
         if self.not_finite:
-            lines.append(_said_of_reference(reference, self.not_finite))
+            text.append(_said_of_reference(reference, self.not_finite))
         if first is not None or not self.not_finite:
-            lines.append("no divergence" if first is None else f"first divergence: {first}")
+            text.append("no divergence" if first is None else f"first divergence: {first}")
         rows = [["module", "excess", "added", "inherited", "error", "at", "dtype", "why"]]
         for module in found[:_SHOWN]:
-            numbers = [f"{n:.2g}" for n in (module.excess, module.added, module.inherited, module.error)]
-            rows.append([module.module, *numbers, _at(module.worst), module.worst.dtype, module.worst.why or "."])
+            errors = [f"{n:.2g}" for n in (module.excess, module.added, module.inherited, module.error)]
+            rows.append([module.module, *errors, _at(module.worst), module.worst.dtype, module.worst.why or "."])
         more = [f"and {counted(len(found) - _SHOWN, 'more module')}"] if len(found) > _SHOWN else []
-        return "\n".join([*lines, "", *aligned(rows, right=range(1, 5)), *more])
+        return "\n".join([*text, "", *aligned(rows, right=range(1, 5)), *more])
 
 
 # ---- the page

@@ -225,7 +225,7 @@ class Survey:
 
 
 class _Block(NamedTuple):
-    """The numbers of some tensors on one device, on their way to the host: of each a line."""
+    """The numbers of some tensors on one device, a line for each, on their way to the host."""
 
     looked: list[Looked]
     width: int
@@ -262,11 +262,11 @@ class _Block(NamedTuple):
             yield looked, row
 
 
-@functools.lru_cache(4)  # the steps of a training are alike
+@functools.lru_cache(4)  # every sampled step asks for the same
 def _places(sampled: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the samples of tensors are, and the probes, if they follow one another and a zero the last: of each a line.
+    """The indices of samples and of probes in a column that has the samples of all tensors and then one zero.
 
-    The lines are filled up with that zero.
+    There is a line for each tensor. Lines of samples have one length: the rest of a line is the index of the zero.
     """
     sizes = torch.tensor(sampled, dtype=torch.int64).to(device, non_blocking=True)[:, None]
     starts = sizes.cumsum(0) - sizes
@@ -276,7 +276,7 @@ def _places(sampled: tuple[int, ...], device: torch.device) -> tuple[torch.Tenso
 
 
 def _counted(looked: list[Looked], numbers: torch.Tensor, probes: torch.Tensor) -> _Block:
-    """Count the numbers of some tensors: of each a line."""
+    """Count the numbers of some tensors, of which each has a line."""
     lines, width = numbers.shape
     bits = numbers.view(torch.int32) & _MAGNITUDE
     kinds = (bits >> 23) + bits.clamp(max=1) + (bits - _INFINITY).clamp_(0, 1)
@@ -287,7 +287,7 @@ def _counted(looked: list[Looked], numbers: torch.Tensor, probes: torch.Tensor) 
         counts = torch.zeros(lines * _KINDS, dtype=torch.int32, device=bits.device)
         counts.scatter_add_(0, kinds.flatten().long(), counts.new_ones(1).expand(kinds.numel()))
     amax = bits.amax(1).view(torch.float32)
-    smallest = ((bits - 1) & _MAGNITUDE).amin(1).clamp_(max=_INFINITY - 1).add_(1).view(torch.float32)  # inf for 0
+    smallest = ((bits - 1) & _MAGNITUDE).amin(1).clamp_(max=_INFINITY - 1).add_(1).view(torch.float32)  # inf: all are 0
     finite = bits.view(torch.float32).nan_to_num_(0.0, 0.0)
     norms = torch.linalg.vector_norm(finite, dim=1, dtype=scalar_dtype(bits.device)).float()
     counts = counts.to(torch.int16 if width < 2**15 else torch.int32)
@@ -296,7 +296,7 @@ def _counted(looked: list[Looked], numbers: torch.Tensor, probes: torch.Tensor) 
 
 def _look(samples: _Samples, here: torch.Tensor) -> int:
     """Find the extremes of a tensor; the place where they are."""
-    if not here.is_contiguous():  # in the order of its memory it is, in most cases, and is not copied
+    if not here.is_contiguous():  # torch would copy it; in the order of its strides it mostly is contiguous
         here = here.permute(sorted(range(here.dim()), key=here.stride().__getitem__, reverse=True))
     samples.extremes.append(here.aminmax())
     return len(samples.extremes) - 1

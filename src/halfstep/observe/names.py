@@ -57,7 +57,7 @@ def qualified_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def parts_of(names: Mapping[nn.Module, str]) -> dict[int, str]:
-    """The qualified names of the parameters of some modules, by their ``id``."""
+    """The qualified names of the parameters of some modules, by the ``id`` of each parameter."""
     found: dict[int, str] = {}
     for module, name in names.items():
         for key, param in parameters_of(module).items():

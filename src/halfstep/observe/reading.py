@@ -1,4 +1,4 @@
-"""The one reader of all who observe: numbers of devices on their way to the host, which nothing waits for."""
+"""Reads numbers of devices for all observers: copies to the host, which the training does not wait for."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class Reading:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._tensors = list(tensors)
-        self._passed: list[torch.Event] = []
+        self._events: list[torch.Event] = []
         self._lists: list[list[float]] = []
 
     def ask(self, tensor: torch.Tensor) -> int:
-        """Ask for one more, before they are sent. Its place among them."""
+        """Add a tensor, before ``send``. Returns its place among them."""
         self._tensors.append(tensor.detach())
         return len(self._tensors) - 1
 
     def send(self) -> Reading:
         """Queue the copies behind the work of the devices."""
-        alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
         for i, tensor in enumerate(self._tensors):
             if tensor.device.type != "cpu":
-                alike[tensor.device, tensor.dtype].append(i)
-        for (device, dtype), places in alike.items():
+                groups[tensor.device, tensor.dtype].append(i)
+        for (device, dtype), places in groups.items():
             found = [self._tensors[i] for i in places]
             sizes = [tensor.numel() for tensor in found]
             host = torch.empty(sum(sizes), dtype=dtype, pin_memory=True)
             host.copy_(torch.cat([tensor.reshape(-1) for tensor in found]), non_blocking=True)
-            self._passed.append(torch.Event(device))
-            self._passed[-1].record(torch.accelerator.current_stream(device))
+            self._events.append(torch.Event(device))
+            self._events[-1].record(torch.accelerator.current_stream(device))
             for i, tensor, part in zip(places, found, host.split(sizes), strict=True):
                 self._tensors[i] = part.view(tensor.shape)
         return self
@@ -47,16 +47,16 @@ class Reading:
     @property
     def ready(self) -> bool:
         """Whether nothing that was sent is still on its way."""
-        return all(passed.query() for passed in self._passed)
+        return all(event.query() for event in self._events)
 
     def get(self) -> list[torch.Tensor]:
         """The tensors on the host. Waits for those that are on their way."""
-        for passed in self._passed:
-            passed.synchronize()
+        for event in self._events:
+            event.synchronize()
         return self._tensors
 
     def __getitem__(self, place: int) -> list[float]:
-        """The numbers of one of them; all are made plain numbers at once."""
+        """The numbers of one tensor, by its place. The first call makes lists of all, which is one conversion."""
         if not self._lists:
             numbers = iter(torch.cat([tensor.reshape(-1).float() for tensor in self.get()]).tolist())
             self._lists = [list(itertools.islice(numbers, tensor.numel())) for tensor in self._tensors]

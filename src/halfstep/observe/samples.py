@@ -91,7 +91,7 @@ def sample(tensor: torch.Tensor, count: int) -> torch.Tensor:
     return here.reshape(-1) if stride == 1 else here[_places(here.shape, stride, here.device)]
 
 
-@functools.lru_cache(64)  # the steps of a training are alike
+@functools.lru_cache(64)  # every sampled step asks for the same
 def _places(shape: Sequence[int], stride: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """The indices of every ``stride``-th element, where flattening would copy a whole tensor: in another order."""
     index = torch.arange(0, math.prod(shape), stride, device=device)

@@ -12,10 +12,10 @@ from ..kernels.storage import join
 from ..stepping.attached import attached_to
 from .samples import column, samples_in
 
-__all__ = ["Change", "before_step", "numbers_behind"]
+__all__ = ["Change", "before_step"]
 
 
-def numbers_behind(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _numbers_behind(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """For each parameter the tensors with its value: itself, with a split master's remainder, or its plain master."""
     attached = attached_to(optimizer)
     plain = None if attached is None else attached.keeper.plain
@@ -60,7 +60,7 @@ def before_step(
         To be called after the step: what it has changed, but for parameters that got their masters in it.
     """
     groups: dict[tuple[Any, ...], list[tuple[torch.Tensor, int]]] = {}
-    for param, count, numbers in zip(params, counts, numbers_behind(optimizer, params), strict=True):
+    for param, count, numbers in zip(params, counts, _numbers_behind(optimizer, params), strict=True):
         groups.setdefault((param.device, *(each.dtype for each in numbers)), []).append((param, count))
     return partial(_changes, optimizer, [(group, _values(optimizer, group)) for group in groups.values()])
 
@@ -75,6 +75,6 @@ def _changes(optimizer: torch.optim.Optimizer, groups: _Groups) -> Iterator[Chan
 @torch.no_grad()
 def _values(optimizer: torch.optim.Optimizer, group: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
     """In one tensor, so that it is one comparison."""
-    numbers = zip(*numbers_behind(optimizer, (param for param, _ in group)), strict=True)
+    numbers = zip(*_numbers_behind(optimizer, (param for param, _ in group)), strict=True)
     columns = [column(tensors, [count for _, count in group]) for tensors in numbers]
     return join(*columns) if len(columns) == 2 else columns[0]
