@@ -593,13 +593,70 @@ def test_delayed_unscaling_is_what_a_grad_scaler_does() -> None:
 
 def test_a_scaler_that_is_off_is_where_the_optimizer_is() -> None:
     """Not before ``if __name__ == "__main__"``, in which a whole script is."""
-    shape = SHAPES["no scale_loss at all"]["main"].replace(
-        "def train(args, model, data):", 'if __name__ == "__main__":'
-    )
-    found = migrate(shape.replace("    return train_epoch", "    train_epoch"), "torch")
+    lines = [
+        "opt = SGD(p)",
+        "if fp16:",
+        "    model, opt = amp.initialize(model, opt)",
+        *LOOP.splitlines(),
+        *STEP.split(),
+    ]
+    text = "\n".join(["from apex import amp", 'if __name__ == "__main__":', *(f"    {line}" for line in lines)])
+    found = migrate(text.replace("    optimizer.step", "        opt.step").replace("optimizer", "opt"), "torch")
     assert found.problems == []
-    lines = found.after.splitlines()
-    assert lines[lines.index("    if args.fp16:") - 1] == "    opt.scaler = torch.amp.GradScaler(enabled=False)"
+    after = found.after.splitlines()
+    assert after[after.index("    if fp16:") - 1] == "    scaler = torch.amp.GradScaler(enabled=False)"
+
+
+OTHER_OPTIMIZERS = """
+from apex import amp
+import copy
+import torch
+from torch.nn.functional import cross_entropy
+
+# one batch
+@torch.enable_grad()
+def step(args, model, opt, x, y):
+    loss = cross_entropy(model(x), y)
+    if args.fp16:
+        with amp.scale_loss(loss, opt) as scaled_loss:
+            scaled_loss.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(opt), 0.1)
+    else:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    opt.step()
+    opt.zero_grad()
+    return loss.item()
+
+def train(args, model, data):
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    if args.fp16:
+        model, first = amp.initialize(model, first, opt_level=args.level)
+    losses = [step(args, model, first, x, y) for x, y in data]
+    other = torch.nn.Linear(8, 4)
+    opt = torch.optim.SGD(other.parameters(), lr=0.1)
+    losses += [step(args, other, opt, x, y) for x, y in data]
+    other, opt = copy.deepcopy((other, opt))
+    return losses + [step(args, other, opt, x, y) for x, y in data]
+"""
+
+
+def test_optimizers_that_amp_never_had_or_that_are_copies_train_as_with_amp_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    want = losses_of({"main": migrate(OTHER_OPTIMIZERS).after}, "fp32", 1, monkeypatch)
+    found = on_cpu({"main": OTHER_OPTIMIZERS})
+    assert losses_of(found, "fp32", 1, monkeypatch) == want
+    assert losses_of(found, "O1", 1, monkeypatch)[12:] == want[12:]
+    assert "# one batch\n@torch.enable_grad()\ndef step(" in found["main"]
+
+
+def test_a_wrapper_that_hides_the_scaler_is_an_error_and_no_optimizer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses_of(on_cpu({"main": OTHER_OPTIMIZERS}), "fp32", 1, monkeypatch)
+    scaler_of = vars(sys.modules["main"])["scaler_of"]
+    assert not scaler_of(None).is_enabled()
+    with pytest.raises(AttributeError, match="scaler"):
+        scaler_of(SimpleNamespace(optimizer=torch.optim.SGD([nn.Parameter(torch.ones(2))])))
 
 
 def test_every_caller_of_a_backward_pass_has_to_step() -> None:

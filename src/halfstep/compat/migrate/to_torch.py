@@ -1,7 +1,9 @@
 """Rewrites O0 and O1 of Apex to ``torch.autocast`` and ``torch.amp.GradScaler``, where these do the same.
 
 Files that belong together are rewritten as a whole or not at all. If one function has all of amp, its GradScaler is a
-variable, ``scaler``. Otherwise it is an attribute of the optimizer, which every function that steps has.
+variable, ``scaler``. Otherwise it is an attribute of the optimizer, which every function that steps has. An optimizer
+without the attribute never was in ``amp.initialize``, or is a copy, and trains as with amp off. A wrapper without it
+is an error, because it may hide an optimizer whose gradients are scaled.
 """
 
 from __future__ import annotations
@@ -22,6 +24,15 @@ from .torch_training import Training
 __all__ = ["to_torch"]
 
 _PACKAGES = ("apex", *EXTENSIONS)
+_SCALER_OF = '''\
+def {}(optimizer):
+    """The GradScaler of an optimizer; one that does nothing for an optimizer without, and for None."""
+    if hasattr(optimizer, "scaler") or not isinstance(optimizer, (torch.optim.Optimizer, type(None))):
+        return optimizer.scaler
+    return torch.amp.GradScaler(enabled=False)
+
+
+'''
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -79,7 +90,7 @@ def _result(script: Script, training: Training) -> str:
     after = script.text.result()
     if after == script.source:
         return after
-    after = _with_torch(after, script.tree)
+    after = _with_torch(_with_scaler_of(after, script.scaler_of), script.tree)
     tree = ast.parse(after)
     names = names_of(tree, _PACKAGES)
     roots = {use.text.partition(".")[0] for use in script.names.uses if use.name not in REPLACED or "." in use.text}
@@ -115,6 +126,23 @@ def _replaced_names(script: Script) -> None:
 def _left(tree: ast.Module, names: Names, roots: set[str]) -> list[Problem]:
     found = [(node.lineno, "Apex") for node, _ in names.imports]
     return found + loose_names(tree, names, roots - {"torch"})
+
+
+def _with_scaler_of(text: str, name: str) -> str:
+    """The text with the function that tells the GradScaler of an optimizer, before the first function or use of it."""
+    tree = ast.parse(text)
+    users = {id(node) for node in tree.body for each in ast.walk(node) if getattr(each, "id", None) == name}
+    if not users:
+        return text
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    place = next(i for i, node in enumerate(tree.body) if isinstance(node, kinds) or id(node) in users)
+    node, lines = tree.body[place], text.splitlines(keepends=True)
+    line = min(each.lineno for each in (node, *getattr(node, "decorator_list", []))) - 1
+    begin = (tree.body[place - 1].end_lineno or 0) if place else 0
+    while line > begin and lines[line - 1].startswith("#"):
+        line -= 1
+    around = ["" if line == 0 or not lines[line - 1].strip() else "\n\n", _SCALER_OF.format(name)]
+    return "".join([*lines[:line], *around, *lines[line:]])
 
 
 def _with_torch(text: str, before: ast.Module) -> str:

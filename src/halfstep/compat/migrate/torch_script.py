@@ -74,6 +74,7 @@ class Script(File):
         names: its uses of Apex.
         problems: what cannot be rewritten in it.
         starts: its calls of ``amp.initialize``.
+        scaler_of: the function that tells the GradScaler of an optimizer, where several functions have parts of amp.
         written: what was added to the text, so that it is added once.
     """
 
@@ -87,10 +88,15 @@ class Script(File):
         self.written: set[tuple[int, str]] = set()
         self.meant = {id(use.node): use.name for use in self.names.uses}
         used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        self.scaler_of = "scaler_of" if "scaler_of" not in source else "amp_scaler_of"
         self._scaler_name = "scaler" if "scaler" not in used else "amp_scaler"
 
     def scaler(self, optimizer: str) -> str:
-        """The GradScaler of an optimizer."""
+        """The GradScaler of an optimizer, which may have none."""
+        return f"{self.scaler_of}({optimizer})" if self.package.shared else self._scaler_name
+
+    def made_scaler(self, optimizer: str) -> str:
+        """What a new GradScaler of an optimizer is assigned to."""
         return f"{optimizer}.scaler" if self.package.shared else self._scaler_name
 
     def optimizers(self) -> set[str]:

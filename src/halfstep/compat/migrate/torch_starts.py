@@ -8,7 +8,7 @@ from .scopes import dotted_text
 from .torch_names import level_of
 from .torch_script import Script, Start
 
-__all__ = ["read_starts", "write_off", "write_start"]
+__all__ = ["read_starts", "write_start"]
 
 
 def read_starts(script: Script) -> None:
@@ -75,37 +75,23 @@ def write_start(script: Script, start: Start) -> None:
     """Replace an ``amp.initialize`` of what is trained."""
     argument = "" if start.level.enabled == "True" else f"enabled={start.level.enabled}"
     lines = [f"{new} = {old}" for new, old in (*start.models, *start.optimizers) if new != old]
-    scalers = list(dict.fromkeys(script.scaler(optimizer) for optimizer, _ in start.optimizers))
+    scalers = list(dict.fromkeys(script.made_scaler(optimizer) for optimizer, _ in start.optimizers))
     if start.level.losses == 1:  # one loss scale for all
         scalers = [" = ".join(scalers)]
     script.text.lines(
         start.node, [*lines, *start.level.checks, *(f"{each} = torch.amp.GradScaler({argument})" for each in scalers)]
     )
-    for optimizer, _ in start.optimizers:
-        write_off(script, start.node, optimizer, start)
+    if not script.package.shared:
+        for optimizer, _ in start.optimizers:
+            _write_off(script, start.node, optimizer)
 
 
-def write_off(script: Script, node: ast.stmt, optimizer: str, start: Start) -> None:
+def _write_off(script: Script, node: ast.stmt, optimizer: str) -> None:
     """Have a GradScaler that is off before the conditions under which ``amp.initialize`` is called."""
-    every = script.around.conditions(node)
-    made = [_made(script, each, node, optimizer) for each in every]
-    outer = [each for each, inside in zip(every, made, strict=True) if not inside]
-    if not every:
-        _off_outside(script, node, optimizer, start)
-    if not outer:
-        if made and made[0] and script.package.shared:
-            script.say(made[0][0], f"{optimizer} is made where amp may be off; make it before that")
-        return
-    shared = script.package.shared
-    scaler = script.scaler(optimizer)
-    line = f"{scaler} = torch.amp.GradScaler(enabled=False)"
-    unless = [f"{optimizer} is not None"] if shared and _may_be_none(script, node, optimizer) else []
-    unless += [f'not hasattr({optimizer}, "scaler")'] if shared and len(outer) > 1 else []
-    lines = [f"if {' and '.join(unless)}:", f"    {line}"] if unless else [line]
-    if (key := (id(outer[-1]), scaler)) not in script.written:
+    outer = [each for each in script.around.conditions(node) if not _made(script, each, node, optimizer)]
+    if outer and (key := (id(outer[-1]), "off")) not in script.written:
         script.written.add(key)
-        for each in lines:
-            script.text.before(outer[-1], each)
+        script.text.before(outer[-1], f"{script.made_scaler(optimizer)} = torch.amp.GradScaler(enabled=False)")
 
 
 def _made(script: Script, condition: ast.If, node: ast.stmt, optimizer: str) -> list[ast.expr]:
@@ -117,29 +103,3 @@ def _made(script: Script, condition: ast.If, node: ast.stmt, optimizer: str) -> 
         if dotted_text(each) == optimizer and script.around.statement(each) is not node
         if not any(script.around.statement(each) is other.node for other in script.starts)
     ]
-
-
-def _may_be_none(script: Script, node: ast.stmt, optimizer: str) -> bool:
-    """Whether an optimizer is a parameter that can be left out."""
-    function = script.around.function(node)
-    args = getattr(function, "args", None)
-    if args is None:
-        return False
-    places = [*args.posonlyargs, *args.args]
-    defaults = [*zip(places[len(places) - len(args.defaults) :], args.defaults, strict=True)]
-    return any(arg.arg == optimizer for arg, _ in (*defaults, *zip(args.kwonlyargs, args.kw_defaults, strict=True)))
-
-
-def _off_outside(script: Script, node: ast.stmt, optimizer: str, start: Start) -> None:
-    """The same where a function is called that does nothing but prepare the training."""
-    package, function = script.package, script.around.function(node)
-    if not package.shared or id(function) in package.training:
-        return
-    for site in package.calls.callers(function):
-        statement = site.file.around.statement(site.call)
-        name = site.outside(optimizer, script)
-        if name is not None:
-            write_off(site.file, statement, name, start)
-        elif site.file.around.conditions(statement):
-            said = "amp may be off here: give the optimizer a scaler before, torch.amp.GradScaler(enabled=False)"
-            site.file.say(statement, said)
