@@ -446,8 +446,8 @@ def losses_of(sources: dict[str, str], level: str, accumulate: int, monkeypatch:
     return list(vars(sys.modules["main"])["train"](args, model, data))
 
 
-def on_cpu(sources: Mapping[str, str], *, accumulation: bool = True) -> dict[str, str]:
-    found = migrate_to_torch(sources, accumulation=accumulation)
+def on_cpu(sources: Mapping[str, str], *, accumulation: bool = True, o2_as_o1: bool = False) -> dict[str, str]:
+    found = migrate_to_torch(sources, accumulation=accumulation, o2_as_o1=o2_as_o1)
     assert [each.problems for each in found.values()] == [[] for _ in found]
     texts = {name: each.after for name, each in found.items()}
     return {
@@ -476,6 +476,20 @@ def test_it_trains_as_halfstep_does(shape: str, level: str, accumulate: int, mon
 def test_a_level_that_torch_has_not_is_refused_when_it_runs(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="O0 and O1 only"):
         losses_of(on_cpu({"main": source}), "O2", 1, monkeypatch)
+
+
+@pytest.mark.parametrize("source", [ONE_FUNCTION, TWO_FUNCTIONS], ids=["one function", "two functions"])
+def test_o2_trains_as_o1_where_that_is_asked_for(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = losses_of(on_cpu({"main": source}), "O1", 1, monkeypatch)
+    literal = source.replace("=args.level", '="O2", keep_batchnorm_fp32=True, master_weights=True')
+    for text in (source, literal):
+        found = on_cpu({"main": text}, o2_as_o1=True)
+        assert losses_of(found, "O2", 1, monkeypatch) == want
+    found = on_cpu({"main": source}, o2_as_o1=True)
+    with pytest.raises(ValueError, match="O0 and O1 only"):
+        losses_of(found, "O3", 1, monkeypatch)
+    original = losses_of({"main": migrate(source).after}, "O2", 1, monkeypatch)
+    assert want == pytest.approx(original, rel=1e-2)
 
 
 def test_accumulation_is_refused_unless_it_is_asked_for() -> None:
@@ -686,6 +700,8 @@ def test_files_that_do_not_speak_of_apex_are_rewritten_too(tmp_path: Path) -> No
             f"{HEAD}{LOOP}    if clip(model) > 9:\n        continue\n{STEP}",
             "leaves out the step after gradients are read",
         ),
+        (HEAD.replace("optimizer)\n", "optimizer, opt_level='O2')\n") + LOOP + STEP, "--o2-as-o1 makes O1 of it"),
+        (HEAD.replace("optimizer)\n", "optimizer, opt_level='O3')\n") + LOOP + STEP, 'or write "O1"'),
         ("from apex import amp\nnet = amp.initialize(net, opt_level='O3')\ny = net(x)\n", "call .half() of them"),
         (HEAD + LOOP + "optimizer.step()\n", "several backward passes"),
         (HEAD + LOOP + STEP + "loss.backward()\n", "without scale_loss"),

@@ -63,12 +63,15 @@ def migrate(source: str, to: str = "halfstep") -> Migration:
     return _migration(source, mark, *to_halfstep(text))
 
 
-def migrate_to_torch(sources: Mapping[_Key, str], *, accumulation: bool = False) -> dict[_Key, Migration]:
+def migrate_to_torch(
+    sources: Mapping[_Key, str], *, accumulation: bool = False, o2_as_o1: bool = False
+) -> dict[_Key, Migration]:
     """Rewrite files that belong together for plain torch: all of them, or none. Those with nothing to do are left out.
 
     Args:
         sources: the text of each file.
         accumulation: also rewrite steps of several backward passes, after which a GradScaler moves its scale once.
+        o2_as_o1: rewrite O2 as O1, whose weights are fp32.
 
     Raises:
         SyntaxError: if a text is no Python, or its rewriting would not be.
@@ -76,7 +79,7 @@ def migrate_to_torch(sources: Mapping[_Key, str], *, accumulation: bool = False)
     from ..compat.migrate.to_torch import to_torch
 
     parts = {key: _mark(source) for key, source in sources.items()}
-    found = to_torch({key: text for key, (_, text) in parts.items()}, accumulation=accumulation)
+    found = to_torch({key: text for key, (_, text) in parts.items()}, accumulation=accumulation, o2_as_o1=o2_as_o1)
     done = [key for key in found if found[key] != (parts[key][1], []) or any(word in sources[key] for word in _WORDS)]
     return {key: _migration(sources[key], parts[key][0], *found[key], to="torch") for key in sources if key in done}
 
@@ -123,7 +126,7 @@ def _migrate_file(path: Path) -> Migration | str:
         return f"{_NOT_READ}: {error}"
 
 
-def _migrate_packages(paths: tuple[Path, ...], accumulation: bool) -> Iterator[tuple[Path, Migration | str]]:
+def _migrate_packages(paths: tuple[Path, ...], **options: bool) -> Iterator[tuple[Path, Migration | str]]:
     """The rewritings to torch: of each folder whole, or not at all."""
     for path in paths:
         sources, broken = {}, {}
@@ -136,7 +139,7 @@ def _migrate_packages(paths: tuple[Path, ...], accumulation: bool) -> Iterator[t
                 if _speaks_of_apex(file):
                     broken[file] = f"{_NOT_READ}: {error}"
         try:
-            found = migrate_to_torch(sources, accumulation=accumulation)
+            found = migrate_to_torch(sources, **options)
         except SyntaxError as error:  # of a rewriting: a fault of ours, and nothing is written
             yield path, f"nothing is changed, because the new text would be no Python; please report this: {error}"
             continue
@@ -161,8 +164,13 @@ def _migrate_packages(paths: tuple[Path, ...], accumulation: bool) -> Iterator[t
     is_flag=True,
     help="with --to torch: also rewrite steps of several backward passes; a GradScaler moves its scale once for all",
 )
+@click.option(
+    "--o2-as-o1",
+    is_flag=True,
+    help="with --to torch: train O2 as O1, with fp32 weights: more memory, and losses that differ by rounding",
+)
 @click.option("--write", is_flag=True, help="change the files; otherwise only show what would change")
-def command(paths: tuple[Path, ...], to: str, accumulation: bool, write: bool) -> None:
+def command(paths: tuple[Path, ...], to: str, accumulation: bool, o2_as_o1: bool, write: bool) -> None:
     """Rewrite the calls of Apex in PATHS, files or folders, and show the difference.
 
     With --to torch a folder is rewritten whole or not at all. Exits with 1 if something is left that could not be
@@ -182,7 +190,8 @@ def command(paths: tuple[Path, ...], to: str, accumulation: bool, write: bool) -
         for path in {path.parent: path for path in files}.values():
             check_writable(path)
     one_by_one = zip(files, _migrate_files(files), strict=True)
-    for path, found in _migrate_packages(paths, accumulation) if to == "torch" else one_by_one:
+    packages = _migrate_packages(paths, accumulation=accumulation, o2_as_o1=o2_as_o1)
+    for path, found in packages if to == "torch" else one_by_one:
         if isinstance(found, str):
             console.print(f"{path}: {found}", style="red", markup=False)
             left += 1

@@ -36,18 +36,21 @@ def {}(optimizer):
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-def to_torch(sources: Mapping[_Key, str], *, accumulation: bool = False) -> dict[_Key, tuple[str, list[Problem]]]:
+def to_torch(
+    sources: Mapping[_Key, str], *, accumulation: bool = False, o2_as_o1: bool = False
+) -> dict[_Key, tuple[str, list[Problem]]]:
     """The new texts of the files that are read, and no problems, or the old texts and all problems.
 
     Args:
         sources: the texts of files that belong together. Those that do not use Apex are read where they call functions
             of the others.
         accumulation: also rewrite steps of several backward passes, after which a GradScaler moves its scale once.
+        o2_as_o1: rewrite O2 as O1, whose weights are fp32.
 
     Raises:
         SyntaxError: if a text that uses Apex is no Python.
     """
-    package = Package(accumulation=accumulation)
+    package = Package(accumulation=accumulation, o2_as_o1=o2_as_o1)
     scripts: dict[_Key, Script] = {}
     unread = dict(sources)
 

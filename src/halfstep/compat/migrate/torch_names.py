@@ -58,6 +58,7 @@ class Level:
         problems: options that are known here, and that torch has not.
         losses: the number of loss scales.
         half: whether it is O3 of a model that is not trained.
+        levels: the levels that it may have.
     """
 
     enabled: str = "True"
@@ -65,6 +66,7 @@ class Level:
     problems: list[Problem] = field(default_factory=list)
     losses: int = 1
     half: bool = False
+    levels: tuple[str, ...] = ("O0", "O1")
 
 
 _ALLOWED = {
@@ -80,16 +82,20 @@ _ALLOWED = {
 _SAID = {
     "loss_scale": "a static loss_scale: GradScaler has none",
 }
+_AT_O2 = dict.fromkeys(("keep_batchnorm_fp32", "master_weights"), (None, True, "True"))
+"""Options of O2 that say what is so at O1, too."""
 
 
-def level_of(call: ast.Call, *, trained: bool) -> Level:
+def level_of(call: ast.Call, *, trained: bool, o2_as_o1: bool) -> Level:
     """Read the options of a call of ``amp.initialize``; what is known at run time only is looked at there.
 
     Args:
         call: the call.
         trained: whether it has optimizers. Without any, O3 is a model in 16 bits.
+        o2_as_o1: whether O2 becomes what O1 becomes.
     """
-    level = Level()
+    level = Level(levels=("O0", "O1", "O2") if o2_as_o1 else ("O0", "O1"))
+    allowed = {**_ALLOWED, **(_AT_O2 if o2_as_o1 else {})}
     conditions: list[str] = []
     for keyword in call.keywords:
         name, value = str(keyword.arg), keyword.value
@@ -113,9 +119,8 @@ def level_of(call: ast.Call, *, trained: bool) -> Level:
         elif name not in _ALLOWED:
             level.problems.append((value.lineno, f"{name} has no counterpart in torch.amp"))
         elif not known:
-            allowed = _ALLOWED[name]
-            level.checks += [f"if {text} not in {allowed!r}:", f'    raise ValueError("torch.amp has no {name}")']
-        elif value.value not in _ALLOWED[name]:  # type: ignore[attr-defined]
+            level.checks += [f"if {text} not in {allowed[name]!r}:", f'    raise ValueError("torch.amp has no {name}")']
+        elif value.value not in allowed[name]:  # type: ignore[attr-defined]
             level.problems.append((value.lineno, _SAID.get(name, f"{name} has no counterpart in torch.amp")))
     unknown = [each for each in conditions if each != "True"]
     level.enabled = "False" if "False" in unknown else " and ".join(unknown) or "True"
@@ -139,15 +144,19 @@ def _options(level: Level, conditions: list[str], value: ast.expr, text: str) ->
 def _opt_level(level: Level, conditions: list[str], value: ast.expr, text: str, *, trained: bool = True) -> None:
     if not isinstance(value, ast.Constant):
         text = ast.unparse(value)
-        conditions.append(f'{text} == "O1"')
-        said = "torch.amp has O0 and O1 only; O2 and O3 keep 16-bit weights"
-        level.checks += [f'if {text} not in ("O0", "O1"):', f'    raise ValueError("{said}")']
-    elif value.value in ("O0", "O1"):
-        conditions.append(str(value.value == "O1"))
+        on = level.levels[1:]
+        conditions.append(f'{text} == "O1"' if len(on) == 1 else f'{text} in ("O1", "O2")')
+        o2 = "; halfstep migrate --o2-as-o1 makes O1 of O2" if len(on) == 1 else ""
+        listed = ", ".join(f'"{each}"' for each in level.levels)
+        said = f"torch.amp has O0 and O1 only; O2 and O3 keep 16-bit weights{o2}"
+        level.checks += [f"if {text} not in ({listed}):", f'    raise ValueError("{said}")']
+    elif value.value in level.levels:
+        conditions.append(str(value.value != "O0"))
     else:
-        said = 'O2 and O3 keep 16-bit weights, which torch.amp has not: use --to halfstep, or write "O1"'
+        o2 = "--o2-as-o1 makes O1 of it, which keeps fp32 weights" if value.value == "O2" else 'or write "O1"'
+        said = f"O2 and O3 keep 16-bit weights, which torch.amp has not: use --to halfstep; {o2}"
         level.half = value.value == "O3" and not trained
-        level.problems += [] if level.half else [(value.lineno, f"{text}: {said}, which keeps fp32 weights")]
+        level.problems += [] if level.half else [(value.lineno, f"{text}: {said}")]
 
 
 _NO_FORWARD = {

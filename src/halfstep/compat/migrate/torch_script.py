@@ -28,6 +28,7 @@ class Package:
         conditions: the conditions under which amp is on, without what owns their names.
         shared: whether a GradScaler has to go from one function to another.
         accumulation: whether a step of several backward passes is rewritten.
+        o2_as_o1: whether O2 becomes what O1 becomes.
         training: the ids of the functions through which a backward pass comes.
         names: the names of these functions.
         calls: which functions call which.
@@ -38,6 +39,7 @@ class Package:
     conditions: set[str] = field(default_factory=set)
     shared: bool = False
     accumulation: bool = False
+    o2_as_o1: bool = False
     training: set[int] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
     calls: Calls[Script] = field(default_factory=Calls)

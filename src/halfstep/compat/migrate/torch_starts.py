@@ -38,7 +38,7 @@ def _read(script: Script, node: ast.AST, function: ast.AST | None) -> Start | No
         pairs = [_pairs(script, target.elts[i], given[i], whole=not i) for i in (0, 1)]
     else:
         pairs = [None]
-    level = level_of(call, trained=bool(pairs[-1]))
+    level = level_of(call, trained=bool(pairs[-1]), o2_as_o1=script.package.o2_as_o1)
     script.problems += level.problems
     if None in pairs:
         script.say(node, "amp.initialize of several models or optimizers; assign its result to a name for each")
