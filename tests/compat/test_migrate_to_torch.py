@@ -492,6 +492,53 @@ def test_o2_trains_as_o1_where_that_is_asked_for(source: str, monkeypatch: pytes
     assert want == pytest.approx(original, rel=1e-2)
 
 
+STATE_OF_A_TRAINER = """
+import torch
+from torch.nn.functional import cross_entropy
+from apex import amp
+
+class Trainer:
+    def __init__(self, net, optimizer):
+        self.net, self.optimizer = net, optimizer
+
+    def step(self, x, y):
+        loss = cross_entropy(self.net(x), y)
+        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def save(self):
+        return amp.state_dict()
+
+    def load(self, state):
+        amp.load_state_dict(state)
+
+def train(args, net, data):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer = amp.initialize(net, optimizer, opt_level=args.level)
+    trainer = Trainer(net, optimizer)
+    losses = [trainer.step(x, y) for x, y in data]
+    trainer.load(trainer.save())
+    return losses
+"""
+
+
+def test_the_state_of_amp_is_that_of_the_optimizer_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on_cpu({"main": STATE_OF_A_TRAINER})
+    assert "return scaler_of(self.optimizer).state_dict()" in found["main"]
+    want = losses_of({"main": migrate(STATE_OF_A_TRAINER).after}, "O1", 1, monkeypatch)
+    assert losses_of(found, "O1", 1, monkeypatch) == pytest.approx(want, rel=2e-3)
+    two = STATE_OF_A_TRAINER.replace(
+        "self.net, self.optimizer = net,", "self.net, self.opt, self.optimizer = net, None,"
+    )
+    two = two.replace(
+        "net, optimizer = amp.initialize(net, optimizer", "net, (optimizer, opt) = amp.initialize(net, (optimizer, opt)"
+    )
+    assert any("where no optimizer is" in text for _, text in migrate(two, "torch").problems)
+
+
 def test_accumulation_is_refused_unless_it_is_asked_for() -> None:
     found = migrate(ONE_FUNCTION, "torch")
     assert found.after == ONE_FUNCTION

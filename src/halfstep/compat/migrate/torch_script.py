@@ -110,7 +110,7 @@ class Script(File):
         return texts | {text for text in given if text}
 
     def optimizer_near(self, node: ast.AST) -> str | None:
-        """An optimizer that the function around has."""
+        """An optimizer that the function around has, or the only one of the object whose method it is."""
         if not self.package.shared:
             return self._scaler_name
         function = self.around.function(node)
@@ -118,7 +118,15 @@ class Script(File):
         texts = (dotted_text(part) for part in parts)
         arguments = [part.arg for part in ast.walk(function) if isinstance(part, ast.arg)]
         known = [text for text in (*texts, *arguments) if text and last_part(text) in self.package.optimizers]
-        return next(iter(known), None)
+        if known:
+            return known[0]
+        owner, args = self.around.owners.get(id(function)), getattr(function, "args", None)
+        if not isinstance(owner, ast.ClassDef) or args is None or not args.args:
+            return None
+        of = f"{args.args[0].arg}."
+        texts = (dotted_text(part) or "" for part in ast.walk(owner) if isinstance(part, ast.Attribute))
+        own = {text for text in texts if text.startswith(of) and text.removeprefix(of) in self.package.optimizers}
+        return own.pop() if len(own) == 1 else None
 
     def always_on(self) -> bool:
         """Whether it is known here that there is mixed precision."""
