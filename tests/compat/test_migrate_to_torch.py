@@ -611,6 +611,18 @@ for x in data:
             "from apex.optimizers import FusedAdam\no = FusedAdam(p, lr=1)\n",
             "from torch.optim import AdamW as FusedAdam\no = FusedAdam(p, lr=1, weight_decay=0.0)\n",
         ),
+        (  # adam_w_mode
+            "import apex, torch\nFusedAdam = apex.optimizers.FusedAdam(p, adam_w_mode=True)\n",
+            "import torch\nFusedAdam = torch.optim.AdamW(p, weight_decay=0.0)\n",
+        ),
+        (
+            "import torch\nfrom apex.optimizers import FusedAdam as A\n"
+            "o = A(p, adam_w_mode=False, weight_decay=1)\no = A(p, weight_decay=1, adam_w_mode=False)\n"
+            "o = A(\n    p,\n    weight_decay=1,\n    adam_w_mode=args.w,\n)\n",
+            "import torch\nfrom torch.optim import AdamW as A\n"
+            "o = torch.optim.Adam(p, weight_decay=1)\no = torch.optim.Adam(p, weight_decay=1)\n"
+            "o = (torch.optim.AdamW if args.w else torch.optim.Adam)(\n    p,\n    weight_decay=1,\n)\n",
+        ),
         ("try:\n    import apex\n    has = True\nexcept ImportError:\n    has = False\n", "has = True\n"),
         ("def f():\n    from apex import amp\n", "def f():\n    pass\n"),
         (

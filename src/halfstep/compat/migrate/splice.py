@@ -71,6 +71,14 @@ class Text:
         at = min(self.line_end(comma.end() if comma else end), close) if b"\n" in self.bytes[end:close] else end
         self.change(at, at, f"\n{indent}{new}{',' if comma else ''}")
 
+    def drop_argument(self, argument: ast.keyword) -> None:
+        """Remove an argument that is not the only one of its call, with its comma."""
+        start, end = self.start(argument), self.end(argument)
+        before = self.bytes[:start].rstrip()
+        after = re.compile(rb"\s*,[ \t]*|").match(self.bytes, end)
+        assert after is not None
+        self.change(*((len(before) - 1, end) if before.endswith(b",") else (start, after.end())), "")
+
     def drop(self, start: int, end: int) -> None:
         """Forget the changes between two places."""
         self._changes = [change for change in self._changes if not start <= change[0] < end]

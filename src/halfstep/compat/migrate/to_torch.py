@@ -119,8 +119,19 @@ def _replaced_names(script: Script) -> None:
         if said:
             script.say(call, said)
         given = {keyword.arg: keyword for keyword in call.keywords}
+        mode = given.pop("adam_w_mode", None)
+        if mode is not None:
+            known = mode.value.value if isinstance(mode.value, ast.Constant) else None
+            either = f"(torch.optim.AdamW if {text.source(mode.value)} else torch.optim.Adam)"
+            if not known:
+                text.put(use.node, "torch.optim.Adam" if known is not None else either)
         if use.name in OPTIMIZERS and "weight_decay" not in given:
-            text.add_argument(call, "weight_decay=0.0")
+            if mode is not None:
+                text.change(text.start(mode), text.end(mode), "weight_decay=0.0")
+            else:
+                text.add_argument(call, "weight_decay=0.0")
+        elif mode is not None:
+            text.drop_argument(mode)
         if "delay_allreduce" in given:
             start = text.start(given["delay_allreduce"])
             text.change(start, start + len("delay_allreduce"), "find_unused_parameters")

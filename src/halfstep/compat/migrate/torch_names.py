@@ -26,7 +26,7 @@ REPLACED = {
 }
 """A name of Apex -> the one of torch that does the same."""
 
-_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode")
 _SGD = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 _ARGUMENTS = {
     "apex.parallel.DistributedDataParallel": ("delay_allreduce",),

@@ -124,8 +124,8 @@ class Script(File):
         if not isinstance(owner, ast.ClassDef) or args is None or not args.args:
             return None
         of = f"{args.args[0].arg}."
-        texts = (dotted_text(part) or "" for part in ast.walk(owner) if isinstance(part, ast.Attribute))
-        own = {text for text in texts if text.startswith(of) and text.removeprefix(of) in self.package.optimizers}
+        attributes = (dotted_text(part) or "" for part in ast.walk(owner) if isinstance(part, ast.Attribute))
+        own = {text for text in attributes if text.startswith(of) and text.removeprefix(of) in self.package.optimizers}
         return own.pop() if len(own) == 1 else None
 
     def always_on(self) -> bool:
