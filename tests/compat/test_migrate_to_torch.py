@@ -611,6 +611,15 @@ for x in data:
             "from apex.optimizers import FusedAdam\no = FusedAdam(p, lr=1)\n",
             "from torch.optim import AdamW as FusedAdam\no = FusedAdam(p, lr=1, weight_decay=0.0)\n",
         ),
+        (  # several statements in a line
+            (HEAD + LOOP + STEP)
+            .replace("        s.back", " s.back")
+            .replace(":\n s.", ": s.")
+            .replace(STEP, "    y = 1; optimizer.step(); z = 2; w = 3;\nx = 1; y = 2\n")
+            .replace("torch\nfrom", "torch; from"),
+            f"{SCALED}    scaler.unscale_(optimizer)\n    y = 1\n"
+            "    scaler.step(optimizer)\n    scaler.update()\n    z = 2\n    w = 3\nx = 1; y = 2\n",
+        ),
         (  # adam_w_mode
             "import apex, torch\nFusedAdam = apex.optimizers.FusedAdam(p, adam_w_mode=True)\n",
             "import torch\nFusedAdam = torch.optim.AdamW(p, weight_decay=0.0)\n",
@@ -764,6 +773,7 @@ def test_files_that_do_not_speak_of_apex_are_rewritten_too(tmp_path: Path) -> No
         ("from apex import amp\nnet = amp.initialize(net, opt_level='O3')\ny = net(x)\n", "call .half() of them"),
         (HEAD + LOOP + "optimizer.step()\n", "several backward passes"),
         (HEAD + LOOP + STEP + "loss.backward()\n", "without scale_loss"),
+        (HEAD + LOOP.replace("\n        s.b", " s.b") + STEP + "loss.backward()\n", "without scale_loss"),
         (HEAD + LOOP + STEP + STEP, "without scale_loss before it"),
         (HEAD + LOOP + LOOP.partition("\n")[2] + STEP, "several backward passes"),
         (HEAD + "def f(loss):\n" + LOOP.partition("model(x)\n")[2] + STEP, "no call of the model"),
@@ -779,6 +789,7 @@ def test_what_it_refuses(source: str, said: str) -> None:
     found = migrate(source, "torch")
     assert found.after == source
     assert any(said in text for _, text in found.problems), found.problems
+    assert not any("in a line" in text and "a line before" not in text for _, text in found.problems)
 
 
 def test_a_folder_is_rewritten_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from typing import TypeVar
 from .names import EXTENSIONS, Problem
 from .scopes import Names, loose_names, names_of
 from .torch_imports import Imports
+from .torch_lines import split_lines
 from .torch_names import CONVERT, OPTIMIZERS, REPLACED, options_problem
 from .torch_script import Package, Script
 from .torch_training import Training
+from .torch_tree import CROWDED
 
 __all__ = ["to_torch"]
 
@@ -50,6 +52,23 @@ def to_torch(
     Raises:
         SyntaxError: if a text that uses Apex is no Python.
     """
+    crowded: dict[_Key, set[int]] = {}
+    found = _to_torch(sources, crowded, accumulation=accumulation, o2_as_o1=o2_as_o1)
+    if not crowded:
+        return found
+    apart = {**sources, **{key: split_lines(sources[key], lines) for key, lines in crowded.items()}}
+    still: dict[_Key, set[int]] = {}
+    split = _to_torch(apart, still, accumulation=accumulation, o2_as_o1=o2_as_o1)
+    if not any(problems for _, problems in split.values()):
+        return split
+    untold = () if still else (CROWDED,)
+    return {key: (text, [each for each in said if each[1] not in untold]) for key, (text, said) in found.items()}
+
+
+def _to_torch(
+    sources: Mapping[_Key, str], crowded: dict[_Key, set[int]], *, accumulation: bool, o2_as_o1: bool
+) -> dict[_Key, tuple[str, list[Problem]]]:
+    """The same. The lines that statements which were to be changed share with others are added to ``crowded``."""
     package = Package(accumulation=accumulation, o2_as_o1=o2_as_o1)
     scripts: dict[_Key, Script] = {}
     unread = dict(sources)
@@ -68,6 +87,7 @@ def to_torch(
         others = "\n".join(text for text in sources.values() if text is not script.source)
         _rewrite(script, training, others)
     after = {key: _result(script, training) for key, script in scripts.items()}
+    crowded |= {key: {x.lineno for x in script.text.crowded} for key, script in scripts.items() if script.text.crowded}
     if any(script.problems for script in scripts.values()):
         return {key: (script.source, sorted(set(script.problems))) for key, script in scripts.items()}
     return {key: (text, []) for key, text in after.items()}

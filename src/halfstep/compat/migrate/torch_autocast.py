@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .torch_passes import Pass
 from .torch_script import FAR, Package, Script, Start, last_part
-from .torch_tree import BLOCKS, Function
+from .torch_tree import BLOCKS, CROWDED, Function
 
 __all__ = ["Autocast"]
 
@@ -141,7 +141,7 @@ class Autocast:
                 header = f'with torch.autocast("cuda", dtype=torch.float16{enabled}):'
                 script.text.around(each.block[each.first], each.block[each.last], header, inside_strings)
         for node in script.text.crowded:
-            script.say(node, "several statements in a line")
+            script.say(node, CROWDED)
 
 
 def _stores(statement: ast.stmt, names: set[str]) -> bool:

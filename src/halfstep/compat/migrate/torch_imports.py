@@ -7,8 +7,8 @@ import importlib
 
 from .names import Problem, is_apex, moved, resolves
 from .scopes import Names, dotted_text
-from .splice import Text
 from .torch_names import CONVERT, REPLACED
+from .torch_tree import Statements
 
 __all__ = ["Imports"]
 
@@ -34,7 +34,7 @@ class Imports:
         gone: ids of the nodes that are not in the new text.
     """
 
-    def __init__(self, tree: ast.Module, text: Text, names: Names, problems: list[Problem], others: str) -> None:
+    def __init__(self, tree: ast.Module, text: Statements, names: Names, problems: list[Problem], others: str) -> None:
         self._others = others
         self._read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         self._read |= {
@@ -129,7 +129,7 @@ class Imports:
         elif not indent.strip() and self._text.bytes[end : self._text.line_end(end)].lstrip().startswith(b"#"):
             self._text.change(start, end, "")
         else:
-            self._say(node, "an import of Apex beside another statement in its line")
+            self._text.crowded.append(node)
 
     def _conditions(self) -> None:
         """``amp is not None`` is true."""

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from .splice import Text
 
-__all__ = ["BLOCKS", "Function", "Statements", "Tree"]
+__all__ = ["BLOCKS", "CROWDED", "Function", "Statements", "Tree"]
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+CROWDED = "several statements in a line"
+"""The problem of a statement that shares its line."""
 BLOCKS = ("body", "orelse", "finalbody")
 
 
