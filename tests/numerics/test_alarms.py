@@ -97,6 +97,7 @@ def test_a_mask_of_zeros_and_minus_inf_is_meant_to_be_so() -> None:
     mask = torch.zeros(8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -math.inf).half()
     (finding,) = monitored(Model().half(), torch.randn(8, 8).half(), mask=mask)
     assert finding.where.split(", ")[0] == "attention"
+    assert "what goes into it is finite" in finding.message
 
 
 def test_weights_that_an_earlier_step_has_spoilt_are_said_to_be() -> None:
