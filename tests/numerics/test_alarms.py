@@ -14,6 +14,7 @@ from torch import nn
 
 from halfstep import Finding, amp
 from halfstep.numerics import Monitor, Row, load_rows, save_rows, write_report
+from halfstep.numerics.alarms import findings_in
 from tests.numerics.models import MODELS
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -231,7 +232,7 @@ SIZES: list[tuple[str, list[dict[str, tuple[float, float]]], list[str]]] = [
     ("healthy", [{"a": (0.1, 1e-3)}] * 3, NONE),
     ("a quarter", [{"a": (0.1, 0.026)}], ["HS120"]),
     ("of a few weights", [{"a": (0.1, 1e-3), "b": (0.1, 1e-3), "scale": (1e-6, 1e-3)}], NONE),
-    ("from zero on", [{"lora": (0.0, 1e-3), "a": (0.1, 1e-4)}, {"lora": (1e-3, 1e-3), "a": (0.1, 1e-4)}], NONE),
+    ("from zero on", [{"b": (x, 1e-3), "c": (x, 1e-3), "a": (0.1, 1e-4)} for x in (0.0, 1e-3)], NONE),
     ("growing", [{"a": (1.0, 0.01)}, {"a": (1.0, 0.03)}, {"a": (1.0, 0.12)}], ["HS120"]),
     ("growing in one layer", [{"a": (1.0, x), "b": (1.0, 0.01), "c": (1.0, 0.01)} for x in (0.01, 0.1, 1.0)], NONE),
     ("growing in a warmup", [{"a": (1.0, 0.0)}, {"a": (1.0, 1e-4)}, {"a": (1.0, 2e-4)}, {"a": (1.0, 9e-4)}], NONE),
@@ -248,6 +249,24 @@ def test_what_is_too_large_and_what_grows(
     write_report(rows, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert ("the learning rate is too high" in page) is bool(codes)
+
+
+def test_updates_of_an_embedding_are_measured_where_there_are_any() -> None:
+    """All but one of 100 rows have no update, so the root mean square of all is a tenth of that of the one."""
+    found = [
+        Row(0, "a", "weight", numel=100, amax=1.0, rms=1.0),
+        Row(0, "a", "update", numel=100, amax=0.5, rms=0.05, zeros=0.99),
+    ]
+    assert [each.code for each in findings_in(found)] == ["HS120"]
+
+
+@pytest.mark.parametrize(("noise", "codes"), [(0.0, ["HS116"]), (3.0, [])])
+def test_a_trend_is_one_if_it_is_steeper_than_its_noise(noise: float, codes: list[str]) -> None:
+    """Outputs of float16 with 7.0 to 4.5 doublings left, half a doubling less at each step."""
+    signs = (1, -1, 1, 1, -1, 1)
+    amax = [2.0 ** (9.0 + step / 2 - noise * (sign < 0)) for step, sign in enumerate(signs)]
+    found = [Row(step, "a", "output", dtype="float16", numel=4, amax=each, rms=1.0) for step, each in enumerate(amax)]
+    assert [each.code for each in findings_in(found)] == codes
 
 
 def test_an_overflow_after_a_step_that_was_too_large_is_not_blamed_on_its_module() -> None:
