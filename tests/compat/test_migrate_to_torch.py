@@ -620,6 +620,13 @@ for x in data:
             f"{SCALED}    scaler.unscale_(optimizer)\n    y = 1\n"
             "    scaler.step(optimizer)\n    scaler.update()\n    z = 2\n    w = 3\nx = 1; y = 2\n",
         ),
+        (  # optimizers that are called by other names
+            "import torch\ntry:\n    from apex.optimizers import FusedAdam, FusedSGD\nexcept ImportError:\n    pass\n"
+            "adam = FusedAdam\nsgd = {'sgd': FusedSGD}\n",
+            "import functools\nimport torch\nfrom torch.optim import AdamW as FusedAdam\n"
+            "from torch.optim import SGD as FusedSGD\n"
+            "adam = functools.partial(FusedAdam, weight_decay=0.0)\nsgd = {'sgd': FusedSGD}\n",
+        ),
         (  # adam_w_mode
             "import apex, torch\nFusedAdam = apex.optimizers.FusedAdam(p, adam_w_mode=True)\n",
             "import torch\nFusedAdam = torch.optim.AdamW(p, weight_decay=0.0)\n",
@@ -778,7 +785,7 @@ def test_files_that_do_not_speak_of_apex_are_rewritten_too(tmp_path: Path) -> No
         (HEAD + LOOP + LOOP.partition("\n")[2] + STEP, "several backward passes"),
         (HEAD + "def f(loss):\n" + LOOP.partition("model(x)\n")[2] + STEP, "no call of the model"),
         (LOOP.replace("    loss", "    import apex.amp as amp\n    loss") + STEP, "there is no amp.initialize"),
-        ("from apex.optimizers import FusedAdam\no = FusedAdam\n", "defaults differ"),
+        ("from apex.optimizers import FusedAdam\no = {1: FusedAdam}\n", "defaults differ"),
         ("from apex.optimizers import FusedAdam\no = FusedAdam(p, bias_correction=False)\n", "bias_correction"),
         (HEAD + LOOP.replace("(loss,", "(f(loss),") + STEP, "give it a name in a line before"),
         ("from .tools import amp\namp.scale_loss\n# apex", "taken from another file"),

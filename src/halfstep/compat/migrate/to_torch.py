@@ -113,7 +113,9 @@ def _result(script: Script, training: Training) -> str:
     after = script.text.result()
     if after == script.source:
         return after
-    after = _with_torch(_with_scaler_of(after, script.scaler_of), script.tree)
+    after = _with_scaler_of(after, script.scaler_of)
+    for module in ("torch", "functools"):
+        after = _with_import(after, module, script.tree)
     tree = ast.parse(after)
     names = names_of(tree, _PACKAGES)
     roots = {use.text.partition(".")[0] for use in script.names.uses if use.name not in REPLACED or "." in use.text}
@@ -132,7 +134,10 @@ def _replaced_names(script: Script) -> None:
         if "." in use.text or use.name == CONVERT:
             text.put(use.node, REPLACED[use.name])
         if call is None:
-            if use.name in OPTIMIZERS:
+            own = REPLACED[use.name] if "." in use.text else use.text
+            if use.name == "apex.optimizers.FusedAdam" and isinstance(script.around.owners[id(use.node)], ast.Assign):
+                text.put(use.node, f"functools.partial({own}, weight_decay=0.0)")
+            elif use.name == "apex.optimizers.FusedAdam":
                 script.say(use.node, f"{use.name} that is not called here: its defaults differ")
             continue
         said = options_problem(use.name, call)
@@ -179,20 +184,20 @@ def _with_scaler_of(text: str, name: str) -> str:
     return "".join([*lines[:line], *around, *lines[line:]])
 
 
-def _with_torch(text: str, before: ast.Module) -> str:
-    """The text with ``import torch``, if it needs that more than before."""
+def _with_import(text: str, module: str, before: ast.Module) -> str:
+    """The text with an import of a module, if it needs that more than before."""
     tree = ast.parse(text)
-    now, then = (sum(isinstance(x, ast.Name) and x.id == "torch" for x in ast.walk(each)) for each in (tree, before))
+    now, then = (sum(isinstance(x, ast.Name) and x.id == module for x in ast.walk(each)) for each in (tree, before))
     used = now > then
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     plain = [node for node in imports if isinstance(node, ast.Import)]
-    bound = any(not alias.asname and alias.name.partition(".")[0] == "torch" for node in plain for alias in node.names)
+    bound = any(not alias.asname and alias.name.partition(".")[0] == module for node in plain for alias in node.names)
     if not used or bound:
         return text
     later = [node for node in imports if not (isinstance(node, ast.ImportFrom) and node.module == "__future__")]
     line = later[0].lineno - 1 if later else 0
     lines = text.splitlines(keepends=True)
-    return "".join([*lines[:line], "import torch\n", *lines[line:]])
+    return "".join([*lines[:line], f"import {module}\n", *lines[line:]])
 
 
 def _inside_strings(source: str) -> set[int]:
