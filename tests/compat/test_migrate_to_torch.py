@@ -585,6 +585,12 @@ for x in data:
             f"{SCALED}    if bad(loss):\n        continue\n    scaler.unscale_(optimizer)\n    clip(model)\n"
             "    scaler.step(optimizer)\n    scaler.update()\n",
         ),
+        (  # a loop of its own, which leaves out nothing but its own rest
+            f"{HEAD}{LOOP}    for p in net.parameters():\n        if p.grad is None:\n            continue\n"
+            f"        p.grad.clamp_(-1, 1)\n{STEP}",
+            f"{SCALED}    scaler.unscale_(optimizer)\n    for p in net.parameters():\n        if p.grad is None:\n"
+            "            continue\n        p.grad.clamp_(-1, 1)\n    scaler.step(optimizer)\n    scaler.update()\n",
+        ),
         (  # torch is imported where it is written
             "try:\n    import torch\nexcept ImportError:\n    torch = None\ntry:\n    import apex\n    has = True\n"
             "except ImportError:\n    has = False\n",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .torch_passes import Pass
 from .torch_script import FAR, Package, Script, has_backward, last_part
+from .torch_tree import Function
 
 __all__ = ["Steps"]
 
 _READS = re.compile(r"clip|^grad$|grad_norm|master_params")
 """A name in what reads gradients."""
-_LATE = "a step of several backward passes: Apex moves its loss scale after each, a GradScaler once"
+_SEVERAL = "a step of several backward passes: Apex moves its loss scale after each, a GradScaler once"
 
 
 @dataclass
@@ -67,11 +68,6 @@ class Steps:
     def __init__(self, package: Package) -> None:
         self._package = package
         self._steps: dict[int, _Step] = {}
-
-    @property
-    def nodes(self) -> set[int]:
-        """The ids of the statements."""
-        return set(self._steps)
 
     def find(self, start: Pass) -> None:
         """Find the steps after a pass: in the same block, after its loop, or in a function that calls this one."""
@@ -138,12 +134,12 @@ class Steps:
                         found.append(step)
         return found
 
-    def _direct(self, script: Script, later: ast.stmt, known) -> list[_Step]:  # type: ignore[no-untyped-def]
+    def _direct(self, script: Script, later: ast.stmt, known: Callable[[str], bool]) -> list[_Step]:
         found = []
         for node in ast.walk(later):
             text = script.stepped(node)
-            if text is not None and known(text):
-                found.append(_Step(script, node, text, *_up_to(script, node, later)))  # type: ignore[arg-type]
+            if isinstance(node, ast.stmt) and text is not None and known(text):
+                found.append(_Step(script, node, text, *_up_to(script, node, later)))
         return found
 
     # ---- the changes
@@ -158,7 +154,7 @@ class Steps:
             if call.args or call.keywords:
                 step.script.say(step.node, "optimizer.step with a closure")
             elif several and not (self._package.accumulation or delayed):
-                step.script.say(step.node, f"{_LATE} (--accumulation rewrites it all the same)")
+                step.script.say(step.node, f"{_SEVERAL} (--accumulation rewrites it all the same)")
             elif not all(isinstance(each, kinds) for each in step.owners):
                 step.script.say(step.node, "a step in a loop of its own")
             elif several:
@@ -248,17 +244,17 @@ class Steps:
             or around.function(found) is not around.function(start.whole)
         ):
             self._unscale_after(way)
-        elif (key := (id(found), "unscale_")) not in start.script.written:
-            start.script.written.add(key)
-            scaler = start.script.scaler(start.optimizer)
-            start.script.text.before(found, f"{scaler}.unscale_({start.optimizer})")
+        else:
+            self._unscale_at(start, found, start.script.text.before)
 
     def _unscale_after(self, way: _Way) -> None:
-        start = way.start
-        if (key := (id(start.whole), "unscale_")) not in start.script.written:
+        self._unscale_at(way.start, way.start.whole, way.start.script.text.after)
+
+    def _unscale_at(self, start: Pass, node: ast.stmt, put: Callable[[ast.stmt, str], None]) -> None:
+        """Unscale before or after a statement, once for all ways that pass it."""
+        if (key := (id(node), "unscale_")) not in start.script.written:
             start.script.written.add(key)
-            scaler = start.script.scaler(start.optimizer)
-            start.script.text.after(start.whole, f"{scaler}.unscale_({start.optimizer})")
+            put(node, f"{start.script.scaler(start.optimizer)}.unscale_({start.optimizer})")
 
     def check(self, script: Script, passes: Iterable[Pass]) -> None:
         """Refuse steps of gradients that would be unscaled, and were never scaled."""
@@ -308,6 +304,12 @@ def _reads(statements: Iterable[ast.stmt]) -> bool:
     return any(_READS.search(text) for text in texts)
 
 
-def _leaves(statement: ast.stmt) -> bool:
-    """Whether a statement may end what is around it."""
-    return any(isinstance(part, (ast.Continue, ast.Break, ast.Return)) for part in ast.walk(statement))
+def _leaves(node: ast.AST, *, in_loop: bool = False) -> bool:
+    """Whether a statement may end what is around it; ``break`` and ``continue`` of a loop inside of it do not."""
+    if isinstance(node, (ast.Continue, ast.Break)):
+        return not in_loop
+    if isinstance(node, ast.Return):
+        return True
+    looped = node.body if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) else []
+    inner = [] if isinstance(node, Function) else ast.iter_child_nodes(node)
+    return any(_leaves(each, in_loop=in_loop or each in looped) for each in inner)
