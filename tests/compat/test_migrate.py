@@ -344,11 +344,6 @@ REFUSED = {
     "no initialize": ('model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n', "", "no amp.initi"),
     "no step": ("    optimizer.step()  # go\n", "", "no optimizer.step()"),
     "a step's result": ("optimizer.step()", "x = optimizer.step()", "whose result is used"),
-    "two clippings": (
-        "optimizer.step()",
-        "optimizer.step(); amp.master_params(optimizer)",
-        "several statements in a line",
-    ),
     "two contexts": ("with amp.scale", "with lock, amp.scale", "a with block of its own"),
     "a parameter": ("import torch\n", "import torch\ndef f(amp):\n    amp.x\n", "in a way that cannot be rewritten"),
     "a module": ("optimizer.step()", "f(amp)\n    optimizer.step()", "handed on here"),
