@@ -22,7 +22,7 @@ SOURCES = ROOT / "src" / "halfstep"
 
 BUDGETS = {  # calls, files, returns
     "O2 bfloat16, SGD, scale_loss": (109, 24, 11),
-    "O2 bfloat16, SGD, scale_loss, emulate=False": (77, 22, 11),
+    "O2 bfloat16, SGD, scale_loss, emulate=False": (77, 21, 11),
     "O2 float16, torch AdamW, scale_loss": (143, 29, 18),
     "GradScaler, SGD": (41, 12, 8),
     "FusedAdam.step": (22, 7, 2),
@@ -33,7 +33,7 @@ BUDGETS = {  # calls, files, returns
 ENGINE = ("core", "kernels", "casting", "gradients", "masters", "optimizers", "stepping", "distributed")
 
 LINES = {  # the part, its rooms, and the number of lines
-    "engine and amp": ((*ENGINE, "amp"), 21_748),
+    "engine and amp": ((*ENGINE, "amp"), 21_710),
     "observers": (("observe", "numerics", "findings", "debugging"), 7_433),
 }
 

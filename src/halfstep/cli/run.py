@@ -115,15 +115,16 @@ def _hint(device: str | None, error: BaseException) -> str | None:
 
     import torch
 
-    from ..compat.missing import EXTENSIONS
+    from ..compat.missing import MISSING_EXTENSIONS
 
     if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
         return (
             "halfstep run: since torch 2.6 torch.load reads tensors only. If the file is your own, "
             "`halfstep run --trust-checkpoints` reads everything in it."
         )
-    if isinstance(error, ModuleNotFoundError) and error.name in EXTENSIONS:
-        return f"halfstep run: {error.name} is an extension of Apex that is not here. Use {EXTENSIONS[error.name]}."
+    if isinstance(error, ModuleNotFoundError) and error.name in MISSING_EXTENSIONS:
+        instead = MISSING_EXTENSIONS[error.name]
+        return f"halfstep run: {error.name} is an extension of Apex that is not here. Use {instead}."
     if device is not None:
         return None
     asked = any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA", "no GPUs found"))

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from ..core.errors import HalfstepError, MissingModuleError, MissingNameError
 
-__all__ = ["EXTENSIONS", "refuse_missing", "refusing"]
+__all__ = ["MISSING_EXTENSIONS", "refuse_missing", "refusing"]
 
 _TREE = f"{__package__}.apex."
 
@@ -89,7 +89,7 @@ _INSTEAD: dict[str, str | dict[str, str]] = {
 """For each module below ``apex`` what to use instead of it, or instead of names in it, with spaces between."""
 
 _NORM, _ATTENTION = "apex.normalization.FusedLayerNorm", "torch.nn.functional.scaled_dot_product_attention"
-EXTENSIONS = {
+MISSING_EXTENSIONS = {
     "bnp": "apex.parallel.SyncBatchNorm with a process group, and channels_last",
     "distributed_lamb_cuda": "apex.optimizers.FusedLAMB with FSDP2",
     "fast_layer_norm": _NORM,

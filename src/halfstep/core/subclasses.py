@@ -28,5 +28,7 @@ def subclass_with(mixin: type[Mixin], base: type, methods: dict[str, Any]) -> ty
 
 def superclass_of(cls: type, mixin: type[Mixin]) -> type:
     """The user's class of which ``subclass_with`` made a class; any other class as it is."""
-    first = cls.__bases__[0]  # a class that was made here, if the user has made a class below that
+    # If the user has made a class below ours, the first base is ours. Above that are classes of the user, and above a
+    # mixin is nothing but `Mixin`.
+    first = cls.__bases__[0]
     return cls.__bases__[1] if issubclass(first, mixin) and first.__mro__[-2] is Mixin else cls
