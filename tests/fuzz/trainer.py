@@ -205,8 +205,7 @@ class Trainer(RuleBasedStateMachine):
             self.scaler.scale(loss * factor).backward()
             self.scaled = True
             # After a clip at a scale of 1.0 passes go on, and autograd adds each of them to what was clipped.
-            clips_between = self.setup.neutral and self.setup.level != "O2"
-            self.hand.backward(expected * factor, which, delay=not clips_between)
+            self.hand.backward(expected * factor, which, delay=not self.setup.neutral)
             return
         with amp.scale_loss(loss * factor, self.optimizer, loss_id=which, delay_unscale=delay) as scaled_loss:
             scaled_loss.backward()
