@@ -4,6 +4,7 @@
 of the site or in any report
 
 - something is wider than the screen, a table scrolls, or a line of code is cut off,
+- a wide screen has to scroll through more than LONGEST px, but for the changelog,
 - a word of a table's header is broken, but for code on a narrow screen,
 - on a narrow screen, text in a picture is shown smaller than 10 px,
 - text has too little contrast with what is behind it (WCAG AA: 4.5 to 1, and 3 to 1 for large text),
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WIDTHS = {1280: 900, 400: 800}  # and the heights
 TALLEST = 3000  # what is below is not in the picture
 SMALLEST_TEXT = 10
+LONGEST = 11_500  # px of a page that is 1280 px wide: what is longer is better divided
 PAGES = ("", "tutorial/", "how-to/ddp/", "loss-scaling/", "performance/", "command-line/", "api/amp/", "404.html")
 SEARCHES = {"loss is nan": "troubleshooting/", "out of memory": "troubleshooting/", "gradscaler": "api/grad_scaler/"}
 """What people type into the site's search, and the page that has to come first."""
@@ -98,6 +100,8 @@ def look(chromium: Chromium, name: str, address: str, out: Path | None) -> Itera
             tall = max(min(found["height"], TALLEST), height)
             if out is not None:
                 chromium.screenshot(out / f"{name}-{width}-{scheme}.png", width=width, height=tall)
+            if found["height"] > LONGEST and width == max(WIDTHS) and name != "site-changelog":
+                found["wrong"].append(f"it is {found['height']} px long")
             for each in found["wrong"]:
                 yield f"{name}, {width} px, {scheme}: {each}"
     for each in chromium.requested:

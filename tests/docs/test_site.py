@@ -112,6 +112,7 @@ WIDE = {
     ),
     "<pre style='white-space: pre-wrap; overflow-wrap: anywhere'><code>" + "x" * 300 + "</code></pre>": None,
     "<table><tr><th>everything else</th></tr></table>": None,
+    "<p style='height: 12000px'>end</p>": "px long",
 }
 
 
