@@ -7,18 +7,25 @@ from typing import Any
 
 import griffe
 
-_LITERAL_BLOCK = re.compile(r"^( *)(.*?)::$", re.M)
+_CODE = re.compile(r"^( *)(.*)::\n\n((?:\1    .*\n|\n)*\1    .*)", re.M)
 _POWER = re.compile(r"(?<=\w)\*\*(?=\w)")
 
 
 class TerminalToMarkdown(griffe.Extension):
-    """Remove ``::`` before an indented block, which Markdown does not need, and show ``2**16`` as a power, not bold."""
+    """Show the indented block after ``::`` as Python, and ``2**16`` in a text as a power, not bold."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is None:
             return
-        lines = []
-        for line in obj.docstring.value.split("\n"):
-            text = _LITERAL_BLOCK.sub(lambda match: match[1] + (match[2] + ":" if match[2] else ""), line)
-            lines.append(text if line.startswith("        ") or "``" in line else _POWER.sub(r"\\*\\*", text))
+        lines, in_code = [], False
+        for line in _CODE.sub(_fenced, obj.docstring.value).split("\n"):
+            in_code ^= line.lstrip().startswith("```")
+            lines.append(line if in_code or "``" in line else _POWER.sub(r"\\*\\*", line))
         obj.docstring.value = "\n".join(lines)
+
+
+def _fenced(found: re.Match[str]) -> str:
+    """The block between fences: so mkdocstrings colors it, and a long line goes on below as on the other pages."""
+    indent, text, block = found.groups()
+    code = "\n".join(line.removeprefix("    ") for line in block.split("\n"))
+    return f"{indent}{text}{':' if text else ''}\n\n{indent}```python\n{code}\n{indent}```"

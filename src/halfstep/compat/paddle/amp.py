@@ -67,14 +67,19 @@ def decorate(
 ) -> Any:
     """Let an optimizer train a captured program in mixed precision. Two signatures, told apart by their names.
 
-    The newer: ``decorate(optimizer, amp_lists=None, level="O1", dtype="float16", master_weight=None, master_grad=False,
-    init_loss_scaling=2**16, incr_every_n_steps=2000, decr_every_n_nan_or_inf=1, incr_ratio=2.0, decr_ratio=0.5,
-    use_dynamic_loss_scaling=None, use_amp_guard=False, use_promote=False)``.
+    The newer::
 
-    The older, recognized by ``use_pure_fp16``, ``use_fp16_guard``, ``use_bf16`` or a loss scale as third argument:
-    ``decorate(optimizer, amp_lists=None, init_loss_scaling=2**15, incr_every_n_steps=1000, decr_every_n_nan_or_inf=2,
-    incr_ratio=2.0, decr_ratio=0.8, use_dynamic_loss_scaling=True, use_pure_fp16=False, use_fp16_guard=None,
-    use_bf16=False, use_promote=False)``; ``use_fp16_guard`` is on with ``use_pure_fp16`` unless it is said.
+        decorate(optimizer, amp_lists=None, level="O1", dtype="float16", master_weight=None, master_grad=False,
+                 init_loss_scaling=2**16, incr_every_n_steps=2000, decr_every_n_nan_or_inf=1, incr_ratio=2.0,
+                 decr_ratio=0.5, use_dynamic_loss_scaling=None, use_amp_guard=False, use_promote=False)
+
+    The older, recognized by ``use_pure_fp16``, ``use_fp16_guard``, ``use_bf16`` or a loss scale as third argument::
+
+        decorate(optimizer, amp_lists=None, init_loss_scaling=2**15, incr_every_n_steps=1000,
+                 decr_every_n_nan_or_inf=2, incr_ratio=2.0, decr_ratio=0.8, use_dynamic_loss_scaling=True,
+                 use_pure_fp16=False, use_fp16_guard=None, use_bf16=False, use_promote=False)
+
+    There ``use_fp16_guard`` is on with ``use_pure_fp16`` unless it is said.
 
     Both take ``emulate`` as ``amp.auto_cast`` does.
 
