@@ -9,7 +9,7 @@ import torch
 
 from .core.checks import check_count, check_kind
 from .core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from .core.install import install_line
+from .core.text import install_line
 
 __all__ = ["Accuracy"]
 

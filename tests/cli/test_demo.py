@@ -28,7 +28,7 @@ from halfstep.cli.app import SUBCOMMANDS, app
 from halfstep.cli.demo import report, training
 from halfstep.cli.demo.training import EPOCH_STEPS, LOSS_SCALE, Run, Settings
 from halfstep.core import hardware
-from halfstep.core.install import install_line
+from halfstep.core.text import install_line
 from tests.numerics.test_report import Reader
 
 pytestmark = pytest.mark.timeout(900)  # the demo trains; on a busy machine that takes ten times as long

@@ -249,13 +249,13 @@ def test_constraints_pin_the_lowest_torch_that_the_package_accepts_and_a_newer_o
 
 def test_the_line_that_installs_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a release nothing is on the index, and a clone is what there is."""
-    from halfstep.core import install
+    from halfstep.core import text
 
-    assert ("halfstep[demo]" in install.install_line("demo")) is (".dev" not in halfstep.__version__)
-    monkeypatch.setattr(install, "RELEASED", True)
-    assert install.install_line("demo") == "pip install 'halfstep[demo]'"
-    monkeypatch.setattr(install, "RELEASED", False)
-    assert install.install_line("demo") == "pip install '.[demo]' in a clone of the repository"
+    assert ("halfstep[demo]" in text.install_line("demo")) is (".dev" not in halfstep.__version__)
+    monkeypatch.setattr(text, "RELEASED", True)
+    assert text.install_line("demo") == "pip install 'halfstep[demo]'"
+    monkeypatch.setattr(text, "RELEASED", False)
+    assert text.install_line("demo") == "pip install '.[demo]' in a clone of the repository"
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,12 @@
 
 from collections.abc import Sequence
 
-__all__ = ["counted", "listed", "with_article"]
+from .._version import __version__
+
+__all__ = ["counted", "install_line", "listed", "with_article"]
+
+RELEASED = ".dev" not in __version__
+"""Whether this version is on the package index. Before, a clone of the repository is what there is."""
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
@@ -29,3 +34,8 @@ def with_article(name: str) -> str:
 
 
 _SAID_AS_WORDS = ("LAMB", "LARC", "RAda")
+
+
+def install_line(extra: str) -> str:
+    """The command that installs an extra: ``pip install 'halfstep[demo]'``, before a release from a clone."""
+    return f"pip install 'halfstep[{extra}]'" if RELEASED else f"pip install '.[{extra}]' in a clone of the repository"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...core.install import install_line
+from ...core.text import install_line
 from ..files import check_writable
 
 if TYPE_CHECKING:
