@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.profiler import profile
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -74,8 +75,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {  #
 }  # fmt: skip
 
 
+def kept_bytes(run: Callable[[], object]) -> int:
+    """Of all memory that a forward pass allocates and does not free, whoever keeps it."""
+    with profile(profile_memory=True) as prof:
+        result = run()
+    del result
+    return sum(event.cpu_memory_usage for event in prof.function_events if event.cpu_parent is None)
+
+
 def saved_bytes(run: Callable[[], object], model: nn.Module) -> int:
-    """Of all memory that autograd keeps, without parameters."""
+    """Of all memory that autograd hands to hooks of the user's, without parameters."""
     sizes: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,15 +100,17 @@ def saved_bytes(run: Callable[[], object], model: nn.Module) -> int:
     return sum(sizes.values())
 
 
-def brought_up(name: str, level: str, dtype: torch.dtype) -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module]:
+def brought_up(
+    name: str, level: str, dtype: torch.dtype, *, emulate: bool = True
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module]:
     torch.manual_seed(0)
     model = MODELS[name][0]()
     if level == "O2":
-        amp.initialize(model, opt_level="O2", dtype=dtype, verbosity=0, emulate=True)
+        amp.initialize(model, opt_level="O2", dtype=dtype, verbosity=0, emulate=emulate)
         return model, model
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        with amp.auto_cast(dtype=dtype, emulate=True):
+        with amp.auto_cast(dtype=dtype, emulate=emulate):
             return model(x)  # type: ignore[no-any-return]
 
     return run, model
@@ -121,6 +132,18 @@ def test_activations_take_16_bits(name: str, dtype: torch.dtype) -> None:
     full = saved_bytes(lambda: plain(x), plain)
     run, model = brought_up(name, "O2", dtype)
     assert saved_bytes(lambda: run(x), model) <= most * full
+
+
+@pytest.mark.filterwarnings("ignore::halfstep.core.errors.PrecisionWarning")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "LSTM"])
+def test_memory_is_that_of_a_device_with_units(name: str, level: str) -> None:
+    x = torch.randn(MODELS[name][1])
+    kept = []
+    for emulate in (True, False):
+        run, _ = brought_up(name, level, torch.bfloat16, emulate=emulate)
+        kept.append(kept_bytes(lambda run=run: run(x)))  # type: ignore[misc]
+    assert kept[0] <= 1.15 * kept[1]  # the fp32 result of flash attention is kept, too
 
 
 def results(run: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

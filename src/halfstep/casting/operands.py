@@ -45,8 +45,8 @@ class Operand:
 
     Attributes:
         half: out of the graph, with the memory and the version that it has there.
-        wide: the fp32 tensor, in the graph. All products read the same one of a weight, so that gradients add up there
-            in fp32. Its memory is there while a product runs, and after a second one has read it.
+        wide: the fp32 tensor, in the graph, while a product runs. That of a weight stays, because all products read it
+            and gradients add up there in fp32. It has no memory between the first product and the second.
     """
 
     __slots__ = ("_again", "_reads", "half", "saves", "shared", "wide")
@@ -67,8 +67,10 @@ class Operand:
         return self.wide
 
     def let_go(self) -> None:
-        """Take the memory of the widened tensor away after the first product."""
-        if self.shared and self._reads == 1 and type(self.wide) is Tensor:
+        """Free the widened tensor after a product: autograd keeps this until the backward pass."""
+        if not self.shared:
+            del self.wide
+        elif self._reads == 1 and type(self.wide) is Tensor:
             self.wide.data = _NOTHING
 
     def widened(self) -> Tensor:
@@ -119,7 +121,7 @@ def run_product(call: Callable[[], Any], kept: Kept, half: torch.dtype, kind: st
 
     Args:
         call: calls the op.
-        kept: the operands among its arguments.
+        kept: the operands among its arguments; empty afterwards.
         half: the 16-bit dtype.
         kind: the op's class in ``OP_CLASSES``.
     """
@@ -148,6 +150,7 @@ def run_product(call: Callable[[], Any], kept: Kept, half: torch.dtype, kind: st
     finally:
         for operand in kept.values():
             operand.let_go()
+        kept.clear()  # autograd keeps `pack`, too
 
 
 def run_node(
@@ -181,6 +184,7 @@ def _operand_of(tensor: Tensor, kept: Kept, half: torch.dtype, kind: str) -> tup
     if base is None and (kind not in _REARRANGING or type(tensor) is not Tensor or tensor.numel() < MIN_ELEMENTS):
         return None, None
     copy = Operand(tensor.detach().to(half))
+    kept[id(copy.wide)] = copy
     return (copy, None) if base is not None or torch.equal(copy.wide, tensor) else (None, None)
 
 
