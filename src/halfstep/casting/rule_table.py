@@ -112,7 +112,8 @@ def build_table(
         rule = rule_of(canonical, inplace, canonical)
         if rule is not None:
             table[name] = rule
-        table[torch.Tensor.__setitem__] = rules.bind(finite_fill, rules.match_self) if casts else rules.match_self
+    if casts:
+        table[torch.Tensor.__setitem__] = rules.bind(finite_fill, rules.match_self)
     table[torch.Tensor.backward] = table[torch.autograd.backward] = table[torch.autograd.grad] = rules.backward
     table[torch.Tensor.unflatten] = rules.unflatten
     table |= {method: rule for func, rule in table.items() if callable(func) and (method := method_name(func))}
