@@ -31,7 +31,7 @@ def _names(space: Any, rule: str) -> list[str]:
         if name.startswith("_") and not name.endswith("__"):
             continue
         function: Any = getattr(space, name, None)
-        op, inplace = known.get(function, ("", True)) if getattr(function, "__hash__", None) else ("", True)
+        op, inplace = known.get(function, ("", True)) if callable(function) else ("", True)
         if lists.rule_of(op) == rule and (not inplace or name.startswith("__i")):
             found.append(name)
     return found
