@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import runpy
@@ -61,7 +62,8 @@ def hide_halfstep(hint: Callable[[BaseException], str | None]) -> None:
     hidden = {
         *(ours / "observe").iterdir(),
         *(ours / "compat" / name for name in finders),
-        Path("<frozen importlib.util>"),
+        Path(importlib.util.__file__),
+        Path("<frozen importlib.util>"),  # from Python 3.11 on
     }
     starters = {sys.modules["__main__"].__dict__.get("__file__"), runpy.__file__, "<frozen runpy>"}
 

@@ -49,6 +49,12 @@ class OfTorch(FusedOptimizer):
     _renamed: ClassVar[tuple[tuple[str, str], ...]] = ()  # our name of a hyperparameter, and torch's
     _fixed: ClassVar[dict[str, Any]]  # hyperparameters that torch's class has not
 
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """An instance that torch's ``__init__`` can fill, for frameworks that make another one of its class."""
+        optimizer: Any = super().__new__(cls)
+        optimizer._fused = FusedData()
+        return optimizer
+
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """As ``FusedOptimizer.step``, or as torch's own after ``unfuse``."""
         own: Any = _hooked_step if isinstance(self, OfTorch) else _torch_class(self).step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .release import GradientRelease
 
 __all__ = ["FusedData", "FusedState", "Hyper"]
-
-_Self = TypeVar("_Self", bound="FusedState")
 
 Hyper = dict[str, Any]
 """A parameter group: its hyperparameters by name."""
@@ -101,15 +99,9 @@ class FusedState(torch.optim.Optimizer):
     copies: WeightCopies | None = _field("copies")
     on_gradients: tuple[Callable[..., None], ...] = _field("on_gradients")
 
-    def __new__(cls: type[_Self], *_: Any, **__: Any) -> _Self:
-        """An instance that a pickle can fill."""
-        optimizer = super().__new__(cls)
-        optimizer._fused = FusedData()
-        return optimizer
-
     def __init__(self, params: Any, *, set_grad_none: bool = True, **given: Any) -> None:
         options = {each.name: given.pop(each.name) for each in fields(FusedOptions) if each.name in given}
-        self.options, self.set_grad_none = FusedOptions(**options), set_grad_none
+        self._fused = FusedData(FusedOptions(**options), set_grad_none)
         self._check(given)
         super().__init__(params, given)
 
@@ -295,6 +287,7 @@ class FusedState(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self._fused, where) for name, where in _SAVED.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).setdefault("_fused", FusedData())  # torch's load_state_dict comes here, too
         known = set(state.get("defaults") or self.defaults)
         super().__setstate__({name: value for name, value in state.items() if name not in _SAVED})
         for name in _SAVED.keys() & state.keys():
