@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
@@ -14,11 +15,40 @@ from ..core.inner_optimizers import inner_optimizer
 from ..core.text import with_article
 from ..optimizers.larc import LARC
 
-__all__ = ["Models", "Optimizers", "as_models", "as_optimizers", "device_of", "returned", "warn_of_slow_devices"]
+__all__ = [
+    "Models",
+    "Optimizers",
+    "as_models",
+    "as_optimizers",
+    "device_of",
+    "returned",
+    "typed",
+    "warn_of_slow_devices",
+]
 
 # A list has to be a list. Its items are checked when the function is called: list[Linear] is no list[Module].
 Models = TypeVar("Models", bound=nn.Module | list[Any])
 Optimizers = TypeVar("Optimizers", bound=torch.optim.Optimizer | LARC | list[Any])
+_Others = ParamSpec("_Others")
+
+
+class _Typed(Protocol[_Others]):
+    """A function that returns what it is given: models, or models and optimizers."""
+
+    @overload
+    def __call__(
+        self, models: Models, optimizers: None = None, *args: _Others.args, **kwargs: _Others.kwargs
+    ) -> Models: ...
+
+    @overload
+    def __call__(
+        self, models: Models, optimizers: Optimizers, *args: _Others.args, **kwargs: _Others.kwargs
+    ) -> tuple[Models, Optimizers]: ...
+
+
+def typed(function: Callable[Concatenate[Any, Any, _Others], Any]) -> _Typed[_Others]:
+    """The function, of which a type checker knows that what is given comes back."""
+    return function  # type: ignore[return-value]
 
 
 def as_models(caller: str, models: Any) -> list[nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from ..core.policy import KEEPS_CASTS, Policy
 from ..core.torch_compat import InstanceNorm
 from ..optimizers.base import FusedOptimizer
 from ..stepping.prepare import check, prepare
-from .arguments import Models, Optimizers, as_models, as_optimizers, device_of, returned, warn_of_slow_devices
+from .arguments import as_models, as_optimizers, device_of, returned, typed, warn_of_slow_devices
 
 __all__ = ["decorate"]
 
@@ -28,44 +28,7 @@ Layer = nn.Module | type[nn.Module]
 _SAVE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@overload
-def decorate(
-    models: Models,
-    optimizers: None = ...,
-    level: str = ...,
-    dtype: torch.dtype | str | None = ...,
-    master_weight: bool | None = ...,
-    save_dtype: torch.dtype | str | None = ...,
-    master_grad: bool = ...,
-    excluded_layers: Layer | Collection[Layer] | None = ...,
-    *,
-    module_filter: modules.ModuleFilter | None = ...,
-    emulate: Emulate = ...,
-    fused: bool = ...,
-    keep_casts: bool = ...,
-    cast_ops: bool | None = ...,
-) -> Models: ...
-
-
-@overload
-def decorate(
-    models: Models,
-    optimizers: Optimizers,
-    level: str = ...,
-    dtype: torch.dtype | str | None = ...,
-    master_weight: bool | None = ...,
-    save_dtype: torch.dtype | str | None = ...,
-    master_grad: bool = ...,
-    excluded_layers: Layer | Collection[Layer] | None = ...,
-    *,
-    module_filter: modules.ModuleFilter | None = ...,
-    emulate: Emulate = ...,
-    fused: bool = ...,
-    keep_casts: bool = ...,
-    cast_ops: bool | None = ...,
-) -> tuple[Models, Optimizers]: ...
-
-
+@typed
 def decorate(
     models: Any,
     optimizers: Any = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
 from ..stepping.prepare import check, check_state_form, prepare
-from .arguments import Models, Optimizers, as_models, as_optimizers, device_of, returned, warn_of_slow_devices
+from .arguments import as_models, as_optimizers, device_of, returned, typed, warn_of_slow_devices
 from .loss_scaler import LossScaler
 from .options import Properties, resolve
 from .session import Session, latest
@@ -28,68 +28,7 @@ __all__ = ["initialize"]
 logger = logging.getLogger("halfstep")
 
 
-@overload
-def initialize(
-    models: Models,
-    optimizers: None = ...,
-    enabled: bool = ...,
-    opt_level: str = ...,
-    cast_model_type: torch.dtype | str | bool | None = ...,
-    patch_torch_functions: bool | None = ...,
-    keep_batchnorm_fp32: bool | str | None = ...,
-    master_weights: bool | None = ...,
-    loss_scale: LossScaleSpec | str | None = ...,
-    cast_model_outputs: torch.dtype | str | None = ...,
-    num_losses: int = ...,
-    verbosity: int = ...,
-    min_loss_scale: float | None = ...,
-    max_loss_scale: float = ...,
-    dtype: torch.dtype | str | None = ...,
-    module_filter: modules.ModuleFilter | None = ...,
-    *,
-    op_lists: OpLists | None = ...,
-    custom_white_list: Iterable[object] | None = ...,
-    custom_black_list: Iterable[object] | None = ...,
-    emulate: Emulate = ...,
-    policy: Policy | None = ...,
-    fused: bool = ...,
-    keep_casts: bool = ...,
-    cast_ops: bool | None = ...,
-    state_dtype: StateForm | str = ...,
-) -> Models: ...
-
-
-@overload
-def initialize(
-    models: Models,
-    optimizers: Optimizers,
-    enabled: bool = ...,
-    opt_level: str = ...,
-    cast_model_type: torch.dtype | str | bool | None = ...,
-    patch_torch_functions: bool | None = ...,
-    keep_batchnorm_fp32: bool | str | None = ...,
-    master_weights: bool | None = ...,
-    loss_scale: LossScaleSpec | str | None = ...,
-    cast_model_outputs: torch.dtype | str | None = ...,
-    num_losses: int = ...,
-    verbosity: int = ...,
-    min_loss_scale: float | None = ...,
-    max_loss_scale: float = ...,
-    dtype: torch.dtype | str | None = ...,
-    module_filter: modules.ModuleFilter | None = ...,
-    *,
-    op_lists: OpLists | None = ...,
-    custom_white_list: Iterable[object] | None = ...,
-    custom_black_list: Iterable[object] | None = ...,
-    emulate: Emulate = ...,
-    policy: Policy | None = ...,
-    fused: bool = ...,
-    keep_casts: bool = ...,
-    cast_ops: bool | None = ...,
-    state_dtype: StateForm | str = ...,
-) -> tuple[Models, Optimizers]: ...
-
-
+@typed
 def initialize(
     models: Any,
     optimizers: Any = None,

@@ -16,7 +16,7 @@ from . import frontend as frontend
 from . import lists as lists
 from . import utils
 from .frontend import init as init
-from .frontend import initialize as initialize  # type: ignore[no-redef]  # with other defaults
+from .frontend import initialize as initialize  # with other defaults
 
 add_submodules(
     __name__,
