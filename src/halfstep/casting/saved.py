@@ -61,7 +61,8 @@ def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
         value = state_dict.get(prefix + name)
         if param is None or param.is_meta:  # a master on the meta device has no value either
             continue
-        if isinstance(value, torch.Tensor) and value.shape == param.shape:
+        # A value that was saved in 16 bits counts as any write to the weight: where it is not the master rounded.
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype is not param.dtype:
             rounded = write_master(param, value)
             if rounded is not None:
                 state_dict[prefix + name] = rounded

@@ -21,9 +21,11 @@ class Keeper(Protocol):
 
     Attributes:
         replicated: whether it has all masters, which are then to be the same on every rank.
+        in_models: identities of parameters whose masters are in the ``state_dict()`` of their model.
     """
 
     replicated: bool
+    in_models: set[int]
 
     def master(self, param: torch.Tensor) -> torch.Tensor | None:
         """The fp32 value of a parameter's master, which may be the master's own memory; None if it has none."""
@@ -51,6 +53,12 @@ def register(params: Iterable[torch.Tensor], keeper: Keeper) -> None:
 def keeper_of(param: torch.Tensor) -> Keeper | None:
     """The keeper of a parameter's master; None if there is none, or it is gone."""
     return next((keeper for ref in (_KEEPERS and _KEEPERS.get(param)) or () if (keeper := ref()) is not None), None)
+
+
+def saved_by_model(param: torch.Tensor) -> bool:
+    """Whether the master of a parameter is in the ``state_dict()`` of its model."""
+    keeper = keeper_of(param)
+    return keeper is not None and id(param) in keeper.in_models
 
 
 def master_of(param: torch.Tensor) -> torch.Tensor | None:

@@ -18,12 +18,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.errors import UsageError
 from ..core.inner_optimizers import state_holders
+from ..gradients.held_masters import settle
 from ..gradients.ledger import get_grads, set_grads
-from ..gradients.master_registry import keeper_of
+from ..gradients.master_registry import keeper_of, saved_by_model
 from ..kernels import multi_tensor
 from ..kernels.multi_tensor import TensorGroupsCache
 from ..kernels.storage import honoured
 from .outside_writes import OutsideWrites, StepWrites
+from .split import master_value
 
 __all__ = ["PlainMasters"]
 
@@ -170,6 +172,30 @@ class PlainMasters:
     def has_in_place(self, key: object) -> bool:
         """Whether something is a master that has the place of its parameter now."""
         return bool(self.places) and any(key is master for master in self._masters)
+
+    # ---- in a checkpoint of the optimizer
+
+    def save(self, groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:
+        """Add the masters that no model saves to what ``state_dict()`` of the optimizer returned."""
+        settle(refresh=False)
+        for group, names in zip(groups, saved["param_groups"], strict=True):
+            for param, name in zip(group["params"], names["params"], strict=True):
+                master = None if saved_by_model(param) else self.of(param)
+                if master is not None:
+                    saved["state"][name] = {**saved["state"].get(name, {}), "master": master.detach()}
+        return saved
+
+    @torch.no_grad()
+    def load(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Take masters that no model saves from state that was loaded, as ``save`` or a fused optimizer has them."""
+        for param in [param for param in self._params if not {"master", "remainder"}.isdisjoint(state.get(param, ()))]:
+            kept = state[param]
+            if not saved_by_model(param):
+                self._of[id(param)].copy_(kept["master"] if "master" in kept else master_value(param, kept))
+            kept.pop("master", None)
+            kept.pop("remainder", None)
+            if not kept:
+                del state[param]
 
     @torch.no_grad()
     def write(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from ..core.dtypes import HALF_DTYPES, StateForm
 from ..core.errors import UsageError
 from ..core.torch_compat import STATE_MODULE
 from ..gradients.held_masters import settle
+from ..gradients.master_registry import saved_by_model
 from ..kernels.shards import is_sharded, local, rewrapped
 from ..kernels.storage import honoured, join, split, split_of
 from ..masters.split import master_value, take_back_rounding
@@ -47,7 +48,6 @@ class FusedData:
         copies: the 16-bit casts of its fp32 weights, if it was told that there are any; see ``keep_copies``.
         on_gradients: functions that are called with the gradients of each step; see ``OnGradients``.
         started: the fp32 values that masters start from, by the identity of the parameter, until its first step.
-        in_models: identities of parameters whose masters are in the ``state_dict()`` of their model.
         groups: the rows of each parameter group, by its place, as the last step left them.
         known_state: the keys and the entries of ``state`` after the last step.
     """
@@ -61,7 +61,6 @@ class FusedData:
     copies: WeightCopies | None = None
     on_gradients: tuple[Callable[..., None], ...] = ()
     started: dict[int, torch.Tensor] = field(default_factory=dict)
-    in_models: frozenset[int] = frozenset()
     groups: dict[int, GroupRows] = field(default_factory=dict)
     known_state: tuple[list[Any], list[Any]] = ([], [])
 
@@ -133,10 +132,6 @@ class FusedState(torch.optim.Optimizer):
             mine = [p for group in self.param_groups for p in group["params"] if p.dtype in HALF_DTYPES]
             given = started or {}
             self._fused.started = {id(p): given[id(p)].to(torch.float32) for p in mine if id(p) in given}
-
-    def expect_masters_in(self, params: Iterable[torch.Tensor]) -> None:
-        """In sharded checkpoints, leave masters of these parameters to the state of their model; see ``state_dict``."""
-        self._fused.in_models = frozenset(map(id, params))
 
     def keep_moments(self, form: StateForm) -> None:
         """Store moments in another form from now on, unless told otherwise when made."""
@@ -226,7 +221,7 @@ class FusedState(torch.optim.Optimizer):
             for param, name in zip(group["params"], names["params"], strict=True):
                 if (apart or is_sharded(param)) and name in saved["state"]:
                     kept = saved["state"][name] = dict(saved["state"][name])
-                    if apart and id(param) in self._fused.in_models:
+                    if apart and saved_by_model(param):
                         kept.pop("remainder", None)
                         kept.pop("master", None)
                     if "remainder" in kept:
@@ -247,9 +242,9 @@ class FusedState(torch.optim.Optimizer):
                 has been loaded then.
         """
         check_optimizer_state(self, state_dict)
-        _refuse_lost(state_dict["state"], masters=not self._fused.in_models)
         seen: dict[str, Any] = {}
         params = [p for group in self.param_groups for p in group["params"]]
+        _refuse_lost(state_dict["state"], masters=not any(map(saved_by_model, params)))
         masters = {
             id(p): self.master_value(p) for p in params if self.options.master_weights and p.dtype in HALF_DTYPES
         }

@@ -48,11 +48,19 @@ class _Attached(Mixin):
         self._amp_stash.passes.drop_brought()
         self._amp_stash.keeper.adopt()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own, with the masters that no model saves."""
+        saved, plain = super().state_dict(), self._amp_stash.keeper.plain  # type: ignore[misc]
+        return saved if plain is None else plain.save(self.param_groups, saved)  # type: ignore[attr-defined,no-any-return]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The optimizer's own, with state of 16-bit parameters in the dtype of their masters."""
+        """The optimizer's own, with state of 16-bit parameters in the dtype of their masters, and these."""
         check_optimizer_state(self, state_dict)
-        with self._amp_stash.keeper.in_place():
+        keeper = self._amp_stash.keeper
+        with keeper.in_place():
             super().load_state_dict(state_dict)  # type: ignore[misc]
+        if keeper.plain is not None:
+            keeper.plain.load(self.state)  # type: ignore[attr-defined]
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients that the next step uses; see ``BackwardPasses.clip``."""

@@ -83,10 +83,9 @@ def prepare(
     ]
     if not alone:
         share_overflows(attached)
-    if save_dtype is torch.float32:
-        for optimizer in map(bare, optimizers):
-            if isinstance(optimizer, FusedOptimizer):
-                optimizer.expect_masters_in(p for model in models for p in model.parameters())
+    for param in [p for model in models for p in model.parameters()] if save_dtype is torch.float32 else ():
+        if (keeper := keeper_of(param)) is not None:
+            keeper.in_models.add(id(param))
     return attached
 
 
