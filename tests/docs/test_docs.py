@@ -37,7 +37,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-SHOWS_FUSED_STATE = {"troubleshooting", "troubleshooting-weights"}
+SHOWS_FUSED_STATE = {"memory", "troubleshooting", "troubleshooting-weights"}
 """Pages whose output counts what only a fused step has in its state."""
 
 

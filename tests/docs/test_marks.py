@@ -19,6 +19,7 @@ from torch import nn
 import halfstep
 from halfstep import amp, fp16_utils, numerics, optimizers, parallel, static
 from halfstep.core.torch_compat import HAS_GRAD_DTYPE
+from tests.support.backends import needs_compiler
 from tests.support.design_tables import differences
 from tests.support.marks import Mark, came, marks, on_module
 
@@ -283,6 +284,7 @@ USES: list[Callable[[], set[Mark]]] = [
 ]
 
 
+@needs_compiler
 @pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="the table is that of torch 2.13: an older one has no grad_dtype")
 def test_every_mark_is_in_the_table() -> None:
     with warnings.catch_warnings():

@@ -315,7 +315,7 @@ def test_what_cannot_be_fused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kept", ["in the model", "split", "8bit"])
+@pytest.mark.parametrize("kept", ["in the model", pytest.param("split", marks=needs_compiler), "8bit"])
 def test_a_flattened_state_dict_of_torch_loads_or_is_refused(kept: str) -> None:
     """torch reads one by the names in the optimizer's state, and gives {} for those that it has not."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
