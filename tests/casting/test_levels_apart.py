@@ -334,10 +334,31 @@ def test_an_interrupt_inside_of_a_scope_ends_with_it() -> None:
     with pytest.raises(KeyboardInterrupt), amp.auto_cast(dtype=FP16):
         model(X)
     assert outside() is FP32
-    with pytest.raises(KeyboardInterrupt):
-        model(X)
+
+
+@pytest.mark.parametrize("around", [nullcontext, lambda: amp.auto_cast(dtype=FP16)], ids=["nothing", "fp16"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_next_op_after_an_interrupted_model_is_as_before_it(level: str, around: Callable[[], Any]) -> None:
+    """Nobody calls halfstep in between: a notebook goes on in another cell."""
+    model = bring_up(level, BF16)
     amp.deactivate()
+    outer = nn.Sequential(nn.Sequential(model))
+
+    def stop(*_: Any) -> None:
+        with amp.auto_cast(dtype=FP16):
+            raise KeyboardInterrupt
+
+    hook = model.linear.register_forward_hook(stop)
+    with around():
+        before = outside(), torch.is_autocast_enabled("cpu")
+        with pytest.raises(KeyboardInterrupt) as kept:  # its traceback has all frames
+            outer(X)
+        assert (outside(), torch.is_autocast_enabled("cpu")) == before
     assert outside() is FP32
+    hook.remove()
+    del kept
+    assert seen(model) == computes(level, BF16)
+    assert torch._C._len_torch_function_stack() == 0
 
 
 def test_a_scope_that_outlives_the_model_it_began_in() -> None:

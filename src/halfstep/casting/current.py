@@ -180,7 +180,7 @@ class ThreadState(threading.local):
         self.traced: list[Any] = []
         self.session: SessionEnd | None = None
         self.before: Saved | None = None
-        self.mode = CastMode()
+        self.mode = CastMode(lambda: close_interrupted(in_op=True))
         self.cache = WeightCache()
 
 
@@ -308,18 +308,19 @@ def save(devices: Iterable[str]) -> Saved:
     )
 
 
-def restore(saved: Saved) -> None:
-    """Put back what was current."""
+def restore(saved: Saved, *, in_op: bool = False) -> None:
+    """Put back what was current; ``in_op`` as of ``set_current``."""
     set_native(saved.native)
     torch.set_autocast_cache_enabled(saved.native_cache)
     thread.current, thread.key, thread.explicit = saved.casting, saved.key, saved.explicit
     follow(thread.mode, saved.casting, thread.cache, saved.session, explicit=torch.compiler.is_exporting())
-    place(thread.mode, saved.installed and thread.mode.is_needed)
+    if not in_op:
+        place(thread.mode, saved.installed and thread.mode.is_needed)
     if saved.traced is not None:
         set_function_modes(saved.traced)
 
 
-def close(owner: object) -> bool:
+def close(owner: object, *, in_op: bool = False) -> bool:
     """Close the latest scope of an owner, and those that were opened inside of it and not closed, if there is one."""
     if owner not in [scope.owner for scope in thread.open]:
         return False
@@ -329,14 +330,15 @@ def close(owner: object) -> bool:
         for patches in scope.patches:
             patches.release(scope)
         if scope.saved is not None:
-            restore(scope.saved)
+            restore(scope.saved, in_op=in_op)
+    thread.mode.frame = next((each.frame for each in reversed(thread.open) if each.frame is not None), None)
     return True
 
 
-def close_interrupted() -> None:
+def close_interrupted(*, in_op: bool = False) -> None:
     """Close the scopes of calls whose second hooks did not run: of a KeyboardInterrupt, or a step that failed."""
     while thread.open and not _is_running(thread.open[-1]):
-        close(thread.open[-1].owner)
+        close(thread.open[-1].owner, in_op=in_op)
     if thread.traced and not any(frame.f_code.co_filename.endswith(_EVAL_FRAME) for frame in _frames()):
         while thread.traced:
             leave_traced()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +94,8 @@ class CastMode(TorchFunctionMode):
     Attributes:
         table: the rule of each callable; see ``build_table``.
         recorded: the same for code that Dynamo traces. There no op can be called again.
+        frame: the call of a model whose casting it is; None for a ``with`` block. Ctrl-C ends it without a second hook.
+        close_interrupted: closes the scopes of calls that have ended so.
         session: the O1 session that the mode follows, which may be over at any op; None in a scope, and if compiled.
         is_needed: whether it must be on torch's stack.
         dtype: the 16-bit dtype; see ``half_of``.
@@ -110,10 +112,12 @@ class CastMode(TorchFunctionMode):
         logits: of the latest sigmoids; see ``logits``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, close_interrupted: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self.table: Mapping[Callable[..., Any] | str, Rule] = {}
         self.recorded: Mapping[Callable[..., Any] | str, Rule] = {}
+        self.frame: FrameType | None = None
+        self.close_interrupted = close_interrupted
         self.session: SessionEnd | None = None
         self.is_needed = False
         self.dtype = torch.bfloat16
@@ -135,9 +139,16 @@ class CastMode(TorchFunctionMode):
             table = self.recorded
             rule = table.get(method_name(func) or func)
         else:
-            table = self.table
+            if self.frame is not None:
+                try:
+                    self.frame.clear()  # fails while the call runs
+                except RuntimeError:
+                    pass
+                else:
+                    self.close_interrupted()
             if self.session is not None and self.session.is_over():
                 self.session.leave()
+            table = self.table
             rule = table.get(func)
         if rule is None and isinstance(func, (OpOverload, OpOverloadPacket)):
             rule = table.get(qualified_name(func))

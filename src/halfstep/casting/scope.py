@@ -121,6 +121,7 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
         set_current(casting, [device for device, _, _ in scope.saved.native])
         thread.explicit = explicit
     thread.open.append(scope)
+    thread.mode.frame = frame or thread.mode.frame
 
 
 def leave(owner: object) -> None:
