@@ -111,3 +111,15 @@ def test_masters_go_from_a_fused_optimizer_to_a_plain_one_and_back(loads: str) -
         part.load_state_dict(read_back(state))
     for mine, other in zip(masters(target), masters(source), strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_state_from_before_the_first_step_loads(optimizer: str) -> None:
+    """torch's Adam asks the state of the first parameter for its step count when it loads."""
+    whole, resumed = (make(optimizer, "give_masters", "bfloat16") for _ in range(2))
+    for i in (0, 1):
+        resumed[i].load_state_dict(read_back(whole[i].state_dict()))
+    for prepared in (whole, resumed):
+        train(prepared, "bfloat16", seed=1)
+    for mine, other in zip(masters(resumed), masters(whole), strict=True):
+        assert torch.equal(mine, other)

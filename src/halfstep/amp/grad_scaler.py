@@ -162,7 +162,7 @@ class GradScaler(ScalerSettings):
         attached = self._attached_to(optimizer)
         if not self._enabled or attached_to(optimizer) is not None:
             self.unscale_(optimizer)
-            return attached.passes.gradients.clip(attached.params(), max_norm, 2.0)
+            return attached.passes.gradients.clip(attached.passes.params(), max_norm, 2.0)
         self._iteration.refuse_second(optimizer)
         params, scale, found_inf, done = self._begin_unscaling(optimizer, attached)
         attached.passes.records.append(BackwardRecord(found_inf, None, moves=self._scaler))

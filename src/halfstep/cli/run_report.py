@@ -94,7 +94,7 @@ class Recording:
             self._of[id(attached)] = attached, Steps(type(attached.optimizer).__name__)
             self.steps.append(self._of[id(attached)][1])
         steps = self._of[id(attached)][1]
-        self.device = attached.device
+        self.device = attached.passes.device
         steps.add_scales(scales)
         steps.skipped.append(attached.stepping.skipped > skipped)
         steps.bytes.append(_memory(self.device))

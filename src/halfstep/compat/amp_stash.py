@@ -43,12 +43,12 @@ class Stash(MasterGroups):
     @property
     def dummy_overflow_buf(self) -> torch.Tensor:
         """A flag for multi-tensor operations: an int32 tensor of shape [1] on the device of the first parameter."""
-        return torch.zeros(1, dtype=torch.int32, device=self._attached.device)
+        return torch.zeros(1, dtype=torch.int32, device=self._attached.passes.device)
 
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
         """The trainable 16-bit parameters."""
-        return [p for p in self._attached.params() if is_half(p) and p.requires_grad]
+        return [p for p in self._attached.passes.params() if is_half(p) and p.requires_grad]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
@@ -63,7 +63,7 @@ class Stash(MasterGroups):
     @property
     def all_fp32_params(self) -> list[torch.Tensor]:
         """The trainable fp32 parameters."""
-        return [p for p in self._attached.params() if not is_half(p) and p.requires_grad]
+        return [p for p in self._attached.passes.params() if not is_half(p) and p.requires_grad]
 
     # What a block has set aside is not here: outside of blocks Apex had nothing in these lists either.
     all_fp16_grad_stash = property(lambda self: [None] * len(self.all_fp16_params))

@@ -24,9 +24,9 @@ from ..core.checks import check_count, check_flag
 from ..core.dtypes import default_half, parse_half
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.hardware import accelerator, warn_if_slow
-from ..core.logs import show_log
 from ..core.loss_scale import LossScale, LossScaleSpec, StaticLossScale, make_loss_scale
 from ..core.oplists import OpLists
+from ..core.text import show_log
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..optimizers.class_swap import rebase
 from ..stepping.attached import AttachedOptimizer, attach, attached_to, share_overflows

@@ -1,10 +1,11 @@
-"""Words of messages and reports."""
+"""Words of messages and reports, and who sees what the logger "halfstep" says."""
 
+import logging
 from collections.abc import Sequence
 
 from .._version import __version__
 
-__all__ = ["counted", "install_line", "listed", "with_article"]
+__all__ = ["counted", "install_line", "listed", "show_log", "with_article"]
 
 RELEASED = ".dev" not in __version__
 """Whether this version is on the package index. Before, a clone of the repository is what there is."""
@@ -39,3 +40,16 @@ _SAID_AS_WORDS = ("LAMB", "LARC", "RAda")
 def install_line(extra: str) -> str:
     """The command that installs an extra: ``pip install 'halfstep[demo]'``, before a release from a clone."""
     return f"pip install 'halfstep[{extra}]'" if RELEASED else f"pip install '.[{extra}]' in a clone of the repository"
+
+
+def show_log() -> None:
+    """Let what the logger "halfstep" says at level INFO be seen.
+
+    A level that a program gave this logger stays, and so do the handlers that it has set up. Where there are none, the
+    logger writes to stderr from now on.
+    """
+    logger = logging.getLogger("halfstep")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())

@@ -64,7 +64,7 @@ def _patch(module: Any) -> None:
         attached = getattr(optimizer, "_amp_stash", None)
         if attached is None:
             return own(optimizer, *args, **kwargs)
-        params = attached.params()
+        params = attached.passes.params()
         for param in params:
             if param.grad is None and param.dtype in HALF_DTYPES:
                 param.grad_dtype = None

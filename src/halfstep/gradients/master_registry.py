@@ -21,11 +21,11 @@ class Keeper(Protocol):
 
     Attributes:
         replicated: whether it has all masters, which are then to be the same on every rank.
-        in_models: identities of parameters whose masters are in the ``state_dict()`` of their model.
+        saved_elsewhere: identities of parameters whose masters the optimizer does not save, but their model.
     """
 
     replicated: bool
-    in_models: set[int]
+    saved_elsewhere: set[int]
 
     def master(self, param: torch.Tensor) -> torch.Tensor | None:
         """The fp32 value of a parameter's master, which may be the master's own memory; None if it has none."""
@@ -55,10 +55,10 @@ def keeper_of(param: torch.Tensor) -> Keeper | None:
     return next((keeper for ref in (_KEEPERS and _KEEPERS.get(param)) or () if (keeper := ref()) is not None), None)
 
 
-def saved_by_model(param: torch.Tensor) -> bool:
-    """Whether the master of a parameter is in the ``state_dict()`` of its model."""
+def is_saved_elsewhere(param: torch.Tensor) -> bool:
+    """Whether the master of a parameter is in another state dict than that of its optimizer."""
     keeper = keeper_of(param)
-    return keeper is not None and id(param) in keeper.in_models
+    return keeper is not None and id(param) in keeper.saved_elsewhere
 
 
 def master_of(param: torch.Tensor) -> torch.Tensor | None:

@@ -45,7 +45,7 @@ class MasterKeeper:
         plain: the masters that are kept here, or None.
         any: whether there are masters.
         replicated: whether this keeper has all masters, which are then to be the same on every rank.
-        in_models: identities of parameters whose masters are in the ``state_dict()`` of their model.
+        saved_elsewhere: identities of parameters whose masters the optimizer does not save, but their model.
         gradients: the gradients of the parameters.
         held: the masters that users hold.
     """
@@ -62,7 +62,7 @@ class MasterKeeper:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self.any = bool(masters)
         self.replicated = masters is True
-        self.in_models: set[int] = set()
+        self.saved_elsewhere: set[int] = set()
         self.plain: PlainMasters | None = None
         self.held = HeldMasters()
         self._half: list[weakref.ref[torch.Tensor]] = []

@@ -20,14 +20,14 @@ from ..core.errors import UsageError
 from ..core.inner_optimizers import state_holders
 from ..gradients.held_masters import settle
 from ..gradients.ledger import get_grads, set_grads
-from ..gradients.master_registry import keeper_of, saved_by_model
+from ..gradients.master_registry import is_saved_elsewhere, keeper_of
 from ..kernels import multi_tensor
 from ..kernels.multi_tensor import TensorGroupsCache
 from ..kernels.storage import honoured
 from .outside_writes import OutsideWrites, StepWrites
 from .split import master_value
 
-__all__ = ["PlainMasters"]
+__all__ = ["PlainMasters", "without_masters"]
 
 
 class PlainMasters:
@@ -175,27 +175,22 @@ class PlainMasters:
 
     # ---- in a checkpoint of the optimizer
 
-    def save(self, groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:
-        """Add the masters that no model saves to what ``state_dict()`` of the optimizer returned."""
+    def save(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Add the masters that nobody else saves to what ``state_dict()`` of the optimizer returned."""
         settle(refresh=False)
-        for group, names in zip(groups, saved["param_groups"], strict=True):
-            for param, name in zip(group["params"], names["params"], strict=True):
-                master = None if saved_by_model(param) else self.of(param)
-                if master is not None:
-                    saved["state"][name] = {**saved["state"].get(name, {}), "master": master.detach()}
+        for param, name in _names(optimizer, saved):
+            master = None if is_saved_elsewhere(param) else self.of(param)
+            if master is not None:
+                saved["state"][name] = {**saved["state"].get(name, {}), "master": master.detach()}
         return saved
 
     @torch.no_grad()
-    def load(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """Take masters that no model saves from state that was loaded, as ``save`` or a fused optimizer has them."""
-        for param in [param for param in self._params if not {"master", "remainder"}.isdisjoint(state.get(param, ()))]:
-            kept = state[param]
-            if not saved_by_model(param):
-                self._of[id(param)].copy_(kept["master"] if "master" in kept else master_value(param, kept))
-            kept.pop("master", None)
-            kept.pop("remainder", None)
-            if not kept:
-                del state[param]
+    def load(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        """Load the masters that ``save``, or a fused optimizer, has added."""
+        for param, name in _names(optimizer, saved):
+            state = saved["state"].get(name, {})
+            if id(param) in self._of and not is_saved_elsewhere(param) and _has_master(state):
+                self._of[id(param)].copy_(state["master"] if "master" in state else master_value(param, state))
 
     @torch.no_grad()
     def write(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -286,3 +281,27 @@ class _States:
 def _same(now: Iterable[Any], before: list[Any]) -> bool:
     now = list(now)
     return len(now) == len(before) and all(map(is_, now, before))
+
+
+def without_masters(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict of an optimizer as torch's own has it."""
+    if not any(map(_has_master, saved["state"].values())):
+        return saved
+    apart = {
+        name: {key: value for key, value in state.items() if key not in _MASTERS}
+        for name, state in saved["state"].items()
+    }
+    return {**saved, "state": {name: state for name, state in apart.items() if state}}
+
+
+_MASTERS = {"master", "remainder"}
+
+
+def _has_master(state: Any) -> bool:
+    return isinstance(state, dict) and not _MASTERS.isdisjoint(state)
+
+
+def _names(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> list[tuple[torch.Tensor, Any]]:
+    """The parameters of an optimizer, and their names in a state dict."""
+    groups = zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    return [pair for group, names in groups for pair in zip(group["params"], names["params"], strict=True)]

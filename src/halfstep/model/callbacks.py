@@ -11,7 +11,7 @@ import torch
 
 from ..core.checks import check_count, check_kind
 from ..core.errors import ArgumentValueError
-from ..core.logs import show_log
+from ..core.text import show_log
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -16,7 +16,7 @@ from ..core.dtypes import HALF_DTYPES, StateForm
 from ..core.errors import UsageError
 from ..core.torch_compat import STATE_MODULE
 from ..gradients.held_masters import settle
-from ..gradients.master_registry import saved_by_model
+from ..gradients.master_registry import is_saved_elsewhere
 from ..kernels.shards import is_sharded, local, rewrapped
 from ..kernels.storage import honoured, join, split, split_of
 from ..masters.split import master_value, take_back_rounding
@@ -221,7 +221,7 @@ class FusedState(torch.optim.Optimizer):
             for param, name in zip(group["params"], names["params"], strict=True):
                 if (apart or is_sharded(param)) and name in saved["state"]:
                     kept = saved["state"][name] = dict(saved["state"][name])
-                    if apart and saved_by_model(param):
+                    if apart and is_saved_elsewhere(param):
                         kept.pop("remainder", None)
                         kept.pop("master", None)
                     if "remainder" in kept:
@@ -244,7 +244,7 @@ class FusedState(torch.optim.Optimizer):
         check_optimizer_state(self, state_dict)
         seen: dict[str, Any] = {}
         params = [p for group in self.param_groups for p in group["params"]]
-        _refuse_lost(state_dict["state"], masters=not any(map(saved_by_model, params)))
+        _refuse_lost(state_dict["state"], masters=not any(map(is_saved_elsewhere, params)))
         masters = {
             id(p): self.master_value(p) for p in params if self.options.master_weights and p.dtype in HALF_DTYPES
         }

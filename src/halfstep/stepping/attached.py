@@ -81,7 +81,7 @@ def attach(optimizer: torch.optim.Optimizer, *, fused: bool = False, **options: 
 
 def share_overflows(attached: Sequence[AttachedOptimizer]) -> None:
     """Let those of some optimizers that share a parameter hear of each other's backward passes."""
-    params = [set(map(id, one.params())) for one in attached]
+    params = [set(map(id, one.passes.params())) for one in attached]
     for one, mine in zip(attached, params, strict=True):
         others = [other for other, its in zip(attached, params, strict=True) if other is not one and mine & its]
         one.passes.sharing = tuple(weakref.ref(other.passes) for other in others)
@@ -158,15 +158,6 @@ class AttachedOptimizer:
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
-
-    @property
-    def device(self) -> torch.device:
-        """Where the first parameter lives."""
-        return self.passes.device
-
-    def params(self) -> list[torch.Tensor]:
-        """The parameters in the optimizer's groups."""
-        return self.keeper.params()
 
     def unscale(
         self,
@@ -317,9 +308,9 @@ class AttachedOptimizer:
         optimizer: Any = self.optimizer
         logger.info("%s goes on without its fused step, which takes no sparse gradients", type(optimizer).__name__)
         started = [*self.keeper.started(), *unfuse(optimizer).items()]
-        held = self.keeper.held
+        held, elsewhere = self.keeper.held, self.keeper.saved_elsewhere
         self.keeper = MasterKeeper(optimizer, self.keeper.any, None, {id(param): value for param, value in started})
-        self.keeper.held = held
+        self.keeper.held, self.keeper.saved_elsewhere = held, elsewhere
         self.passes.keeper, self.passes.gradients = self.keeper, self.keeper.gradients
         # Unlike the fused step, torch's own does not read flags on the device.
         if found_inf is not None and found_inf.item():
@@ -328,8 +319,8 @@ class AttachedOptimizer:
             if overflowed is not None and overflowed.item():
                 return self.stepping.skip()
             if scale is not None:
-                found = torch.zeros((), dtype=torch.float32, device=self.device)
-                self.passes.gradients.finish(self.params(), scale, found)
+                found = torch.zeros((), dtype=torch.float32, device=self.passes.device)
+                self.passes.gradients.finish(self.passes.params(), scale, found)
             return self._step(None, args, kwargs)
 
     # ---- copies

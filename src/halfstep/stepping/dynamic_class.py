@@ -17,6 +17,7 @@ from ..casting.containers import map_tensors, tensors_in
 from ..casting.dynamo import eager
 from ..core.checks import check_optimizer_state
 from ..core.subclasses import Mixin, subclass_with, superclass_of
+from ..masters.plain import without_masters
 from ..optimizers.base import FusedOptimizer
 
 __all__ = ["add_names_of_apex", "base_of", "class_over"]
@@ -51,16 +52,16 @@ class _Attached(Mixin):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own, with the masters that no model saves."""
         saved, plain = super().state_dict(), self._amp_stash.keeper.plain  # type: ignore[misc]
-        return saved if plain is None else plain.save(self.param_groups, saved)  # type: ignore[attr-defined,no-any-return]
+        return saved if plain is None else plain.save(self, saved)  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The optimizer's own, with state of 16-bit parameters in the dtype of their masters, and these."""
         check_optimizer_state(self, state_dict)
         keeper = self._amp_stash.keeper
         with keeper.in_place():
-            super().load_state_dict(state_dict)  # type: ignore[misc]
+            super().load_state_dict(state_dict if keeper.plain is None else without_masters(state_dict))  # type: ignore[misc]
         if keeper.plain is not None:
-            keeper.plain.load(self.state)  # type: ignore[attr-defined]
+            keeper.plain.load(self, state_dict)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients that the next step uses; see ``BackwardPasses.clip``."""

@@ -85,7 +85,7 @@ def prepare(
         share_overflows(attached)
     for param in [p for model in models for p in model.parameters()] if save_dtype is torch.float32 else ():
         if (keeper := keeper_of(param)) is not None:
-            keeper.in_models.add(id(param))
+            keeper.saved_elsewhere.add(id(param))
     return attached
 
 

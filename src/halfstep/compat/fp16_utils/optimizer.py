@@ -12,7 +12,8 @@ import torch
 from ...core.checks import as_number, check_flag, check_kind, check_number
 from ...core.dtypes import dtype_name
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ...core.logs import show_log
+from ...core.text import show_log
+from ...masters.plain import without_masters
 from ...stepping.attached import attach
 from ...stepping.scaled_backward import ScaledBackward, record_pass
 from ..master_groups import MasterGroups
@@ -150,10 +151,10 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
         """
         attached, scale = self._attached, self._scale
         if scale is None:
-            if self._unscaled or all(param.grad is None for param in attached.params()):
+            if self._unscaled or all(param.grad is None for param in attached.passes.params()):
                 return
-            scale = self.loss_scaler.engine.scale(attached.device)
-        found_inf = torch.zeros((), dtype=torch.float32, device=attached.device)
+            scale = self.loss_scaler.engine.scale(attached.passes.device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=attached.passes.device)
         self._unscale(scale, found_inf)
         self._unscaled = True
         self._note(found_inf)
@@ -246,7 +247,7 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "first_closure_call_this_step": True,
-            "optimizer_state_dict": self.optimizer.state_dict(),
+            "optimizer_state_dict": without_masters(self.optimizer.state_dict()),
             "fp32_from_fp16": [[self._attached.keeper.master(p) for p in group] for group in self.fp16_groups],
         }
 
