@@ -33,9 +33,9 @@ def ending(command: list[str], folder: Path, stdin: str = "", **environment: str
     return done.returncode, done.stdout, done.stderr
 
 
-def run(folder: Path, *arguments: str, stdin: str = "") -> Ending:
+def run(folder: Path, *arguments: str, stdin: str = "", command: str = "run") -> Ending:
     """``halfstep run`` in a process that has torch already."""
-    done = python("-m", "halfstep", "run", *arguments, cwd=folder, stdin=stdin)
+    done = python("-m", "halfstep", command, *arguments, cwd=folder, stdin=stdin)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -66,19 +66,22 @@ print(sys.modules["__main__"].__dict__ is globals())
 WAYS = {"script": ["train.py"], "module": ["-m", "train"], "stdin": ["-"]}
 
 
+ENDINGS = [*(("script", what) for what in SCRIPTS), ("module", "asks where it is"), *((w, "exits") for w in WAYS)]
+ENDINGS += [(way, "fails deep inside") for way in ("module", "stdin")]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("way", "what"),
-    [*(("script", what) for what in SCRIPTS), ("module", "asks where it is"), *((w, "exits") for w in WAYS)]
-    + [(way, "fails deep inside") for way in ("module", "stdin")],
+    ("command", "way", "what"),
+    [*(("run", *each) for each in ENDINGS), *(("doctor", *each) for each in ENDINGS if each[1] != "asks where it is")],
 )
-def test_a_script_ends_as_under_python(way: str, what: str, tmp_path: Path) -> None:
+def test_a_script_ends_as_under_python(command: str, way: str, what: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPTS[what] + "\n")
     (tmp_path / "neighbour.py").touch()
     asked = [*WAYS[way], "--lr", "1", "--device", "x"]
     stdin = SCRIPTS[what] if way == "stdin" else ""
     expected = ending([sys.executable, *asked], tmp_path, stdin)
-    found = run(tmp_path, *asked, stdin=stdin)
+    found = run(tmp_path, *asked, stdin=stdin, command=command)
     assert found[:2] == expected[:2]
     lines = [line for line in expected[2].splitlines() if "<frozen runpy>" not in line]  # which python -m shows
     assert found[2].splitlines() == lines
@@ -185,11 +188,14 @@ def test_options_are_checked_before_the_script_runs(arguments: list[str], messag
         ("raise ValueError('a number')", False),
     ],
 )
-def test_a_script_that_needs_a_gpu_is_told_how_to_try_it_without(code: str, hinted: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["run", "doctor"])
+def test_a_script_that_needs_a_gpu_is_told_how_to_try_it_without(
+    command: str, code: str, hinted: bool, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(code + "\n")
-    status, _, error = run(tmp_path, "train.py")
+    status, _, error = run(tmp_path, "train.py", command=command)
     assert status == 1
-    assert ("`halfstep run --device cpu`" in error.splitlines()[-1]) is hinted
+    assert (f"`halfstep {command} --device cpu`" in error.splitlines()[-1]) is hinted
     assert "halfstep/cli" not in error
 
 

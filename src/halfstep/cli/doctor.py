@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
 import shlex
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from .files import check_script
+from .script import SCRIPT_SETTINGS, Script, script_options
 
 if TYPE_CHECKING:
     import torch
@@ -36,23 +38,32 @@ class Advice(NamedTuple):
         return f'opt_level="{self.level}"' + ("" if self.level == "O0" else f", dtype={self.dtype}")
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--device", type=click.Choice(["cpu"]), help="send what the script asks of CUDA to the CPU")
+@click.command(context_settings=SCRIPT_SETTINGS)
 @click.option("--json", "as_json", is_flag=True, help="print JSON, for other programs to read")
-@click.argument("script", required=False)
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def command(device: str | None, as_json: bool, script: str | None, args: tuple[str, ...]) -> None:
+@script_options(required=False)
+@click.pass_obj
+def command(
+    later: list[Callable[[], None]],
+    as_json: bool,
+    device: str | None,
+    trust_checkpoints: bool,
+    module: bool,
+    script: str | None,
+    args: tuple[str, ...],
+) -> None:
     """Print the devices, what each supports, what is installed, and which level and dtype to use.
 
     With SCRIPT, run it with ARGS until its first optimizer step, and say what loses precision in it. Exits with 1 if
-    that is an error.
+    that is an error. A SCRIPT of `-` is the standard input.
     """
     if script is not None:
-        check_script(click.get_current_context(), script)
-        _check(Path(script), args, device, as_json)
+        found = Script(script, args, module, device, trust_checkpoints)
+        found.check(click.get_current_context())
+        later.append(functools.partial(_check, found, as_json))  # as in `halfstep run`
         return
-    if device is not None:
-        raise click.UsageError("--device goes with a SCRIPT.")
+    for option, value in {"--device": device, "--trust-checkpoints": trust_checkpoints, "-m": module}.items():
+        if value:
+            raise click.UsageError(f"{option} goes with a SCRIPT.")
     import torch
 
     from .machine import describe_machine
@@ -76,30 +87,42 @@ def command(device: str | None, as_json: bool, script: str | None, args: tuple[s
         console.print(f"On {each} train with {advice}: {advice.reason}", highlight=False)
 
 
-def _check(script: Path, args: tuple[str, ...], device: str | None, as_json: bool) -> None:
+def _check(script: Script, as_json: bool) -> None:
     """Print what is found in a script. As JSON it is alone on stdout: what the script prints goes to stderr."""
-    from .run_script import hide_halfstep
     from .script_check import first_step_of
 
-    hide_halfstep(lambda error: None)
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        findings = first_step_of(script, args, device)
+    with script.prepared("doctor"), _stdout_on_stderr() if as_json else nullcontext():
+        findings = first_step_of(script)
+    name = Path(script.name).name
     if findings is None:
-        raise click.ClickException(f"{script.name} has ended without a step of an optimizer on a model that it called.")
+        sys.exit(f"Error: {name} has ended without a step of an optimizer on a model that it called.")
     if as_json:
-        found = {"script": str(script), "findings": [_finding_as_dict(finding) for finding in findings]}
+        found = {"script": script.name, "findings": [_finding_as_dict(finding) for finding in findings]}
         click.echo(json.dumps(found, indent=2, allow_nan=False))
     else:
         for finding in findings:
             click.echo(str(finding))
         if not findings:
-            click.echo(f"{script.name}: nothing found up to its first optimizer step.")
+            click.echo(f"{name}: nothing found up to its first optimizer step.")
     if any(finding.severity == "error" for finding in findings):
-        raise click.exceptions.Exit(1)
+        sys.exit(1)
     if not as_json:
-        options = ["--device", device] if device else []
-        line = ["halfstep", "run", *options, "--numerics", "numerics.html", str(script), *args]
-        click.echo(f"A fault that only later steps show, such as a learning rate that is too high: {shlex.join(line)}")
+        line = shlex.join(script.line("run", "--numerics", "numerics.html"))
+        click.echo(f"A fault that only later steps show, such as a learning rate that is too high: {line}")
+
+
+@contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """What this process and those that it starts write to stdout goes to stderr."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(own, 1)
+        os.close(own)
 
 
 def _as_dict(device: torch.device, cpu: str) -> dict[str, Any]:
@@ -247,7 +270,6 @@ def _installed() -> dict[str, str]:
 
 def _cpp_compiler() -> str | None:
     """The path of the compiler that torch would call: ``$CXX``, or the usual names."""
-    import os
     import shutil
 
     names = [os.environ.get("CXX", ""), "g++", "clang++", "c++", "cl"]

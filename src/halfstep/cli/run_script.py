@@ -55,13 +55,14 @@ def hide_halfstep(hint: Callable[[BaseException], str | None]) -> None:
     """Have the traceback of an error begin in the script, and write a hint below it if there is one.
 
     What watches the script is not in it either: its frames stand between those of a model and those of torch. Nor is
-    the search for a module of Apex that ends in an error.
+    the search for a module or a name of Apex that ends in an error.
     """
     own, here, ours = sys.excepthook, Path(__file__).parent, Path(__file__).parents[1]
     finders = ("install.py", "missing.py")
     hidden = {
         *(ours / "observe").iterdir(),
         *(ours / "compat" / name for name in finders),
+        *(ours / "compat" / "apex").rglob("__init__.py"),
         Path(importlib.util.__file__),
         Path("<frozen importlib.util>"),  # from Python 3.11 on
     }

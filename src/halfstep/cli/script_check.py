@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,13 +12,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..amp.grad_scaler import GradScaler
-from ..compat.cuda_shim import cuda_on_cpu
-from ..compat.install import install
 from ..findings import Finding
 from ..findings.checking import findings_of
 from ..findings.facts import Facts
 from ..findings.forward import Forward
 from ..observe.watch import ModuleCall
+from .script import Script
 
 __all__ = ["first_step_of"]
 
@@ -90,30 +86,21 @@ class _Run(Forward):
                 cls.scale = scale
 
 
-def first_step_of(script: Path, args: tuple[str, ...], device: str | None = None) -> list[Finding] | None:
-    """Run a script until an optimizer has stepped, and check the model that it trains.
-
-    Args:
-        script: its path. ``import apex`` finds halfstep, as in ``halfstep run``.
-        args: its arguments.
-        device: "cpu" sends what the script asks of CUDA to the CPU.
+def first_step_of(script: Script) -> list[Finding] | None:
+    """Run a script, which is prepared, until an optimizer has stepped, and check the model that it trains.
 
     Returns:
         The findings; None if no optimizer has stepped, or if no model was called.
     """
-    install()
-    sys.argv = [str(script), *args]
-    sys.path.insert(0, str(script.resolve().parent))
     seen = _Run()
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_post_hook(seen.end).remove)
         stack.enter_context(seen.noting_scalers())
-        stack.enter_context(cuda_on_cpu() if device == "cpu" else nullcontext())
         stack.enter_context(seen.watching())
         stack.enter_context(warnings.catch_warnings())  # torch warns of compiled modules while all modules are watched
         warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
         stack.enter_context(suppress(_FirstStep))
-        runpy.run_path(str(script), run_name="__main__")
+        script.run()
     model = seen.trained()
     if model is None:
         return None

@@ -110,7 +110,7 @@ MISSING_EXTENSIONS = {
 """What to use instead of Apex's compiled modules. No finder refuses them: scripts ask whether they are there."""
 
 
-class _NotImportedError(HalfstepError, AttributeError):
+class NotImportedError(HalfstepError, AttributeError):
     """A module that is not here was asked for as an attribute; ``from`` imports of it ask the finder below next."""
 
 
@@ -152,7 +152,7 @@ def refusing(module: str) -> Callable[[str], Any]:
         below = f"{path}.{name}".removeprefix(".")
         advice = _INSTEAD.get(below)
         if isinstance(advice, str):
-            raise _NotImportedError(f"halfstep does not have apex.{below}. {advice}")
+            raise NotImportedError(f"halfstep does not have apex.{below}. {advice}")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return getattr_

@@ -1,0 +1,162 @@
+"""The script that ``halfstep run`` and ``halfstep doctor`` are given: their common options, and how it is run."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import functools
+import importlib.util
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..core.text import listed
+
+__all__ = ["SCRIPT_SETTINGS", "Script", "script_options"]
+
+SCRIPT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""Context settings of a command that takes a script: what stands after it belongs to the script."""
+
+
+def script_options(required: bool) -> Callable[[Any], Any]:
+    """The options and arguments from which a ``Script`` is made.
+
+    Args:
+        required: whether the command needs a script.
+    """
+    trusts = "let torch.load unpickle any object: for files of your own"
+    return _all_of(
+        click.option("--device", type=click.Choice(["cpu"]), help="send what the script asks of CUDA to the CPU"),
+        click.option("--trust-checkpoints", is_flag=True, help=trusts),
+        click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m"),
+        click.argument("script", required=required),
+        click.argument("args", nargs=-1, type=click.UNPROCESSED),
+    )
+
+
+def _all_of(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda command: functools.reduce(lambda made, decorate: decorate(made), reversed(decorators), command)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script of the user's.
+
+    Attributes:
+        name: its path; "-" for what comes from the standard input; or the name of a module.
+        args: what it finds in ``sys.argv``.
+        module: run a module, as ``python -m`` does.
+        device: "cpu" sends what it asks of CUDA to the CPU.
+        trusts: let ``torch.load`` unpickle any object.
+    """
+
+    name: str
+    args: tuple[str, ...]
+    module: bool
+    device: str | None
+    trusts: bool
+
+    def check(self, ctx: click.Context) -> None:
+        """Refuse what is no script: an option with a typing mistake, a folder, a file that is not there.
+
+        Raises:
+            click.UsageError: says what was given, and what may have been meant.
+        """
+        if self.module:
+            _check_module(self.name)
+        elif self.name != "-":
+            _check_path(ctx, self.name)
+
+    def line(self, command: str, *options: str) -> list[str]:
+        """The command line that runs it with some other options."""
+        given = [f"--device={self.device}"] if self.device else []
+        given += ["--trust-checkpoints"] * self.trusts + ["-m"] * self.module
+        return ["halfstep", command, *options, *given, self.name, *self.args]
+
+    @contextmanager
+    def prepared(self, command: str) -> Iterator[None]:
+        """Within the block it and the processes that it starts find Apex, and what torch once had.
+
+        Args:
+            command: "run" or "doctor", for advice on an error.
+        """
+        from ..compat import torch_past
+        from ..compat.cuda_shim import cuda_on_cpu
+        from ..compat.install import install
+        from .run_script import hide_halfstep, prepare_workers
+
+        if self.trusts:
+            torch_past.trust_checkpoints()
+        install()
+        torch_past.bring_back_six()
+        prepare_workers(self.device)
+        hide_halfstep(functools.partial(_hint, f"halfstep {command}", self.device))
+        with cuda_on_cpu() if self.device == "cpu" else nullcontext():
+            yield
+
+    def run(self) -> None:
+        """Run it as ``__main__``; it ends as it likes."""
+        from .run_script import run_script
+
+        run_script(self.name, self.args, module=self.module)
+
+
+def _check_module(name: str) -> None:
+    sys.path[0] = os.getcwd()  # where python -m looks first
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise click.BadParameter(f"No module named {name}", param_hint="-m")
+
+
+def _check_path(ctx: click.Context, script: str) -> None:
+    if script.startswith("-"):
+        option = script.partition("=")[0]
+        known = [name for param in ctx.command.params for name in (*param.opts, *param.secondary_opts)]
+        known = [name for name in (*known, "--help") if name.startswith("-")]
+        raise click.NoSuchOption(option, possibilities=difflib.get_close_matches(option, known, n=1), ctx=ctx)
+    try:
+        is_folder = stat.S_ISDIR(os.stat(script).st_mode)
+        if not os.access(script, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except FileNotFoundError:
+        raise click.BadParameter(f"File {script!r} does not exist.", ctx, param_hint="SCRIPT") from None
+    except OSError as error:
+        message = f"File {script!r} cannot be read: {error.strerror}."
+        raise click.BadParameter(message, ctx, param_hint="SCRIPT") from None
+    if is_folder:
+        inside = sorted(each.name for each in Path(script).glob("*.py"))
+        names = f": {listed(inside)}" if inside else ""
+        raise click.BadParameter(f"{script!r} is a folder; name a script{names}.", ctx, param_hint="SCRIPT")
+
+
+def _hint(command: str, device: str | None, error: BaseException) -> str | None:
+    """Advice for a script that ended because it asked for a GPU where there is none, or for a pickled object."""
+    import pickle
+
+    import torch
+
+    from ..compat.missing import MISSING_EXTENSIONS
+
+    if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
+        return (
+            f"{command}: since torch 2.6 torch.load reads tensors only. If the file is your own, "
+            f"`{command} --trust-checkpoints` reads everything in it."
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name in MISSING_EXTENSIONS:
+        instead = MISSING_EXTENSIONS[error.name]
+        return f"{command}: {error.name} is an extension of Apex that is not here. Use {instead}."
+    if device is not None:
+        return None
+    asked = any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA", "no GPUs found"))
+    if isinstance(error, Exception) and asked and not torch.cuda.is_available():
+        return (
+            f"{command}: torch finds no CUDA device here. `{command} --device cpu` sends what a script asks of "
+            "CUDA to the CPU."
+        )
+    return None
