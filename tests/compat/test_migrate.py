@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from textwrap import dedent
@@ -450,18 +451,99 @@ def test_many_files_are_rewritten_in_parallel(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "7.py").read_text() == "x = 7\nfrom halfstep import amp\n"
 
 
-def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "a.py"
-    script.write_text("from apex import amp\n")
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_all_files(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("from apex import amp\n")
+    chmod = os.chmod
 
-    def failing(a: str, b: object) -> None:
-        raise OSError("No space left on device")
+    def failing(name: str, mode: int) -> None:
+        if ".b.py" in name:
+            raise error
+        chmod(name, mode)
 
-    monkeypatch.setattr("os.replace", failing)
-    result = CliRunner().invoke(command, [str(script), "--write"])
-    assert isinstance(result.exception, OSError)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
-    assert script.read_text() == "from apex import amp\n"
+    monkeypatch.setattr("os.chmod", failing)
+    result = CliRunner().invoke(command, [str(tmp_path), "--write"])
+    assert result.exit_code == 1
+    assert ("b.py cannot be written: No space left on device. No file is changed." in result.output) is isinstance(
+        error, OSError
+    )
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("a.py", "b.py"), "from apex import amp\n"
+    )
+
+
+def test_all_files_are_written_before_any_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("from apex import amp\n")
+
+    def closed(*args: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")  # as where `head -1` has ended
+
+    monkeypatch.setattr("halfstep.cli.migrate._show", closed)
+    assert CliRunner().invoke(command, [str(tmp_path), "--write"]).exit_code == 1
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"from halfstep import amp\n"}
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        b"# -*- coding: latin-1 -*-\nfrom apex import amp  # caf\xe9\n",
+        b"from apex import amp\r\nx = 1\r\n",
+        b"\xef\xbb\xbffrom apex import amp\n",
+        b"from apex import amp\nx = 1\r\ny = '\x0c'",
+    ],
+    ids=["latin-1", "CRLF", "byte order mark", "mixed ends"],
+)
+def test_a_file_keeps_its_encoding_and_its_ends_of_lines(before: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes(before)
+    assert run(str(tmp_path), "--to", "torch")[0] == 0
+    code, said = run(str(tmp_path), "--write")
+    assert code == 0, said
+    assert (tmp_path / "a.py").read_bytes() == before.replace(b"apex", b"halfstep")
+
+
+def test_a_file_and_a_link_to_it_are_one(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/real.py").write_text("from apex import amp\n")
+    (tmp_path / "code/a link.py").symlink_to("real.py")
+    (tmp_path / "code/loop").symlink_to(tmp_path)
+    (tmp_path / "other.py").symlink_to("code/real.py")
+    assert "1 file would change" in run(str(tmp_path), str(tmp_path / "code"))[1]
+    assert "1 file changed" in run(str(tmp_path / "other.py"), "--write")[1]
+    assert (tmp_path / "other.py").is_symlink()
+    assert (tmp_path / "code/real.py").read_text() == "from halfstep import amp\n"
+
+
+@pytest.mark.parametrize("to", ["halfstep", "torch"])
+def test_a_notebook_is_named_and_not_rewritten(to: str, tmp_path: Path) -> None:
+    (tmp_path / "a.ipynb").write_text('{"source": "from apex import amp"}')
+    code, said = run(str(tmp_path), "--to", to, "--write")
+    assert (code, "a.ipynb:1: mentions Apex: a notebook, which is not rewritten" in said) == (0, True)
+    code, said = run(str(tmp_path / "a.ipynb"))
+    assert (code, "`jupyter nbconvert --to script`" in " ".join(said.split())) == (2, True)
+
+
+@pytest.mark.parametrize("to", ["halfstep", "torch"])
+def test_what_cannot_be_read_is_named(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret.py").touch()
+    (tmp_path / "old.py").write_text("import apex\nprint 'python 2'\n")
+
+    def refused(path: Path) -> bytes:
+        if path.name == "secret.py":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        with path.open("rb") as file:
+            return file.read()
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    code, said = run(str(tmp_path), "--to", to)
+    assert code == 1
+    assert "secret.py: cannot be read: Permission denied" in said
+    assert "old.py: not Python that can be read: Missing parentheses" in said
+    assert "(line 2)" in said
+    assert "2 places left" in said
 
 
 SCRIPT = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -14,8 +15,11 @@ def check_writable(path: Path) -> None:
     """Refuse a path where no file can be written, before any work is done for it.
 
     Raises:
-        click.ClickException: if a file cannot be made in its folder, or in the first one above it that is there.
+        click.ClickException: if it is there and read-only, or no file can be made in its folder, or in the first one
+            above it that is there.
     """
+    if path.exists() and not os.access(path, os.W_OK):
+        raise click.ClickException(f"{path} cannot be written: it is read-only.")
     folder = path.resolve().parent
     while not folder.exists():
         folder = folder.parent

@@ -7,9 +7,8 @@ import difflib
 import multiprocessing
 import os
 import sys
-import tempfile
 import warnings
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from ..core.text import counted
-from .files import check_writable
+from .source_files import find_sources, read_source, why_not_read, write_sources
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +102,7 @@ def _migration(source: str, mark: str, after: str, problems: list[tuple[int, str
 
 _Key = TypeVar("_Key", bound=Hashable)
 _WORDS = ("apex", "amp_C", "syncbn")
-_NOT_READ = "not Python that can be read"
+_NOTEBOOK = Migration("", "", [], [(1, "a notebook, which is not rewritten")])
 _PARALLEL = 64
 """From this many files on, other processes help with --to halfstep; each takes seconds to start."""
 
@@ -120,24 +119,30 @@ def _migrate_files(files: list[Path]) -> Iterator[Migration | str]:
 
 def _migrate_file(path: Path) -> Migration | str:
     """The rewriting of a file, or why it cannot be read."""
+    if path.suffix == ".ipynb":
+        return _NOTEBOOK
     try:
-        return migrate(path.read_bytes().decode("utf-8"))
-    except (SyntaxError, UnicodeDecodeError) as error:
-        return f"{_NOT_READ}: {error}"
+        return migrate(read_source(path))
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        return why_not_read(error)
 
 
 def _migrate_packages(paths: tuple[Path, ...], **options: bool) -> Iterator[tuple[Path, Migration | str]]:
     """The rewritings to torch: of each folder whole, or not at all."""
     for path in paths:
         sources, broken = {}, {}
-        for file in _files((path,)):
+        for file in find_sources((path,)):
+            if file.suffix == ".ipynb":
+                if _speaks_of_apex(file):
+                    yield file, _NOTEBOOK
+                continue
             try:
-                text = file.read_bytes().decode("utf-8")
+                text = read_source(file)
                 ast.parse(text.removeprefix("\ufeff"))
                 sources[file] = text
-            except (SyntaxError, UnicodeDecodeError) as error:
+            except (OSError, SyntaxError, UnicodeDecodeError) as error:
                 if _speaks_of_apex(file):
-                    broken[file] = f"{_NOT_READ}: {error}"
+                    broken[file] = why_not_read(error)
         try:
             found = migrate_to_torch(sources, **options)
         except SyntaxError as error:  # of a rewriting: a fault of ours, and nothing is written
@@ -182,16 +187,21 @@ def command(paths: tuple[Path, ...], to: str, accumulation: bool, o2_as_o1: bool
     left = changed = mentioned = 0
     for path in paths:
         if not path.is_dir() and path.suffix not in (".py", ".pyw", ""):
+            first = "make it one with `jupyter nbconvert --to script`, or " if path.suffix == ".ipynb" else ""
             raise click.BadParameter(
-                f"{path} is no Python file; name files that end in .py, or folders with such files."
+                f"{path} is no Python file; {first}name files that end in .py, or folders with such files."
             )
-    files = [path for path in _files(paths) if _speaks_of_apex(path)]
-    if write:
-        for path in {path.parent: path for path in files}.values():
-            check_writable(path)
-    one_by_one = zip(files, _migrate_files(files), strict=True)
-    packages = _migrate_packages(paths, accumulation=accumulation, o2_as_o1=o2_as_o1)
-    for path, found in packages if to == "torch" else one_by_one:
+    rewritten: Iterable[tuple[Path, Migration | str]]
+    if to == "torch":
+        rewritten = _migrate_packages(paths, accumulation=accumulation, o2_as_o1=o2_as_o1)
+    else:
+        files = [path for path in find_sources(paths) if _speaks_of_apex(path)]
+        rewritten = zip(files, _migrate_files(files), strict=True)
+    if write:  # first: what reads the output may close it
+        rewritten = list(rewritten)
+        new = [(path, each) for path, each in rewritten if isinstance(each, Migration) and each.after != each.before]
+        write_sources({path: each.after for path, each in new})
+    for path, found in rewritten:
         if isinstance(found, str):
             console.print(f"{path}: {found}", style="red", markup=False)
             left += 1
@@ -199,8 +209,6 @@ def command(paths: tuple[Path, ...], to: str, accumulation: bool, o2_as_o1: bool
         if found.after != found.before:
             changed += 1
             _show(console, path, found)
-            if write:
-                _replace(path, found.after)
         for line, text in found.problems:
             console.print(f"{path}:{line}: {text}", style="yellow", markup=False)
         for line, text in found.mentions:
@@ -214,16 +222,12 @@ def command(paths: tuple[Path, ...], to: str, accumulation: bool, o2_as_o1: bool
     sys.exit(1 if left else 0)
 
 
-def _files(paths: tuple[Path, ...]) -> list[Path]:
-    found: list[Path] = []
-    for path in paths:
-        inside = sorted(file for file in path.rglob("*.py") if file.is_file()) if path.is_dir() else [path]
-        found += [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    return found
-
-
 def _speaks_of_apex(path: Path) -> bool:
-    text = path.read_bytes()
+    """Whether Apex is in a file; one that cannot be read may have it."""
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return True
     return any(word.encode() in text for word in _WORDS)
 
 
@@ -232,15 +236,3 @@ def _show(console: Console, path: Path, found: Migration) -> None:
     before, after = found.before.splitlines(), found.after.splitlines()
     for line in difflib.unified_diff(before, after, str(path), str(path), lineterm="", n=2):
         console.print(line, style=styles.get(line[0]), markup=False)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that an interruption leaves the old one; its permissions stay."""
-    with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(text.encode("utf-8"))
-            os.chmod(file.name, path.stat().st_mode)
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
