@@ -36,6 +36,12 @@ def test_all_ops_on_a_list_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "free:" not in output, "no op on a list is free"
 
 
+@pytest.mark.parametrize("arguments", [["oplists"], ["memory", "--params", "7e9"]], ids=" ".join)
+def test_a_table_is_not_cut_where_the_terminal_is_narrow(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert "…" not in CliRunner().invoke(app, arguments).output
+
+
 def test_only_the_ops_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     output = run(monkeypatch, "torch.nn.functional.softmax", "aten::relu", "reduce_sum", "--device", "cuda")
     assert rows(output) == [tuple(entry) for entry in entries(["softmax", "relu", "sum"], device="cuda")]

@@ -23,6 +23,7 @@ def command(params: float | None, optimizer: str | None) -> None:
     from rich.console import Console
 
     from ..findings.memory import ACTIVATIONS, PEERS, lines
+    from .tables import print_whole
 
     if params is not None and not 0 < params < float("inf"):
         raise click.BadParameter(f"{params:g} must be a number of parameters above 0, such as 7e9.")
@@ -30,12 +31,12 @@ def command(params: float | None, optimizer: str | None) -> None:
     if not found:
         raise click.BadParameter(f"No optimizer of the table has {optimizer!r} in its name.")
     console = Console()
-    console.print(_table(found, params))
+    print_whole(console, _table(found, params))
     console.print("\nBytes of a number that is kept for the backward pass:", highlight=False)
     for level, text in ACTIVATIONS.items():
         console.print(f"  {level}: {text}", highlight=False, soft_wrap=True)
     console.print()
-    console.print(_table(PEERS, params))
+    print_whole(console, _table(PEERS, params))
     for source in dict.fromkeys(line.source for line in PEERS):
         console.print(f"  {source}", highlight=False, soft_wrap=True)
 

@@ -28,6 +28,7 @@ def command(names: tuple[str, ...], device: str, level: str, white: tuple[str, .
 
     from ..core.errors import HalfstepError
     from ..core.oplists import BANNED, RULES, OpLists, entries
+    from .tables import print_whole
 
     try:
         found = entries(names, lists=OpLists.custom(white, black, level=level), device=device)
@@ -37,7 +38,7 @@ def command(names: tuple[str, ...], device: str, level: str, white: tuple[str, .
     for entry in found:
         table.add_row(*entry, style=None if entry.rule == entry.native else "bold")
     console = Console()
-    console.print(table)
+    print_whole(console, table)
     for rule in dict.fromkeys(entry.rule for entry in found):
         console.print(f"{rule}: {RULES[rule]}.", highlight=False)
     for entry in found:

@@ -121,6 +121,7 @@ def _print_table(console: Console, runs: list[Run], device: torch.device) -> Non
     from rich import box
     from rich.table import Table
 
+    from ..tables import print_whole
     from .report import summarize
 
     header, rows = summarize(runs, device)
@@ -131,7 +132,5 @@ def _print_table(console: Console, runs: list[Run], device: torch.device) -> Non
         table.add_column("\n".join(name.split(" ", 1)), justify="left" if words else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    own_width, console.width = console.width, max(console.width, 100)  # times of a busy machine are long, and not cut
-    console.print(table)
-    console.width = own_width
+    print_whole(console, table)
     console.print()
