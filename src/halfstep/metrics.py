@@ -12,6 +12,7 @@ from .core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from .core.text import install_line
 
 __all__ = ["Accuracy"]
+__dir__ = __all__.copy
 
 
 class Accuracy:

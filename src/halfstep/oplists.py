@@ -3,3 +3,4 @@
 from .core.oplists import BANNED, LIST_LEVELS, RULES, Entry, OpLists, entries, resolve
 
 __all__ = ["BANNED", "LIST_LEVELS", "RULES", "Entry", "OpLists", "entries", "resolve"]
+__dir__ = __all__.copy

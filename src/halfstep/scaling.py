@@ -11,3 +11,4 @@ __all__ = [
     "NoLossScale",
     "StaticLossScale",
 ]
+__dir__ = __all__.copy

@@ -110,6 +110,16 @@ def test_every_name_in_all_exists(name: str) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("name", sorted({f"halfstep.{name}" for name in dir(halfstep)} & set(PUBLIC_MODULES)))
+def test_dir_shows_public_names_only(name: str) -> None:
+    module = importlib.import_module(name)
+    below = {"halfstep.amp": ["debugging"]}.get(name, [])
+    if name in ("halfstep.apex", "halfstep.integrations"):
+        below = [each.name for each in pkgutil.iter_modules(module.__path__)]
+    shown = {each for each in dir(module) if not each.startswith("__")}
+    assert shown <= {*getattr(module, "__all__", []), *below}
+
+
 @pytest.mark.parametrize("name", PUBLIC_MODULES)
 def test_every_public_name_is_documented(name: str) -> None:
     module = importlib.import_module(name)

@@ -58,6 +58,7 @@ __all__ = [
     "state_dict",
     "steps_skipped",
 ]
+__dir__ = [*__all__, "debugging"].copy
 
 _OF_APEX = {"init": "handle_2018", "_amp_state": "amp_state"}
 """Names that few scripts use, and where they are."""
@@ -69,7 +70,3 @@ def __getattr__(name: str) -> Any:
     if name in _OF_APEX:
         return getattr(importlib.import_module(f"..compat.{_OF_APEX[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "debugging"]

@@ -9,3 +9,4 @@ from .launch import BACKENDS, backend, backend_for
 from .multi_tensor import axpby, copy, l2norm, scale, unscale_
 
 __all__ = ["BACKENDS", "axpby", "backend", "backend_for", "copy", "l2norm", "scale", "unscale_"]
+__dir__ = __all__.copy

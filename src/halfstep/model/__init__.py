@@ -5,3 +5,4 @@ from .check_precision import CheckPrecision
 from .model import Model
 
 __all__ = ["Callback", "CheckPrecision", "Model"]
+__dir__ = __all__.copy

@@ -30,3 +30,4 @@ __all__ = [
     "write_comparison",
     "write_report",
 ]
+__dir__ = __all__.copy

@@ -220,8 +220,7 @@ class Survey:
         """The numbers of inputs with inf or NaN. A mask of 0 and -inf is none of them: it is meant to be so."""
         found = ((each, sent.get()[0].tolist()) for each, sent in self._ends)
         ends = {number: pairs[each.places[number]] for each, pairs in found for number in each.inputs}
-        mask = [-math.inf, 0.0]
-        return {number for number, pair in ends.items() if not all(map(math.isfinite, pair)) and pair != mask}
+        return {n for n, pair in ends.items() if not all(map(math.isfinite, pair)) and pair != [-math.inf, 0.0]}
 
 
 class _Block(NamedTuple):

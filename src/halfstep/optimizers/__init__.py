@@ -22,3 +22,4 @@ __all__ = [
     "fuse",
     "unfuse",
 ]
+__dir__ = __all__.copy

@@ -17,3 +17,4 @@ __all__ = [
     "create_syncbn_process_group",
     "save_checkpoint",
 ]
+__dir__ = __all__.copy

@@ -36,3 +36,4 @@ __all__ = [
     "program_guard",
     "save_inference_model",
 ]
+__dir__ = __all__.copy

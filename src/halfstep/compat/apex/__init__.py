@@ -32,6 +32,7 @@ _SUBMODULES = (
     *("_autocast_utils", "RNN", "amp", "contrib", "fp16_utils", "fused_dense", "mlp"),
     *("multi_tensor_apply", "normalization", "optimizers", "parallel", "pyprof", "reparameterization"),
 )
+__dir__ = [*__all__, *_SUBMODULES].copy
 
 
 def __getattr__(name: str) -> Any:

@@ -27,3 +27,4 @@ __all__ = [
     "to_python_float",
     "tofp16",
 ]
+__dir__ = __all__.copy

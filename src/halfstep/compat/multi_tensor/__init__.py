@@ -11,3 +11,4 @@ from .steps import *  # noqa: F403
 from .steps import __all__ as _steps
 
 __all__ = [*_basic, *_steps]
+__dir__ = __all__.copy
