@@ -220,9 +220,8 @@ def accumulation_in_16_bits(facts: Facts) -> Iterator[Found]:
 
 
 def fused_and_foreach_differ(facts: Facts) -> Iterator[Found]:
-    """HS113: torch's optimizers on 16-bit weights, where ``fused=`` changes the training and not only its speed.
+    """HS113: torch's Adam or SGD on 16-bit weights, where ``fused=`` changes the training and not only its speed.
 
-    Its SGD leaves most of a weight on a CPU as it is (torch 2.13). This is Adam, in bfloat16:
     With a constant gradient of 1 and beta2 = 0.999 the second moment stalls at 0.5 with ``foreach``, which rounds
     twice, and at 0.25 with ``fused``, which rounds once; right is 1.
     """
@@ -230,23 +229,18 @@ def fused_and_foreach_differ(facts: Facts) -> Iterator[Found]:
         group = moment.group
         torchs = type(group.optimizer).__name__ in ("Adam", "AdamW") and not hasattr(group.optimizer, "keep_masters")
         if torchs and moment.dtype is torch.bfloat16 and 0 < 1 - moment.keeps < torch.finfo(moment.dtype).eps / 4:
-            yield Found(
-                "note",
-                facts.where(moment.params),
+            evidence = {"beta2": moment.keeps, "fused": bool(group.hyper.get("fused"))}
+            text = (
                 "The bfloat16 second moment stops growing at other values with fused=True than with foreach=True, so "
-                "the switch changes the size of the steps.",
-                {"beta2": moment.keeps, "fused": bool(group.hyper.get("fused"))},
+            )
+            yield Found(
+                "note", facts.where(moment.params), f"{text}the switch changes the size of the steps.", evidence
             )
     for group in facts.groups:
-        stuck = [p for p in group.halves if p.is_cpu]
         torchs = type(group.optimizer).__name__ == "SGD" and not hasattr(group.optimizer, "keep_masters")
-        if torchs and stuck and group.hyper.get("fused"):
-            yield Found(
-                "error",
-                facts.where(stuck),
-                "SGD(fused=True) of torch leaves most 16-bit weights on a CPU as they are (seen in torch 2.13).",
-                {"fused": True},
-            )
+        if torchs and group.hyper.get("fused") and any(p.is_cpu for p in group.halves):
+            text = "SGD(fused=True) of torch leaves most 16-bit weights on a CPU as they are (seen in torch 2.13)."
+            yield Found("error", facts.where(group.halves), text, {"fused": True})
 
 
 def foreign_parameters(facts: Facts) -> Iterator[Found]:

@@ -231,12 +231,8 @@ def check(
     if len(set(map(id, models))) < len(models) or len({id(bare(one)) for one in optimizers}) < len(optimizers):
         raise UsageError(f"A model or optimizer is in the list twice; {caller} takes each once.")
     for model in models:
-        scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-        if scripted and (scripted[0] == "" or dtype is not None):
-            raise UsageError(
-                f"{caller} cannot change a torch.jit.ScriptModule ({scripted[0] or 'the model'}); give it the module "
-                "before scripting."
-            )
+        if any(isinstance(part, torch.jit.ScriptModule) for part in (model.modules() if dtype else (model,))):
+            raise UsageError(f"{caller} cannot change a torch.jit.ScriptModule; give it the module before scripting.")
         lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
         if lazy is not None:
             raise UsageError(
