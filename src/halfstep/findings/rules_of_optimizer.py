@@ -229,13 +229,9 @@ def fused_and_foreach_differ(facts: Facts) -> Iterator[Found]:
         group = moment.group
         torchs = type(group.optimizer).__name__ in ("Adam", "AdamW") and not hasattr(group.optimizer, "keep_masters")
         if torchs and moment.dtype is torch.bfloat16 and 0 < 1 - moment.keeps < torch.finfo(moment.dtype).eps / 4:
+            text = "The bfloat16 second moment stops growing at other values with fused=True than with foreach=True."
             evidence = {"beta2": moment.keeps, "fused": bool(group.hyper.get("fused"))}
-            text = (
-                "The bfloat16 second moment stops growing at other values with fused=True than with foreach=True, so "
-            )
-            yield Found(
-                "note", facts.where(moment.params), f"{text}the switch changes the size of the steps.", evidence
-            )
+            yield Found("note", facts.where(moment.params), text, evidence)
     for group in facts.groups:
         torchs = type(group.optimizer).__name__ == "SGD" and not hasattr(group.optimizer, "keep_masters")
         if torchs and group.hyper.get("fused") and any(p.is_cpu for p in group.halves):
