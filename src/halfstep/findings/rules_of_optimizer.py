@@ -222,8 +222,7 @@ def accumulation_in_16_bits(facts: Facts) -> Iterator[Found]:
 def fused_and_foreach_differ(facts: Facts) -> Iterator[Found]:
     """HS113: torch's Adam or SGD on 16-bit weights, where ``fused=`` changes the training and not only its speed.
 
-    With a constant gradient of 1 and beta2 = 0.999 the second moment stalls at 0.5 with ``foreach``, which rounds
-    twice, and at 0.25 with ``fused``, which rounds once; right is 1.
+    A constant gradient of 1 stalls a second moment at 0.5 with ``foreach`` and at 0.25 with ``fused``; right is 1.
     """
     for moment in facts.second_moments:
         group = moment.group
