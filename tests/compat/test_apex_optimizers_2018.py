@@ -223,8 +223,9 @@ def test_gradients_stay_scaled_until_the_step_and_add_up() -> None:
     assert optimizer.cur_iter == 1
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
-    optimizer.cur_scale, optimizer.cur_iter = 8.0, 5
-    assert (optimizer.loss_scale, optimizer.cur_iter) == (8.0, 5)
+    # As a subclass of unilm's does when it resumes.
+    optimizer.cur_scale, optimizer.cur_iter, optimizer.last_overflow_iter = 8.0, 5, 2
+    assert (optimizer.loss_scale, optimizer.cur_iter, optimizer.last_overflow_iter) == (8.0, 5, 2)
 
 
 def test_a_backward_pass_of_the_script_itself() -> None:

@@ -92,6 +92,10 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
         """The number of the last step that overflowed, counted from 0; -1 if none did. Reads the device."""
         return int(self.loss_scaler.engine.last_overflow)
 
+    @last_overflow_iter.setter
+    def last_overflow_iter(self, value: int) -> None:
+        self.loss_scaler.engine.last_overflow = torch.tensor(int(value), dtype=torch.int64)
+
     # Of a dynamic scale only: as in Apex, a static one has neither.
     scale_factor = property(attrgetter("loss_scaler.scale_factor"))
     scale_window = property(attrgetter("loss_scaler.scale_window"))
