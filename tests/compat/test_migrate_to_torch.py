@@ -430,6 +430,127 @@ def train(args, model, data):
     return losses
 """
     },
+    "the model is called in a method that makes the loss": {
+        "main": """
+import torch
+from torch.nn.functional import cross_entropy
+from apex import amp
+
+class Trainer:
+    def __init__(self, args, model):
+        self.args, self.model = args, model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if args.fp16:
+            self.model, self.optimizer = amp.initialize(self.model, self.optimizer, opt_level=args.level)
+
+    def compute_loss(self, batch):
+        x, y = batch
+        return cross_entropy(self.model(x), y)
+
+    def training_step(self, batch):
+        loss = self.compute_loss(batch)
+        if self.args.fp16:
+            with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+def train(args, model, data):
+    trainer = Trainer(args, model)
+    return [trainer.training_step(each) for each in data]
+"""
+    },
+    "passes that wait for their import": {
+        "main": """
+import torch
+from torch.nn.functional import cross_entropy
+
+def train(args, model, data):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if args.fp16:
+        from apex import amp
+        model, optimizer = amp.initialize(model, optimizer, opt_level=args.level)
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        if args.fp16:
+            try:
+                from apex import amp
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            except ImportError:
+                loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+"""
+    },
+    "passes of two losses after both are computed": {
+        "main": """
+import torch
+from torch.nn.functional import cross_entropy
+from apex import amp
+
+def train(args, model, data):
+    other = torch.nn.Linear(8, 4)
+    one = torch.optim.SGD(model.parameters(), lr=0.1)
+    two = torch.optim.SGD(other.parameters(), lr=0.1)
+    level = args.level if args.fp16 else "O0"
+    [model, other], [one, two] = amp.initialize([model, other], [one, two], opt_level=level, num_losses=2)
+    losses = []
+    for x, y in data:
+        first = cross_entropy(model(x), y)
+        second = cross_entropy(other(x), y)
+        one.zero_grad()
+        two.zero_grad()
+        with amp.scale_loss(first, one, loss_id=0) as scaled_loss:
+            scaled_loss.backward()
+        with amp.scale_loss(second, two, loss_id=1) as scaled_loss:
+            scaled_loss.backward()
+        one.step()
+        two.step()
+        losses += [first.item(), second.item()]
+    return losses
+"""
+    },
+    "a GradScaler that the script has, too": {
+        "main": """
+import torch
+from torch.nn.functional import cross_entropy
+from apex import amp
+
+def train(args, model, data):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    native = args.level == "native"
+    scaler = torch.amp.GradScaler("cpu", enabled=native)
+    if args.fp16:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=args.level)
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        if native:
+            scaler.scale(loss).backward()
+        elif args.fp16:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        if native:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+"""
+    },
 }
 """Scripts of the shapes that public trees have: the text of each file, the first ones without imports of later ones."""
 
@@ -537,6 +658,18 @@ def test_the_state_of_amp_is_that_of_the_optimizer_of_the_class(monkeypatch: pyt
         "net, optimizer = amp.initialize(net, optimizer", "net, (optimizer, opt) = amp.initialize(net, (optimizer, opt)"
     )
     assert any("where no optimizer is" in text for _, text in migrate(two, "torch").problems)
+
+
+def test_steps_that_cross_are_refused_where_one_loss_scale_is_for_both() -> None:
+    """The ``update`` after the first step would make the second one unscale its gradients again."""
+    source = SHAPES["passes of two losses after both are computed"]["main"]
+    assert "two.step()\n" in source
+    shared = source.replace(", num_losses=2", "").replace(", loss_id=0", "").replace(", loss_id=1", "")
+    found = migrate(shared, "torch")
+    assert found.after == shared
+    assert [(line, "one.step() is between" in text) for line, text in found.problems] == [
+        (shared.splitlines().index("        two.step()") + 1, True)
+    ]
 
 
 def test_accumulation_is_refused_unless_it_is_asked_for() -> None:
@@ -789,6 +922,13 @@ def test_files_that_do_not_speak_of_apex_are_rewritten_too(tmp_path: Path) -> No
         (HEAD + LOOP.replace("\n        s.b", " s.b") + STEP + "loss.backward()\n", "without scale_loss"),
         (HEAD + LOOP + STEP + STEP, "without scale_loss before it"),
         (HEAD + LOOP + LOOP.partition("\n")[2] + STEP, "several backward passes"),
+        (  # the optimizer is not there yet where a model is
+            "from apex import amp\ndef f(net):\n    out = net(1)\n    t = T()\n    t.go(out)\nclass T:\n"
+            "    def __init__(self):\n        self.net, self.opt = amp.initialize(self.net, self.opt)\n"
+            "    def go(self, out):\n        loss = out\n        with amp.scale_loss(loss, self.opt) as s:\n"
+            "            s.backward()\n        self.opt.step()\n",
+            "no call of the model",
+        ),
         (HEAD + "def f(loss):\n" + LOOP.partition("model(x)\n")[2] + STEP, "no call of the model"),
         (LOOP.replace("    loss", "    import apex.amp as amp\n    loss") + STEP, "there is no amp.initialize"),
         ("from apex.optimizers import FusedAdam\no = {1: FusedAdam}\n", "defaults differ"),

@@ -10,7 +10,7 @@ import tokenize
 from .names import Problem, is_apex
 from .scopes import dotted_text
 
-__all__ = ["asked_by_string", "mentions"]
+__all__ = ["asked_by_string", "mentions", "waits_for_import"]
 
 _WORD = re.compile(r"\b(?:apex|amp_C|apex_C)\b", re.IGNORECASE)
 _TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}  # from 3.12 on
@@ -54,7 +54,7 @@ def _optional(tree: ast.Module) -> set[int]:
     """The ids of calls that may fail because a module is not there, and whose result is not assigned."""
     found: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Try) and any(_waits_for_import(handler) for handler in node.handlers):
+        if isinstance(node, ast.Try) and any(waits_for_import(handler) for handler in node.handlers):
             parts = [part for each in node.body for part in ast.walk(each)]
             assigned = {
                 id(getattr(part, "value", None)) for part in parts if isinstance(part, (ast.Assign, ast.NamedExpr))
@@ -63,7 +63,8 @@ def _optional(tree: ast.Module) -> set[int]:
     return found
 
 
-def _waits_for_import(handler: ast.ExceptHandler) -> bool:
+def waits_for_import(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler is for a module that is not there, or for every error, and goes on."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     known = any(each is None or dotted_text(each) in ("ImportError", "ModuleNotFoundError") for each in kinds)
     return known and not isinstance(handler.body[-1], ast.Raise)

@@ -55,17 +55,24 @@ class Autocast:
         """The regions before a statement that has a loss, made of these names; None without a call of a model."""
         found: list[_Region] = []
         for block, i, _ in script.around.path(whole):
-            begin = max((j + 1 for j in range(i) if script.ends_a_step(block[j])), default=0)
-            model = next((j for j in range(begin, i) if script.runs_a_model(block[j])), None)
+            ends = [j + 1 for j in range(i) if script.ends_a_step(block[j])]
+            made = [j + 1 for j in range(i) if block[i] is whole and _stores(block[j], loss)]
+            if made and made[-1] < max(ends, default=0):  # other passes are between the loss and its own
+                i = made[-1]
+            begin = max((j for j in ends if j <= i), default=0)
+            model = next((j for j in range(begin, i) if self._runs_a_model(script, block[j], set())), None)
             while begin < i and isinstance(block[begin], (ast.Import, ast.ImportFrom, *Function)):
                 begin += 1
             last = i - 1
-            while not found and block[i] is whole and last > (begin if model is None else model):
+            while not found and (block[i] is whole or made) and last > (begin if model is None else model):
                 if loss & _words(ast.unparse(block[last])):
                     break
                 last -= 1  # such as optimizer.zero_grad()
             if model is not None or any(_stores(each, loss) for each in block[begin:i]):
-                found.append(_Region(script, block, begin if model is None else model, last, optimizer))
+                first = begin if model is None else model
+                if any(_stores(each, {optimizer.partition(".")[0]}) for each in block[first:i]):
+                    return None  # whether amp is on is not known before it
+                found.append(_Region(script, block, first, last, optimizer))
             if model is not None:
                 return found
         function = script.around.function(whole)
@@ -83,6 +90,14 @@ class Autocast:
                 return None
             found += regions
         return found if sites else None
+
+    def _runs_a_model(self, script: Script, node: ast.AST, seen: set[int]) -> bool:
+        """Whether a statement may run a model, also in a function of the files that it calls."""
+        if script.runs_a_model(node):
+            return True
+        found = [(other, site.function) for other, site in self._package.calls.called(script, node)]
+        new = [(other, each) for other, each in found if id(each) not in seen and len(seen) < FAR]
+        return any(self._runs_a_model(other, each, {*seen, id(each)}) for other, each in new)
 
     def inference(self, script: Script, start: Start) -> None:
         """Replace an ``amp.initialize`` of a model that is not trained, and cover its calls."""

@@ -175,6 +175,8 @@ def may_run(call: ast.Call, models: set[str]) -> bool:
         return False
     if any(_names_one(each, models) for each in (last, *owners)):
         return True
+    if last[:1].isupper():  # a class, whose object has the model
+        return False
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
     return any(_names_one((dotted_text(each) or "").rpartition(".")[2], models) for each in given)
 

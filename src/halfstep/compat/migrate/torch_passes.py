@@ -114,6 +114,9 @@ def _elsewhere(script: Script, block: ast.With, loss: ast.expr, backward: ast.Ca
 
 
 def _plain(node: ast.Expr) -> bool:
-    """Whether a statement is a backward pass of a loss."""
-    call = node.value
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
+    """Whether a statement is a backward pass of a loss that nobody scales."""
+    func = node.value.func if isinstance(node.value, ast.Call) else None
+    if not isinstance(func, ast.Attribute) or func.attr != "backward":
+        return False
+    own = isinstance(func.value, ast.Call) and last_part(dotted_text(func.value.func) or "") == "scale"
+    return not own  # of a GradScaler that the script has

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from .mentions import waits_for_import
 from .torch_passes import Pass
 from .torch_script import FAR, Package, Script, has_backward, last_part
 from .torch_tree import Function
@@ -162,9 +163,22 @@ class Steps:
             else:
                 for way in step.ways:
                     self._unscale(way, [part for block, i in reversed(step.levels) for part in block[:i]])
+            self._refuse_crossed(step)
             scaler = step.script.scaler(step.optimizer)
             step.script.text.put(step.node, f"{scaler}.step({step.optimizer})")
             step.script.text.after(step.node, f"{scaler}.update()")
+
+    def _refuse_crossed(self, step: _Step) -> None:
+        """Refuse a step after that of another optimizer with the same GradScaler: ``update`` ends both their passes."""
+        starts = [start for script in self._package.calls.files for start in script.starts if start.level.losses == 1]
+        groups = [{last_part(name) for name, _ in start.optimizers} for start in starts]
+        own = last_part(step.optimizer)
+        near = {name for group in groups if own in group for name in group} - {own}
+        passed = [part for way in step.ways for each in (*way.behind, *way.between) for part in ast.walk(each)]
+        crossed = [text for text in map(step.script.stepped, passed) if text and last_part(text) in near]
+        if crossed:
+            said = f"{crossed[0]}.step() is between this step and its backward pass, and both have one loss scale"
+            step.script.say(step.node, f"{said}; move it, or give amp.initialize a num_losses and scale_loss a loss_id")
 
     def _several(self, step: _Step) -> bool:
         """Whether a step may follow several passes."""
@@ -267,6 +281,9 @@ class Steps:
                 branch = owner.body if script.around.branch(owner, whole) else owner.orelse
                 other = owner.orelse if branch is owner.body else owner.body
                 inside |= {id(part) for each in other for part in ast.walk(each)}
+        for node in ast.walk(script.tree):  # what runs without Apex only
+            if isinstance(node, ast.ExceptHandler) and node.type is not None and waits_for_import(node):
+                inside |= {id(part) for part in ast.walk(node)}
         optimizers = script.optimizers()
         for node in ast.walk(script.tree):
             if id(node) in inside or not isinstance(node, ast.stmt):
