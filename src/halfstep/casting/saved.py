@@ -9,7 +9,7 @@ from torch import nn
 
 from ..core.errors import UsageError
 from ..core.torch_compat import buffers_of, parameters_of, public_hook
-from ..gradients.master_registry import master_of, write_master
+from ..gradients.master_registry import is_saved_elsewhere, master_of, write_master
 
 __all__ = ["SaveAs", "load_masters"]
 
@@ -61,8 +61,10 @@ def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
         value = state_dict.get(prefix + name)
         if param is None or param.is_meta:  # a master on the meta device has no value either
             continue
-        # A value that was saved in 16 bits counts as any write to the weight: where it is not the master rounded.
-        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype is not param.dtype:
+        if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+            continue
+        # Where the optimizer saves the masters, 16 bits are one of them, rounded: the other digits are loaded there.
+        if value.dtype is not param.dtype or is_saved_elsewhere(param):
             rounded = write_master(param, value)
             if rounded is not None:
                 state_dict[prefix + name] = rounded
