@@ -36,7 +36,7 @@ def test_a_number_of_parameters_adds_gib_and_a_name_leaves_others_out() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--params", "-1"], "-1 must be a number of parameters above 0, such as 7e9"),
+        (["--params", "-1"], "--params: -1 must be a number of parameters above 0, such as 7e9"),
         (["--optimizer", "Lion"], "No optimizer of the table has 'Lion' in its name"),
     ],
 )

@@ -26,7 +26,9 @@ def command(params: float | None, optimizer: str | None) -> None:
     from .tables import print_whole
 
     if params is not None and not 0 < params < float("inf"):
-        raise click.BadParameter(f"{params:g} must be a number of parameters above 0, such as 7e9.")
+        raise click.BadParameter(
+            f"{params:g} must be a number of parameters above 0, such as 7e9.", param_hint="--params"
+        )
     found = [line for line in lines() if (optimizer or "").lower() in line.optimizer.lower()]
     if not found:
         raise click.BadParameter(f"No optimizer of the table has {optimizer!r} in its name.")
