@@ -1,4 +1,4 @@
-"""All that halfstep leaves on the objects of its users is in a table of docs/design.md, with the reason."""
+"""All that halfstep leaves on the objects of its users is in a table of docs/side-effects.md, with the reason."""
 
 from __future__ import annotations
 
@@ -340,9 +340,9 @@ TEXT = """
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        (["a", "b", "c"], "module c is not in the table 'Some marks' of docs/design.md"),
-        (["b"], "row module a of the table 'Some marks' of docs/design.md names something that is not there any more."),
-        (["a", "b"], "row module b of the table 'Some marks' of docs/design.md gives no reason."),
+        (["a", "b", "c"], "module c is not in the table 'Some marks' of docs/side-effects.md"),
+        (["b"], "row module a of the table 'Some marks' of docs/side-effects.md names something that is not there any more."),
+        (["a", "b"], "row module b of the table 'Some marks' of docs/side-effects.md gives no reason."),
     ],
 )
 def test_a_table_that_differs_is_told_of(found: list[str], says: str) -> None:
