@@ -269,6 +269,17 @@ def test_the_line_that_installs_an_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     assert text.install_line("demo") == "pip install '.[demo]' in a clone of the repository"
 
 
+def test_pages_say_the_line_that_installs_an_extra() -> None:
+    """The line that error messages say, too: which one works is decided in one place."""
+    from halfstep.core import text
+
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    said = {page.name: re.findall(r"pip install '[^']*\[\w+\]'", page.read_text()) for page in pages}
+    works = re.compile(re.escape(text.install_line("demo").split("]")[0]).replace("demo", r"\w+") + r"\]'")
+    assert sum(map(len, said.values())) > 5
+    assert [(name, line) for name, lines in said.items() for line in lines if not works.fullmatch(line)] == []
+
+
 @pytest.mark.exhaustive
 def test_the_archives_of_a_release_are_checked(wheel: Path, tmp_path: Path) -> None:
     from tools.release_check import faults_of

@@ -341,7 +341,7 @@ TEXT = """
     ("found", "says"),
     [
         (["a", "b", "c"], "module c is not in the table 'Some marks' of docs/side-effects.md"),
-        (["b"], "row module a of the table 'Some marks' of docs/side-effects.md names something that is not there any more."),
+        (["b"], "row module a of the table 'Some marks' of docs/side-effects.md names something that is not there"),
         (["a", "b"], "row module b of the table 'Some marks' of docs/side-effects.md gives no reason."),
     ],
 )

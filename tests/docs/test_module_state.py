@@ -1,4 +1,4 @@
-"""All objects of halfstep's modules that change while it runs are in a table of docs/side-effects.md, with the reason."""
+"""All objects of halfstep's modules that change while it runs are in a table of docs/side-effects.md, with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of torch that halfstep replaces are in a table of docs/side-effects.md, and torch has its own back in the end."""
+"""Names of torch that halfstep replaces are in a table of docs/side-effects.md, and torch has its own in the end."""
 
 from __future__ import annotations
 
