@@ -12,7 +12,7 @@ BENCHMARKS = {
     "scaler_cost": "what loss scaling adds to a fused AdamW step: torch.amp.GradScaler, amp.GradScaler, amp.scale_loss",
     "fused_step": "a step from scaled gradients to 16-bit weights: AdamW(fused=True) and GradScaler, and FusedAdam",
     "gradient_release": "backward pass and step of FusedAdam with gradient release and without: time, and bytes alive",
-    "memory_speed": "the fused step on a CPU as a share of the speed of a plain copy, and many small tensors",
+    "memory_speed": "the fused step on a CPU, divided by a plain copy of as many bytes, and many small tensors",
     "emulation": "16-bit products in fp32 kernels with 16-bit rounding, against the 16-bit kernels of the device",
     "shapes": "when 16 bits are faster than fp32 and when not: products, convolutions, small ops and steps, by size",
     "op_cost": "what op casting adds to an op and to a transformer block, against torch.autocast",

@@ -1,4 +1,4 @@
-"""The fused step on a CPU against the speed of memory: state bytes moved a second, as a share of what a copy moves.
+"""The fused step on a CPU against the speed of memory: its time, divided by that of a copy of as many bytes.
 
 A step with split masters and clipping reads and writes 28 bytes a parameter, without clipping 26. The copy is
 ``Tensor.copy_`` of a buffer of 14 bytes a parameter, so it reads and writes 28 as well. Not counted is that a copy with
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
                 torch.set_num_threads(threads)
                 timings = interleave(contenders, device=device, baseline=BASELINE, **limits)
                 print(f"\n{parameters / 1e6:g} million parameters, {threads} threads\n{table(timings, BASELINE)}")
-                print("\n".join(_shares(timings, parameters, split=args.optimizer == "adam" and split)))
+                print("\n".join(_ratios(timings, parameters, split=args.optimizer == "adam" and split)))
                 everything += [Timing(f"{t.name}, {parameters}, {threads}", t.seconds, t.ratio) for t in timings]
             del contenders
         for tensors in args.small:
@@ -109,15 +109,15 @@ def _no_clip(shapes: list[tuple[int, ...]], make: Make) -> Callable[[], object]:
     return step
 
 
-def _shares(timings: list[Timing], parameters: int, *, split: bool) -> list[str]:
-    """The speed of each contender that moves a known number of bytes, and the median of its share in each round."""
+def _ratios(timings: list[Timing], parameters: int, *, split: bool) -> list[str]:
+    """GB/s of each contender that moves a known number of bytes, and its time, divided by that of the copy."""
     seconds = {timing.name: timing.seconds for timing in timings}
     lines = []
     for name, moved in BYTES.items() if split else ():
-        share = statistics.median(
-            moved / BYTES["copy"] * b / t for t, b in zip(seconds[name], seconds["copy"], strict=True)
+        ratio = statistics.median(
+            BYTES["copy"] / moved * t / b for t, b in zip(seconds[name], seconds["copy"], strict=True)
         )
         speed = moved * parameters / statistics.median(seconds[name]) / 1e9
-        lines.append(f"  {name}: {speed:.1f} GB/s, {share:.2f} of the copy's speed")
+        lines.append(f"  {name}: {speed:.1f} GB/s, {ratio:.2f} of the time of a copy of as many bytes")
     ratio = statistics.median(t / b for t, b in zip(seconds["clip"], seconds["torch"], strict=True))
     return [*lines, f"  clip takes {ratio:.3f} of the time of torch's loop"]

@@ -47,7 +47,7 @@ _ISA_LEVELS: tuple[tuple[frozenset[str], tuple[str, ...]], ...] = (
     (frozenset(("AVX512_CORE_AMX", "AVX10_1_512_AMX")), ("amx_fp16",)),
 )
 # On a CPU, float16 is fast in matrix products only. torch 2.13 on a Xeon with AVX512-FP16, 2 cores: a convolution takes
-# 107 times as long as in fp32, forward and backward, an LSTM 3.4 times, attention 2.5 times.
+# 107 times the time of fp32, forward and backward, an LSTM 3.4 times, attention 2.5 times.
 _FLOAT16_ON_CPU = frozenset(("product",))
 
 # What torch 2.11 can be asked, which has no get_capabilities yet.
@@ -147,7 +147,7 @@ def slow_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     name = dtype_name(dtype)
     other = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
     if device.type == "cpu":
-        lack = f"This CPU has no {name} units: matrix products and convolutions take as long as in fp32."
+        lack = f"This CPU has no {name} units: matrix products and convolutions take about as long as in fp32."
         where = ", or on a GPU,"
     else:
         found, needed = torch.cuda.get_device_capability(device), CUDA_CAPABILITY[dtype]
@@ -175,7 +175,7 @@ def warn_if_slow(device: torch.device, dtype: torch.dtype) -> None:
     """
     if not has_units(device, dtype, "product"):
         warnings.warn(
-            f"{slow_reason(device, dtype)} With emulate=False they are many times slower than that; leave it out.",
+            f"{slow_reason(device, dtype)} With emulate=False they take many times as long; leave it out.",
             PrecisionWarning,
             stacklevel=callers_level(),
         )

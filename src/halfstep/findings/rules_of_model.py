@@ -153,7 +153,7 @@ def no_units(facts: Facts) -> Iterator[Found]:
     """HS111: a 16-bit dtype that this device has no units for.
 
     Under ``amp`` of halfstep products then run in fp32 kernels and cost what fp32 costs, which is a note. Without it a
-    bfloat16 product on such a CPU takes ten times as long as in fp32.
+    bfloat16 product on such a CPU takes ten times the time of fp32, or more.
     """
     if not facts.own_params:
         return
@@ -161,7 +161,7 @@ def no_units(facts: Facts) -> Iterator[Found]:
     for dtype in sorted(facts.computed, key=dtype_name):
         if not has_units(device, dtype, "product"):
             emulated = has_casting(facts.model)
-            cost = "take as long as in fp32" if emulated else "are many times slower than in fp32"
+            cost = "take about as long as in fp32" if emulated else "take many times as long as in fp32"
             yield Found(
                 "note" if emulated else "warning",
                 str(device),

@@ -1,7 +1,7 @@
 """Statistics of the tensors of one step, computed where they lie, and read when the device has computed them.
 
 Of each tensor the largest magnitude is found in all of it. The rest is counted in a sample: every n-th element.
-Exponents are taken from the bits of a float, which is 20 times faster than a logarithm.
+Exponents are taken from the bits of a float, which takes 0.05 of the time of a logarithm.
 """
 
 from __future__ import annotations

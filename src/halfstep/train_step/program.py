@@ -1,7 +1,7 @@
 """Forward pass, scaling of the loss and backward pass as one compiled graph.
 
 The update is left out of the graph on purpose: Inductor has no vector code for the int16 half of a split weight
-(torch 2.13, 16 to 29 times slower on a CPU than the fused step), and the fused step is one compiled kernel anyway.
+(torch 2.13, 16 to 29 times the time of the fused step on a CPU), and the fused step is one compiled kernel anyway.
 """
 
 from __future__ import annotations
