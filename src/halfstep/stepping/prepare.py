@@ -232,7 +232,7 @@ def check(
         raise UsageError(f"A model or optimizer is in the list twice; {caller} takes each once.")
     for model in models:
         if any(isinstance(part, torch.jit.ScriptModule) for part in (model.modules() if dtype else (model,))):
-            raise UsageError(f"{caller} cannot change a torch.jit.ScriptModule; give it the module before scripting.")
+            raise UsageError(f"{caller} cannot change a torch.jit.ScriptModule; give it the module before tracing.")
         lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
         if lazy is not None:
             raise UsageError(
