@@ -63,8 +63,8 @@ def decorate(
         dtype: torch.float16, torch.bfloat16 or their names; None means float16 for a model on CUDA and bfloat16
             elsewhere.
         master_weight: whether the optimizers update fp32 masters; None means yes.
-        save_dtype: the dtype of floating entries in ``state_dict()``. None means fp32 if there are masters, which
-            are saved then and lose nothing, and the dtype of the parameters otherwise.
+        save_dtype: dtype of floating entries in ``state_dict()``. None means fp32 if there are masters, which are saved
+            then, and the dtype of the parameters otherwise. With 16 bits ``optimizer.state_dict()`` has the masters.
         master_grad: let autograd accumulate gradients of the 16-bit parameters in fp32. It needs masters, and with
             masters autograd does so anyway, except under DistributedDataParallel, which refuses such gradients.
         excluded_layers: modules, module types, or a list of both, whose parameters stay fp32, with those of their
@@ -85,8 +85,8 @@ def decorate(
     Raises:
         ArgumentTypeError: models, optimizers or excluded layers of the wrong kind.
         ArgumentValueError: a level or dtype that is not allowed.
-        UsageError: a model wrapped for parallel training already, an optimizer that was decorated before, one of
-            them twice, ``keep_casts`` at O2, or ``master_grad`` without masters or on a torch without
+        UsageError: a model that is traced or wrapped for parallel training, an optimizer that was decorated before, one
+            of them twice, ``keep_casts`` at O2, or ``master_grad`` without masters or on a torch without
             ``Tensor.grad_dtype``. Nothing has been changed then.
 
     Warns:

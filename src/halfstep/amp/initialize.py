@@ -126,7 +126,7 @@ def initialize(
         ArgumentTypeError: models or optimizers of the wrong kind.
         ArgumentValueError: a value that is not allowed.
         UsageError: options that contradict the level, a policy beside them or one that contradicts itself, a model
-            that is scripted, lazy or wrapped for parallel training already, an optimizer that holds none of the
+            that is scripted, traced, lazy or wrapped for parallel training already, an optimizer that holds none of the
             models' parameters, or a model or optimizer that was initialized before. Nothing has been changed then.
 
     Warns:
