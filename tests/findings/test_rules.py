@@ -582,6 +582,31 @@ def test_a_part_that_was_replaced_after_the_optimizer_was_made() -> None:
     assert only(halfstep.check(model, optimizer), "HS115").severity == "warning"
 
 
+class Adapted(nn.Module):
+    """A layer that stays as it is, and what is trained instead, as LoRA does."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.change = nn.Linear(layer.in_features, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.layer(x) + self.change(x))
+
+
+@pytest.mark.parametrize(("froze", "severity"), [("a layer", "warning"), ("the model", "error")])
+def test_adapters_that_came_after_the_optimizer(froze: str, severity: str) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    if froze == "the model":
+        model.requires_grad_(False)
+    assert "HS115" not in {each.code for each in halfstep.check(model, optimizer)}, "what is frozen is no finding"
+    model[2] = Adapted(model[2])
+    assert only(halfstep.check(model, optimizer), "HS115").severity == severity
+    optimizer.add_param_group({"params": list(model[2].change.parameters())})
+    assert "HS115" not in {each.code for each in halfstep.check(model, optimizer)}
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_part_that_was_replaced_after_initialize_is_an_error(level: str) -> None:
     model = net()

@@ -239,29 +239,28 @@ def fused_and_foreach_differ(facts: Facts) -> Iterator[Found]:
 
 
 def foreign_parameters(facts: Facts) -> Iterator[Found]:
-    """HS115: an optimizer whose parameters are not the model's, so that it trains something else.
+    """HS115: an optimizer whose parameters are not the model's, or frozen, while the model trains others.
 
-    So it is if the model, or a part of it, was made or replaced after the optimizer. fp32 masters made by hand, which
-    have as many weights as a 16-bit model, are no finding. A part that was replaced after ``amp`` has prepared the
-    optimizer is an error, as it is for the next step.
+    So it is if the model, or a part of it, was made, replaced or given adapters after the optimizer. fp32 masters made
+    by hand, which have as many weights as a 16-bit model, are no finding. A part that was replaced after ``amp`` has
+    prepared the optimizer is an error, as it is for the next step.
     """
     own = set(map(id, facts.own_params))
-    held = [p for group in facts.groups for p in group.params]
+    held = [p for one in facts.optimizers for group in one.param_groups for p in group["params"]]
     trained = set(map(id, held))
-    if trained <= own:
-        return
-    foreign = [p for p in held if id(p) not in own]
+    foreign = [p for p in held if id(p) not in own or not p.requires_grad]
     left = list({id(p): p for p in facts.own_params if p.requires_grad and id(p) not in trained}.values())
     masters = any(map(is_half, left)) and not any(map(is_half, foreign))
-    if not left or (masters and sum(map(torch.Tensor.numel, foreign)) == sum(map(torch.Tensor.numel, left))):
+    as_many = sum(map(torch.Tensor.numel, foreign)) == sum(map(torch.Tensor.numel, left))
+    if not foreign or not left or (masters and as_many):
         return
     attached = [(found, one) for one in facts.optimizers if (found := attached_to(one)) is not None]
     replaced = any(each.param is p for found, one in attached for each in found.replaced.find(one) for p in left)
     yield Found(
         "error" if replaced or len(foreign) == len(held) else "warning",
         facts.where(left),
-        f"{len(foreign)} of {len(held)} parameters of {type(facts.optimizers[0]).__name__} are not in the model, and "
-        f"{len(left)} parameters of the model are in no optimizer given.",
+        f"{len(foreign)} of {len(held)} parameters of {type(facts.optimizers[0]).__name__} are frozen or not in the "
+        f"model, and {len(left)} parameters of the model are in no optimizer given.",
         {"foreign": len(foreign), "untrained": len(left)},
     )
 
