@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -563,3 +564,20 @@ def test_a_row_that_is_hidden_whole_is_finite_in_attention(half: torch.dtype) ->
             assert found.isfinite().all()
             assert found[:, 3].any()  # torch gives zeros for a row of -inf
             torch.testing.assert_close(found[:, :3].float(), wanted[:, :3], atol=0.02, rtol=0.02)
+
+
+FULL_ATTENTION: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "a scope that is switched off": lambda: amp.auto_cast(enable=False, emulate=True),
+    "the black list": lambda: amp.auto_cast(custom_black_list=["flash_attn"], emulate=True),
+    "level OD": lambda: amp.auto_cast(level="OD", emulate=True),
+    "disable_casts": amp.disable_casts,
+}
+
+
+@pytest.mark.parametrize("scope", FULL_ATTENTION)
+def test_attention_in_fp32_takes_its_mask_as_it_is(scope: str) -> None:
+    """A mask in 16 bits was refused beside an fp32 query, or had lost its digits."""
+    mask, q = torch.arange(16.0).reshape(4, 4) / -3, A[None]
+    with FULL_ATTENTION[scope]():
+        found = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    assert torch.equal(found, F.scaled_dot_product_attention(q, q, q, attn_mask=mask))

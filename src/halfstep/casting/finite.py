@@ -66,15 +66,18 @@ def finite_fill(otherwise: Rule, mode: CastMode, func: Callable[..., Any], args:
     return otherwise(mode, func, args, kwargs)
 
 
-def finite_mask(otherwise: Rule, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Attention in 16 bits: the finite numbers of an fp32 mask stay finite.
+def finite_mask(
+    lowers: bool, otherwise: Rule, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Attention in 16 bits, as ``lowers`` or its query says: the finite numbers of an fp32 mask stay finite.
 
     A mask of ``torch.finfo(torch.float32).min`` would be -inf in 16 bits, and a row that it hides whole NaN.
     """
     place = 3
     mask: Any = args[place] if len(args) > place else kwargs.get("attn_mask")
     half = mode.half_of(mask) if isinstance(mask, torch.Tensor) and mask.dtype is torch.float32 else None
-    if half is not None:
+    query = args[0] if args else kwargs.get("query")
+    if half is not None and (lowers or query.dtype in HALF_DTYPES):
         mask = narrow_finite(mask, half)
         if len(args) > place:
             args = (*args[:place], mask, *args[place + 1 :])

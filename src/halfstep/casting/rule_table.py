@@ -80,8 +80,8 @@ def build_table(
     for func, (name, inplace) in spellings().items():
         # 2 / x is written as x.reciprocal() * 2, and native autocast runs reciprocal in fp32 on CUDA.
         rule = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
-        if rule is not None and name == ATTENTION:
-            rule = rules.bind(finite_mask, rule)
+        if rule is not None and name == ATTENTION and (lists is None or lists.rule_of(name) != "float"):
+            rule = rules.bind(finite_mask, lists is not None, rule)
         refused = name in NO_HALF or name in MEETING_PROMOTE
         if meets and recorded and refused and rule is None and not inplace:
             rule = rules.bind(met, rules.bind(rules.to_float, name), None, name in MEETING_PROMOTE)

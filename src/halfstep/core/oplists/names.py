@@ -51,12 +51,7 @@ _NAMESPACES: tuple[tuple[Any, str], ...] = (
     (C_NAMESPACES["special"], ""),
     (torch.special, "special_"),
 )
-_CALLABLES = (
-    types.BuiltinFunctionType,
-    types.FunctionType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-)
+_CALLABLES = (types.BuiltinFunctionType, types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
 @functools.cache
