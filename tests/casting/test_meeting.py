@@ -180,6 +180,8 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "put_": lambda x, y: x.put_(torch.tensor([0, 1]), y[0, :2]),
     "index_add_": lambda x, y: x.index_add_(0, torch.tensor([0]), y[:1]),
     "scatter_add_": lambda x, y: x.scatter_add_(0, torch.zeros(4, 4).long(), y),
+    "scatter_": lambda x, y: x.scatter_(0, torch.tensor([[1, 0, 3, 2]]), y),
+    "scatter_ of a number": lambda x, y: x.scatter_(1, torch.tensor([[1], [0]]), 1.0),
     "addmm_": lambda x, y: x.addmm_(y, y),
 }
 

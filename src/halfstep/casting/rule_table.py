@@ -15,6 +15,7 @@ from ..core.oplists.op_lists import native_rule
 from ..core.oplists.tables import (
     BANNED,
     CLASS_OF,
+    FLOAT,
     INNER_PRODUCT,
     MEETING_FLOAT,
     MEETING_PROMOTE,
@@ -130,9 +131,10 @@ def _cast_rule(
     if explicit and natively != {"free"}:
         natively |= {"half", "float"}  # it must be off, whatever the op is
     if inplace:
-        if rule == "float":
+        moves = FLOAT.get(name) == "accumulation"  # scatter_ writes numbers, as scatter_add_ does, and computes none
+        if rule == "float" and not moves:
             return rules.bind(rules.float_inplace, name)
-        strict = rule == "half" or (rule == "promote" and name not in SELF_MATCHING)
+        strict = moves or rule == "half" or (rule == "promote" and name not in SELF_MATCHING)
         return rules.match_self if strict else None
     if rule == "half":
         if natively == {"half"} and not verbose:
