@@ -64,6 +64,9 @@ ZOO = """
     fake_quantize_dequantize_abs_max fake_quantize_dequantize_moving_average_abs_max fused_rotary_position_embedding
     fused_bn_add_activation fused_multi_transformer soft_relu rank c_identity c_concat all_reduce
     get_tensor_from_selected_rows uniform_random_batch_size_like
+
+    scale arg_max pool2d c_split c_allreduce_sum mp_allreduce_sum all_gather reduce_scatter send_v2 isinf_v2 logsigmoid
+    as_complex as_real flashmask_attention eigh lrn
     """
 """Names in the lists of PaddleClas, PaddleOCR, PaddleSeg, PaddleNLP, PaddleFleetX and ERNIE, and in Paddle's own."""
 

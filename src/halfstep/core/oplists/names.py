@@ -153,10 +153,8 @@ def resolve(op: object) -> tuple[str, ...]:
                 f"{op!r} is no op of torch, but of torchvision. Take it off the list and use "
                 f"amp.register_float_function(torchvision.ops, {theirs!r}) or amp.register_half_function."
             )
-        public = [
-            known for known in known_names() | PADDLE_NAMES.keys() | PADDLE_KERNELS.keys() if not known.startswith("_")
-        ]
-        nearest = difflib.get_close_matches(name.lower(), sorted(public), n=3, cutoff=0.5)
+        names = known_names() | PADDLE_NAMES.keys() | PADDLE_KERNELS.keys()
+        nearest = difflib.get_close_matches(name.lower(), sorted(n for n in names if n[0] != "_"), n=3, cutoff=0.5)
         hint = f" Did you mean {', '.join(map(repr, nearest))}?" if nearest else ""
         raise ArgumentValueError(
             f"{op!r} is no op of torch or Paddle.{hint} Write it as in torch, 'softmax', 'torch.nn.functional.softmax' "

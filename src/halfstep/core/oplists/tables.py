@@ -303,13 +303,16 @@ PADDLE_NAMES: dict[str, tuple[str, ...]] = {
             one_hot_v2=one_hot where_index=nonzero strided_slice=slice diag_v2=diag assign=clone gather_nd=index
             scatter_nd_add=index_put index_sample=gather take_along_axis=take_along_dim put_along_axis=scatter
             unstack=unbind isfinite_v2=isfinite isnan_v2=isnan determinant=linalg_det bilinear_tensor_product=bilinear
+            isinf_v2=isinf logsigmoid=log_sigmoid as_complex=view_as_complex as_real=view_as_real
+            flashmask_attention=scaled_dot_product_attention eigh=linalg_eigh lrn=local_response_norm
             """).items()
     },
     "tril_triu": ("tril", "triu"),
     **dict.fromkeys(words("cast set_value shape increment assign_value fill_constant"), ()),
     **dict.fromkeys(words("fill_constant_batch_size_like uniform_random gaussian_random"), ()),
     **dict.fromkeys(words("uniform_random_batch_size_like get_tensor_from_selected_rows rank c_identity c_concat"), ()),
-    **dict.fromkeys(words("all_reduce fused_rotary_position_embedding"), ()),
+    **dict.fromkeys(words("all_reduce all_gather reduce_scatter send_v2 recv_v2 fused_rotary_position_embedding"), ()),
+    **dict.fromkeys(words("c_split c_broadcast c_allgather c_reducescatter c_allreduce_sum mp_allreduce_sum"), ()),
     "matmul_v2": ("matmul", "mm", "linear"),
     "pool2d": ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
     "max_pool2d_with_index": ("max_pool2d",),
