@@ -103,6 +103,13 @@ def test_device_type_is_one_name_or_several() -> None:
             assert [product(place) for place in PLACES] == [FP32, HALF, FP32]
 
 
+@pytest.mark.parametrize(("enabled", "expected"), [(True, HALF), (False, FP32)])
+def test_autocast_takes_the_arguments_of_torch_and_of_paddle(enabled: bool, expected: torch.dtype) -> None:
+    for where in ({"device_type": "cuda"}, {"enable": "cuda"}):
+        with amp.autocast(**where, dtype=HALF, enabled=enabled, cache_enabled=True):
+            assert [product(place) for place in PLACES] == [FP32, expected, FP32]
+
+
 def test_a_scope_inside_another_replaces_it_on_every_device() -> None:
     def on(*devices: str) -> amp.auto_cast:
         return amp.auto_cast(dtype=HALF, device_type=devices)

@@ -38,11 +38,7 @@ def _devices(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
         raise ArgumentTypeError(f"device_type={given!r} must be a type of device, such as 'cuda', or a list of them.")
     names = (given,) if isinstance(given, str) else tuple(given)
     for name in names:
-        try:
-            whole = torch.device(name).type == name
-        except (RuntimeError, TypeError):
-            whole = False
-        if not whole:
+        if not is_device(name) or torch.device(name).type != name:
             raise ArgumentValueError(
                 f"device_type={given!r}: {name!r} is no type of device; write 'cpu', 'cuda', 'xpu', 'mps', 'npu' or a "
                 "list of such, without an index, or leave it out."
@@ -50,10 +46,6 @@ def _devices(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
     if not names:
         raise ArgumentValueError("device_type=[] casts nowhere; pass enable=False for a scope without casts.")
     return names
-
-
-def _default_half(devices: tuple[str, ...] | None) -> torch.dtype:
-    return default_half("cuda" if (torch.cuda.is_available() if devices is None else "cuda" in devices) else "cpu")
 
 
 class _AutoCastType(type):
@@ -95,6 +87,8 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         emulate: "auto" runs 16-bit matrix products, convolutions, attention and recurrent layers in fp32 kernels,
             rounding what goes in and what comes out, where the device has no 16-bit units; True everywhere, False
             nowhere.
+        enabled: torch's name of ``enable``.
+        cache_enabled: accepted for torch's sake, not used: casts of weights are kept for the iteration.
 
     Attributes:
         casting: the casts that the scope makes; it is a scope by itself, too.
@@ -120,6 +114,8 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         *,
         device_type: str | Iterable[str] | None = None,
         emulate: Emulate = "auto",
+        enabled: bool | None = None,
+        cache_enabled: bool | None = None,
     ) -> None:
         if callable(enable):
             raise ArgumentTypeError(
@@ -128,13 +124,14 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         if isinstance(enable, str) and is_device(enable):
             device_type = enable if device_type is None else device_type
             enable = True
-        enabled = check_flag("enable", enable)
+        enabled = check_flag("enable", enable) and (enabled is None or check_flag("enabled", enabled))
         check_flag("use_promote", use_promote)
         level = level.upper() if isinstance(level, str) else level
         if level not in _LEVELS:
             raise ArgumentValueError(f"level={level!r}, but level should be O0, OD, O1 or O2.")
         devices = _devices(device_type)
-        half = _default_half(devices) if dtype is None else parse_dtype(dtype)
+        on_cuda = torch.cuda.is_available() if devices is None else "cuda" in devices
+        half = default_half("cuda" if on_cuda else "cpu") if dtype is None else parse_dtype(dtype)
         enabled = enabled and level != "O0"
         if half not in HALF_DTYPES:
             if enabled:
