@@ -307,6 +307,27 @@ def test_decorate_logs_one_line_of_what_is_wrong(caplog: pytest.LogCaptureFixtur
     assert "HS107" not in record.message  # its scaler comes later
 
 
+@pytest.mark.parametrize(
+    ("level", "given", "codes"), [("O2", False, ["HS101", "HS106"]), ("O2", True, []), ("O1", False, [])]
+)
+def test_a_scaler_logs_what_an_optimizer_loses_that_decorate_was_not_given(
+    level: str, given: bool, codes: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Paddle's guide decorates the model alone. Adam in float16 makes weights inf then, and nothing had said so."""
+    model, scaler = Net(), amp.GradScaler(init_loss_scaling=1024)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
+    amp.decorate(model, optimizer if given else None, level=level, dtype="float16")
+    for _ in range(2):
+        with amp.auto_cast(level=level, dtype="float16"):
+            loss = model(torch.randn(8, 16)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.minimize(optimizer)
+        optimizer.zero_grad()
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == bool(codes)
+    assert all(code in lines[0] for code in codes)
+
+
 def test_a_model_without_values_is_not_sampled() -> None:
     with torch.device("meta"):
         model = Net().bfloat16()

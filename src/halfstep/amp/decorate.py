@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -159,14 +160,10 @@ def decorate(
 
 
 def _check_dtype(name: str, value: torch.dtype | str, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
-    rule = f"{name}={value!r}, but {name} can only be {', '.join(map(dtype_name, allowed))}."
-    try:
-        found = parse_dtype(value)
-    except ArgumentValueError:
-        raise ArgumentValueError(rule) from None
-    if found not in allowed:
-        raise ArgumentValueError(rule)
-    return found
+    with suppress(ArgumentValueError):
+        if (found := parse_dtype(value)) in allowed:
+            return found
+    raise ArgumentValueError(f"{name}={value!r}, but {name} can only be {', '.join(map(dtype_name, allowed))}.")
 
 
 def _check_masters(master_weight: Any, master_grad: Any, optimizers: list[torch.optim.Optimizer]) -> bool:

@@ -76,7 +76,7 @@ def finite_mask(
     place = 3
     mask: Any = args[place] if len(args) > place else kwargs.get("attn_mask")
     half = mode.half_of(mask) if isinstance(mask, torch.Tensor) and mask.dtype is torch.float32 else None
-    query = args[0] if args else kwargs.get("query")
+    query: Any = args[0] if args else kwargs.get("query")
     if half is not None and (lowers or query.dtype in HALF_DTYPES):
         mask = narrow_finite(mask, half)
         if len(args) > place:
