@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep import HalfstepError, optimizers, static
+from halfstep import HalfstepError, amp, optimizers, static
+from halfstep.core.errors import ArgumentValueError, UsageError
 from tests.graph.test_static import MODELS
 
 pytestmark = [
@@ -361,3 +363,70 @@ def mixed_programs() -> None:
 def test_errors(call: Callable[[], object], message: str) -> None:
     with pytest.raises(HalfstepError, match=message):
         call()
+
+
+# ---- arguments that Paddle's scripts give
+
+
+def mean_of_two_layers() -> tuple[nn.Module, Any, Any]:
+    """A model, the value in its middle, and the loss."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    hidden = model[0](static.data("x", [2, 4]))
+    return model, hidden, model[1](hidden).mean()
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_arguments_without_meaning_here_are_taken(decorated: bool) -> None:
+    model, _, loss = mean_of_two_layers()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if decorated:
+        lists = static.amp.AutoMixedPrecisionLists(custom_black_list=["mean"], dtype="bfloat16")
+        optimizer = static.amp.decorate(optimizer, lists, level="O2", dtype="bfloat16")
+    optimizer.minimize(loss, startup_program=static.default_startup_program())
+    if decorated:
+        optimizer.amp_init("cpu", scope=static.global_scope(), rewrite_master_weight=True)
+    feed, exe = {"x": torch.ones(2, 4)}, static.Executor("cpu")
+    first, second = (
+        exe.run(feed=feed, fetch_list=[loss], scope=static.global_scope(), return_numpy=True)[0] for _ in range(2)
+    )
+    assert isinstance(first, np.ndarray)
+    assert second < first
+
+
+def rules(names: Callable[[Any, Any], list[str]]) -> list[str]:
+    """The rules of the ops of two layers and a mean, with some values on the black list."""
+    model, hidden, loss = mean_of_two_layers()
+    lists = static.amp.CustomOpLists(custom_black_varnames=names(hidden, loss))
+    static.amp.decorate(torch.optim.SGD(model.parameters(), lr=0.1), lists, dtype="bfloat16").minimize(loss)
+    casting = static.default_main_program().casting
+    assert casting is not None
+    return [row.rule.split()[0] for row in casting.rows]
+
+
+NAMED: dict[str, tuple[Callable[[Any, Any], list[str]], list[str]]] = {
+    "nothing": (lambda hidden, loss: [], ["half", "half", "float"]),
+    "a variable": (lambda hidden, loss: [hidden.name], ["black", "half", "float"]),
+    "a node": (lambda hidden, loss: ["linear_1"], ["half", "black", "float"]),
+    "the loss": (lambda hidden, loss: [loss.name], ["half", "half", "black"]),
+    "the loss, as a program has it": (lambda hidden, loss: ["loss"], ["half", "half", "black"]),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_values_on_the_black_list_are_named_as_elsewhere(name: str) -> None:
+    names, expected = NAMED[name]
+    assert rules(names) == expected
+
+
+def test_a_value_on_the_black_list_that_no_program_has_is_an_error() -> None:
+    with pytest.raises(ArgumentValueError, match=r"'linear_0\.tmp_1', which this program does not comp"):
+        rules(lambda hidden, loss: ["linear_0.tmp_1"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_auto_cast_around_a_program_is_an_error(level: str) -> None:
+    """Paddle 3 builds programs so. Here it had cast some of the ops, and the optimizer was never told of the scaler."""
+    x = static.data("x", [2, 4])
+    with amp.auto_cast(level=level), pytest.raises(UsageError, match=r"static\.amp\.decorate\(optimizer"):
+        nn.Linear(4, 1)(x)
+    assert nn.Linear(4, 1)(x).mean().dtype is torch.float32

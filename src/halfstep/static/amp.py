@@ -2,4 +2,7 @@
 
 from ..compat.paddle.amp import CustomOpLists, MixedPrecisionOptimizer, decorate, fp16_guard
 
-__all__ = ["CustomOpLists", "MixedPrecisionOptimizer", "decorate", "fp16_guard"]
+AutoMixedPrecisionLists = CustomOpLists
+"""The same under its other name in Paddle."""
+
+__all__ = ["AutoMixedPrecisionLists", "CustomOpLists", "MixedPrecisionOptimizer", "decorate", "fp16_guard"]

@@ -13,7 +13,7 @@ from torch.fx.traceback import annotate
 from ...amp.grad_scaler import GradScaler
 from ...casting.emulation import Emulate, check_emulate
 from ...core.checks import check_flag, check_kind
-from ...core.dtypes import parse_dtype
+from ...core.dtypes import parse_dtype, parse_half
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.oplists import OpLists
 from ...graph.cast_pass import GUARD, cast_graph
@@ -41,10 +41,13 @@ class CustomOpLists:
     Args:
         custom_white_list: names of ops that run in 16 bits.
         custom_black_list: names of ops that run in fp32.
-        custom_black_varnames: names of nodes, as ``Program.explain`` shows them, that compute in fp32.
+        custom_black_varnames: what computes in fp32: names of values that were computed from ``static.data``, or of
+            nodes, as ``Program.explain`` shows them.
+        dtype: accepted; the lists of both 16-bit dtypes are the same.
 
     Raises:
         ArgumentValueError: an unknown op, or one on both lists.
+        ArgumentTypeError: a list that is a bare string, or a name that is no string.
     """
 
     def __init__(
@@ -52,10 +55,15 @@ class CustomOpLists:
         custom_white_list: Iterable[str] | None = None,
         custom_black_list: Iterable[str] | None = None,
         custom_black_varnames: Iterable[str] | None = None,
+        dtype: torch.dtype | str = "float16",
     ) -> None:
         OpLists.custom(custom_white_list, custom_black_list)
+        parse_half(dtype)
+        names = () if custom_black_varnames is None else custom_black_varnames
+        if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(n, str) for n in names):
+            raise ArgumentTypeError(f"custom_black_varnames={names!r} must be a list of names; write [loss.name].")
         self.white, self.black = tuple(custom_white_list or ()), tuple(custom_black_list or ())
-        self.black_varnames = frozenset(custom_black_varnames or ())
+        self.black_varnames = frozenset(names)
 
 
 _MAY_BE_NONE = {"master_weight", "use_fp16_guard", "use_dynamic_loss_scaling"}
@@ -88,6 +96,7 @@ def decorate(
         amp_lists: ``CustomOpLists``.
         *args: of the signature.
         **kwargs: of the signature. Losses are not scaled in bfloat16 unless ``use_dynamic_loss_scaling=True``.
+            ``master_grad`` changes nothing: the gradients of parameters with masters are fp32 anyway.
 
     Returns:
         A ``MixedPrecisionOptimizer``.
@@ -215,14 +224,16 @@ class MixedPrecisionOptimizer(Trainer):
         self._program: Program | None = None
         self._initialized = False
 
-    def minimize(self, loss: Value | Variable) -> None:
+    def minimize(self, loss: Value | Variable, startup_program: Program | None = None) -> None:
         """Cast the program of a loss, and train it from now on.
 
         Args:
             loss: ``program.loss``, or what was computed from ``static.data``.
+            startup_program: accepted, without meaning here.
 
         Raises:
             ArgumentTypeError: for something else.
+            ArgumentValueError: for a name in ``custom_black_varnames`` that the program does not have.
         """
         program, casting = loss_of(loss).program, None
         if self._level != "O0":
@@ -232,14 +243,19 @@ class MixedPrecisionOptimizer(Trainer):
                 self._half,
                 guarded=self._guarded,
                 outside=self._level == "O2",
-                black_values=self._black,
+                black_values=program.nodes_of(self._black, "custom_black_varnames"),
                 emulate=self.emulate,
             )
         program.train_with(self, casting)
         self._program = program
 
     def amp_init(
-        self, place: Any = None, scope: Any = None, test_program: Any = None, use_fp16_test: bool = False
+        self,
+        place: Any = None,
+        scope: Any = None,
+        test_program: Any = None,
+        use_fp16_test: bool = False,
+        rewrite_master_weight: bool = False,
     ) -> None:
         """At O2, bring the parameters that the graph reads in 16 bits to 16 bits, with fp32 masters in the optimizer.
 
@@ -248,6 +264,7 @@ class MixedPrecisionOptimizer(Trainer):
             scope: accepted, without meaning here.
             test_program: accepted, without meaning here: a program that is not trained runs the same graph.
             use_fp16_test: likewise.
+            rewrite_master_weight: likewise: masters start from the fp32 parameters in any case.
 
         Raises:
             UsageError: before ``minimize``.

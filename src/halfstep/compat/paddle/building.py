@@ -62,8 +62,11 @@ def in_static_mode() -> bool:
     return "minimize" in vars(torch.optim.Optimizer)
 
 
-def _minimize(self: torch.optim.Optimizer, loss: Value | Variable) -> None:
-    """Train the program of a loss with this optimizer, in fp32; ``static.amp.decorate`` is for 16 bits."""
+def _minimize(self: torch.optim.Optimizer, loss: Value | Variable, startup_program: Program | None = None) -> None:
+    """Train the program of a loss with this optimizer, in fp32; ``static.amp.decorate`` is for 16 bits.
+
+    ``startup_program`` is accepted, without meaning here.
+    """
     loss_of(loss).program.minimize(self)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -326,6 +326,31 @@ class Program:
         names = [self._names.get(name, name) for name in given]
         extra = [name for name in dict.fromkeys(names) if name not in own]
         return extra, [(own + extra).index(name) for name in names]
+
+    def nodes_of(self, names: Iterable[str], argument: str) -> frozenset[str]:
+        """The names of the nodes that compute some values, which are given by their own names or by those of nodes.
+
+        Args:
+            names: of variables or nodes.
+            argument: what an error calls them.
+
+        Raises:
+            ArgumentValueError: for a name that the program does not have.
+        """
+        own = [*(["loss"] if self._has_loss else []), *(value.name for value in self.outputs)]
+        found = {name: {node.name} for name, node in zip(own, self._results(), strict=True)}
+        nodes = [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
+        found |= {node.name: {node.name} for node in nodes}
+        by_value: dict[str, set[str]] = {}
+        for node in nodes:
+            by_value.setdefault((node.meta.get("custom") or {}).get(VALUE, node.name), set()).add(node.name)
+        found |= by_value
+        if missing := [name for name in names if name not in found]:
+            raise ArgumentValueError(
+                f"{argument} names {', '.join(map(repr, missing))}, which this program does not compute; it computes "
+                f"{', '.join(sorted(by_value))}."
+            )
+        return frozenset().union(*(found[name] for name in names))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the program with its present parameters, in fp32. ``static.load`` reads it.

@@ -39,8 +39,10 @@ class Executor:
         fetch_list: Sequence[Value | Variable | str] | None = None,
         *,
         train: bool = True,
+        scope: Any = None,
+        return_numpy: bool = False,
         use_program_cache: bool = True,
-    ) -> list[torch.Tensor]:
+    ) -> list[Any]:
         """Forward; and backward and a step, once an optimizer was told to ``minimize`` the program's loss.
 
         Args:
@@ -50,10 +52,12 @@ class Executor:
             fetch_list: the values to return: ``program.loss``, ``program.outputs``, values that were computed from
                 ``static.data``, or names of these or of nodes.
             train: False only computes, in the precision of training. Dropout and BatchNorm are as they were captured.
+            scope: accepted; parameters are the model's own.
+            return_numpy: True gives arrays. NumPy has no bfloat16: such values come in float32.
             use_program_cache: accepted; a program is made ready once and always kept.
 
         Returns:
-            The values fetched, detached.
+            The values fetched, detached: tensors, unless ``return_numpy``.
 
         Raises:
             ArgumentTypeError: for something else than a program.
@@ -89,7 +93,10 @@ class Executor:
                     program.trainer.prepare()
                 with torch.no_grad():
                     results = module(*inputs)
-        return [results[i].detach() for i in positions]
+        fetched = [results[i].detach() for i in positions]
+        if check_flag("return_numpy", return_numpy):
+            return [(x.float() if x.dtype is torch.bfloat16 else x).cpu().numpy() for x in fetched]
+        return fetched
 
 
 def _without_casts() -> AbstractContextManager[object]:
