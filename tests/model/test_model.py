@@ -400,6 +400,34 @@ def test_configs_are_read_as_paddle_reads_them(name: str) -> None:
         assert {k: str(v) for k, v in found.items() if k not in lists} == recorded["scaler configs"]
 
 
+@pytest.mark.parametrize(
+    ("options", "seen"),  # of each epoch, the sizes of its batches
+    [
+        ({}, [[4, 4, 2], [4, 4, 2]]),
+        ({"drop_last": True}, [[4, 4], [4, 4]]),
+        ({"num_iters": 2}, [[4, 4]]),
+        ({"num_iters": 4}, [[4, 4, 2], [4]]),
+        ({"num_iters": 4, "accumulate_grad_batches": 2}, [[4, 4, 2], [4]]),
+        ({"num_iters": 4, "drop_last": True}, [[4, 4], [4, 4]]),
+        ({"num_iters": 100}, [[4, 4, 2], [4, 4, 2]]),
+    ],
+)
+def test_fit_ends_after_so_many_batches(options: dict[str, Any], seen: list[list[int]]) -> None:
+    sizes: list[list[int]] = []
+    net = network()
+    net.register_forward_pre_hook(lambda module, args: sizes[-1].append(len(args[0])))
+
+    class Epochs(Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any) -> None:
+            sizes.append([])
+
+    model = halfstep.Model(net)
+    model.prepare(torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    data = TensorDataset(torch.randn(10, 8, 8), torch.randint(10, (10,)))
+    model.fit(data, epochs=2, batch_size=4, verbose=0, callbacks=Epochs(), **options)
+    assert sizes == seen
+
+
 @pytest.mark.parametrize("name", RECORDED["scales"])
 def test_scales_move_as_paddles_do(name: str) -> None:
     configs = {"level": "O1", "dtype": "float16", "init_loss_scaling": 256.0, "incr_every_n_steps": 2}

@@ -18,7 +18,7 @@ def as_list(parts: Any) -> list[Any]:
     return [] if parts is None else list(parts) if isinstance(parts, (list, tuple)) else [parts]
 
 
-def as_loader(data: Any, batch_size: int, shuffle: bool, num_workers: int) -> Iterable[Any]:
+def as_loader(data: Any, batch_size: int, shuffle: bool, num_workers: int, drop_last: bool = False) -> Iterable[Any]:
     """A loader for a dataset or a list of samples. Any other iterable is a loader already.
 
     Raises:
@@ -27,7 +27,7 @@ def as_loader(data: Any, batch_size: int, shuffle: bool, num_workers: int) -> It
     is_loader = isinstance(data, DataLoader) or (isinstance(data, (list, tuple)) and not _has_samples(data))
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not is_loader):
         shuffle = shuffle and not isinstance(data, IterableDataset)
-        return DataLoader(data, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers)
+        return DataLoader(data, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers, drop_last=drop_last)
     if not isinstance(data, Iterable):
         raise ArgumentTypeError(
             f"The data must be a torch dataset, or a loader that gives batches, not {type(data).__name__}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from os import PathLike, fspath
@@ -16,7 +16,7 @@ from torch import nn
 from ..amp.auto_cast import auto_cast
 from ..amp.decorate import decorate
 from ..amp.grad_scaler import GradScaler
-from ..core.checks import check_count
+from ..core.checks import check_count, check_flag
 from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import load_whole, save_whole
@@ -162,6 +162,9 @@ class Model:
         num_workers: int = 0,
         callbacks: Callback | Sequence[Callback] | None = None,
         accumulate_grad_batches: int = 1,
+        *,
+        drop_last: bool = False,
+        num_iters: int | None = None,
     ) -> None:
         """Train.
 
@@ -182,6 +185,8 @@ class Model:
             callbacks: one ``Callback`` or several.
             accumulate_grad_batches: batches in a step, which is the step of one batch of all their samples. The last
                 step of an epoch takes the batches that are left.
+            drop_last: whether a dataset's last batch is left out if it is smaller than ``batch_size``.
+            num_iters: after so many batches in all, ``fit`` ends as with ``stop_training``; None for all epochs.
 
         Raises:
             UsageError: before ``prepare`` with an optimizer and a loss.
@@ -190,11 +195,13 @@ class Model:
         """
         counts = {"epochs": epochs, "eval_freq": eval_freq, "log_freq": log_freq, "save_freq": save_freq}
         counts["accumulate_grad_batches"] = accumulate_grad_batches
+        if num_iters is not None:
+            counts["num_iters"] = num_iters
         for name, count in counts.items():
             check_count(name, count)
         check_running(batch_size, num_workers, verbose, callbacks)
         self._need_optimizer()
-        loader = as_loader(train_data, batch_size, shuffle, num_workers)
+        loader = as_loader(train_data, batch_size, shuffle, num_workers, check_flag("drop_last", drop_last))
         evaluated = None if eval_data is None else as_loader(eval_data, batch_size, False, num_workers)
         self.stop_training = False
         logs: dict[str, Any] = {}
@@ -202,7 +209,10 @@ class Model:
             call(called, "on_train_begin", logs)
             for epoch in range(epochs):
                 call(called, "on_epoch_begin", epoch, logs)
-                logs = self._train_epoch(loader, accumulate_grad_batches, called)
+                logs, steps = self._train_epoch(islice(loader, num_iters), accumulate_grad_batches, called)
+                if num_iters is not None:
+                    num_iters -= steps
+                    self.stop_training |= num_iters == 0
                 if evaluated is not None and (epoch + 1) % eval_freq == 0:
                     logs |= {f"eval_{name}": value for name, value in self._evaluate(evaluated, own).items()}
                 call(called, "on_epoch_end", epoch, logs)
@@ -313,9 +323,11 @@ class Model:
 
     # ---- inside
 
-    def _train_epoch(self, loader: Iterable[Any], accumulate: int, called: list[Callback]) -> dict[str, Any]:
+    def _train_epoch(
+        self, batches: Iterator[Any], accumulate: int, called: list[Callback]
+    ) -> tuple[dict[str, Any], int]:
+        """Train on some batches. Returns the logs, and how many batches it were."""
         reset_metrics(self._metrics, self._device())
-        batches = iter(loader)
         step = 0
         logs: dict[str, Any] = {}
         while not self.stop_training and (window := [inputs_and_labels(b) for b in islice(batches, accumulate)]):
@@ -325,7 +337,8 @@ class Model:
                 logs = {"loss": self._train_batch(inputs, labels, place == len(window), sum(sizes) / size)}
                 call(called, "on_train_batch_end", step, logs)
                 step += 1
-        return {name: value.item() for name, value in logs.items()} | (compute_metrics(self._metrics) if step else {})
+        read = {name: value.item() for name, value in logs.items()}
+        return read | (compute_metrics(self._metrics) if step else {}), step
 
     def _evaluate(self, loader: Iterable[Any], called: list[Callback]) -> dict[str, Any]:
         reset_metrics(self._metrics, self._device())
