@@ -300,6 +300,18 @@ def test_lists_take_the_names_of_lists_and_of_logs(name: str, capsys: pytest.Cap
     assert set(re.findall(r"op=(\w+)", capsys.readouterr().out)) == {"divide", "divide_grad"}
 
 
+@pytest.mark.parametrize("name", ["elementwise_div_grad", "divide_grad", "div_grad"])
+def test_lists_take_the_names_of_gradients_as_logs_have_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of Paddle's own documentation checks elementwise_pow_grad."""
+    for lists, seen in (
+        ({"checked_op_list": [name]}, {"divide_grad"}),
+        ({"skipped_op_list": [name]}, {"divide", "sum"}),
+    ):
+        debugging.enable_tensor_checker(TensorCheckerConfig(True, DebugMode.CHECK_NAN_INF, **lists))
+        (torch.ones(2, requires_grad=True) / 0).sum().backward()
+        assert set(re.findall(r"op=(\w+)", capsys.readouterr().out)) == seen
+
+
 @pytest.mark.parametrize(
     ("options", "error", "name"),
     [
@@ -310,6 +322,7 @@ def test_lists_take_the_names_of_lists_and_of_logs(name: str, capsys: pytest.Cap
         ({"debug_step": [2, 1]}, ArgumentValueError, None),  # Paddle's has no message
         ({"debug_mode": 1}, ArgumentTypeError, None),  # Paddle's says that an int has no name
         ({"checked_op_list": ["rleu"]}, ArgumentValueError, None),
+        ({"checked_op_list": ["rleu_grad"]}, ArgumentValueError, None),
     ],
 )
 def test_other_values_are_refused(options: dict[str, Any], error: type[Exception], name: str | None) -> None:

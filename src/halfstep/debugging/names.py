@@ -51,5 +51,6 @@ def op_of(call: OpCall) -> str:
 
 
 def listed(ops: Any) -> frozenset[str]:
-    """The canonical names that an op list means: Paddle's names, those of its logs, or torch's."""
-    return frozenset(canonical(name) for op in ops for name in (("cast",) if op == "cast" else resolve(op)))
+    """The canonical names that an op list means: Paddle's, those of its logs, or torch's. Gradients end in "_grad"."""
+    named = [(op[:-5], "_grad") if isinstance(op, str) and op.endswith("_grad") else (op, "") for op in ops]
+    return frozenset(canonical(n) + end for op, end in named for n in (("cast",) if op == "cast" else resolve(op)))

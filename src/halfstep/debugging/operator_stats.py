@@ -14,8 +14,7 @@ from .names import list_name
 __all__ = ["collect_operator_stats", "disable_operator_stats_collection", "enable_operator_stats_collection"]
 
 _WIDTH = 120
-_COLUMNS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_OTHER = 3
+_COLUMNS: dict[torch.dtype | None, int] = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}  # any other: 3
 
 
 def _columns(counted: Mapping[CountedOp, int]) -> dict[str, list[int]]:
@@ -24,8 +23,7 @@ def _columns(counted: Mapping[CountedOp, int]) -> dict[str, list[int]]:
     for row, calls in counted.items():
         op = list_name(row.function)
         if not row.backward and (op != "cast" or row.source is not row.dtype):
-            column = _OTHER if row.source is None else _COLUMNS.get(row.source, _OTHER)
-            found.setdefault(op, [0, 0, 0, 0])[column] += calls
+            found.setdefault(op, [0, 0, 0, 0])[_COLUMNS.get(row.source, 3)] += calls
     return found
 
 

@@ -31,7 +31,7 @@ class TensorCheckerConfig:
         enable: whether to check at all.
         debug_mode: what is printed, and whether inf and NaN raise an error.
         output_dir: a folder; lines go to the file ``worker_cpu`` or ``worker_gpu.0`` in it instead of stdout.
-        checked_op_list: check only these ops and their gradients, by Paddle's or torch's names.
+        checked_op_list: check only these ops and their gradients, by Paddle's or torch's names; "x_grad" is one of "x".
         skipped_op_list: do not check these ops, nor their gradients.
         debug_step: (start, end): check from the call of ``enable_tensor_checker`` number ``start``, counted from 0, up
             to that of ``end``, without it. None checks always.
@@ -70,14 +70,15 @@ class TensorCheckerConfig:
         step, self.current_step_id = self.current_step_id, self.current_step_id + 1
         return self.enable and (self.debug_step is None or self.debug_step[0] <= step < self.debug_step[1])
 
-    def checks(self, op: str) -> bool:
-        """Whether an op is to be checked, by its canonical name."""
-        return op not in self._skipped and (self._checked is None or op in self._checked)
+    def checks(self, op: str, backward: bool = False) -> bool:
+        """Whether an op, or its gradient, is to be checked, by its canonical name."""
+        names = {op, op + "_grad"} if backward else {op}
+        return not names & self._skipped and (self._checked is None or bool(names & self._checked))
 
 
 def _check(config: TensorCheckerConfig, call: OpCall) -> None:
     """Check the result of an op."""
-    if call.op.is_view or call.is_empty or not config.checks(op := op_of(call)):
+    if call.op.is_view or call.is_empty or not config.checks(op := op_of(call), call.backward):
         return
     name = log_name(op) + ("_grad" if call.backward else "")
     for tensor in tensors_in(call.result):
