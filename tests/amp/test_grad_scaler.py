@@ -90,6 +90,22 @@ def test_trace_of_minimize(name: str) -> None:
     assert rows == result_of(PADDLE["traces minimize()"][name])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("first", ["F", "I"])
+def test_minimize_of_several_optimizers_divides_by_the_scale_of_the_loss(first: str, dtype: torch.dtype) -> None:
+    """PaddleClas calls it in a loop over optimizers. The first call moves the scale, which the others divided by."""
+    scaler = amp.GradScaler(init_loss_scaling=64.0, incr_every_n_steps=1, decr_every_n_nan_or_inf=1)
+    params = [weight(dtype=dtype) for _ in range(3)]
+    optims = [sgd(param) for param in params]
+    for letters in ((first, "F", "F"), ("F", "F", "F")):
+        losses = [(param * FACTORS[letter]).sum() for param, letter in zip(params, letters, strict=True)]
+        scaler.scale(torch.stack(losses).sum()).backward()
+        for optim in optims:
+            scaler.minimize(optim)
+            optim.zero_grad()
+    assert [param.item() for param in params] == [1.0 - 0.125 * (1 + (first == "F")), 0.75, 0.75]
+
+
 @pytest.mark.parametrize("name", NOT_IMITATED)
 def test_scale_stays_usable_where_paddle_lost_it(name: str) -> None:
     case = PADDLE["traces step()+update()"][name]

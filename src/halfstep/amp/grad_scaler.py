@@ -84,6 +84,7 @@ class GradScaler(ScalerSettings):
         # By optimizer: what only this scaler keeps about it, and whether it wraps another.
         self._known: WeakKeyDictionary[torch.optim.Optimizer, tuple[AttachedOptimizer, bool]] = WeakKeyDictionary()
         self._scaled = False  # whether a loss ever was
+        self._moved_from: torch.Tensor | None = None  # the scale of the latest losses, if minimize has moved it since
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
@@ -110,12 +111,10 @@ class GradScaler(ScalerSettings):
             if not (outputs.is_floating_point() or outputs.is_complex()):
                 raise ArgumentTypeError(f"scale needs a floating tensor, not one of {outputs.dtype}.")
             self._iteration.losses += 1
-            self._scaled = True
+            self._scaled, self._moved_from = True, None
             if self._home is None:
                 self._home = outputs.device
-            scale = self._scaler.scale(self._home)
-            if outputs.device != self._home:
-                scale = scale.to(outputs.device, non_blocking=True)
+            scale = self._scaler.scale(self._home).to(outputs.device, non_blocking=True)
             return (outputs.float() if outputs.dtype in HALF_DTYPES else outputs) * scale
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
             scaled = map(self.scale, outputs)
@@ -232,11 +231,13 @@ class GradScaler(ScalerSettings):
             self._scaler.update(ended.overflow(), lambda: first_bad_gradient(ended.optimizers))
 
     def minimize(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:
-        """``step`` and ``update``; returns what ``step`` returns.
+        """``step`` and ``update``; returns what ``step`` returns. It may be called for several optimizers, one by one.
 
         Paddle has the scaled loss as second argument. It is not used: call ``scaled.backward()`` before.
         """
         result = self.step(optimizer, **kwargs)
+        if self._moved_from is None and self._home is not None:
+            self._moved_from = self._scaler.scale(self._home)
         self.update()
         return result
 
@@ -273,7 +274,7 @@ class GradScaler(ScalerSettings):
                 "scaler.scale(loss).backward() before unscale_() or step()."
             )
         assert self._home is not None  # since a loss was scaled
-        scale = self._scaler.scale(self._home)
+        scale = self._scaler.scale(self._home) if self._moved_from is None else self._moved_from
         release, params = attached.passes.release, attached.passes.params()
         if release is not None:
             release.refuse_other_scaler(self)

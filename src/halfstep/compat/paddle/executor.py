@@ -94,7 +94,7 @@ class Executor:
                 with torch.no_grad():
                     results = module(*inputs)
         fetched = [results[i].detach() for i in positions]
-        if check_flag("return_numpy", return_numpy):
+        if return_numpy is not False and check_flag("return_numpy", return_numpy):
             return [(x.float() if x.dtype is torch.bfloat16 else x).cpu().numpy() for x in fetched]
         return fetched
 
