@@ -683,3 +683,18 @@ def test_the_examples_of_paddles_guide(name: str) -> None:
     }.get(name, [torch.float32] * 18)
     if name != "fp32":
         assert optimizer.get_loss_scaling() == 128.0
+
+
+@pytest.mark.parametrize(("master_weight", "codes"), [(None, []), (False, ["HS101", "HS106"])])
+def test_amp_init_logs_what_an_optimizer_without_masters_loses(
+    master_weight: bool | None, codes: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    program = static.capture(model, nn.CrossEntropyLoss(), (torch.randn(4, 8), torch.tensor([0, 1, 2, 1])))
+    adam = torch.optim.Adam(model.parameters(), lr=1e-5)
+    optimizer = static.amp.decorate(adam, level="O2", dtype="float16", master_weight=master_weight)
+    optimizer.minimize(program.loss)
+    optimizer.amp_init()
+    lines = [record.message for record in caplog.records if record.name == "halfstep"]
+    assert len(lines) == bool(codes)
+    assert all(code in lines[0] for code in codes)

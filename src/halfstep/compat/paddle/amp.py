@@ -279,6 +279,9 @@ class MixedPrecisionOptimizer(Trainer):
                 param.data = param.data.to(self._half)
         attach(self.optimizer, masters=self._masters)
         self._initialized = True
+        from ...findings.checking import log_findings  # imported when asked for
+
+        log_findings([self._program.graph_module], [self.optimizer], scaling_is_known=False)
 
     def get_loss_scaling(self) -> float:
         """The loss scale.
