@@ -583,3 +583,30 @@ def test_attention_in_fp32_takes_its_mask_as_it_is(scope: str) -> None:
     with FULL_ATTENTION[scope]():
         found = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
     assert torch.equal(found, F.scaled_dot_product_attention(q, q, q, attn_mask=mask))
+
+
+class Product(torch.autograd.Function):
+    """The PyLayer of Paddle's PR 39950, by the rule of docs/from-paddle.md."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return a.mm(b)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = ctx.saved_tensors
+        return gradient.mm(b.t()), a.t().mm(gradient)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_function_with_custom_bwd_has_its_gradient_under_auto_cast(level: str, half: torch.dtype) -> None:
+    a, b = (A.clone().requires_grad_() for _ in range(2))
+    with amp.auto_cast(level=level, dtype=half):
+        found = Product.apply(a, b)
+    assert found.dtype is half
+    found.float().sum().backward()
+    torch.testing.assert_close(a.grad, torch.ones(4, 4) @ A.t(), atol=TOLERANCE[half], rtol=TOLERANCE[half])
