@@ -17,8 +17,10 @@ from torch import fx, nn
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
+from ...amp.grad_scaler import GradScaler
 from ...casting.current import thread
 from ...casting.scope import active_casting
+from ...core.callers import caller_in
 from ...core.compiler_compat import FakeMode, as_subclass_without_numbers, needs_values, size_expression, size_value
 from ...core.errors import ArgumentValueError, UsageError
 from ...core.torch_compat import tree_flatten, tree_map_only, tree_unflatten
@@ -162,10 +164,10 @@ class Tape:
 
     def record(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Compute shapes and dtypes of what a call gives, and note the call."""
-        if thread.explicit and active_casting() is not None:
+        if (thread.explicit and active_casting() is not None) or caller_in(GradScaler.__module__) is not None:
             raise UsageError(
-                "amp.auto_cast casts no value of a program, whose casts are made when its optimizer minimizes a loss. "
-                "Take the block away, with amp.decorate and amp.GradScaler, and decorate the optimizer: "
+                "amp.auto_cast casts no value of a program, and amp.GradScaler scales none: both is done when its "
+                "optimizer minimizes a loss. Take them away, with amp.decorate, and decorate the optimizer: "
                 "static.amp.decorate(optimizer, level=..., dtype=...)."
             )
         leaves, spec = tree_flatten((args, kwargs))
