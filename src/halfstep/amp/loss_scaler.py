@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..core.loss_scale import DynamicLossScale, LossScaleSpec, StaticLossScale, check_loss_scale
-from ..core.scalars import in_scalar_dtype
 from ..gradients.loss_scaler import DeviceLossScaler
-from ..kernels import multi_tensor
+from ..stepping.dynamic_class import add_names_of_apex
 
 __all__ = ["LossScaler"]
 
@@ -112,54 +110,6 @@ class LossScaler(DeviceLossScaler):
         """Forget what ``unscale`` found."""
         self.found = torch.tensor(0.0, dtype=torch.float32)
 
-    @torch.no_grad()
-    def unscale(
-        self,
-        model_grads: Sequence[torch.Tensor],
-        master_grads: Sequence[torch.Tensor],
-        unused_scale: float | None = None,
-        models_are_masters: bool = False,
-        scale_override: float | None = None,
-    ) -> None:
-        """Write the model's gradients, divided by the scale, to those of the masters; note inf and NaN.
-
-        Args:
-            model_grads: read; they may be ``master_grads``.
-            master_grads: written.
-            unused_scale: kept for Apex.
-            models_are_masters: kept for Apex.
-            scale_override: divide by this and not by the scale.
-        """
-        grads = list(model_grads)
-        if grads:
-            found = self.flag(grads[0].device)
-            multi_tensor.scale(grads, list(master_grads), self._inverse(grads[0].device, scale_override), found)
-
-    @torch.no_grad()
-    def unscale_with_stashed(
-        self,
-        model_grads: Sequence[torch.Tensor],
-        stashed_master_grads: Sequence[torch.Tensor],
-        master_grads: Sequence[torch.Tensor],
-        scale_override: Sequence[float] | None = None,
-    ) -> None:
-        """Write ``new / scale + stashed``, and note inf and NaN in the new gradients.
-
-        Args:
-            model_grads: the new gradients.
-            stashed_master_grads: what is added to them.
-            master_grads: written.
-            scale_override: (scale of the new gradients, scale of those stashed, scale of the result).
-        """
-        grads = list(model_grads)
-        if not grads:
-            return
-        device = grads[0].device
-        new, stashed, result = scale_override or (None, 1.0, 1.0)
-        multi_tensor.l2norm(grads, found_inf=self.flag(device))
-        factor = self._inverse(device, new) * result
-        multi_tensor.axpby(factor, grads, result / stashed, list(stashed_master_grads), list(master_grads))
-
     def update_scale(self) -> bool:
         """Move the scale by what ``unscale`` found since ``clear_overflow_state``. Reads the device.
 
@@ -177,5 +127,5 @@ class LossScaler(DeviceLossScaler):
         self.found = self.found.to(device)
         return self.found
 
-    def _inverse(self, device: torch.device, override: float | None) -> torch.Tensor | float:
-        return in_scalar_dtype(self.scale(device)).reciprocal() if override is None else 1.0 / override
+
+add_names_of_apex(LossScaler, "Scaler", "unscale unscale_with_stashed")

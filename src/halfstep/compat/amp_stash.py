@@ -1,10 +1,11 @@
-"""What Apex put on optimizers: fields of ``optimizer._amp_stash``, and methods such as ``_prepare_amp_backward``.
+"""What Apex put on optimizers, such as ``_amp_stash.all_fp16_params`` and ``_prepare_amp_backward``, and on scalers.
 
 Scripts that resume, average gradients or scale losses by hand use these names. Nothing in halfstep does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 
 from ..amp.loss_scaler import LossScaler
 from ..core.dtypes import is_half
+from ..core.scalars import in_scalar_dtype
+from ..kernels import multi_tensor
 from ..stepping.attached import AttachedOptimizer, attached_to
 from ..stepping.backward import any_overflow
 from ..stepping.scaled_backward import record_pass
 from .master_groups import MasterGroups
 from .multi_tensor import multi_tensor_l2norm, multi_tensor_scale
 
-__all__ = ["Methods", "Stash"]
+__all__ = ["Methods", "Scaler", "Stash"]
 
 
 class Stash(MasterGroups):
@@ -111,3 +114,65 @@ class Methods:
         found_inf = scaler.flag(passes.device)
         passes.finish(scale, found_inf, None)
         record_pass([passes], scaler, found_inf, scale, moves=False)
+
+
+class Scaler:
+    """The methods of a ``LossScaler`` by which a loop unscales gradients by hand.
+
+    Args:
+        scaler: whose scale it is, and whose flag is set at an overflow.
+    """
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+
+    @torch.no_grad()
+    def unscale(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        unused_scale: float | None = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write the model's gradients, divided by the scale, to those of the masters; note inf and NaN.
+
+        Args:
+            model_grads: read; they may be ``master_grads``.
+            master_grads: written.
+            unused_scale: kept for Apex.
+            models_are_masters: kept for Apex.
+            scale_override: divide by this and not by the scale.
+        """
+        grads = list(model_grads)
+        if grads:
+            found = self._scaler.flag(grads[0].device)
+            multi_tensor.scale(grads, list(master_grads), self._inverse(grads[0].device, scale_override), found)
+
+    @torch.no_grad()
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        stashed_master_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        scale_override: Sequence[float] | None = None,
+    ) -> None:
+        """Write ``new / scale + stashed``, and note inf and NaN in the new gradients.
+
+        Args:
+            model_grads: the new gradients.
+            stashed_master_grads: what is added to them.
+            master_grads: written.
+            scale_override: (scale of the new gradients, scale of those stashed, scale of the result).
+        """
+        grads = list(model_grads)
+        if not grads:
+            return
+        device = grads[0].device
+        new, stashed, result = scale_override or (None, 1.0, 1.0)
+        multi_tensor.l2norm(grads, found_inf=self._scaler.flag(device))
+        factor = self._inverse(device, new) * result
+        multi_tensor.axpby(factor, grads, result / stashed, list(stashed_master_grads), list(master_grads))
+
+    def _inverse(self, device: torch.device, override: float | None) -> torch.Tensor | float:
+        return in_scalar_dtype(self._scaler.scale(device)).reciprocal() if override is None else 1.0 / override
