@@ -97,3 +97,52 @@ def test_a_model_that_is_given_a_class_below_its_own_is_copied(more: tuple[type,
     twin = copy.deepcopy(model)
     assert type(twin) is type(model)
     assert torch.equal(twin(torch.ones(1, 4)), model(torch.ones(1, 4)))
+
+
+class Old:
+    """A base of a class that looks for it in the way of Python 2."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def name(self) -> str:
+        return "old"
+
+
+class ByClass(Old):
+    def name(self) -> str:
+        self.calls += 1
+        return f"by class, {super(self.__class__, self).name()}"
+
+
+def test_super_of_the_own_class_finds_the_class_above() -> None:
+    made = subclass_with(Greeting, ByClass, {})
+    instance = ByClass()
+    instance.__class__ = made
+    assert instance.name() == "our by class, old"
+    assert instance.calls == 1
+    assert type(instance) is made
+    assert instance.__class__ is ByClass
+    assert isinstance(instance, ByClass)
+    assert isinstance(instance, Greeting)
+    instance.__class__ = type("Below", (made,), {"name": Greeting.name})
+    assert instance.__class__ is type(instance)
+    instance.__class__ = ByClass
+    assert type(instance) is ByClass
+    assert "__class__" not in vars(subclass_with(Greeting, Theirs, {}))
+
+
+def test_a_model_may_look_for_the_class_above_so() -> None:
+    class Network(nn.Linear):
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            return super(self.__class__, self).forward(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super(self.__class__, self).forward(x).relu()
+
+    model = Network(4, 2)
+    amp.initialize(model, opt_level="O2", dtype="bfloat16", verbosity=0)
+    assert type(model) is not Network
+    for each in (model, copy.deepcopy(model)):
+        assert torch.equal(each(torch.ones(1, 4)), each.features(torch.ones(1, 4)).relu().float())
+        assert each.__class__ is Network

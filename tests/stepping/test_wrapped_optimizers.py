@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -97,12 +98,44 @@ class Lookahead(torch.optim.Optimizer):
         self.param_groups = self.base.param_groups
 
 
+class _Distributed(torch.optim.Optimizer):
+    """The methods of Horovod's and BytePS's optimizers, for a class that is made below the optimizer's own."""
+
+    synchronized = False  # torch copies no attributes of an optimizer
+    calls = 0
+
+    def __init__(self, params: Any) -> None:
+        super(self.__class__, self).__init__(params)
+
+    def synchronize(self) -> None:
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            p.grad.mul_(1.0)
+        self.synchronized = True
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.synchronized:
+            self.synchronize()
+        self.synchronized = False
+        self.calls += 1
+        return super(self.__class__, self).step(closure)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        super(self.__class__, self).zero_grad(*args, **kwargs)
+
+
+def distributed(optimizer: Any) -> Any:
+    """As ``horovod.torch.DistributedOptimizer`` does."""
+    made = type(optimizer.__class__.__name__, (optimizer.__class__,), dict(_Distributed.__dict__))
+    return made(optimizer.param_groups)
+
+
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "none": lambda optimizer: optimizer,
     "imitating": Imitating,
     "copying": Copying,
     "forwarding": Forwarding,
     "twice": lambda optimizer: Forwarding(Imitating(optimizer)),
+    "Horovod": distributed,
     "LARC": lambda optimizer: optimizers.LARC(optimizer, trust_coefficient=0.001),
     "blending": Blending,
     "lookahead": Lookahead,
@@ -156,7 +189,7 @@ def test_a_wrapped_optimizer_trains_at_o2_as_in_fp32(wrapper: str, name: str, do
     assert len(optimizer.state_dict()["state"]) == len(plain_optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize("wrapper", ["none", "imitating", "forwarding", "blending", "lookahead"])
+@pytest.mark.parametrize("wrapper", ["none", "imitating", "forwarding", "Horovod", "blending", "lookahead"])
 def test_a_skipped_step_changes_nothing_in_a_wrapper_either(wrapper: str) -> None:
     model, optimizer = start(wrapper, "AdamW", "O2", dtype=torch.float16, loss_scale="dynamic")
     train(model, optimizer, "scale_loss", 3)
@@ -196,3 +229,30 @@ def test_an_optimizer_that_holds_itself_is_no_wrapper() -> None:
     amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, loss_scale=1.0, verbosity=0)
     train(model, optimizer, "scale_loss")
     assert amp.has_masters(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_horovod_s_kind_is_scheduled_copied_and_pickled(name: str, level: str) -> None:
+    model, optimizer = start("Horovod", name, level, dtype=torch.bfloat16, loss_scale=1.0)
+    own = optimizer.__class__
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    train(model, optimizer, "scale_loss", 2)
+    scheduler.step()
+    twin, twin_optimizer, state = copy.deepcopy((model, optimizer, optimizer.state_dict()))
+    assert twin_optimizer.__class__ is own
+    assert isinstance(twin_optimizer, own)
+    assert not issubclass(own, type(optimizer))
+    twin_optimizer.load_state_dict(state)
+    for each, its_optimizer in ((model, optimizer), (twin, twin_optimizer)):
+        before = its_optimizer.calls
+        train(each, its_optimizer, "scale_loss", 2)
+        assert its_optimizer.calls == before + 2
+    assert torch.equal(truth(twin), truth(model))
+
+
+def test_a_class_of_horovod_s_kind_is_made_before_initialize() -> None:
+    """Of the attached optimizer's class it would have the methods, and no masters to use."""
+    _model, optimizer = start("none", "AdamW", "O2", dtype=torch.bfloat16, loss_scale=1.0)
+    with pytest.raises(UsageError, match=r"A new AdamW.*before amp\.initialize"):
+        distributed(optimizer)

@@ -5,6 +5,7 @@ Nothing here refers to them, so such a class lives no longer than its last insta
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 __all__ = ["Mixin", "subclass_with", "superclass_of"]
@@ -22,8 +23,15 @@ def subclass_with(mixin: type[Mixin], base: type, methods: dict[str, Any]) -> ty
     bases = mixin, base
     subclasses: list[type] = type.__subclasses__(base)  # to which a class refers weakly
     known = (cls for cls in subclasses if cls.__bases__ == bases)
-    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    names: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own = [each for cls in base.__mro__ for each in vars(cls).values() if isinstance(each, FunctionType)]
+    if any({"super", "__class__"} <= {*each.__code__.co_names} for each in own):
+        names["__class__"] = _CLASS
     return next(known, None) or type(base.__name__, bases, {**names, **methods})
+
+
+# To `super(self.__class__, self)`, as Horovod's optimizers have it, the class of an instance is the one that it is in.
+_CLASS = property(lambda self: superclass_of(type(self), Mixin), vars(object)["__class__"].__set__)
 
 
 def superclass_of(cls: type, mixin: type[Mixin]) -> type:

@@ -16,6 +16,7 @@ import torch
 from ..casting.containers import map_tensors, tensors_in
 from ..casting.dynamo import eager
 from ..core.checks import check_optimizer_state
+from ..core.errors import UsageError
 from ..core.subclasses import Mixin, subclass_with, superclass_of
 from ..masters.plain import without_masters
 from ..optimizers.base import FusedOptimizer
@@ -27,6 +28,12 @@ class _Attached(Mixin):
     """The methods that go before those of the optimizer's own class."""
 
     _amp_stash: Any  # the AttachedOptimizer, which is made from what is here
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise UsageError(
+            f"A new {type(self).__name__} cannot be made of the class of one that amp has prepared. Make it, or let "
+            "Horovod make it, before amp.initialize."
+        )
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
