@@ -279,7 +279,7 @@ def test_an_extension_of_apex_that_is_not_here_says_what_to_use(tmp_path: Path) 
     status, _, error = run(tmp_path, "train.py")
     assert status == 1
     assert error.splitlines()[-2:] == [
-        "ModuleNotFoundError: No module named 'fused_layer_norm_cuda'",
-        "halfstep run: fused_layer_norm_cuda is an extension of Apex that is not here. "
-        "Use apex.normalization.FusedLayerNorm.",
+        "    import fused_layer_norm_cuda",
+        "halfstep.core.errors.MissingModuleError: No module named 'fused_layer_norm_cuda': it is a compiled extension "
+        "of Apex, and halfstep has none. Use apex.normalization.FusedLayerNorm.",
     ]

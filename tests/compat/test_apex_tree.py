@@ -164,6 +164,22 @@ def test_unknown_modules_are_not_found(installed: None) -> None:
         importlib.import_module("apex.transformer")
 
 
+COMPILED = (
+    "bnp distributed_lamb_cuda fast_layer_norm fast_multihead_attn fmhalib fused_adam_cuda fused_dense_cuda"
+    " fused_layer_norm_cuda fused_rotary_positional_embedding fused_weight_gradient_mlp_cuda"
+    " generic_scaled_masked_softmax_cuda mlp_cuda scaled_masked_softmax_cuda scaled_softmax_cuda"
+    " scaled_upper_triang_masked_softmax_cuda xentropy_cuda"
+)
+
+
+@pytest.mark.parametrize("name", COMPILED.split(" "))
+def test_a_compiled_extension_that_is_not_here_says_what_to_use(name: str, installed: None) -> None:
+    with pytest.raises(ModuleNotFoundError, match=rf"No module named '{name}': it is a compiled .* Use ") as caught:
+        importlib.import_module(name)
+    assert caught.value.name == name
+    assert importlib.util.find_spec(name) is None  # so scripts ask whether it is there
+
+
 def test_install_twice_and_uninstall() -> None:
     tree.install()
     tree.install()

@@ -141,17 +141,12 @@ def _hint(command: str, device: str | None, error: BaseException) -> str | None:
 
     import torch
 
-    from ..compat.missing import MISSING_EXTENSIONS
-
     if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
         return (
             f"{command}: since torch 2.6 torch.load reads tensors only. If the file is your own, "
             f"`{command} --trust-checkpoints` reads everything in it."
         )
-    if isinstance(error, ModuleNotFoundError) and error.name in MISSING_EXTENSIONS:
-        instead = MISSING_EXTENSIONS[error.name]
-        return f"{command}: {error.name} is an extension of Apex that is not here. Use {instead}."
-    if device is not None:
+    if device is not None or isinstance(error, ImportError):  # of a name such as fused_adam_cuda
         return None
     asked = any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA", "no GPUs found"))
     if isinstance(error, Exception) and asked and not torch.cuda.is_available():

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import CodeType, ModuleType
 
 from ..core.errors import UsageError
+from .missing import refuse_missing
 
 __all__ = ["install", "second_name", "uninstall"]
 
@@ -93,6 +94,7 @@ def install(force: bool = False) -> None:
     Raises:
         UsageError: if an Apex with ``amp`` is installed or imported, unless ``force``.
     """
+    refuse_missing()
     if _finder in sys.meta_path:
         return
     real = _real_apex()

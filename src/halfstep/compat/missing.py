@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
+from ..core.callers import caller_in
 from ..core.errors import HalfstepError, MissingModuleError, MissingNameError
 
-__all__ = ["MISSING_EXTENSIONS", "refuse_missing", "refusing"]
+__all__ = ["refuse_missing", "refusing"]
 
 _TREE = f"{__package__}.apex."
 
@@ -89,7 +90,7 @@ _INSTEAD: dict[str, str | dict[str, str]] = {
 """For each module below ``apex`` what to use instead of it, or instead of names in it, with spaces between."""
 
 _NORM, _ATTENTION = "apex.normalization.FusedLayerNorm", "torch.nn.functional.scaled_dot_product_attention"
-MISSING_EXTENSIONS = {
+_EXTENSIONS = {
     "bnp": "apex.parallel.SyncBatchNorm with a process group, and channels_last",
     "distributed_lamb_cuda": "apex.optimizers.FusedLAMB with FSDP2",
     "fast_layer_norm": _NORM,
@@ -107,7 +108,7 @@ MISSING_EXTENSIONS = {
     "scaled_upper_triang_masked_softmax_cuda": f"{_ATTENTION} with is_causal=True",
     "xentropy_cuda": "apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
 }
-"""What to use instead of Apex's compiled modules. No finder refuses them: scripts ask whether they are there."""
+"""What to use instead of Apex's compiled modules."""
 
 
 class NotImportedError(HalfstepError, AttributeError):
@@ -123,6 +124,13 @@ class _Missing(importlib.abc.MetaPathFinder):
         if isinstance(instead, str):
             # Without the name of the module, or `from apex import X` takes this for any name that is not there.
             raise MissingModuleError(f"halfstep does not have apex.{name}. {instead}")
+        if fullname in _EXTENSIONS and caller_in("importlib.util") is None:  # where scripts ask what is there
+            error = MissingModuleError(
+                f"No module named {fullname!r}: it is a compiled extension of Apex, and halfstep has none. Use "
+                f"{_EXTENSIONS[fullname]}."
+            )
+            error.name = fullname
+            raise error
 
 
 _finder = _Missing()
