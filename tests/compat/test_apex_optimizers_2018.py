@@ -228,6 +228,20 @@ def test_gradients_stay_scaled_until_the_step_and_add_up() -> None:
     assert (optimizer.loss_scale, optimizer.cur_iter, optimizer.last_overflow_iter) == (8.0, 5, 2)
 
 
+def test_the_factor_and_the_window_of_a_dynamic_scale_can_be_set() -> None:
+    model = nn.Linear(2, 2).half()
+    optimizer = FP16_Optimizer(ADAM(model.parameters()), dynamic_loss_scale=True, verbose=False)
+    optimizer.cur_scale, optimizer.scale_factor, optimizer.scale_window = 64.0, 4.0, 2
+    assert (optimizer.scale_factor, optimizer.scale_window) == (4.0, 2)
+    scales = []
+    for value in (float("inf"), 1.0, 1.0):
+        optimizer.zero_grad()
+        optimizer.backward(model(torch.ones(1, 2).half()).float().sum() * value)
+        optimizer.step()
+        scales.append(optimizer.cur_scale)
+    assert scales == [16.0, 16.0, 64.0]
+
+
 def test_a_backward_pass_of_the_script_itself() -> None:
     results = []
     for own in (False, True):

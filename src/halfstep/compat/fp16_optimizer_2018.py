@@ -97,8 +97,12 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
         self.loss_scaler.engine.last_overflow = torch.tensor(int(value), dtype=torch.int64)
 
     # Of a dynamic scale only: as in Apex, a static one has neither.
-    scale_factor = property(attrgetter("loss_scaler.scale_factor"))
-    scale_window = property(attrgetter("loss_scaler.scale_window"))
+    scale_factor = property(
+        attrgetter("loss_scaler.scale_factor"), lambda self, factor: setattr(self.loss_scaler, "scale_factor", factor)
+    )
+    scale_window = property(
+        attrgetter("loss_scaler.scale_window"), lambda self, window: setattr(self.loss_scaler, "scale_window", window)
+    )
 
     @property
     def fp16_groups_flat(self) -> list[torch.Tensor]:

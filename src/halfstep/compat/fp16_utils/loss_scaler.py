@@ -156,7 +156,16 @@ class DynamicLossScaler(LossScaler):
             max_scale=max_loss_scale or None,
         )
         self.engine = _CountingScaler(rule)
-        self.scale_factor, self.scale_window = scale_factor, scale_window
+
+    # What scripts set when they resume.
+    scale_factor = property(
+        lambda self: self.engine.settings.growth_factor,
+        lambda self, factor: self.engine.change(growth_factor=factor, backoff_factor=1.0 / factor),
+    )
+    scale_window = property(
+        lambda self: self.engine.settings.growth_interval,
+        lambda self, window: self.engine.change(growth_interval=window),
+    )
 
     @property
     def cur_iter(self) -> int:
