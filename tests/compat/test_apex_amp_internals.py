@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -115,6 +116,22 @@ def test_an_edit_holds_for_the_handle_of_2018_and_not_for_other_levels() -> None
     model, _ = bring_up(opt_level="O2")
     assert model.weight.dtype is HALF
     assert F.softmax(X, -1).dtype is FLOAT
+
+
+@pytest.mark.parametrize(("level", "after"), [("O1", FLOAT), ("O2", HALF)])
+def test_the_handle_ends_the_casts_of_models_at_o1_too(level: str, after: torch.dtype) -> None:
+    model, _ = bring_up(opt_level=level, cast_model_outputs=None)
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(output.dtype), prepend=True)
+    twin = copy.deepcopy(model)
+    model(X)
+    amp._amp_state.handle._deactivate()
+    amp._amp_state.handle._deactivate()
+    model(X)
+    twin(X)
+    assert seen == [HALF, after, after]
+    assert torch.mm(X, X).dtype is FLOAT
+    assert not amp._amp_state.handle.is_active()
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ __all__ = [
     "cast_module",
     "casting_of",
     "device_types",
+    "end_casts",
     "exempt",
     "first_passes_of",
     "has_casting",
@@ -367,6 +368,13 @@ def remove_hooks(model: nn.Module) -> None:
                 if _is_ours(hook):
                     del hooks[key]
         unwatch_methods(module)
+
+
+def end_casts(model: nn.Module) -> None:
+    """Let a model at O1 compute as without it; a model with weights in 16 bits needs its casts, and keeps them."""
+    for hooks in _ours(model):
+        if hooks.passes is None and not hooks.explicit:
+            hooks.casting = None
 
 
 def _is_ours(hook: Any) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..amp.loss_scaler import LossScaler
 from ..amp.options import Properties
 from ..amp.session import Session, latest, require_session
 from ..casting.current import clear_cache
-from ..casting.scope import deactivate, disable_casts
+from ..casting.modules import ModuleHooks, end_casts
+from ..casting.scope import deactivate, disable_casts, sessions
 from .casting_switch import CastingSwitch
 
 __all__ = ["AmpState"]
@@ -21,6 +24,12 @@ class StateHandle(CastingSwitch):
         clear_cache()
 
     def _deactivate(self) -> None:
+        """End all casts of O1, also those in models and their copies: they compute in the dtype of their inputs."""
+        for owner in [owner() for session in sessions for owner in session.owners]:
+            if isinstance(owner, torch.nn.Module):
+                end_casts(owner)
+            elif isinstance(owner, ModuleHooks):
+                owner.casting = None
         deactivate()
 
 
