@@ -700,8 +700,9 @@ def test_a_frozen_part_and_a_zero_layer_are_no_finding() -> None:
     ("fused", "dtype", "found"), [(True, "bfloat16", True), (True, "float16", True), (False, "bfloat16", False)]
 )
 def test_a_fused_sgd_that_leaves_16_bit_weights_as_they_are_is_an_error(fused: bool, dtype: str, found: bool) -> None:
-    model = nn.Linear(16, 4)
+    model = nn.Linear(16, 4).to(getattr(torch, dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", dtype=dtype, verbosity=0)
     severities = [each.severity for each in halfstep.check(model, optimizer) if each.code == "HS113"]
     assert severities == ["error"] * found
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", dtype=dtype, verbosity=0)
+    assert "HS113" not in codes(halfstep.check(model, optimizer))

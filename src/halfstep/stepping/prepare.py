@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,8 @@ from ..optimizers.release import release_of
 from .attached import AttachedOptimizer, attach, attached_to, share_overflows
 
 __all__ = ["check", "check_state_form", "prepare", "prepare_model", "prepare_optimizer"]
+
+logger = logging.getLogger("halfstep")
 
 
 def prepare(
@@ -193,6 +196,8 @@ def prepare_optimizer(
         models=models,
         verbose=verbose,
     )
+    if not masters and isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, FusedOptimizer):
+        _leave_broken_step(optimizer)
     if policy.state_dtype is not None and isinstance(optimizer, FusedOptimizer):
         optimizer.keep_moments(policy.state_dtype)
     if not masters and optimizer.state:
@@ -324,6 +329,16 @@ def _gains(optimizer: torch.optim.Optimizer, smaller: bool = False) -> bool:
         and can_fuse(optimizer)
         and (smaller or all(backend_for(device) not in ("eager", "torch") for device in devices))
     )
+
+
+def _leave_broken_step(optimizer: torch.optim.SGD) -> None:
+    """Without ``fused=True``, which leaves most 16-bit weights on a CPU as they are (as of torch 2.13)."""
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    if any(is_half(p) and p.is_cpu for group in groups for p in group["params"]):
+        for options in (*groups, optimizer.defaults):
+            options["fused"] = False
+        optimizer._step_supports_amp_scaling = False  # only its fused step reads flags
+        logger.info("SGD goes on without fused=True, whose step changes few of the 16-bit weights on a CPU")
 
 
 def _sharded_state(optimizer: Any) -> torch.optim.Optimizer | None:
