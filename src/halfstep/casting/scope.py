@@ -90,6 +90,10 @@ NO_CASTING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE)
 """A scope without casts and emulation, in which the function mode does nothing."""
 
 
+_ONLY_MEETING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE, meets=True)
+"""A scope in which only those ops are cast that torch has refused."""
+
+
 # ---- scopes of one thread
 
 
@@ -319,7 +323,7 @@ def _uncast(run_backward: Callable[..., Any]) -> Callable[..., Any]:
             if active_casting() is None:
                 return run_backward(*args, **kwargs)
             clear_cache()
-            with NO_CASTING:
+            with _ONLY_MEETING:  # in the Python code of users' autograd functions and hooks
                 result = run_backward(*args, **kwargs)
             clear_cache()  # a checkpoint that has recomputed has cast weights
             return result
