@@ -286,3 +286,52 @@ def test_a_load_that_would_swap_some_masters_loads_nothing() -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert torch.equal(model[0].weight, torch.ones(2))
+
+
+class Solver(nn.Module):
+    """A model with a part in float64, as physics has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(12, 16), nn.Linear(8, 4)
+        self.exact = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.exact(self.first(x).double()).float())
+        return y
+
+
+@pytest.mark.parametrize("half", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_part_in_float64_stays_so(level: str, half: torch.dtype) -> None:
+    x = torch.linspace(-1, 1, 16 * 12).reshape(16, 12)
+    losses: list[list[float]] = []
+    for amp_level in (None, level):
+        model = Solver()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if amp_level is not None:
+            options: dict[str, Any] = {} if level == "O0" else {"dtype": half}
+            amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0, **options)
+        losses.append([])
+        for _ in range(8):
+            loss = (model(x).float() - 1.0).square().mean()
+            if amp_level is None:
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert {t.dtype for t in model.exact.state_dict().values() if t.is_floating_point()} == {FP64}
+    assert {p.dtype for p in model.exact.parameters()} == {FP64}
+    saved = copy.deepcopy(model.state_dict())
+    assert torch.equal(saved["exact.0.weight"], model.exact[0].weight)
+    torch.testing.assert_close(*losses, rtol=3e-2, atol=2e-2)
+
+
+def test_a_model_in_float64_is_cast_as_a_whole() -> None:
+    model = Solver().double()
+    amp.initialize(model, opt_level="O3", dtype=BF16, verbosity=0)
+    assert {p.dtype for p in model.parameters()} == {BF16}

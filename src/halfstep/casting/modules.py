@@ -254,7 +254,8 @@ def cast_module(
 ) -> list[str]:
     """Cast the floating parameters, their gradients and the buffers of a model in place; parameters keep identity.
 
-    Parameters that are cut into shards are cast, too. A model of FSDP2 must not have run yet.
+    Parameters that are cut into shards are cast, too. A model of FSDP2 must not have run yet. In a model that is not in
+    float64, a module in float64 stays so: its inputs are in float64, because the model casts them.
 
     Args:
         model: any module; shared parameters stay shared.
@@ -272,9 +273,11 @@ def cast_module(
     # Nothing changes before every module was asked about: a filter may raise.
     targets: list[tuple[nn.Module, torch.dtype]] = []
     kept: set[int] = set()
+    mixed = any(p.dtype is not torch.float64 for p in model.parameters() if p.is_floating_point())
     for name, module in model.named_modules():
         chosen = None if module_filter is None else module_filter(module, name)
-        if chosen is None and keep(module):
+        wide = mixed and any(p.dtype is torch.float64 for p in module.parameters(recurse=False))
+        if chosen is None and (wide or keep(module)):
             kept.update(id(tensor) for tensor in _own_tensors(module))
         else:
             targets.append((module, dtype if chosen is None else parse_dtype(chosen)))
