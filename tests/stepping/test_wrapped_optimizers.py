@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 
@@ -256,3 +257,13 @@ def test_a_class_of_horovod_s_kind_is_made_before_initialize() -> None:
     _model, optimizer = start("none", "AdamW", "O2", dtype=torch.bfloat16, loss_scale=1.0)
     with pytest.raises(UsageError, match=r"A new AdamW.*before amp\.initialize"):
         distributed(optimizer)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_wrapper_that_was_attached_is_asked_and_not_the_optimizer_in_it(wrapper: str) -> None:
+    model, optimizer = start(wrapper, "AdamW", "O2", dtype=torch.float16)
+    assert "HS107" not in {finding.code for finding in halfstep.check(model, optimizer)}  # it has a loss scale
+    with pytest.raises(UsageError, match="once is all it can"):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with pytest.raises(UsageError, match=r"has been through amp\.initialize"):
+        amp.initialize(nn.Linear(8, 8), optimizer, opt_level="O2", verbosity=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .subclasses import Mixin
+
 __all__ = ["bare", "inner_optimizer", "package_of_step", "state_holders"]
 
 _DELEGATES = {"accelerate", "halfstep", "lightning", "lightning_fabric", "pytorch_lightning"}
@@ -42,8 +44,8 @@ def bare(optimizer: Any) -> Any:
 
 
 def package_of_step(optimizer: Any) -> str:
-    """The package of the class from which an optimizer has its ``step``, such as "torch"."""
-    cls = next((cls for cls in type(optimizer).__mro__ if "step" in vars(cls)), object)
+    """The package of the class from which an optimizer has its ``step``, such as "torch", also if ours is before it."""
+    cls = next((cls for cls in type(optimizer).__mro__ if "step" in vars(cls) and cls.__mro__[-2] is not Mixin), object)
     return cls.__module__.partition(".")[0]
 
 
