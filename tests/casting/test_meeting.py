@@ -568,7 +568,6 @@ def test_a_row_that_is_hidden_whole_is_finite_in_attention(half: torch.dtype) ->
             torch.testing.assert_close(found[:, :3].float(), wanted[:, :3], atol=0.02, rtol=0.02)
 
 
-<<<<<<< HEAD
 FULL_ATTENTION: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "a scope that is switched off": lambda: amp.auto_cast(enable=False, emulate=True),
     "the black list": lambda: amp.auto_cast(custom_black_list=["flash_attn"], emulate=True),
@@ -611,8 +610,9 @@ def test_a_function_with_custom_bwd_has_its_gradient_under_auto_cast(level: str,
     assert found.dtype is half
     found.float().sum().backward()
     torch.testing.assert_close(a.grad, torch.ones(4, 4) @ A.t(), atol=TOLERANCE[half], rtol=TOLERANCE[half])
-=======
-class Product(torch.autograd.Function):
+
+
+class FromApex(torch.autograd.Function):
     """As scripts for Apex have it: its backward pass multiplies a 16-bit gradient by an fp32 weight."""
 
     @staticmethod
@@ -632,7 +632,7 @@ def test_ops_meet_in_the_backward_pass_of_a_function_at_o1(half: torch.dtype) ->
     for level in ("O0", "O1"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
-        model[1].forward = lambda x, weight=model[1].weight: Product.apply(x, weight)
+        model[1].forward = lambda x, weight=model[1].weight: FromApex.apply(x, weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options: dict[str, Any] = {} if level == "O0" else {"dtype": half, "loss_scale": 64.0}
         amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
@@ -642,4 +642,3 @@ def test_ops_meet_in_the_backward_pass_of_a_function_at_o1(half: torch.dtype) ->
     for wide, narrow in zip(*gradients, strict=True):
         assert narrow.dtype is torch.float32
         torch.testing.assert_close(narrow, wide, rtol=5 * TOLERANCE[half], atol=5 * TOLERANCE[half])
->>>>>>> 827a520 (At O1 the backward pass of a user's autograd function may mix 16-bit and fp32 operands)

@@ -283,3 +283,24 @@ def test_an_extension_of_apex_that_is_not_here_says_what_to_use(tmp_path: Path) 
         "halfstep.core.errors.MissingModuleError: No module named 'fused_layer_norm_cuda': it is a compiled extension "
         "of Apex, and halfstep has none. Use apex.normalization.FusedLayerNorm.",
     ]
+
+
+PAST_THE_MODEL = """
+import sys, torch
+from apex import amp
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+model = amp.initialize(model, opt_level="O2", cast_ops="yes" in sys.argv or None, verbosity=0)
+print(model[0](torch.ones(2, 4)).shape)
+"""
+
+
+def test_a_part_called_past_its_model_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PAST_THE_MODEL)
+    status, _, error = run(tmp_path, "train.py")
+    assert status == 1
+    *_, raised, hint = error.splitlines()
+    assert raised.startswith("RuntimeError: mat1 and mat2 must have the same dtype")
+    assert hint.startswith("halfstep run: at O2 and O3 a part that is called past its model")
+    assert "cast_ops=True" in hint
+    status, out, error = run(tmp_path, "train.py", "yes")
+    assert (status, out.strip()) == (0, "torch.Size([2, 4])"), error

@@ -136,7 +136,7 @@ def _check_path(ctx: click.Context, script: str) -> None:
 
 
 def _hint(command: str, device: str | None, error: BaseException) -> str | None:
-    """Advice for a script that ended because it asked for a GPU where there is none, or for a pickled object."""
+    """Advice for a script that asked for a GPU where there is none, or for a pickled object, or mixed dtypes."""
     import pickle
 
     import torch
@@ -145,6 +145,12 @@ def _hint(command: str, device: str | None, error: BaseException) -> str | None:
         return (
             f"{command}: since torch 2.6 torch.load reads tensors only. If the file is your own, "
             f"`{command} --trust-checkpoints` reads everything in it."
+        )
+    mixed = any(words in str(error) for words in ("same dtype", "scalar type", "should be the same"))
+    if type(error) is RuntimeError and mixed and "halfstep.amp" in sys.modules:
+        return (
+            f"{command}: at O2 and O3 a part that is called past its model, as model.encoder(x), casts no inputs. Call "
+            "the model, give it a method that calls the part, or pass cast_ops=True to amp.initialize."
         )
     if device is not None or isinstance(error, ImportError):  # of a name such as fused_adam_cuda
         return None
