@@ -427,3 +427,26 @@ def test_every_kind_of_layer_runs_without_casts(half: torch.dtype) -> None:
     assert loss.isfinite()
     assert all(p.isfinite().all() for p in after)
     assert sum(not torch.equal(p, q) for p, q in zip(before, after, strict=True)) >= len(before) // 2
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_an_embedding_with_sparse_gradients_trains(half: torch.dtype) -> None:
+    """Embeddings are computed in fp32 at O2, and torch casts no sparse gradient back to 16 bits."""
+    weights = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(10, 16, sparse=sparse), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.decorate(model, optimizer, level="O2", dtype=dtype_name(half))
+        scaler = amp.GradScaler(init_loss_scaling=128.0)
+        for _ in range(3):
+            with amp.auto_cast(level="O2", dtype=dtype_name(half)):
+                assert model[0](torch.tensor([1])).dtype is torch.float32
+                loss = model(torch.arange(8)).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert attached_to(optimizer)
+        weights.append(model.state_dict()["0.weight"].float())
+    torch.testing.assert_close(*weights, rtol=1e-2, atol=1e-3)

@@ -176,6 +176,9 @@ def to_half(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwar
 
 def to_float(name: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Cast every 16-bit argument to fp32, unless the caller asks for a 16-bit result: some ops refuse to narrow."""
+    if name == "embedding" and (kwargs.get("sparse") or (len(args) in (5, 7) and args[-1] is True)):
+        # Torch cannot cast a sparse gradient back to the weight's dtype, and a lookup rounds nothing.
+        return _cast(mode, func(*args, **kwargs), torch.float32, name)
     if not kwargs:  # as _call_in, with a call less
         return func(*[_cast(mode, a, torch.float32, name) for a in args])
     if kwargs.get("dtype") in HALF_DTYPES:
