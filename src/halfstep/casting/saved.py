@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.dtypes import HALF_DTYPES
 from ..core.errors import UsageError
 from ..core.torch_compat import buffers_of, parameters_of, public_hook
 from ..gradients.master_registry import is_saved_elsewhere, master_of, write_master
@@ -35,10 +36,8 @@ class SaveAs:
         """Replace the module's own entries."""
         for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
             key = prefix + name
-            if tensor is None or key not in state_dict or not tensor.is_floating_point():
-                continue
-            if tensor.dtype is torch.float64:  # a part that the level has left so
-                continue
+            if tensor is None or tensor.dtype not in (torch.float32, *HALF_DTYPES) or key not in state_dict:
+                continue  # each level leaves a part in float64 as it is
             master = master_of(tensor)
             if master is not None or not self._copied:
                 # A copy of a master: torch.distributed.checkpoint loads into it before it calls load_state_dict.
