@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from halfstep import amp
 from halfstep.casting import config, emulation
@@ -20,6 +21,8 @@ __all__ = ["four_ranks", "ranks"]
 
 gc.disable()  # imports and the collection of tests make millions of objects that stay
 torch.set_num_threads(1)
+settings.register_profile("halfstep", deadline=None)  # on a busy machine an example may take any time
+settings.load_profile("halfstep")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be there before anything, such as torch.compile, imports triton
 

@@ -274,7 +274,7 @@ def test_16_bit_losses_are_scaled_in_fp32(shape: tuple[int, ...]) -> None:
 # ---- the reference
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rule=RULES, flags=FLAGS, fused=st.booleans(), early=st.booleans())
 def test_against_the_reference(rule: dict[str, Any], flags: list[bool], fused: bool, early: bool) -> None:
     rule["sticky_backoff"] = False  # Megatron's; Paddle counts anew
@@ -569,7 +569,7 @@ def test_torch_passes_a_device_first(device: Any) -> None:
     assert scaler._growth_tracker.item() == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(flags=FLAGS, interval=st.integers(1, 4))
 def test_same_scales_as_torch(flags: list[bool], interval: int) -> None:
     arguments = {"init_scale": 2.0**10, "growth_interval": interval}

@@ -77,7 +77,7 @@ STEPS = st.lists(
 @pytest.mark.parametrize("scale", [None, 256.0])
 @in_both_halves
 @with_both_masters
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(steps=STEPS)
 def test_gradients_are_the_sum_of_the_passes(
     fused: bool, half: torch.dtype, scale: float | None, steps: list[tuple[str, int]]

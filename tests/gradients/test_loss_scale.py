@@ -56,7 +56,7 @@ def numbers(state: LossScaleState) -> tuple[float, int, int]:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(rule=RULES, flags=FLAGS)
 def test_rule(rule: dict[str, Any], flags: list[bool]) -> None:
     moving = DynamicLossScale(**rule)
@@ -68,7 +68,7 @@ def test_rule(rule: dict[str, Any], flags: list[bool]) -> None:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rule=RULES, flags=FLAGS)
 def test_loss_scaler(rule: dict[str, Any], flags: list[bool]) -> None:
     scaler, trace = DeviceLossScaler(DynamicLossScale(**rule, collapse_after=None), verbose=False), []
@@ -80,7 +80,7 @@ def test_loss_scaler(rule: dict[str, Any], flags: list[bool]) -> None:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rule=RULES, flags=FLAGS)
 def test_scale_loss(rule: dict[str, Any], flags: list[bool]) -> None:
     param = nn.Parameter(torch.ones(2))
@@ -106,7 +106,7 @@ def test_scale_loss(rule: dict[str, Any], flags: list[bool]) -> None:
     assert amp.steps_skipped(optim) == skips
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     flags=FLAGS,
     init=st.integers(5, 40),
@@ -143,7 +143,7 @@ def test_fp16_optimizer(flags: list[bool], init: int, factor: float, window: int
     assert scales == [scale for scale, _, _ in reference(flags[:19], rule)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(flags=FLAGS)
 def test_handle(flags: list[bool]) -> None:
     param = nn.Parameter(torch.ones(2))

@@ -321,7 +321,7 @@ def test_a_value_changed_through_its_view_stays_one_with_it() -> None:
         assert torch.equal(cast.module(x)[0], model(x))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_the_cut_is_a_minimum(data: st.DataObject) -> None:
     """Against trying every choice."""

@@ -55,7 +55,7 @@ def test_the_map_is_the_published_one(storage: Storage) -> None:
 
 
 @FORMS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**30), count=st.integers(1, 700), exponent=st.integers(-30, 30))
 def test_rounding_is_to_the_nearest(storage: Storage, seed: int, count: int, exponent: int) -> None:
     values = numbers_for(storage, count, seed) * 2.0**exponent
@@ -76,7 +76,7 @@ def test_rounding_is_to_the_nearest(storage: Storage, seed: int, count: int, exp
 
 
 @FORMS
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**30), count=st.integers(1, 700), exponent=st.integers(-60, 60), sign=st.sampled_from([1, -1])
 )

@@ -53,7 +53,7 @@ KINDS = st.lists(
     max_size=8,
 )
 SCALES = st.sampled_from([1.0, 0.5, 2.0**-16, 1 / 3, 1e-3, 8.0])
-few = settings(max_examples=150, deadline=None)
+few = settings(max_examples=150)
 
 
 def flag() -> torch.Tensor:

@@ -131,7 +131,7 @@ def test_steps_as_the_ordinary_step_under_amp(
     assert not runs[1][1].step_was_skipped
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_training_is_the_same(data: st.DataObject) -> None:
     """Groups, frozen parameters, passes that are added up, learning rates that change: in any order."""

@@ -163,7 +163,7 @@ def test_split_masters_are_an_fp32_master_bit_for_bit(on: str) -> None:
         assert torch.equal(p, round_half_away(q.detach()))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(bits=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50))
 def test_split_and_join_lose_no_bit(bits: list[int]) -> None:
     value = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(FP32)
@@ -383,7 +383,7 @@ def test_what_changes_between_steps_is_noticed() -> None:
     close(ours, theirs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6),
     dtypes=st.lists(st.sampled_from([FP32, BF16, FP16, torch.float64]), min_size=6, max_size=6),
