@@ -69,7 +69,7 @@ def migrate_to_torch(
 
     Args:
         sources: the text of each file.
-        accumulation: also rewrite steps of several backward passes, after which a GradScaler moves its scale once.
+        accumulation: have a GradScaler move its scale once for all backward passes of a step.
         o2_as_o1: rewrite O2 as O1, whose weights are fp32.
 
     Raises:
@@ -167,7 +167,7 @@ def _migrate_packages(paths: tuple[Path, ...], **options: bool) -> Iterator[tupl
 @click.option(
     "--accumulation",
     is_flag=True,
-    help="with --to torch: also rewrite steps of several backward passes; a GradScaler moves its scale once for all",
+    help="with --to torch: have a GradScaler move its scale once for all backward passes of a step, and not after each",
 )
 @click.option(
     "--o2-as-o1",

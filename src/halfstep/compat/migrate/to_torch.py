@@ -4,6 +4,9 @@ Files that belong together are rewritten as a whole or not at all. If one functi
 variable, ``scaler``. Otherwise it is an attribute of the optimizer, which every function that steps has. An optimizer
 without the attribute never was in ``amp.initialize``, or is a copy, and trains as with amp off. A wrapper without it
 is an error, because it may hide an optimizer whose gradients are scaled.
+
+Where one backward pass and one step follow each other, these are the GradScaler's. Where that cannot be told, gradients
+are unscaled after each pass, as Apex does it, and steps stay as they are (``Options.each_pass``).
 """
 
 from __future__ import annotations
@@ -16,25 +19,17 @@ from typing import TypeVar
 
 from .names import EXTENSIONS, Problem
 from .scopes import Names, loose_names, names_of
+from .torch_helpers import HELPERS, with_helper
 from .torch_imports import Imports
 from .torch_lines import split_lines
 from .torch_names import CONVERT, OPTIMIZERS, REPLACED, options_problem
-from .torch_script import Package, Script
+from .torch_script import Options, Package, Script
 from .torch_training import Training
 from .torch_tree import CROWDED
 
 __all__ = ["to_torch"]
 
 _PACKAGES = ("apex", *EXTENSIONS)
-_SCALER_OF = '''\
-def {}(optimizer):
-    """The GradScaler of an optimizer; one that does nothing for an optimizer without, and for None."""
-    if hasattr(optimizer, "scaler") or not isinstance(optimizer, (torch.optim.Optimizer, type(None))):
-        return optimizer.scaler
-    return torch.amp.GradScaler(enabled=False)
-
-
-'''
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -46,19 +41,28 @@ def to_torch(
     Args:
         sources: the texts of files that belong together. Those that do not use Apex are read where they call functions
             of the others.
-        accumulation: also rewrite steps of several backward passes, after which a GradScaler moves its scale once.
+        accumulation: have a GradScaler move its scale once for all backward passes of a step.
         o2_as_o1: rewrite O2 as O1, whose weights are fp32.
 
     Raises:
         SyntaxError: if a text that uses Apex is no Python.
     """
+    for each_pass in (False, True):
+        found = _in_lines(sources, Options(accumulation, o2_as_o1, each_pass))
+        if not any(problems for _, problems in found.values()):
+            break
+    return found
+
+
+def _in_lines(sources: Mapping[_Key, str], options: Options) -> dict[_Key, tuple[str, list[Problem]]]:
+    """The same with one choice of options, and with lines of their own for statements that are changed."""
     crowded: dict[_Key, set[int]] = {}
-    found = _to_torch(sources, crowded, accumulation=accumulation, o2_as_o1=o2_as_o1)
+    found = _to_torch(sources, crowded, options)
     if not crowded:
         return found
     apart = {**sources, **{key: split_lines(sources[key], lines) for key, lines in crowded.items()}}
     still: dict[_Key, set[int]] = {}
-    split = _to_torch(apart, still, accumulation=accumulation, o2_as_o1=o2_as_o1)
+    split = _to_torch(apart, still, options)
     if not any(problems for _, problems in split.values()):
         return split
     untold = () if still else (CROWDED,)
@@ -66,10 +70,10 @@ def to_torch(
 
 
 def _to_torch(
-    sources: Mapping[_Key, str], crowded: dict[_Key, set[int]], *, accumulation: bool, o2_as_o1: bool
+    sources: Mapping[_Key, str], crowded: dict[_Key, set[int]], options: Options
 ) -> dict[_Key, tuple[str, list[Problem]]]:
     """The same. The lines that statements which were to be changed share with others are added to ``crowded``."""
-    package = Package(accumulation=accumulation, o2_as_o1=o2_as_o1)
+    package = Package(options)
     scripts: dict[_Key, Script] = {}
     unread = dict(sources)
 
@@ -113,7 +117,8 @@ def _result(script: Script, training: Training) -> str:
     after = script.text.result()
     if after == script.source:
         return after
-    after = _with_scaler_of(after, script.scaler_of)
+    for name, helper in HELPERS.items():
+        after = with_helper(after, script.helpers[name], helper)
     for module in ("torch", "functools"):
         after = _with_import(after, module, script.tree)
     tree = ast.parse(after)
@@ -165,23 +170,6 @@ def _replaced_names(script: Script) -> None:
 def _left(tree: ast.Module, names: Names, roots: set[str]) -> list[Problem]:
     found = [(node.lineno, "Apex") for node, _ in names.imports]
     return found + loose_names(tree, names, roots - {"torch"})
-
-
-def _with_scaler_of(text: str, name: str) -> str:
-    """The text with the function that tells the GradScaler of an optimizer, before the first function or use of it."""
-    tree = ast.parse(text)
-    users = {id(node) for node in tree.body for each in ast.walk(node) if getattr(each, "id", None) == name}
-    if not users:
-        return text
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    place = next(i for i, node in enumerate(tree.body) if isinstance(node, kinds) or id(node) in users)
-    node, lines = tree.body[place], text.splitlines(keepends=True)
-    line = min(each.lineno for each in (node, *getattr(node, "decorator_list", []))) - 1
-    begin = (tree.body[place - 1].end_lineno or 0) if place else 0
-    while line > begin and lines[line - 1].startswith("#"):
-        line -= 1
-    around = ["" if line == 0 or not lines[line - 1].strip() else "\n\n", _SCALER_OF.format(name)]
-    return "".join([*lines[:line], *around, *lines[line:]])
 
 
 def _with_import(text: str, module: str, before: ast.Module) -> str:

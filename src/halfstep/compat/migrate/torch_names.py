@@ -100,7 +100,7 @@ def level_of(call: ast.Call, *, trained: bool, o2_as_o1: bool) -> Level:
     for keyword in call.keywords:
         name, value = str(keyword.arg), keyword.value
         known = isinstance(value, ast.Constant)
-        text = ast.unparse(value)
+        text = _operand(value)
         if name in ("models", "optimizers", "verbosity"):
             continue
         if keyword.arg is None:
@@ -141,9 +141,15 @@ def _options(level: Level, conditions: list[str], value: ast.expr, text: str) ->
     ]
 
 
+def _operand(value: ast.expr) -> str:
+    """An expression as text that may stand beside an operator."""
+    text = ast.unparse(value)
+    return f"({text})" if isinstance(value, (ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda)) else text
+
+
 def _opt_level(level: Level, conditions: list[str], value: ast.expr, text: str, *, trained: bool = True) -> None:
     if not isinstance(value, ast.Constant):
-        text = ast.unparse(value)
+        text = _operand(value)
         on = level.levels[1:]
         conditions.append(f'{text} == "O1"' if len(on) == 1 else f'{text} in ("O1", "O2")')
         o2 = "; halfstep migrate --o2-as-o1 makes O1 of O2" if len(on) == 1 else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .scopes import dotted_text
@@ -21,7 +21,9 @@ class Pass:
         whole: the statement to replace.
         optimizer: the optimizer.
         before, loss, after: the parts of the new text, around ``scaler.scale(loss).backward``.
-        delayed: whether Apex moves its loss scale only once for all passes of a step.
+        delay: the text of ``delay_unscale``, with which Apex moves its loss scale only once for all passes of a step.
+        scaled: whether it is in ``scale_loss``.
+        loss_id: the text of that argument.
     """
 
     script: Script
@@ -30,12 +32,22 @@ class Pass:
     before: str
     loss: str
     after: str
-    delayed: bool = False
+    delay: str = ""
+    scaled: bool = True
+    loss_id: str = "0"
 
     def write(self) -> None:
         """Replace it."""
-        new = f"{self.before}{self.script.scaler(self.optimizer)}.scale({self.loss}).backward{self.after}"
-        self.script.text.lines(self.whole, [new])
+        scaler = self.script.scaler(self.optimizer, self.loss_id)
+        if not self.script.package.options.each_pass:
+            self._put(f"{scaler}.scale({self.loss}).backward{self.after}")
+        elif self.scaled:
+            delay = f"delay_unscale={self.delay}" if self.delay else ""
+            arguments = (scaler, self.loss, self.optimizer, self.after.strip()[1:-1].strip().rstrip(","), delay)
+            self._put(f"{self.script.helpers['scaled_backward']}({', '.join(filter(None, arguments))})")
+
+    def _put(self, new: str) -> None:
+        self.script.text.lines(self.whole, [f"{self.before}{new}"])
 
 
 def read_passes(script: Script) -> list[Pass]:
@@ -48,23 +60,23 @@ def read_passes(script: Script) -> list[Pass]:
     return list({id(each.whole): each for each in found}.values())
 
 
-def unscaled_passes(script: Script) -> list[Pass]:
+def unscaled_passes(script: Script, nodes: Iterable[ast.AST] | None = None) -> list[Pass]:
     """The passes without ``scale_loss`` in functions that step an optimizer of amp. A GradScaler scales them, too."""
     found = []
-    for node in ast.walk(script.tree):
+    for node in ast.walk(script.tree) if nodes is None else nodes:
         if isinstance(node, ast.Expr) and _plain(node):
             steps = (script.stepped(each) for each in ast.walk(script.around.function(node)))
             known = [each for each in steps if each is not None and last_part(each) in script.package.optimizers]
             if known:
-                found.append(_as_written(script, node, known[0], delayed=False))
+                found.append(_as_written(script, node, known[0], ""))
     return found
 
 
-def _as_written(script: Script, node: ast.Expr, optimizer: str, *, delayed: bool) -> Pass:
+def _as_written(script: Script, node: ast.Expr, optimizer: str, delay: str) -> Pass:
     """A pass of a loss that is not scaled."""
     func = node.value.func  # type: ignore[attr-defined]
     after = script.text.bytes[script.text.end(func) : script.text.end(node)].decode()
-    return Pass(script, node, optimizer, "", script.text.source(func.value), after, delayed)
+    return Pass(script, node, optimizer, "", script.text.source(func.value), after, delay, scaled=False)
 
 
 def _read(script: Script, block: ast.With) -> Iterator[Pass]:
@@ -89,9 +101,12 @@ def _read(script: Script, block: ast.With) -> Iterator[Pass]:
     name = text.source(optimizer)
     before = text.bytes[text.start(statement) : text.start(backward)].decode()
     after = text.bytes[text.end(backward.func) : text.end(backward)].decode()
-    yield Pass(script, whole, name, before, text.source(call.args[0]), after, "delay_unscale" in named)
+    delay = text.source(named["delay_unscale"]) if "delay_unscale" in named else ""
+    delay = "" if delay == "False" else delay
+    loss_id = text.source(named["loss_id"]) if "loss_id" in named else "0"
+    yield Pass(script, whole, name, before, text.source(call.args[0]), after, delay, loss_id=loss_id)
     for other in others:
-        yield _as_written(script, other, name, delayed="delay_unscale" in named)
+        yield _as_written(script, other, name, delay)
 
 
 def _elsewhere(script: Script, block: ast.With, loss: ast.expr, backward: ast.Call) -> tuple[ast.stmt, list[ast.Expr]]:

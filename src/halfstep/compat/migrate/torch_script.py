@@ -9,13 +9,29 @@ from dataclasses import dataclass, field
 from .names import EXTENSIONS, Problem
 from .scopes import dotted_text, names_of
 from .torch_calls import Calls, File
+from .torch_helpers import HELPERS
 from .torch_names import Level, may_run
 from .torch_tree import Statements
 
-__all__ = ["FAR", "Package", "Script", "Start", "bare", "has_backward", "last_part"]
+__all__ = ["FAR", "Options", "Package", "Script", "Start", "bare", "has_backward", "last_part"]
 
 FAR = 3
 """The most functions that a model, a backward pass and a step may be apart."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How scripts are rewritten.
+
+    Attributes:
+        accumulation: whether a GradScaler may move its scale once for several backward passes of a step.
+        o2_as_o1: whether O2 becomes what O1 becomes.
+        each_pass: whether gradients are unscaled after each backward pass, so that steps stay as they are.
+    """
+
+    accumulation: bool = False
+    o2_as_o1: bool = False
+    each_pass: bool = False
 
 
 @dataclass
@@ -23,26 +39,31 @@ class Package:
     """The facts that files which belong together know of each other.
 
     Attributes:
+        options: how they are rewritten.
         models: the last parts of the names of models, "model" of ``self.model``.
         optimizers: the last parts of the names of optimizers.
         conditions: the conditions under which amp is on, without what owns their names.
         shared: whether a GradScaler has to go from one function to another.
-        accumulation: whether a step of several backward passes is rewritten.
-        o2_as_o1: whether O2 becomes what O1 becomes.
+        losses: the most loss scales that an ``amp.initialize`` has.
         training: the ids of the functions through which a backward pass comes.
         names: the names of these functions.
         calls: which functions call which.
     """
 
+    options: Options
     models: set[str] = field(default_factory=set)
     optimizers: set[str] = field(default_factory=set)
     conditions: set[str] = field(default_factory=set)
     shared: bool = False
-    accumulation: bool = False
-    o2_as_o1: bool = False
+    losses: int = 1
     training: set[int] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
     calls: Calls[Script] = field(default_factory=Calls)
+
+    @property
+    def listed(self) -> bool:
+        """Whether the GradScalers are a list, with one for each loss and not for each optimizer."""
+        return self.options.each_pass and not self.shared and self.losses > 1
 
 
 @dataclass
@@ -76,7 +97,7 @@ class Script(File):
         names: its uses of Apex.
         problems: what cannot be rewritten in it.
         starts: its calls of ``amp.initialize``.
-        scaler_of: the function that tells the GradScaler of an optimizer, where several functions have parts of amp.
+        helpers: what each function of ``HELPERS`` is called here.
         written: what was added to the text, so that it is added once.
     """
 
@@ -90,16 +111,26 @@ class Script(File):
         self.written: set[tuple[int, str]] = set()
         self.meant = {id(use.node): use.name for use in self.names.uses}
         used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
-        self.scaler_of = "scaler_of" if "scaler_of" not in source else "amp_scaler_of"
+        self.helpers = {name: name if name not in source else f"amp_{name}" for name in HELPERS}
         self._scaler_name = "scaler" if "scaler" not in used else "amp_scaler"
 
-    def scaler(self, optimizer: str) -> str:
-        """The GradScaler of an optimizer, which may have none."""
-        return f"{self.scaler_of}({optimizer})" if self.package.shared else self._scaler_name
+    def scaler(self, optimizer: str, loss: str = "0") -> str:
+        """The GradScaler of an optimizer, which may have none, or of a loss."""
+        if self.package.listed:
+            return f"{self._scaler_name}s[{loss}]"
+        return f"{self.helpers['scaler_of']}({optimizer})" if self.package.shared else self._scaler_name
 
-    def made_scaler(self, optimizer: str) -> str:
-        """What a new GradScaler of an optimizer is assigned to."""
-        return f"{optimizer}.scaler" if self.package.shared else self._scaler_name
+    def new_scalers(self, start: Start, argument: str) -> list[str]:
+        """Statements that make the GradScalers of an ``amp.initialize``."""
+        new = f"torch.amp.GradScaler({argument})"
+        if self.package.listed:
+            return [f"{self._scaler_name}s = [{new} for _ in range({self.package.losses})]"]
+        if not self.package.shared:
+            return [f"{self._scaler_name} = {new}"]
+        targets = list(dict.fromkeys(f"{optimizer}.scaler" for optimizer, _ in start.optimizers))
+        if start.level.losses == 1:  # one loss scale for all
+            targets = [" = ".join(targets)]
+        return [f"{target} = {new}" for target in targets]
 
     def optimizers(self) -> set[str]:
         """The optimizers that amp has here."""

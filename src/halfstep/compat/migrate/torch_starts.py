@@ -38,7 +38,7 @@ def _read(script: Script, node: ast.AST, function: ast.AST | None) -> Start | No
         pairs = [_pairs(script, target.elts[i], given[i], whole=not i) for i in (0, 1)]
     else:
         pairs = [None]
-    level = level_of(call, trained=bool(pairs[-1]), o2_as_o1=script.package.o2_as_o1)
+    level = level_of(call, trained=bool(pairs[-1]), o2_as_o1=script.package.options.o2_as_o1)
     script.problems += level.problems
     if None in pairs:
         script.say(node, "amp.initialize of several models or optimizers; assign its result to a name for each")
@@ -75,23 +75,18 @@ def write_start(script: Script, start: Start) -> None:
     """Replace an ``amp.initialize`` of what is trained."""
     argument = "" if start.level.enabled == "True" else f"enabled={start.level.enabled}"
     lines = [f"{new} = {old}" for new, old in (*start.models, *start.optimizers) if new != old]
-    scalers = list(dict.fromkeys(script.made_scaler(optimizer) for optimizer, _ in start.optimizers))
-    if start.level.losses == 1:  # one loss scale for all
-        scalers = [" = ".join(scalers)]
-    script.text.lines(
-        start.node, [*lines, *start.level.checks, *(f"{each} = torch.amp.GradScaler({argument})" for each in scalers)]
-    )
+    script.text.lines(start.node, [*lines, *start.level.checks, *script.new_scalers(start, argument)])
     if not script.package.shared:
         for optimizer, _ in start.optimizers:
-            _write_off(script, start.node, optimizer)
+            _write_off(script, start, optimizer)
 
 
-def _write_off(script: Script, node: ast.stmt, optimizer: str) -> None:
+def _write_off(script: Script, start: Start, optimizer: str) -> None:
     """Have a GradScaler that is off before the conditions under which ``amp.initialize`` is called."""
-    outer = [each for each in script.around.conditions(node) if not _made(script, each, node, optimizer)]
+    outer = [each for each in script.around.conditions(start.node) if not _made(script, each, start.node, optimizer)]
     if outer and (key := (id(outer[-1]), "off")) not in script.written:
         script.written.add(key)
-        script.text.before(outer[-1], f"{script.made_scaler(optimizer)} = torch.amp.GradScaler(enabled=False)")
+        script.text.before(outer[-1], script.new_scalers(start, "enabled=False")[0])
 
 
 def _made(script: Script, condition: ast.If, node: ast.stmt, optimizer: str) -> list[ast.expr]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .mentions import waits_for_import
@@ -12,7 +12,7 @@ from .torch_passes import Pass
 from .torch_script import FAR, Package, Script, has_backward, last_part
 from .torch_tree import Function
 
-__all__ = ["Steps"]
+__all__ = ["Steps", "apart"]
 
 _READS = re.compile(r"clip|^grad$|grad_norm|master_params")
 """A name in what reads gradients."""
@@ -149,13 +149,13 @@ class Steps:
         """Collect the changes."""
         for step in self._steps.values():
             several = self._several(step)
-            delayed = all(way.start.delayed for way in step.ways)
+            delayed = all(way.start.delay for way in step.ways)
             kinds = (ast.If, ast.With, ast.Try)
             call = step.node.value  # type: ignore[attr-defined]
             if call.args or call.keywords:
                 step.script.say(step.node, "optimizer.step with a closure")
-            elif several and not (self._package.accumulation or delayed):
-                step.script.say(step.node, f"{_SEVERAL} (--accumulation rewrites it all the same)")
+            elif several and not (self._package.options.accumulation or delayed):
+                step.script.say(step.node, _SEVERAL)
             elif not all(isinstance(each, kinds) for each in step.owners):
                 step.script.say(step.node, "a step in a loop of its own")
             elif several:
@@ -272,24 +272,8 @@ class Steps:
 
     def check(self, script: Script, passes: Iterable[Pass]) -> None:
         """Refuse steps of gradients that would be unscaled, and were never scaled."""
-        wholes = [each.whole for each in passes if each.script is script]
-        functions = {id(script.around.function(whole)) for whole in wholes}
-        functions |= {id(start.function or script.tree) for start in script.starts if start.optimizers}
-        inside = {id(part) for whole in wholes for part in ast.walk(whole)}
-        for whole in wholes:
-            for owner in script.around.conditions(whole):
-                branch = owner.body if script.around.branch(owner, whole) else owner.orelse
-                other = owner.orelse if branch is owner.body else owner.body
-                inside |= {id(part) for each in other for part in ast.walk(each)}
-        for node in ast.walk(script.tree):  # what runs without Apex only
-            if isinstance(node, ast.ExceptHandler) and node.type is not None and waits_for_import(node):
-                inside |= {id(part) for part in ast.walk(node)}
         optimizers = script.optimizers()
-        for node in ast.walk(script.tree):
-            if id(node) in inside or not isinstance(node, ast.stmt):
-                continue
-            if id(script.around.function(node)) not in functions:
-                continue
+        for node in apart(script, passes):
             if isinstance(node, ast.Expr) and has_backward(node):
                 script.say(node, "a backward pass without scale_loss; put one around it")
             if script.stepped(node) in optimizers and id(node) not in self._steps and not script.problems:
@@ -297,6 +281,24 @@ class Steps:
             value = node.value if isinstance(node, (ast.Return, ast.Assign)) else None
             if value is not None and script.stepped(ast.Expr(value)) in optimizers:
                 script.say(node, "optimizer.step whose result is used")
+
+
+def apart(script: Script, passes: Iterable[Pass]) -> Iterator[ast.stmt]:
+    """The statements of functions with amp that run beside its passes, and not instead of one, or without Apex only."""
+    wholes = [each.whole for each in passes if each.script is script]
+    functions = {id(script.around.function(whole)) for whole in wholes}
+    functions |= {id(start.function or script.tree) for start in script.starts if start.optimizers}
+    inside = {id(part) for whole in wholes for part in ast.walk(whole)}
+    for whole in wholes:
+        for owner in script.around.conditions(whole):
+            other = owner.orelse if script.around.branch(owner, whole) else owner.body
+            inside |= {id(part) for each in other for part in ast.walk(each)}
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.ExceptHandler) and node.type is not None and waits_for_import(node):
+            inside |= {id(part) for part in ast.walk(node)}
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.stmt) and id(node) not in inside and id(script.around.function(node)) in functions:
+            yield node
 
 
 def _up_to(script: Script, node: ast.stmt, last: ast.stmt) -> tuple[list[tuple[list[ast.stmt], int]], list[ast.stmt]]:

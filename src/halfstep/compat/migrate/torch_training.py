@@ -10,7 +10,7 @@ from .torch_autocast import Autocast
 from .torch_passes import Pass, read_passes, unscaled_passes
 from .torch_script import Package, Script, bare, last_part
 from .torch_starts import read_starts, write_start
-from .torch_steps import Steps
+from .torch_steps import Steps, apart
 
 __all__ = ["Training"]
 
@@ -54,12 +54,29 @@ class Training:
             package.shared |= any(id(each.script.around.function(each.whole)) not in starts for each in self._passes)
         for each in self._passes:
             self._lead_to(each.script.around.function(each.whole))
+        self._refuse_mixed()
+        if package.options.each_pass:
+            self._passes += [
+                each for script in self._scripts for each in unscaled_passes(script, apart(script, self._passes))
+            ]
         for each in self._passes:
-            self._steps.find(each)
+            if not package.options.each_pass:
+                self._steps.find(each)
             off = any(start.level.enabled == "False" for start in each.script.starts) and not package.shared
             if not off and not self._autocast.cover(each):
                 said = "no call of the model before it that can be found; put autocast around that"
                 each.script.say(each.whole, said)
+
+    def _refuse_mixed(self) -> None:
+        """Refuse several loss scales that are not one for each optimizer, where each optimizer has its own."""
+        package = self._package
+        if package.losses == 1 or package.listed or package.options.accumulation:
+            return
+        scaled = [each for each in self._passes if each.scaled]
+        pairs = {(each.optimizer.rpartition(".")[2], each.loss_id) for each in scaled}
+        if any(len({pair[i] for pair in pairs}) < len(pairs) for i in (0, 1)):
+            for each in scaled:
+                each.script.say(each.whole, "loss scales (loss_id) that are not one for each optimizer")
 
     def _tell(self, script: Script) -> None:
         package = self._package
@@ -68,7 +85,8 @@ class Training:
             package.optimizers |= {last_part(name) for name, _ in start.optimizers}
             package.conditions |= {bare(each.test) for each in script.around.conditions(start.node)}
             names = {name for name, _ in start.optimizers}
-            package.shared |= start.level.losses > 1 and len(names) > 1
+            package.losses = max(package.losses, start.level.losses)
+            package.shared |= start.level.losses > 1 and len(names) > 1 and not package.options.each_pass
             package.shared |= any(
                 {name for name, _ in other.optimizers} != names
                 for other in script.starts
@@ -116,6 +134,8 @@ class Training:
                     self._autocast.inference(script, start)
         for each in self._passes:
             each.write()
+        if self._package.options.each_pass:
+            return
         self._steps.write()
         for script in self._scripts:
             self._steps.check(script, self._passes)
