@@ -333,7 +333,6 @@ REFUSED = {
     "models": ("amp.initialize(model, optimizer", "amp.initialize([model], [optimizer]", "several models"),
     "arguments": ("(model, optimizer, opt_level", "(*both, opt_level", "cannot be read here"),
     "a longer block": ("retain_graph=True)\n", "retain_graph=True)\n        check()\n", "does more than"),
-    "a closure": ("optimizer.step()", "optimizer.step(closure)", "step with a closure"),
     "no model": ("out = model(x)", "out = other(x)", "no call of the model"),
     "a function": ("amp.state_dict()", "(lambda: amp._amp_state)()", "_amp_state"),
     "an optimizer": (
@@ -343,8 +342,6 @@ REFUSED = {
     ),
     "a wrapper": ("delay_allreduce=True", "gradient_average=False", "gradient_average"),
     "no initialize": ('model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n', "", "no amp.initi"),
-    "no step": ("    optimizer.step()  # go\n", "", "no optimizer.step()"),
-    "a step's result": ("optimizer.step()", "x = optimizer.step()", "whose result is used"),
     "two contexts": ("with amp.scale", "with lock, amp.scale", "a with block of its own"),
     "a parameter": ("import torch\n", "import torch\ndef f(amp):\n    amp.x\n", "in a way that cannot be rewritten"),
     "a module": ("optimizer.step()", "f(amp)\n    optimizer.step()", "handed on here"),

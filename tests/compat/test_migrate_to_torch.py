@@ -958,6 +958,16 @@ for x in data:
             "o = (torch.optim.AdamW if args.w else torch.optim.Adam)(\n    p,\n    weight_decay=1,\n)\n",
         ),
         ("try:\n    import apex\n    has = True\nexcept ImportError:\n    has = False\n", "has = True\n"),
+        (  # a name that Apex never had
+            "def f(*x):\n    try:\n        from apex.normalization import FusedMine\n\n        return FusedMine(*x)\n"
+            "    except ImportError:\n        pass\n    return LayerNorm(*x)\n",
+            "def f(*x):\n    pass\n    return LayerNorm(*x)\n",
+        ),
+        (
+            "import importlib\n\ndef has():\n    return importlib.util.find_spec('apex') is not None\n"
+            "x = importlib.util.find_spec('apex') is None\n",
+            "import importlib\n\ndef has():\n    return True\nx = False\n",
+        ),
         ("def f():\n    from apex import amp\n", "def f():\n    pass\n"),
         (
             HEAD.replace("(model, optimizer)", "(net, optimizer, loss_scale=scale)") + LOOP + STEP,

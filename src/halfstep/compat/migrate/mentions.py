@@ -6,11 +6,13 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Collection
+from typing import TypeGuard
 
 from .names import Problem, is_apex
 from .scopes import dotted_text
 
-__all__ = ["asked_by_string", "mentions", "waits_for_import"]
+__all__ = ["asked_by_string", "asked_for_spec", "mentions", "waits_for_import"]
 
 _WORD = re.compile(r"\b(?:apex|amp_C|apex_C)\b", re.IGNORECASE)
 _TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}  # from 3.12 on
@@ -34,19 +36,32 @@ def asked_by_string(source: str, *, optional: bool = True) -> list[Problem]:
 
     Args:
         source: the text of a file.
-        optional: also those whose module has no name, and without which the file does by itself.
+        optional: also those whose module has no name, and without which the file does by itself, and comparisons of a
+            spec with None.
     """
     tree = ast.parse(source)
-    skipped: set[int] = set() if optional else _optional(tree)
+    skipped = set() if optional else _optional(tree) | {id(node.left) for node in asked_for_spec(tree)}
     return [
         (node.lineno, f"{ast.unparse(node)} asks for Apex by a string; change it yourself")
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and id(node) not in skipped
-        and (dotted_text(node.func) or "").rpartition(".")[2] in _ASKING
-        and any(
-            isinstance(arg, ast.Constant) and isinstance(arg.value, str) and is_apex(arg.value) for arg in node.args
-        )
+        if _asks(node, _ASKING) and id(node) not in skipped
+    ]
+
+
+def _asks(node: ast.AST, names: Collection[str]) -> TypeGuard[ast.Call]:
+    """Whether a node is a call of a function with one of these last names, of the name of Apex."""
+    if not isinstance(node, ast.Call) or (dotted_text(node.func) or "").rpartition(".")[2] not in names:
+        return False
+    return any(isinstance(arg, ast.Constant) and isinstance(arg.value, str) and is_apex(arg.value) for arg in node.args)
+
+
+def asked_for_spec(tree: ast.Module) -> list[ast.Compare]:
+    """The expressions ``find_spec("apex") is not None`` and ``is None``."""
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], (ast.Is, ast.IsNot))
+        if _asks(node.left, ("find_spec",)) and ast.unparse(node.comparators[0]) == "None"
     ]
 
 

@@ -17,6 +17,7 @@ import tokenize
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
+from .mentions import asked_for_spec
 from .names import EXTENSIONS, Problem
 from .scopes import Names, loose_names, names_of
 from .torch_helpers import HELPERS, with_helper
@@ -102,6 +103,8 @@ def _rewrite(script: Script, training: Training, others: str) -> None:
     for node in ast.walk(script.tree):
         if isinstance(node, ast.ImportFrom) and node.level and {"amp", "apex"} & {each.name for each in node.names}:
             script.problems.append((node.lineno, "Apex is taken from another file here"))
+    for asked in asked_for_spec(script.tree):
+        script.text.put(asked, str(isinstance(asked.ops[0], ast.IsNot)))
     if script.names.imports:
         imports = Imports(script.tree, script.text, script.names, script.problems, others)
         imports.rewrite()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+from typing import TypeGuard
 
-from .names import Problem, is_apex, moved, resolves
+from .mentions import waits_for_import
+from .names import Problem, exists, is_apex, moved, moved_import, resolves
 from .scopes import Names, dotted_text
 from .torch_names import CONVERT, REPLACED
 from .torch_tree import Statements
@@ -54,8 +56,13 @@ class Imports:
 
     def rewrite(self) -> None:
         """Collect the changes."""
+        fallbacks = {node: node.handlers[0].body for node in ast.walk(self._tree) if _never_imports(node)}
+        for whole, left in fallbacks.items():
+            inside = {id(part) for each in left for part in ast.walk(each)}
+            self.gone |= {id(part) for part in ast.walk(whole)} - inside
         nodes = [node for node, _ in self._names.imports]
-        new: dict[ast.stmt, list[str]] = {node: self._lines(node) for node in nodes}
+        new: dict[ast.stmt, list[str]] = {node: self._lines(node) for node in nodes if id(node) not in self.gone}
+        new |= {whole: [self._text.source(each) for each in left] for whole, left in fallbacks.items()}
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Try) and any(each in new for each in node.body) and self._plain(node, new):
                 kept = [new.pop(each) if each in new else [self._text.source(each)] for each in node.body]
@@ -155,3 +162,18 @@ class Imports:
 
     def _say(self, node: ast.expr | ast.stmt, said: str) -> None:
         self._problems.append((node.lineno, said))
+
+
+def _never_imports(node: ast.AST) -> TypeGuard[ast.Try]:
+    """Whether a block begins with an import that fails with every Apex, and goes on. halfstep has all names of Apex.
+
+    Transformers asks for a ``FusedProphetNetLayerNorm``, for example, and takes that of torch then.
+    """
+    first = node.body[0] if isinstance(node, ast.Try) and not node.finalbody and node.handlers else None
+    if not isinstance(node, ast.Try) or not isinstance(first, ast.ImportFrom) or first.module not in _MODULES:
+        return False
+    module = first.module
+    missing = [each for each in first.names if each.name != "*" and not exists(*moved_import(module, each.name))]
+    handler = node.handlers[0]
+    short = all(each.lineno == each.end_lineno for each in handler.body)
+    return bool(missing) and waits_for_import(handler) and handler.name is None and short
