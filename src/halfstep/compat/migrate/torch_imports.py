@@ -97,7 +97,7 @@ class Imports:
                 module, _, name = REPLACED[whole].rpartition(".")
                 own = alias.asname or alias.name
                 found.append(f"from {module} import {name}" + (f" as {own}" if own != name else ""))
-            elif whole not in (*_MODULES, CONVERT) and whole.removeprefix("apex.amp.") not in _AMP:
+            elif whole not in (*_MODULES, CONVERT) and whole.removeprefix("apex.amp.") not in (*_AMP, "_amp_state"):
                 self._no_counterpart(node, whole)
         return found
 

@@ -76,6 +76,7 @@ class Start:
         models: the names of the models afterwards, and what was given.
         optimizers: the same for the optimizers.
         level: the options.
+        init_scale: the text of the loss scale with which it begins, if that is not Apex's default.
     """
 
     node: ast.Assign
@@ -83,6 +84,7 @@ class Start:
     models: list[tuple[str, str]]
     optimizers: list[tuple[str, str]]
     level: Level
+    init_scale: str = ""
 
 
 class Script(File):

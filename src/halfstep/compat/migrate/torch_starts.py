@@ -73,7 +73,9 @@ def _pairs(script: Script, target: ast.expr, given: ast.expr, *, whole: bool) ->
 
 def write_start(script: Script, start: Start) -> None:
     """Replace an ``amp.initialize`` of what is trained."""
-    argument = "" if start.level.enabled == "True" else f"enabled={start.level.enabled}"
+    begin = f"init_scale={start.init_scale}" if start.init_scale else ""
+    enabled = "" if start.level.enabled == "True" else f"enabled={start.level.enabled}"
+    argument = ", ".join(filter(None, (begin, enabled)))
     lines = [f"{new} = {old}" for new, old in (*start.models, *start.optimizers) if new != old]
     script.text.lines(start.node, [*lines, *start.level.checks, *script.new_scalers(start, argument)])
     if not script.package.shared:

@@ -198,19 +198,13 @@ class Steps:
         )
 
     def _unscale_once(self, step: _Step) -> None:
-        """Unscale after all passes of a step; after each, where gradients are read there."""
+        """Unscale after all passes of a step, and before gradients are read."""
         last = max(step.ways, key=lambda way: way.place[2])
         conditional = any(isinstance(each, ast.If) for each in step.owners)
-        read = [
-            way for way in step.ways if _reads(way.behind) or (conditional and not way.looped and _reads(way.between))
-        ]
-        for way in read:
-            if any(other.place[2] > way.place[2] for other in step.ways if other.place[1] is way.place[1]):
-                said = "gradients are read between two backward passes of a step; read them after the last one"
-                way.start.script.say(way.start.whole, said)
-            self._unscale_before(way)  # where there is a second pass, torch refuses it when it runs
-        if read:
-            return
+        for way in step.ways:
+            if _reads(way.behind) or (conditional and not way.looped and _reads(way.between)):
+                way.start.script.say(way.start.whole, "gradients are read between several backward passes of a step")
+                return
         script, block, i, _ = last.place
         before = [(each, place) for each, place in reversed(step.levels) if place]
         if _reads(last.between) or (last.between and not before and not conditional):
@@ -243,32 +237,13 @@ class Steps:
         elif len(passed) > leaves[-1] + 1 or before:
             script.text.after(last, f"{script.scaler(start.optimizer)}.unscale_({start.optimizer})")
 
-    def _unscale_before(self, way: _Way) -> None:
-        """Unscale where gradients are read after each pass, under the same conditions."""
-        start, around = way.start, way.start.script.around
-        block = [each for each in (*way.behind, *way.between) if _reads([each])][:1]
-        found = None
-        while block:
-            found = block[0]
-            inner = isinstance(found, ast.If) and not found.orelse and not _reads([ast.Expr(found.test)])
-            block = [each for each in found.body if _reads([each])][:1] if inner and isinstance(found, ast.If) else []
-        if (
-            found is None
-            or id(found) not in around.owners
-            or around.function(found) is not around.function(start.whole)
-        ):
-            self._unscale_after(way)
-        else:
-            self._unscale_at(start, found, start.script.text.before)
-
     def _unscale_after(self, way: _Way) -> None:
-        self._unscale_at(way.start, way.start.whole, way.start.script.text.after)
-
-    def _unscale_at(self, start: Pass, node: ast.stmt, put: Callable[[ast.stmt, str], None]) -> None:
-        """Unscale before or after a statement, once for all ways that pass it."""
-        if (key := (id(node), "unscale_")) not in start.script.written:
+        """Unscale after a pass, once for all ways that begin with it."""
+        start = way.start
+        if (key := (id(start.whole), "unscale_")) not in start.script.written:
             start.script.written.add(key)
-            put(node, f"{start.script.scaler(start.optimizer)}.unscale_({start.optimizer})")
+            line = f"{start.script.scaler(start.optimizer)}.unscale_({start.optimizer})"
+            start.script.text.after(start.whole, line)
 
     def check(self, script: Script, passes: Iterable[Pass]) -> None:
         """Refuse steps of gradients that would be unscaled, and were never scaled."""

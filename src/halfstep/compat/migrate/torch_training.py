@@ -8,13 +8,20 @@ from collections.abc import Sequence
 from .scopes import dotted_text
 from .torch_autocast import Autocast
 from .torch_passes import Pass, read_passes, unscaled_passes
+from .torch_scales import replace_scales
 from .torch_script import Package, Script, bare, last_part
 from .torch_starts import read_starts, write_start
 from .torch_steps import Steps, apart
 
 __all__ = ["Training"]
 
-_RUNS = ("apex.amp.scale_loss", "apex.amp.master_params", "apex.amp.state_dict", "apex.amp.load_state_dict")
+_RUNS = (
+    "apex.amp.scale_loss",
+    "apex.amp.master_params",
+    "apex.amp.state_dict",
+    "apex.amp.load_state_dict",
+    "apex.amp._amp_state.loss_scalers",
+)
 
 
 class Training:
@@ -127,6 +134,7 @@ class Training:
     def write(self) -> None:
         """Collect the changes."""
         for script in self._scripts:
+            replace_scales(script)
             for start in script.starts:
                 if start.optimizers:
                     write_start(script, start)
