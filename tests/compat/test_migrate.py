@@ -332,7 +332,6 @@ REFUSED = {
     "bounds": ('opt_level="O1"', 'opt_level="O1", max_loss_scale=2.0', "max_loss_scale"),
     "models": ("amp.initialize(model, optimizer", "amp.initialize([model], [optimizer]", "several models"),
     "arguments": ("(model, optimizer, opt_level", "(*both, opt_level", "cannot be read here"),
-    "a longer block": ("retain_graph=True)\n", "retain_graph=True)\n        check()\n", "does more than"),
     "no model": ("out = model(x)", "out = other(x)", "no call of the model"),
     "a function": ("amp.state_dict()", "(lambda: amp._amp_state)()", "_amp_state"),
     "an optimizer": (
@@ -342,7 +341,16 @@ REFUSED = {
     ),
     "a wrapper": ("delay_allreduce=True", "gradient_average=False", "gradient_average"),
     "no initialize": ('model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n', "", "no amp.initi"),
-    "two contexts": ("with amp.scale", "with lock, amp.scale", "a with block of its own"),
+    "a stash": (
+        "optimizer.step()",
+        'assert hasattr(optimizer, "_amp_stash")\n    optimizer.step()',
+        "_amp_stash, which",
+    ),
+    "scale_loss by another name": (
+        "with amp.scale_loss(",
+        "scaled = amp.scale_loss\n    with scaled(",
+        "a with block of its own",
+    ),
     "a parameter": ("import torch\n", "import torch\ndef f(amp):\n    amp.x\n", "in a way that cannot be rewritten"),
     "a module": ("optimizer.step()", "f(amp)\n    optimizer.step()", "handed on here"),
     "a star": (

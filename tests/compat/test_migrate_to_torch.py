@@ -678,6 +678,38 @@ def train(args, model, data):
     return losses
 """
     },
+    "a loss of two optimizers, and a block that does more": {
+        "main": """
+import contextlib
+import torch
+from torch.nn.functional import cross_entropy
+from apex import amp
+
+def train(args, model, data):
+    other = torch.nn.Linear(4, 4)
+    one = torch.optim.SGD(model.parameters(), lr=0.1)
+    two = torch.optim.SGD(other.parameters(), lr=0.1)
+    level = args.level if args.fp16 else "O0"
+    [model, other], [one, two] = amp.initialize([model, other], [one, two], opt_level=level)
+    losses = []
+    for step, (x, y) in enumerate(data):
+        loss = cross_entropy(other(model(x)), y)
+        large = loss * (2.0**20 if step in (2, 3) else 1.0)
+        with torch.enable_grad(), amp.scale_loss(large, [one, two]) as scaled_loss:
+            torch.autograd.backward(scaled_loss)
+            if step % 2:
+                for p in model.parameters():
+                    p.grad.mul_(0.5)
+        torch.nn.utils.clip_grad_norm_([*amp.master_params(one), *amp.master_params(two)], 0.1)
+        if (step + 1) % args.accumulate == 0:
+            one.step()
+            two.step()
+            one.zero_grad()
+            two.zero_grad()
+        losses.append(loss.item())
+    return losses
+"""
+    },
     "three losses of two networks": {
         "main": """
 import torch
@@ -847,29 +879,34 @@ def test_the_state_of_amp_is_that_of_the_optimizer_of_the_class(monkeypatch: pyt
 def test_the_loss_scale_moves_after_each_pass_where_a_grad_scaler_would_do_something_else(source: str) -> None:
     found = migrate(source, "torch")
     assert found.problems == []
-    assert "scaled_backward(scale" in found.after
+    assert "scaled_pass(scale" in found.after
     assert "    optimizer.step()\n" in found.after or "    one.step()\n        two.step()\n" in found.after
 
 
 def test_a_grad_scaler_moves_its_scale_once_for_several_passes_where_that_is_asked_for() -> None:
     after = migrate_to_torch({"": ONE_FUNCTION}, accumulation=True)[""].after
-    assert "scaled_backward" not in after
+    assert "scaled_pass" not in after
     assert "            scaler.step(optimizer)\n            scaler.update()\n" in after
 
 
 def test_a_step_is_skipped_once_after_passes_that_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     losses_of(on_cpu({"main": ONE_FUNCTION}, accumulation=False), "fp32", 1, monkeypatch)
-    backward = vars(sys.modules["main"])["scaled_backward"]
+    scaled_pass = vars(sys.modules["main"])["scaled_pass"]
     weight, scaler = nn.Parameter(torch.ones(())), torch.amp.GradScaler("cpu", init_scale=2.0**24)
     optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def backward(factor: float) -> None:
+        with scaled_pass(scaler, weight * factor, optimizer) as loss:
+            loss.backward()
+
     for factor in (torch.inf, torch.nan, 1.0):
-        backward(scaler, weight * factor, optimizer)
+        backward(factor)
     assert scaler.get_scale() == 2.0**22
     optimizer.step()
     assert weight.item() == 1.0
     optimizer.zero_grad()
-    backward(scaler, weight * 2, optimizer)
-    backward(scaler, weight * 3, optimizer)
+    backward(2.0)
+    backward(3.0)
     assert weight.grad is not None
     assert weight.grad.item() == 5.0
     optimizer.step()
@@ -879,7 +916,7 @@ def test_a_step_is_skipped_once_after_passes_that_overflow(monkeypatch: pytest.M
 def test_loss_scales_are_for_each_loss_or_for_each_optimizer() -> None:
     """Where the GradScaler is found at the optimizer, it cannot have one for each of its losses."""
     source = SHAPES["three losses of two networks"]["main"]
-    assert "scaled_backward(scalers[1], wrong, two)" in migrate(source, "torch").after
+    assert "scaled_pass(scalers[1], wrong, two)" in migrate(source, "torch").after
     start = source.index("        [model, other], [one, two] = amp")
     initialize = source[start : source.index("    losses = []")]
     apart = source.replace(initialize, "        [model, other], [one, two] = start(args, model, other, one, two)\n")

@@ -122,11 +122,14 @@ def _result(script: Script, training: Training) -> str:
         return after
     for name, helper in HELPERS.items():
         after = with_helper(after, script.helpers[name], helper)
-    for module in ("torch", "functools"):
+    for module in ("torch", "functools", "contextlib"):
         after = _with_import(after, module, script.tree)
     tree = ast.parse(after)
     names = names_of(tree, _PACKAGES)
     roots = {use.text.partition(".")[0] for use in script.names.uses if use.name not in REPLACED or "." in use.text}
+    if "_amp_stash" in after:  # it would be missed without an error
+        line = next(i for i, each in enumerate(script.source.splitlines(), 1) if "_amp_stash" in each)
+        script.problems.append((line, "_amp_stash, which a GradScaler has not"))
     for line, name in _left(tree, names, roots):
         script.problems.append((line, f"{name} is used here in a way that cannot be rewritten"))
     return after

@@ -15,45 +15,48 @@ def {}(optimizer):
 
 
 '''
-_SCALED_BACKWARD = '''\
-def {}(scaler, loss, optimizer, *args, delay_unscale=False, **kwargs):
-    """A backward pass after which gradients are unscaled and the loss scale moves, as with Apex.
+_SCALED_PASS = '''\
+@contextlib.contextmanager
+def {}(scaler, loss, optimizers, delay_unscale=False):
+    """Scales the loss of a backward pass; then gradients are unscaled and the loss scale moves, as with Apex.
 
-    If one of its gradients is inf or NaN, the next step of the optimizer is skipped.
+    If one of the gradients is inf or NaN, the next step of each of the optimizers is skipped.
     """
     if not scaler.is_enabled():
-        loss.backward(*args, **kwargs)
+        yield loss
         return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     earlier = []
-    if not delay_unscale and not getattr(optimizer, "has_scaled_gradients", False):
-        earlier = [p.grad for p in params]
-        for p in params:
-            p.grad = None
-    scaler.scale(loss).backward(*args, **kwargs)
-    optimizer.has_scaled_gradients = delay_unscale
+    for optimizer in optimizers:
+        if not delay_unscale and not getattr(optimizer, "has_scaled_gradients", False):
+            earlier += [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+        optimizer.has_scaled_gradients = delay_unscale
+    for p, _ in earlier:
+        p.grad = None
+    yield scaler.scale(loss)
     if delay_unscale:
         return
-    scaler.unscale_(optimizer)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
     scale = scaler.get_scale()
     scaler.update()
     overflow = scaler.get_scale() < scale
     if scaler.get_scale() > 2.0**24:  # the most that Apex has
         scaler.update(2.0**24)
-    for p, grad in zip(params, earlier):
+    for p, grad in earlier:
         if grad is not None:
             p.grad = grad if p.grad is None else p.grad.add_(grad)
-    if overflow and getattr(optimizer.step, "__name__", "") != "skip_step":
-        step = optimizer.step
+    for optimizer in optimizers if overflow else []:
+        if getattr(optimizer.step, "__name__", "") != "skip_step":
 
-        def skip_step(*args, **kwargs):
-            optimizer.step = step
+            def skip_step(*args, optimizer=optimizer, step=optimizer.step, **kwargs):
+                optimizer.step = step
 
-        optimizer.step = skip_step
+            optimizer.step = skip_step
 
 
 '''
-HELPERS = {"scaled_backward": _SCALED_BACKWARD, "scaler_of": _SCALER_OF}
+HELPERS = {"scaled_pass": _SCALED_PASS, "scaler_of": _SCALER_OF}
 """The name of each function and its text, in the order in which they are added: each before the ones that are there."""
 
 

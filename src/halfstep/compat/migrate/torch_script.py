@@ -167,11 +167,10 @@ class Script(File):
         known = [start.level.enabled == "True" and not self.around.conditions(start.node) for start in starts]
         return bool(known) and all(known)
 
-    def scales(self, node: ast.With) -> bool:
-        """Whether a block is one of ``scale_loss``."""
-        call = node.items[0].context_expr
-        called = self.meant.get(id(call.func)) if isinstance(call, ast.Call) else None
-        return called == "apex.amp.scale_loss" and len(node.items) == 1
+    def scales(self, node: ast.stmt) -> bool:
+        """Whether a statement is a block of ``scale_loss``."""
+        call = node.items[0].context_expr if isinstance(node, ast.With) and len(node.items) == 1 else None
+        return isinstance(call, ast.Call) and self.meant.get(id(call.func)) == "apex.amp.scale_loss"
 
     def runs_a_model(self, node: ast.AST, leave: set[int] | None = None) -> bool:
         """Whether a statement may run a model, outside of the statements with ids in ``leave``."""

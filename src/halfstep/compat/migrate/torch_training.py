@@ -79,7 +79,7 @@ class Training:
         package = self._package
         if package.losses == 1 or package.listed or package.options.accumulation:
             return
-        scaled = [each for each in self._passes if each.scaled]
+        scaled = [each for each in self._passes if each.scaled is not None]
         pairs = {(each.optimizer.rpartition(".")[2], each.loss_id) for each in scaled}
         if any(len({pair[i] for pair in pairs}) < len(pairs) for i in (0, 1)):
             for each in scaled:
