@@ -330,7 +330,11 @@ REFUSED = {
     "losses": ('opt_level="O1"', 'opt_level="O1", num_losses=count', "num_losses"),
     "a static scale": ('opt_level="O1"', 'opt_level="O1", loss_scale=128.0', "a static loss_scale"),
     "bounds": ('opt_level="O1"', 'opt_level="O1", max_loss_scale=2.0', "max_loss_scale"),
-    "models": ("amp.initialize(model, optimizer", "amp.initialize([model], [optimizer]", "several models"),
+    "models": (
+        "model, optimizer = amp.initialize(model",
+        "(model, x), optimizer = amp.initialize(both",
+        "several models",
+    ),
     "arguments": ("(model, optimizer, opt_level", "(*both, opt_level", "cannot be read here"),
     "no model": ("out = model(x)", "out = other(x)", "no call of the model"),
     "a function": ("amp.state_dict()", "(lambda: amp._amp_state)()", "_amp_state"),

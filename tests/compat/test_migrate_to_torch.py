@@ -710,6 +710,35 @@ def train(args, model, data):
     return losses
 """
     },
+    "a name for a list of optimizers, and a model in a dict": {
+        "main": """
+import torch
+from torch.nn.functional import cross_entropy
+from apex import amp
+
+def start(args, nets, one, two):
+    [nets["first"], nets["second"]], optimizers = amp.initialize(
+        models=[nets["first"], nets["second"]], optimizers=[one, two], opt_level=args.level if args.fp16 else "O0"
+    )
+    return optimizers
+
+def train(args, model, data):
+    nets = {"first": model, "second": torch.nn.Linear(4, 4)}
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets.values()]
+    optimizers = start(args, nets, *optimizers)
+    losses = []
+    for step, (x, y) in enumerate(data):
+        loss = cross_entropy(nets["second"](nets["first"](x)), y)
+        with amp.scale_loss(loss, optimizers) as scaled_loss:
+            scaled_loss.backward()
+        if (step + 1) % args.accumulate == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+""".replace("(loss, optimizers)", "(loss, [optimizers[0], optimizers[1]])")
+    },
     "three losses of two networks": {
         "main": """
 import torch

@@ -71,7 +71,7 @@ class Autocast:
             if model is not None or any(_stores(each, loss) for each in block[begin:i]):
                 first = begin if model is None else model
                 inside = [] if block[i] is whole else [block[i]]
-                if any(_stores(each, {optimizer.partition(".")[0]}) for each in (*block[first:i], *inside)):
+                if any(_stores(each, {re.split(r"\W", optimizer)[0]}) for each in (*block[first:i], *inside)):
                     return None  # whether amp is on is not known before it
                 found.append(_Region(script, block, first, last, optimizer))
             if model is not None:

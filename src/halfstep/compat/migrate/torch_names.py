@@ -6,7 +6,6 @@ import ast
 from dataclasses import dataclass, field
 
 from .names import Problem
-from .scopes import dotted_text
 
 __all__ = ["CONVERT", "OPTIMIZERS", "REPLACED", "Level", "level_of", "may_run", "options_problem"]
 
@@ -168,15 +167,28 @@ def _opt_level(level: Level, conditions: list[str], value: ast.expr, text: str, 
 _NO_FORWARD = {
     *("train", "eval", "to", "cuda", "cpu", "half", "float", "zero_grad", "parameters", "named_parameters"),
     *("state_dict", "load_state_dict", "modules", "named_modules", "children", "requires_grad_", "apply"),
-    *("save_pretrained", "save", "print", "isinstance", "hasattr", "getattr", "len", "list", "step"),
+    *(
+        "values",
+        "items",
+        "keys",
+        "append",
+        "save_pretrained",
+        "save",
+        "print",
+        "isinstance",
+        "hasattr",
+        "getattr",
+        "len",
+        "list",
+        "step",
+    ),
 }
 _NO_CALL = ("Parallel", "DDP", "SyncBatchNorm", "initialize", "Adam", "AdamW", "SGD", "clip_grad_norm_", "Optimizer")
 
 
 def may_run(call: ast.Call, models: set[str]) -> bool:
     """Whether a call may run one of the models: it is called, a method of it is, or it is an argument."""
-    text = dotted_text(call.func) or ""
-    *owners, last = text.split(".")
+    *owners, last = _parts(call.func)
     if last in _NO_FORWARD or last.endswith(_NO_CALL):
         return False
     if any(_names_one(each, models) for each in (last, *owners)):
@@ -184,7 +196,16 @@ def may_run(call: ast.Call, models: set[str]) -> bool:
     if last[:1].isupper():  # a class, whose object has the model
         return False
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
-    return any(_names_one((dotted_text(each) or "").rpartition(".")[2], models) for each in given)
+    return any(_names_one(_parts(each)[-1], models) for each in given)
+
+
+def _parts(node: ast.expr) -> list[str]:
+    """The names of ``self.models["first"].encode``: "self", "models", "encode"; nothing but "" for something else."""
+    if isinstance(node, ast.Subscript):
+        return _parts(node.value)
+    if isinstance(node, ast.Attribute):
+        return [*_parts(node.value), node.attr]
+    return [node.id if isinstance(node, ast.Name) else ""]
 
 
 def _names_one(name: str, models: set[str]) -> bool:

@@ -129,7 +129,8 @@ class Script(File):
             return [f"{self._scaler_name}s = [{new} for _ in range({self.package.losses})]"]
         if not self.package.shared:
             return [f"{self._scaler_name} = {new}"]
-        targets = list(dict.fromkeys(f"{optimizer}.scaler" for optimizer, _ in start.optimizers))
+        single = [name for name, given in start.optimizers if not given.startswith(("[", "("))]
+        targets = list(dict.fromkeys(f"{optimizer}.scaler" for optimizer in single))
         if start.level.losses == 1:  # one loss scale for all
             targets = [" = ".join(targets)]
         return [f"{target} = {new}" for target in targets]

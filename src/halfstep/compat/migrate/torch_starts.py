@@ -33,9 +33,9 @@ def _read(script: Script, node: ast.AST, function: ast.AST | None) -> Start | No
     given = [*call.args, *(named[name] for name in ("models", "optimizers") if name in named)]
     target = statement.targets[0]
     if len(given) < 2 or (isinstance(given[1], ast.Constant) and given[1].value is None):
-        pairs = [_pairs(script, target, given[0], whole=True), []]
+        pairs = [_pairs(script, target, given[0]), []]
     elif isinstance(target, ast.Tuple) and len(target.elts) == 2:
-        pairs = [_pairs(script, target.elts[i], given[i], whole=not i) for i in (0, 1)]
+        pairs = [_pairs(script, target.elts[i], given[i]) for i in (0, 1)]
     else:
         pairs = [None]
     level = level_of(call, trained=bool(pairs[-1]), o2_as_o1=script.package.options.o2_as_o1)
@@ -47,14 +47,10 @@ def _read(script: Script, node: ast.AST, function: ast.AST | None) -> Start | No
     return Start(statement, function, models, optimizers, level)
 
 
-def _pairs(script: Script, target: ast.expr, given: ast.expr, *, whole: bool) -> list[tuple[str, str]] | None:
+def _pairs(script: Script, target: ast.expr, given: ast.expr) -> list[tuple[str, str]] | None:
     """The names to which models or optimizers are assigned, and what was given; None if they cannot be told.
 
-    Args:
-        script: the file.
-        target: what is assigned to.
-        given: what was given to ``amp.initialize``.
-        whole: whether the target may be one name for a list.
+    Where a list is assigned to one name, its parts keep theirs, and the name of the list is the last one.
     """
     parts = (ast.List, ast.Tuple)
     if isinstance(given, parts) and not given.elts:
@@ -63,10 +59,11 @@ def _pairs(script: Script, target: ast.expr, given: ast.expr, *, whole: bool) ->
     values = given.elts if isinstance(given, parts) else [given]
     texts = [script.text.source(each) for each in values]
     if isinstance(target, ast.Name) and isinstance(given, parts):
-        return [*zip(texts, texts, strict=True), (target.id, script.text.source(given))] if whole else None
+        return [*zip(texts, texts, strict=True), (target.id, script.text.source(given))]
     if isinstance(target, parts) != isinstance(given, parts) or len(targets) != len(values):
         return None
-    names = [text if dotted_text(each) == "_" else dotted_text(each) for each, text in zip(targets, texts, strict=True)]
+    new = [script.text.source(each) if isinstance(each, ast.Subscript) else dotted_text(each) for each in targets]
+    names = [text if name == "_" else name for name, text in zip(new, texts, strict=True)]
     plural = any(name is None or name.endswith(("optimizers", "opts")) for name in names)
     return None if plural else [(str(name), text) for name, text in zip(names, texts, strict=True)]
 
