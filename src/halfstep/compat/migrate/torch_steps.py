@@ -1,4 +1,8 @@
-"""``optimizer.step`` becomes the step of a GradScaler, and gradients are unscaled before anybody reads them."""
+"""``optimizer.step`` becomes the step of a GradScaler, and gradients are unscaled before anybody reads them.
+
+Where a GradScaler would do something else than Apex, that is a problem of a script. No user sees it, because the script
+is rewritten with ``Options.each_pass`` then.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,6 @@ __all__ = ["Steps", "apart"]
 
 _READS = re.compile(r"clip|^grad$|grad_norm|master_params")
 """A name in what reads gradients."""
-_SEVERAL = "a step of several backward passes: Apex moves its loss scale after each, a GradScaler once"
 
 
 @dataclass
@@ -72,15 +75,8 @@ class Steps:
 
     def find(self, start: Pass) -> None:
         """Find the steps after a pass: in the same block, after its loop, or in a function that calls this one."""
-        missed = self._find(start, start.script, start.whole, start.optimizer, [], looped=False, seen=set())
-        if any(way.start is start for step in self._steps.values() for way in step.ways):
-            for script, node in missed:
-                script.say(node, f"no {start.optimizer}.step() after this call, which leads to a backward pass")
-        elif missed:
-            start.script.say(
-                start.whole,
-                f"no {start.optimizer}.step() after it that can be found; call scaler.step and scaler.update there",
-            )
+        if not self._find(start, start.script, start.whole, start.optimizer, [], looped=False, seen=set()):
+            start.script.say(start.whole, "no step after it that can be found")
 
     def _find(
         self,
@@ -92,8 +88,8 @@ class Steps:
         *,
         looped: bool,
         seen: set[int],
-    ) -> list[tuple[Script, ast.stmt]]:
-        """Note the steps after a statement; returns the calls that have none."""
+    ) -> bool:
+        """Note the steps after a statement; whether each function that calls this one has one."""
         function = script.around.function(node)
         for block, i, in_loop in script.around.path(node):
             for j in range(i + 1, len(block)):
@@ -104,17 +100,16 @@ class Steps:
                     outside = step.script is not script or script.around.function(step.node) is not function
                     self._package.shared |= start.script is not script or outside or bool(seen)
                 if found:
-                    return []
+                    return True
             behind = [*behind, *block[i + 1 :]]
         far = id(function) in seen or len(seen) == FAR
-        sites = [] if far else self._package.calls.callers(function)
-        missed = [] if sites else [(script, node)]
-        for site in sites:
+        known = []
+        for site in [] if far else self._package.calls.callers(function):
             name = site.outside(optimizer, script) if optimizer is not None else None
             statement = site.file.around.statement(site.call)
             around = {*seen, id(function)}
-            missed += self._find(start, site.file, statement, name, behind, looped=looped, seen=around)
-        return missed
+            known.append(self._find(start, site.file, statement, name, behind, looped=looped, seen=around))
+        return bool(known) and all(known)
 
     def _steps_in(self, script: Script, later: ast.stmt, optimizer: str | None) -> list[_Step]:
         """The steps of an optimizer in a statement, or else in the functions that it calls."""
@@ -155,7 +150,7 @@ class Steps:
             if call.args or call.keywords:
                 step.script.say(step.node, "optimizer.step with a closure")
             elif several and not (self._package.options.accumulation or delayed):
-                step.script.say(step.node, _SEVERAL)
+                step.script.say(step.node, "a step of several backward passes")
             elif not all(isinstance(each, kinds) for each in step.owners):
                 step.script.say(step.node, "a step in a loop of its own")
             elif several:
@@ -177,8 +172,9 @@ class Steps:
         passed = [part for way in step.ways for each in (*way.behind, *way.between) for part in ast.walk(each)]
         crossed = [text for text in map(step.script.stepped, passed) if text and last_part(text) in near]
         if crossed:
-            said = f"{crossed[0]}.step() is between this step and its backward pass, and both have one loss scale"
-            step.script.say(step.node, f"{said}; move it, or give amp.initialize a num_losses and scale_loss a loss_id")
+            step.script.say(
+                step.node, f"{crossed[0]}.step() is between this step and its pass, and has the same loss scale"
+            )
 
     def _several(self, step: _Step) -> bool:
         """Whether a step may follow several passes."""
