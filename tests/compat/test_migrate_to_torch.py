@@ -739,6 +739,39 @@ def train(args, model, data):
     return losses
 """.replace("(loss, optimizers)", "(loss, [optimizers[0], optimizers[1]])")
     },
+    "amp from another file by a star": {
+        "tools": """
+import torch
+try:
+    from apex import amp
+    has_apex = True
+except ImportError:
+    has_apex = False
+""",
+        "main": """
+from .tools import *
+
+def train(args, model, data):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if args.fp16:
+        if not has_apex:
+            raise ImportError("please install it")
+        model, optimizer = amp.initialize(model, optimizer, opt_level=args.level)
+    losses = []
+    for step, (x, y) in enumerate(data):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        if args.fp16:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        if (step + 1) % args.accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+""",
+    },
     "three losses of two networks": {
         "main": """
 import torch
@@ -791,7 +824,7 @@ def losses_of(sources: dict[str, str], level: str, accumulate: int, monkeypatch:
     for name, source in sources.items():
         module = ModuleType(name)
         monkeypatch.setitem(sys.modules, name, module)
-        exec(compile(source, f"<{name}>", "exec"), vars(module))
+        exec(compile(source.replace("from .", "from "), f"<{name}>", "exec"), vars(module))
     torch.manual_seed(0)
     data = [(torch.randn(16, 8), torch.randint(4, (16,))) for _ in range(12)]
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -1203,6 +1236,7 @@ def test_files_that_do_not_speak_of_apex_are_rewritten_too(tmp_path: Path) -> No
         ("from apex.optimizers import FusedAdam\no = FusedAdam(p, bias_correction=False)\n", "bias_correction"),
         (HEAD + LOOP.replace("(loss,", "(f(loss),") + STEP, "give it a name in a line before"),
         ("from .tools import amp\namp.scale_loss\n# apex", "taken from another file"),
+        ("from tools import amp\namp.scale_loss\n# apex", "taken from another file"),
         (HEAD.replace("optimizer)\n", "optimizer, opt_level=level())\n") + LOOP + STEP, "cannot be read here"),
     ],
 )

@@ -6,7 +6,7 @@ Plain ``ast``: a syntax tree that keeps comments takes a hundred times as long t
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["Names", "Use", "dotted_text", "loose_names", "names_of"]
@@ -40,17 +40,19 @@ class Names:
         imports: the statements that import from it, with the innermost function around each.
         uses: the expressions, in the order of the text.
         rebound: places where a name that was imported from it is bound to something else.
+        bound: the names of the file that mean something of the package, and what.
     """
 
     imports: list[tuple[ast.Import | ast.ImportFrom, ast.AST | None]] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     rebound: list[ast.Name] = field(default_factory=list)
+    bound: dict[str, str] = field(default_factory=dict)
 
 
-def names_of(tree: ast.Module, packages: Sequence[str]) -> Names:
-    """The uses of packages of these names in a file."""
+def names_of(tree: ast.Module, packages: Sequence[str], taken: Mapping[str, str] | None = None) -> Names:
+    """The uses of packages of these names in a file, which may have taken some from other files by a star."""
     reader = _Reader(packages)
-    reader.read(tree)
+    reader.read(tree, taken or {})
     return reader.found
 
 
@@ -86,9 +88,10 @@ class _Reader(ast.NodeVisitor):
         self._scopes: list[dict[str, str | None]] = []  # name -> what it means; None for something else
         self._functions: list[ast.AST | None] = [None]
 
-    def read(self, tree: ast.Module) -> None:
-        self._scopes.append(self._bound(tree.body))
+    def read(self, tree: ast.Module, taken: Mapping[str, str]) -> None:
+        self._scopes.append({**taken, **self._bound(tree.body)})
         self._scopes[0].update(self._globals(tree))
+        self.found.bound = {name: meant for name, meant in self._scopes[0].items() if meant}
         self.generic_visit(tree)
 
     def _globals(self, tree: ast.Module) -> dict[str, str | None]:

@@ -83,7 +83,9 @@ def _to_torch(
             scripts[key] = Script(unread.pop(key), package)
             package.calls.files.append(scripts[key])
 
-    read(" import amp", *_PACKAGES)
+    read(" import amp", "amp.initialize(", "amp.scale_loss(", *_PACKAGES)
+    for script in scripts.values():
+        script.take_names()
     package.calls.read = lambda name: read(f"{name}(", f"{name},")
     training = Training(package, list(scripts.values()))
     training.read()
@@ -101,11 +103,12 @@ def _to_torch(
 def _rewrite(script: Script, training: Training, others: str) -> None:
     """Rewrite what a file imports from Apex, and names that torch has, too."""
     for node in ast.walk(script.tree):
-        if isinstance(node, ast.ImportFrom) and node.level and {"amp", "apex"} & {each.name for each in node.names}:
+        own = isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] not in ("torch", "apex")
+        if isinstance(node, ast.ImportFrom) and own and {"amp", "apex"} & {each.name for each in node.names}:
             script.problems.append((node.lineno, "Apex is taken from another file here"))
     for asked in asked_for_spec(script.tree):
         script.text.put(asked, str(isinstance(asked.ops[0], ast.IsNot)))
-    if script.names.imports:
+    if script.names.imports or script.names.uses:
         imports = Imports(script.tree, script.text, script.names, script.problems, others)
         imports.rewrite()
         _replaced_names(script)

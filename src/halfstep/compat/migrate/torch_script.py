@@ -116,6 +116,15 @@ class Script(File):
         self.helpers = {name: name if name not in source else f"amp_{name}" for name in HELPERS}
         self._scaler_name = "scaler" if "scaler" not in used else "amp_scaler"
 
+    def take_names(self) -> None:
+        """Find the uses of names that ``import *`` takes from other files, which import them from Apex."""
+        stars = [node for node in self.tree.body if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
+        if any((node.module or "").partition(".")[0] not in ("torch", "apex") for node in stars):
+            others = [script.names.bound for script in self.package.calls.files if script is not self]
+            taken = {name: meant for bound in others for name, meant in bound.items()}
+            self.names = names_of(self.tree, ("apex", *EXTENSIONS), taken)
+            self.meant = {id(use.node): use.name for use in self.names.uses}
+
     def scaler(self, optimizer: str, loss: str = "0") -> str:
         """The GradScaler of an optimizer, which may have none, or of a loss."""
         if self.package.listed:
