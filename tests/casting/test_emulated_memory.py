@@ -197,7 +197,7 @@ def test_a_captured_program_keeps_16_bits_too() -> None:
         return kept, [p.detach().clone() for p in program.parameters()]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operands, "saved_hooks_allowed", lambda: False)
+        patch.setattr(operands.torch_compat, "saved_hooks_allowed", lambda: False)
         wide, expected = train()
     kept, found = train()
     assert kept < 0.6 * wide

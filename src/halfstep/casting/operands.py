@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core import torch_compat
 from ..core.oplists.tables import CLASS_OF, OP_CLASSES
-from ..core.torch_compat import base_of, pop_saved_hooks, push_saved_hooks, saved_hooks, saved_hooks_allowed
 
 __all__ = ["MIN_ELEMENTS", "STEPWISE", "Kept", "Operand", "run_node", "run_product", "version_of"]
 
@@ -128,7 +128,7 @@ def run_product(call: Callable[[], Any], kept: Kept, half: torch.dtype, kind: st
     try:
         if not torch.is_grad_enabled():
             return call()
-        outer = saved_hooks()
+        outer = torch_compat.saved_hooks()
 
         def pack(tensor: Tensor) -> _Packed | _Handed:
             operand, view = _operand_of(tensor, kept, half, kind)
@@ -142,11 +142,11 @@ def run_product(call: Callable[[], Any], kept: Kept, half: torch.dtype, kind: st
                 return _Handed(take_back, hand(tensor))
             return _Handed(take_back, hand(operand.half), (operand.wide.shape, operand.wide.stride()), view)
 
-        push_saved_hooks(pack, _unpack)
+        torch_compat.push_saved_hooks(pack, _unpack)
         try:
             return call()
         finally:
-            pop_saved_hooks()
+            torch_compat.pop_saved_hooks()
     finally:
         for operand in kept.values():
             operand.let_go()
@@ -166,7 +166,7 @@ def run_node(
         args: the arguments.
         kwargs: the keyword arguments.
     """
-    if torch.compiler.is_compiling() or name in STEPWISE or not saved_hooks_allowed():
+    if torch.compiler.is_compiling() or name in STEPWISE or not torch_compat.saved_hooks_allowed():
         return op(*args, **kwargs)
     kept = {id(w): Operand(h, wide=w) for h, w in zip(halves, wides, strict=True) if h.numel() >= MIN_ELEMENTS}
     call = functools.partial(op, *args, **kwargs)
@@ -178,7 +178,7 @@ def _operand_of(tensor: Tensor, kept: Kept, half: torch.dtype, kind: str) -> tup
     operand = kept.get(id(tensor))
     if operand is not None or tensor.dtype is not torch.float32:
         return operand, None
-    base = kept.get(id(base_of(tensor)))
+    base = kept.get(id(torch_compat.base_of(tensor)))
     if base is not None and type(tensor) is Tensor:
         return base, (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     if base is None and (kind not in _REARRANGING or type(tensor) is not Tensor or tensor.numel() < MIN_ELEMENTS):
@@ -207,14 +207,13 @@ def _unpack(packed: _Packed | _Handed) -> Tensor:
         wide = torch.empty_strided(*packed.layout, dtype=torch.float32, device=tensor.device).copy_(tensor)
     else:
         kept, version = packed.kept, packed.version
-        tensor = kept.half if isinstance(kept, Operand) else kept
-        if version is not None and tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
-                "instead. Hint: it is an operand of a 16-bit product, of which the backward pass has need."
-            )
-        if not isinstance(kept, Operand):
-            return kept
-        wide = kept.widened()
+        with torch_compat.DisableTorchFunction():  # not through the mode that a backward pass has for ops of users
+            tensor = kept.half if isinstance(kept, Operand) else kept
+            if version is not None and tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version "
+                    f"{version} instead. Hint: it is an operand of a 16-bit product, which the backward pass needs."
+                )
+            wide = kept.widened() if isinstance(kept, Operand) else kept
     return wide if view is None else wide.as_strided(*view)
