@@ -64,7 +64,7 @@ def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
             continue
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
             continue
-        # Where the optimizer saves the masters, 16 bits are one of them, rounded: the other digits are loaded there.
+        # Where the optimizer saves the masters, a value in 16 bits is a rounded master, and its state has the rest.
         if value.dtype is not param.dtype or is_saved_elsewhere(param):
             rounded = write_master(param, value)
             if rounded is not None:
