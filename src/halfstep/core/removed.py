@@ -1,0 +1,50 @@
+"""Arguments and names that earlier versions of halfstep had, in one table that says what to use instead."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from .errors import ArgumentTypeError, RemovedNameError
+
+__all__ = ["raise_removed", "removed_arguments"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_REMOVED: dict[str, str] = {}
+"""Each removed argument (``"keep_casts="``) or name (``"amp.clear_casts"``), with what to use instead."""
+
+
+def removed_arguments(*names: str) -> Callable[[_Function], _Function]:
+    """Decorate a function so that an argument it once had raises an error that says what to use instead.
+
+    Args:
+        names: the arguments, without ``=``; each has a row in the table above.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in names:
+                if name in kwargs:
+                    message = f"{function.__qualname__} no longer takes {name}=. {_REMOVED[f'{name}=']}"
+                    raise ArgumentTypeError(message)
+            return function(*args, **kwargs)
+
+        return cast(_Function, call)
+
+    return decorate
+
+
+def raise_removed(name: str) -> None:
+    """Raise for a public name that was removed, and do nothing for every other name.
+
+    Args:
+        name: the name with its module, such as ``"amp.clear_casts"``.
+
+    Raises:
+        RemovedNameError: the name was removed; it is an ``AttributeError``, so ``hasattr`` is False.
+    """
+    if name in _REMOVED:
+        raise RemovedNameError(f"halfstep.{name} was removed. {_REMOVED[name]}")
