@@ -5,9 +5,11 @@ fp32 masters behind 16-bit weights. ``from halfstep import amp`` is where a scri
 """
 
 import importlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .core.names_above import NAMES_ABOVE
 
 if TYPE_CHECKING:
     from . import amp as amp
@@ -56,20 +58,8 @@ _HOMES = {
     "watch": "findings",
 }
 _MODULES = (
-    "amp",
-    "apex",
-    "fp16_utils",
-    "integrations",
-    "kernels",
-    "metrics",
-    "model",
-    "multi_tensor",
-    "numerics",
-    "oplists",
-    "optimizers",
-    "parallel",
-    "scaling",
-    "static",
+    *("amp", "apex", "fp16_utils", "integrations", "kernels", "metrics"),
+    *("model", "multi_tensor", "numerics", "oplists", "optimizers", "parallel", "scaling", "static"),
 )
 _OF_AMP = (
     *("GradScaler", "auto_cast", "autocast", "decorate", "init", "initialize", "load_state_dict", "master_params"),
@@ -78,11 +68,23 @@ _OF_AMP = (
 """Names of ``amp`` that are looked for here; without importing it, since any name may be asked for."""
 
 
+def _find(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f".{module}", __name__), name)
+
+
+_OF_APEX = {
+    "init": "compat.handle_2018",
+    "_amp_state": "compat.amp_state",
+    **dict.fromkeys(("Methods", "Scaler", "Stash"), "compat.amp_stash"),
+}
+NAMES_ABOVE.update({name: partial(_find, module, name) for name, module in _OF_APEX.items()})
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
-        found = globals()[name] = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        found = globals()[name] = _find(_HOMES[name], name)
         return found
     hint = f" Did you mean halfstep.amp.{name}? Write `from halfstep import amp`." if name in _OF_AMP else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")

@@ -32,7 +32,7 @@ BUDGETS = {  # calls, files, returns
 }
 
 CODE_LINES = {  # of each room
-    "amp": 1_168,
+    "amp": 1_166,
     "casting": 2_109,
     "cli": 1_544,
     "compat": 6_418,
@@ -53,7 +53,7 @@ CODE_LINES = {  # of each room
     "parallel": 3,
     "static": 2,
     "stepping": 1_207,
-    "top": 96,
+    "top": 92,
     "train_step": 634,
 }
 GROUPS = {
@@ -61,8 +61,8 @@ GROUPS = {
         *("core", "kernels", "casting", "gradients", "masters", "optimizers", "stepping", "distributed", "amp"),
     ),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_575}
-ALL_CODE_LINES = 25_804
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_573}
+ALL_CODE_LINES = 25_798
 ALL_TEST_LINES = 45_125
 
 

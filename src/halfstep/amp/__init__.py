@@ -1,7 +1,7 @@
 """Apex's ``amp`` and what belongs to it: opt levels, loss scaling around the backward pass, op casting."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..casting.modules import exempt
 from ..casting.scope import deactivate, disable_casts
@@ -16,6 +16,7 @@ from ..casting.user_functions import (
 from ..casting.weight_cache import clear_casts
 from ..core.errors import PrecisionWarning, UnsafeOpError
 from ..core.hardware import is_bfloat16_supported, is_float16_supported
+from ..core.names_above import NAMES_ABOVE
 from ..masters.model import master_model
 from .auto_cast import auto_cast, autocast
 from .decorate import decorate
@@ -23,10 +24,6 @@ from .give_masters import give_masters, has_masters
 from .grad_scaler import GradScaler
 from .initialize import initialize
 from .session import load_state_dict, master_params, scale_loss, state_dict, steps_skipped
-
-if TYPE_CHECKING:
-    from ..compat.amp_state import _amp_state as _amp_state
-    from ..compat.handle_2018 import init as init
 
 __all__ = [
     "GradScaler",
@@ -60,13 +57,10 @@ __all__ = [
 ]
 __dir__ = [*__all__, "debugging"].copy
 
-_OF_APEX = {"init": "handle_2018", "_amp_state": "amp_state"}
-"""Names that few scripts use, and where they are."""
-
 
 def __getattr__(name: str) -> Any:
     if name == "debugging":  # imported when asked for: few scripts do
         return importlib.import_module(".debugging", __name__)
-    if name in _OF_APEX:
-        return getattr(importlib.import_module(f"..compat.{_OF_APEX[name]}", __name__), name)
+    if name in ("init", "_amp_state"):  # of Apex, and few scripts use them
+        return NAMES_ABOVE[name]()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,11 +30,8 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 def with_article(name: str) -> str:
     """The name of a class with "a" or "an" before it, by how it is said: a Linear, an AdamW, an SGD."""
-    letters = "AEFHILMNORSX" if name[:2].isupper() and name[:4] not in _SAID_AS_WORDS else "AEIOaeio"
+    letters = "AEFHILMNORSX" if name[:2].isupper() and name[:4] not in ("LAMB", "LARC", "RAda") else "AEIOaeio"
     return f"{'an' if name[:1] in letters else 'a'} {name}"
-
-
-_SAID_AS_WORDS = ("LAMB", "LARC", "RAda")
 
 
 def install_line(extra: str) -> str:

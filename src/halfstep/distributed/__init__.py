@@ -1,1 +1,1 @@
-"""Training on several processes: averages of gradients, messages between ranks, SyncBatchNorm, and checkpoints."""
+"""Training on several processes: averages of gradients, messages between ranks, and checkpoints."""

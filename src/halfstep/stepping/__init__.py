@@ -1,1 +1,1 @@
-"""The engine under every face: casting, scaling, masters, stepping."""
+"""One optimizer: what happens before and after its backward passes, and its step, taken or skipped."""

@@ -1,8 +1,9 @@
 """What halfstep keeps about one torch optimizer, and how its step is taken or skipped.
 
 ``attach`` gives the optimizer a class of its own, made on the fly below the one it has, whose ``step``, ``zero_grad``,
-``add_param_group`` and ``load_state_dict`` come here. Nothing is put on the instance but ``_amp_stash``. Everybody
-else meets an ordinary optimizer: its groups hold the model's parameters, and its state is keyed by them.
+``add_param_group`` and ``load_state_dict`` come here. The instance gets ``_amp_stash``, and the few attributes that
+schedulers and steps look for, which docs/side-effects.md lists. Other code meets an ordinary optimizer: its groups hold
+the model's parameters, and its state is keyed by them.
 """
 
 from __future__ import annotations

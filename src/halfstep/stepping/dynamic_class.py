@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ..casting.containers import map_tensors, tensors_in
 from ..casting.dynamo import eager
 from ..core.checks import check_optimizer_state
 from ..core.errors import UsageError
+from ..core.names_above import NAMES_ABOVE
 from ..core.subclasses import Mixin, subclass_with, superclass_of
 from ..masters.plain import without_masters
 from ..optimizers.base import FusedOptimizer
@@ -102,16 +102,16 @@ class _Attached(Mixin):
 
 
 def add_names_of_apex(cls: type, source: str, names: str) -> None:
-    """Give a class names that Apex had. ``compat.amp_stash`` has them, and is imported when a script asks for one.
+    """Give a class names that Apex had. A class of a higher room has them, and is imported when a script asks for one.
 
     Args:
         cls: the class.
-        source: the class in ``compat.amp_stash``, which is made from an instance of ``cls``.
+        source: the name of the class in ``NAMES_ABOVE``, which is made from an instance of ``cls``.
         names: with spaces between.
     """
 
     def get(name: str, instance: Any) -> Any:
-        return getattr(getattr(import_module("halfstep.compat.amp_stash"), source)(instance), name)
+        return getattr(NAMES_ABOVE[source]()(instance), name)
 
     for name in names.split():
         setattr(cls, name, property(functools.partial(get, name)))
