@@ -34,8 +34,8 @@ BUDGETS = {  # calls, files, returns
 CODE_LINES = {  # of each room
     "amp": 1_166,
     "casting": 2_109,
-    "cli": 1_544,
-    "compat": 6_418,
+    "cli": 1_493,
+    "compat": 4_858,
     "core": 1_435,
     "debugging": 327,
     "distributed": 613,
@@ -62,8 +62,8 @@ GROUPS = {
     ),
 }
 CODE_LINES_OF_GROUPS = {"engine and amp": 11_573}
-ALL_CODE_LINES = 25_798
-ALL_TEST_LINES = 45_125
+ALL_CODE_LINES = 24_187
+ALL_TEST_LINES = 43_766
 
 
 def above(what: str, found: Sequence[int], budget: Sequence[int], units: Sequence[str], advice: str) -> str:

@@ -6,13 +6,11 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Collection
-from typing import TypeGuard
 
 from .names import Problem, is_apex
 from .scopes import dotted_text
 
-__all__ = ["asked_by_string", "asked_for_spec", "mentions", "waits_for_import"]
+__all__ = ["asked_by_string", "mentions"]
 
 _WORD = re.compile(r"\b(?:apex|amp_C|apex_C)\b", re.IGNORECASE)
 _TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}  # from 3.12 on
@@ -31,55 +29,18 @@ def mentions(source: str) -> list[Problem]:
     return sorted(found.items())
 
 
-def asked_by_string(source: str, *, optional: bool = True) -> list[Problem]:
-    """Calls such as ``find_spec("apex")``, which no rewriting of names reaches.
-
-    Args:
-        source: the text of a file.
-        optional: also those whose module has no name, and without which the file does by itself, and comparisons of a
-            spec with None.
-    """
-    tree = ast.parse(source)
-    skipped = set() if optional else _optional(tree) | {id(node.left) for node in asked_for_spec(tree)}
+def asked_by_string(source: str) -> list[Problem]:
+    """Calls such as ``find_spec("apex")``, which no rewriting of names reaches."""
     return [
         (node.lineno, f"{ast.unparse(node)} asks for Apex by a string; change it yourself")
-        for node in ast.walk(tree)
-        if _asks(node, _ASKING) and id(node) not in skipped
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and _asks(node)
     ]
 
 
-def _asks(node: ast.AST, names: Collection[str]) -> TypeGuard[ast.Call]:
-    """Whether a node is a call of a function with one of these last names, of the name of Apex."""
-    if not isinstance(node, ast.Call) or (dotted_text(node.func) or "").rpartition(".")[2] not in names:
-        return False
-    return any(isinstance(arg, ast.Constant) and isinstance(arg.value, str) and is_apex(arg.value) for arg in node.args)
-
-
-def asked_for_spec(tree: ast.Module) -> list[ast.Compare]:
-    """The expressions ``find_spec("apex") is not None`` and ``is None``."""
-    return [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], (ast.Is, ast.IsNot))
-        if _asks(node.left, ("find_spec",)) and ast.unparse(node.comparators[0]) == "None"
-    ]
-
-
-def _optional(tree: ast.Module) -> set[int]:
-    """The ids of calls that may fail because a module is not there, and whose result is not assigned."""
-    found: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Try) and any(waits_for_import(handler) for handler in node.handlers):
-            parts = [part for each in node.body for part in ast.walk(each)]
-            assigned = {
-                id(getattr(part, "value", None)) for part in parts if isinstance(part, (ast.Assign, ast.NamedExpr))
-            }
-            found |= {id(part) for part in parts} - assigned
-    return found
-
-
-def waits_for_import(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler is for a module that is not there, or for every error, and goes on."""
-    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    known = any(each is None or dotted_text(each) in ("ImportError", "ModuleNotFoundError") for each in kinds)
-    return known and not isinstance(handler.body[-1], ast.Raise)
+def _asks(call: ast.Call) -> bool:
+    """True if a function in ``_ASKING`` is called with the name of Apex."""
+    asking = (dotted_text(call.func) or "").rpartition(".")[2] in _ASKING
+    return asking and any(
+        isinstance(arg, ast.Constant) and isinstance(arg.value, str) and is_apex(arg.value) for arg in call.args
+    )

@@ -6,7 +6,7 @@ Plain ``ast``: a syntax tree that keeps comments takes a hundred times as long t
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["Names", "Use", "dotted_text", "loose_names", "names_of"]
@@ -23,13 +23,11 @@ class Use:
         name: its meaning, such as "apex.amp.initialize".
         text: how it is written, "amp.initialize".
         node: the expression.
-        function: the innermost function around it.
     """
 
     name: str
     text: str
     node: ast.Name | ast.Attribute
-    function: ast.AST | None
 
 
 @dataclass
@@ -37,22 +35,20 @@ class Names:
     """The uses of a package in a file.
 
     Attributes:
-        imports: the statements that import from it, with the innermost function around each.
+        imports: the statements that import from it.
         uses: the expressions, in the order of the text.
         rebound: places where a name that was imported from it is bound to something else.
-        bound: the names of the file that mean something of the package, and what.
     """
 
-    imports: list[tuple[ast.Import | ast.ImportFrom, ast.AST | None]] = field(default_factory=list)
+    imports: list[ast.Import | ast.ImportFrom] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     rebound: list[ast.Name] = field(default_factory=list)
-    bound: dict[str, str] = field(default_factory=dict)
 
 
-def names_of(tree: ast.Module, packages: Sequence[str], taken: Mapping[str, str] | None = None) -> Names:
-    """The uses of packages of these names in a file, which may have taken some from other files by a star."""
+def names_of(tree: ast.Module, packages: Sequence[str]) -> Names:
+    """The uses in a file of packages with these names."""
     reader = _Reader(packages)
-    reader.read(tree, taken or {})
+    reader.read(tree)
     return reader.found
 
 
@@ -86,12 +82,9 @@ class _Reader(ast.NodeVisitor):
         self.found = Names()
         self._packages = packages
         self._scopes: list[dict[str, str | None]] = []  # name -> what it means; None for something else
-        self._functions: list[ast.AST | None] = [None]
 
-    def read(self, tree: ast.Module, taken: Mapping[str, str]) -> None:
-        self._scopes.append({**taken, **self._bound(tree.body)})
-        self._scopes[0].update(self._globals(tree))
-        self.found.bound = {name: meant for name, meant in self._scopes[0].items() if meant}
+    def read(self, tree: ast.Module) -> None:
+        self._scopes.append({**self._bound(tree.body), **self._globals(tree)})
         self.generic_visit(tree)
 
     def _globals(self, tree: ast.Module) -> dict[str, str | None]:
@@ -116,10 +109,8 @@ class _Reader(ast.NodeVisitor):
             if arg.annotation is not None:
                 self.visit(arg.annotation)
         self._scopes.append({**dict.fromkeys((arg.arg for arg in every), None), **self._bound(node.body)})
-        self._functions.append(node)
         for statement in node.body:
             self.visit(statement)
-        self._functions.pop()
         self._scopes.pop()
 
     visit_FunctionDef = visit_AsyncFunctionDef = _function  # noqa: N815
@@ -131,11 +122,11 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         if any(self._ours(alias.name) for alias in node.names):
-            self.found.imports.append((node, self._functions[-1]))
+            self.found.imports.append(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if node.level == 0 and node.module is not None and self._ours(node.module):
-            self.found.imports.append((node, self._functions[-1]))
+            self.found.imports.append(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         text = dotted_text(node)
@@ -155,7 +146,7 @@ class _Reader(ast.NodeVisitor):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             self.found.rebound.append(node)
         else:
-            self.found.uses.append(Use(meant + dot + rest, text, node, self._functions[-1]))
+            self.found.uses.append(Use(meant + dot + rest, text, node))
 
     def _bound(self, body: Sequence[ast.stmt]) -> dict[str, str | None]:
         """The names that statements bind; an import counts for more than anything else."""

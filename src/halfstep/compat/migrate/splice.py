@@ -44,10 +44,6 @@ class Text:
         """Have other text between two places."""
         self._changes.append((start, end, new.encode()))
 
-    def source(self, node: ast.expr | ast.stmt) -> str:
-        """The text of a node."""
-        return self.bytes[self.start(node) : self.end(node)].decode()
-
     def add_argument(self, call: ast.Call, new: str) -> None:
         """Add an argument to a call, laid out as the one before it."""
         close = self.end(call) - 1
@@ -70,14 +66,6 @@ class Text:
             self.change(end, end, ",")
         at = min(self.line_end(comma.end() if comma else end), close) if b"\n" in self.bytes[end:close] else end
         self.change(at, at, f"\n{indent}{new}{',' if comma else ''}")
-
-    def drop_argument(self, argument: ast.keyword) -> None:
-        """Remove an argument that is not the only one of its call, with its comma."""
-        start, end = self.start(argument), self.end(argument)
-        before = self.bytes[:start].rstrip()
-        after = re.compile(rb"\s*,[ \t]*|").match(self.bytes, end)
-        assert after is not None
-        self.change(*((len(before) - 1, end) if before.endswith(b",") else (start, after.end())), "")
 
     def drop(self, start: int, end: int) -> None:
         """Forget the changes between two places."""

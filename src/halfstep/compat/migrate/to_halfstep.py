@@ -51,11 +51,11 @@ class _Rewriting:
         """Collect the changes."""
         for use in self._names.uses:
             self._use(use)
-        if any(isinstance(node, ast.Import) and _binds_apex(node) for node, _ in self._names.imports):
+        if any(isinstance(node, ast.Import) and _binds_apex(node) for node in self._names.imports):
             for name in self._names.rebound:
                 if name.id == "apex" and not self._kept:
                     self.text.change(self.text.start(name), self.text.end(name), "halfstep")
-        imports = [node for node, _ in self._names.imports]
+        imports = self._names.imports
         plain = [
             alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names if not alias.asname
         ]
@@ -184,7 +184,7 @@ def _unresolved(after: str, tree: ast.Module, before: Names) -> list[Problem]:
     new = ast.parse(after)
     names = names_of(new, ("halfstep", *_PACKAGES))
     gone = [(use.node.lineno, use.name) for use in names.uses if _is_ours(use.name) and not resolves(use.name)]
-    for node, _ in names.imports:
+    for node in names.imports:
         for alias in node.names:
             module, name = (str(node.module), alias.name) if isinstance(node, ast.ImportFrom) else (alias.name, None)
             if _is_ours(module) and not exists(module, name):
