@@ -16,7 +16,7 @@ from tests.support.processes import Ranks
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))  # of the last layer one rank has nothing
 
 
 def data(rank: int, step: int) -> torch.Tensor:

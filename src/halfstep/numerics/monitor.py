@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..core.checks import check_count
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.inner_optimizers import bare
 from ..core.torch_compat import backward_pass_id, scale_of
-from ..findings.finding import Finding, log
+from ..findings.finding import Finding, log, logger
 from ..gradients.async_reader import capturing
 from ..kernels.tensor_table import Number
 from ..observe.names import ROOT, qualified_names
@@ -151,11 +151,10 @@ class Monitor:
         return self
 
     def detach(self) -> None:
-        """End. What was sampled stays, that of a step that has not come to its end, too."""
-        self._next += self._finish(None)
-        if self._totals:  # of steps after the last sampled one
-            self._add(max(self._next - 1, 0), Survey(0, 0))
-        self.findings()  # which logs them
+        """End. What was sampled stays, that of a step that has not come to its end, too.
+
+        All hooks are off before anything is counted, which can fail.
+        """
         while self._hooks:
             self._hooks.pop().remove()
         if self in observers:
@@ -163,14 +162,21 @@ class Monitor:
         if isinstance(self._optimizer, FusedOptimizer):
             others = tuple(each for each in self._optimizer.on_gradients if each != self._see_gradients)
             self._optimizer.on_gradients = others
+        self._next += self._finish(None)
+        if self._totals:  # of steps after the last sampled one
+            self._add(max(self._next - 1, 0), Survey(0, 0))
+        self.findings()  # which logs them
 
     def __enter__(self) -> Monitor:
         return self.attach()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.detach()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.detach()
+        except Exception as own:  # of a device that the error has left unusable, say
+            if error is None:
+                raise
+            logger.warning("Monitor was detached after %s, and could not count: %r", type(error).__name__, own)
 
     # ---- what it has seen
 
@@ -199,7 +205,7 @@ class Monitor:
         self._poll(wait=True)
         for step in self._steps[self._alarms.counted :]:
             self._alarms.add_counted(step.rows(bins=True))
-        self._log_news()
+        log(self._alarms.news(), by="halfstep.numerics.Monitor")
         return self._alarms.findings()
 
     def save(self, path: str | Path) -> None:
@@ -311,13 +317,12 @@ class Monitor:
         step.close()
         with NO_CASTING:
             survey = step.finish(skipped)
-        if survey:  # else it had only begun
-            self._add(self._next, survey)
-        return bool(survey)
+        return bool(survey) and self._add(self._next, survey)  # else it had only begun
 
-    def _add(self, index: int, survey: Survey) -> None:
+    def _add(self, index: int, survey: Survey) -> bool:
         totals, self._totals = self._totals, GradientTotals()
         self._steps.append(StepRows(survey, totals.finish(index, self._names)))
+        return True
 
     def _look_at_model(self) -> None:
         """Layers may have come, and parameters may have been replaced."""
@@ -336,10 +341,7 @@ class Monitor:
         while self._ready < len(self._steps) and (wait or self._steps[self._ready].ready):
             self._alarms.add(self._steps[self._ready].rows(brief=True))
             self._ready += 1
-            self._log_news()
-
-    def _log_news(self) -> None:
-        log(self._alarms.news(), by="halfstep.numerics.Monitor")
+            log(self._alarms.news(), by="halfstep.numerics.Monitor")
 
     def _live_scale(self) -> torch.Tensor | None:
         if self._scaler is not None:

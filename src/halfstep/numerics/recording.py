@@ -55,7 +55,7 @@ class Recorder:
         """Write down the parameters and buffers that a run begins with."""
         for module, name in names.items():
             for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-                if tensor.is_floating_point() and _place(tensor) not in self._made:
+                if _has_numbers(tensor) and _place(tensor) not in self._made:
                     self._write(LinkedRow(name, own, 0, False, tensor.dtype, tensor.shape, *self._look(tensor)), tensor)
 
     def begin_backward(self, root: torch.Tensor) -> None:
@@ -166,9 +166,11 @@ def _should_be_wide(op: str, running: Callable[..., Any] | None) -> bool:
 
 def _floating(values: Any) -> Iterator[torch.Tensor]:
     """The floating tensors with values in a tree of arguments or results."""
-    for each in tensors_in(values):
-        if each.is_floating_point() and each.numel() and can_sample(each) and not each.is_sparse:
-            yield each
+    return filter(_has_numbers, tensors_in(values))
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.numel() > 0 and can_sample(tensor) and not tensor.is_sparse
 
 
 def _place(tensor: torch.Tensor) -> int:

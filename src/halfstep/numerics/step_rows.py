@@ -87,7 +87,7 @@ class GradientTotals:
         missing: dict[str, About] = {}
         for abouts, fetched in self._fetched:
             for about, (*line, largest) in zip(abouts, fetched.get()[0].T.tolist(), strict=True):
-                if about.module:
+                if about.module and about.numel:  # a parameter, or a rank's shard, may be empty
                     known = sums.setdefault(about.module, [0.0] * 5)
                     added = (a + b for a, b in zip(known, line, strict=False))
                     sums[about.module] = [*added, max(known[4], largest)]

@@ -269,7 +269,7 @@ def _places(sampled: tuple[int, ...], device: torch.device) -> tuple[torch.Tenso
     """
     sizes = torch.tensor(sampled, dtype=torch.int64).to(device, non_blocking=True)[:, None]
     starts = sizes.cumsum(0) - sizes
-    place = torch.arange(max(PROBE, *sampled), device=device)
+    place = torch.arange(max((PROBE, *sampled)), device=device)
     probes = (place[:PROBE] * (sizes // sizes.clamp(max=PROBE))).minimum(sizes - 1)
     return (starts + place).masked_fill_(place >= sizes, sum(sampled)), starts + probes
 
