@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from halfstep.apex.contrib.multihead_attn import EncdecMultiheadAttn
-from halfstep.apex.contrib.multihead_attn.fast_encdec_multihead_attn_func import fast_encdec_attn_func
 from halfstep.apex.optimizers import FP16_Optimizer
 from torch import nn
 
@@ -206,20 +204,6 @@ def test_what_subclasses_of_the_optimizer_of_2018_read() -> None:
     static: Any = FP16_Optimizer(torch.optim.SGD(nn.Linear(2, 2).half().parameters(), 0.1), verbose=False)
     assert not hasattr(static, "scale_factor")
     assert not hasattr(static, "scale_window")
-
-
-@pytest.mark.parametrize("masked", ["nothing", "keys", "time"])
-def test_attention_as_a_function(masked: str) -> None:
-    torch.manual_seed(0)
-    layer = EncdecMultiheadAttn(8, 2)
-    q, kv = torch.randn(3, 2, 8), torch.randn(5, 2, 8)
-    keys = torch.tensor([[0, 0, 0, 0, 1], [0, 1, 0, 0, 0]], dtype=torch.uint8)
-    time = torch.ones(3, 5).triu(2).to(torch.uint8)
-    masks: Any = {"nothing": {}, "keys": {"key_padding_mask": keys}, "time": {"attn_mask": time}}[masked]
-    weights = (layer.in_proj_weight_q, layer.in_proj_weight_kv, layer.out_proj_weight)
-    mask = next(iter(masks.values()), None)
-    found = fast_encdec_attn_func(masked == "time", True, 2, q, kv, *weights, mask, 0.0)
-    torch.testing.assert_close(found, layer(q, kv, kv, **masks)[0])
 
 
 def test_casts_under_autocast() -> None:

@@ -107,7 +107,6 @@ PRESENT = {
     "apex.contrib.clip_grad": "clip_grad_norm_ clip_grad",
     "apex.contrib.clip_grad.clip_grad": "clip_grad_norm_",
     "apex.contrib.layer_norm.layer_norm": "FastLayerNorm FastLayerNormFN _fast_layer_norm",
-    "apex.contrib.multihead_attn.fast_encdec_multihead_attn_func": "fast_encdec_attn_func FastEncdecAttnFunc",
     "apex.contrib.optimizers": "FP16_Optimizer FusedAdam FusedLAMB FusedSGD",
     "apex.contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
     "apex.contrib.optimizers.fused_adam": "FusedAdam",

@@ -35,7 +35,7 @@ CODE_LINES = {  # of each room
     "amp": 1_166,
     "casting": 2_109,
     "cli": 1_493,
-    "compat": 4_858,
+    "compat": 4_525,
     "core": 1_435,
     "debugging": 327,
     "distributed": 613,
@@ -62,8 +62,8 @@ GROUPS = {
     ),
 }
 CODE_LINES_OF_GROUPS = {"engine and amp": 11_573}
-ALL_CODE_LINES = 24_187
-ALL_TEST_LINES = 43_766
+ALL_CODE_LINES = 23_854
+ALL_TEST_LINES = 43_484
 
 
 def above(what: str, found: Sequence[int], budget: Sequence[int], units: Sequence[str], advice: str) -> str:
