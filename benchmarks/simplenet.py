@@ -93,8 +93,8 @@ def contenders(device: torch.device, width: int, batch: int, dtype: torch.dtype,
         model.to(kind)
         return model, make(model.parameters(), lr=LEARNING_RATE, **arguments)
 
-    def level(name: str, make: Make, keep_casts: bool = False) -> Callable[[], torch.Tensor]:
-        return _level(name, *fresh(make), data, label, dtype, keep_casts)
+    def level(name: str, make: Make) -> Callable[[], torch.Tensor]:
+        return _level(name, *fresh(make), data, label, dtype)
 
     off = amp.disable_casts
     return [
@@ -106,7 +106,6 @@ def contenders(device: torch.device, width: int, batch: int, dtype: torch.dtype,
         Contender("halfstep O2", level("O2", theirs), off),
         Contender("halfstep O3", level("O3", theirs), off),
         Contender("halfstep O1, fused", level("O1", ours)),
-        Contender("halfstep O1, keep_casts", level("O1", ours, True)),
         Contender("halfstep O2, fused", level("O2", ours), off),
     ]
 
@@ -149,11 +148,8 @@ def _level(
     data: torch.Tensor,
     label: torch.Tensor,
     dtype: torch.dtype,
-    keep_casts: bool,
 ) -> Callable[[], torch.Tensor]:
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, dtype=dtype, verbosity=0, keep_casts=keep_casts
-    )
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
 
     def step() -> torch.Tensor:
         loss = F.mse_loss(model(data), label)

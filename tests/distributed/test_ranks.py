@@ -455,7 +455,7 @@ def test_every_rank_gets_the_masters_of_the_first(monkeypatch: pytest.MonkeyPatc
     finder, ranks = Finder(monkeypatch), RankSync()
     weight, other, bare = (nn.Parameter(torch.zeros(shape, dtype=BF16)) for shape in ((2, 2), (1,), (2,)))
     optimizer = torch.optim.SGD([weight, other], lr=0.0)
-    keeper = MasterKeeper(optimizer, True, None, {id(weight): torch.full((2, 2), 2.0**-140)})
+    keeper = MasterKeeper(optimizer, True, {id(weight): torch.full((2, 2), 2.0**-140)})
     finder.wrappers.append(Wrapper(weight, bare))
     ranks.find_wrappers([weight, other, bare], [], [weight, other, bare])
     assert finder.broadcasts == [[2.0**-140] * 4]

@@ -32,38 +32,38 @@ BUDGETS = {  # calls, files, returns
 }
 
 CODE_LINES = {  # of each room
-    "amp": 1_166,
-    "casting": 2_109,
+    "amp": 1_156,
+    "casting": 1_985,
     "cli": 1_493,
     "compat": 4_525,
-    "core": 1_435,
+    "core": 1_430,
     "debugging": 327,
     "distributed": 613,
     "findings": 1_181,
     "gradients": 642,
     "graph": 368,
     "integrations": 363,
-    "kernels": 1_811,
-    "masters": 472,
+    "kernels": 1_809,
+    "masters": 463,
     "model": 507,
     "numerics": 1_868,
     "observe": 673,
-    "optimizers": 2_118,
+    "optimizers": 2_087,
     "pages": 245,
     "parallel": 3,
     "static": 2,
-    "stepping": 1_207,
+    "stepping": 1_204,
     "top": 92,
-    "train_step": 634,
+    "train_step": 632,
 }
 GROUPS = {
     "engine and amp": (
         *("core", "kernels", "casting", "gradients", "masters", "optimizers", "stepping", "distributed", "amp"),
     ),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_573}
-ALL_CODE_LINES = 23_854
-ALL_TEST_LINES = 43_484
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_389}
+ALL_CODE_LINES = 23_668
+ALL_TEST_LINES = 42_843
 
 
 def above(what: str, found: Sequence[int], budget: Sequence[int], units: Sequence[str], advice: str) -> str:

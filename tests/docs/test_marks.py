@@ -278,7 +278,6 @@ def in_a_graph() -> set[Mark]:
 
 USES: list[Callable[[], set[Mark]]] = [
     *(partial(levels, *case) for case in product(KINDS, ("O0", "O1", "O2", "O3"), ("float16", "bfloat16"))),
-    partial(levels, optimizers.FusedAdam, "O1", "bfloat16", keep_casts=True),
     *(partial(use, kind) for use, kind in product((scalers, decorated, fused), KINDS)),
     *(released, copied, scheduled, by_handle, by_fp16_optimizer, on_ranks, observed, in_one_call, in_a_graph),
 ]

@@ -16,7 +16,7 @@ from halfstep.kernels import launch as launch_module
 from halfstep.kernels import multi_tensor as ops
 from halfstep.kernels.expr import ElementwiseKernel, trace
 from halfstep.kernels.launch import launch
-from halfstep.kernels.storage import SPLIT, copied, dense, join, plain, split, stochastic
+from halfstep.kernels.storage import SPLIT, dense, join, plain, split, stochastic
 from halfstep.kernels.tensor_table import ScalarTable, TensorTable
 from tests.support.backends import skip_without_compiler
 
@@ -294,15 +294,6 @@ def test_a_plain_column_is_a_master_and_its_rounding(half: torch.dtype) -> None:
     weight[0] = 3.0
     stepped(plain(half), ([master], [weight]))
     assert master.tolist() == [3.0 - 2.0**-10, *[1.0 - 9 * 2.0**-10] * 4]
-
-
-@pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
-def test_a_copied_column_is_written_twice_and_read_once(half: torch.dtype) -> None:
-    weight, copy = torch.ones(5), torch.full((5,), 7.0, dtype=half)
-    for _ in range(3):
-        stepped(copied(half), ([weight], [copy]))
-        assert torch.equal(copy, weight.to(half))
-    assert weight.tolist() == [1.0 - 3 * 2.0**-10] * 5
 
 
 def test_a_stochastic_column_moves_as_far_on_average(on: str) -> None:

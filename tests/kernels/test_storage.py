@@ -10,7 +10,6 @@ import torch
 from halfstep.kernels.storage import (
     SPLIT,
     Storage,
-    copied,
     dense,
     honoured,
     join,
@@ -49,7 +48,6 @@ def test_the_forms_and_their_dtypes() -> None:
     assert Storage("split", (BF16, torch.int16)) == SPLIT
     assert dense(FP16) == Storage("dense", (FP16,))
     assert plain(FP16) == Storage("plain", (FP32, FP16))
-    assert copied(BF16) == Storage("copied", (FP32, BF16))
     assert stochastic(BF16) == Storage("stochastic", (BF16,))
 
 

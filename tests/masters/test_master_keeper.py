@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,31 +18,12 @@ from halfstep.gradients.ledger import set_grads
 from halfstep.gradients.master_registry import keeper_of
 from halfstep.kernels.shards import local
 from halfstep.kernels.storage import SPLIT, Storage, plain
-from halfstep.masters import keeper as module
 from halfstep.masters.keeper import MasterKeeper
 from halfstep.masters.outside_writes import StepWrites
 from halfstep.masters.split import adapt, master_value
 
 BF16, FP32 = torch.bfloat16, torch.float32
 needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
-
-
-class Copies:
-    def __init__(self, *params: torch.Tensor) -> None:
-        self.params = params
-
-    def having(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [p for p in params if any(p is q for q in self.params)]
-
-
-class CopyingOptimizer(torch.optim.SGD):
-    """Writes copies of the first of its parameters."""
-
-    asked: Any = None
-
-    def keep_copies(self, dtype: torch.dtype, keep: bool) -> Copies:
-        self.asked = dtype, keep
-        return Copies(self.param_groups[0]["params"][0])
 
 
 class MasteringOptimizer(torch.optim.SGD):
@@ -59,44 +40,12 @@ def params(dtype: torch.dtype) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 @needs_grad_dtype
-def test_gradients_of_copied_weights_come_in_16_bits_and_are_fp32_once_they_are_unscaled() -> None:
-    copied, other = params(FP32)
-    optimizer = CopyingOptimizer([copied, other], lr=1.0)
-    keeper = MasterKeeper(optimizer, False, (BF16, True))
-    assert (optimizer.asked, keeper.any, keeper.replicated, keeper.plain) == ((BF16, True), False, False, None)
-    assert [id(p) for p in keeper.gradients.wide([other, copied])] == [id(copied)]
-    for scale in (None, torch.tensor(2.0)):
-        copied.grad = None
-        keeper.gradients.begin([copied, other], scale)
-        set_grads([copied], [torch.ones(2, dtype=BF16)])
-        keeper.gradients.finish([copied, other], scale, torch.zeros(()))
-        assert copied.grad.dtype is (BF16 if scale is None else FP32)
-
-
-@needs_grad_dtype
-def test_copied_weights_in_a_wrapper_have_gradients_of_their_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied, other = params(FP32)
-    monkeypatch.setattr(module, "reduced_params", list)
-    keeper = MasterKeeper(CopyingOptimizer([copied, other], lr=1.0), False, (BF16, True))
-    assert keeper.gradients.wide([copied, other]) == []
-
-
-def test_an_optimizer_that_is_not_told_to_copy_does_not() -> None:
-    optimizer = CopyingOptimizer(params(FP32), lr=1.0)
-    keeper = MasterKeeper(optimizer, False)
-    assert optimizer.asked is None
-    assert not keeper.gradients.any_wide
-    keeper = MasterKeeper(torch.optim.SGD(params(FP32), lr=1.0), False, (BF16, True))
-    assert not keeper.gradients.any_wide
-
-
-@needs_grad_dtype
 @pytest.mark.parametrize("own", [True, False])
 def test_masters_are_kept_by_the_optimizer_if_it_can_and_may(own: bool) -> None:
     half, _ = params(BF16)
     originals = {id(half): torch.full((2,), 1.0)}
     optimizer = MasteringOptimizer([half], lr=1.0)
-    keeper = MasterKeeper(optimizer, True, None, originals, own=own)
+    keeper = MasterKeeper(optimizer, True, originals, own=own)
     assert (keeper.any, keeper.replicated) == (True, True)
     assert (optimizer.asked is originals, keeper.plain is None) == (own, own)
 
@@ -169,15 +118,6 @@ def test_a_closure_sees_the_parameters_in_their_places(masters: bool) -> None:
         assert place().grad.tolist() == [4.0, 4.0]  # type: ignore[union-attr]
         assert place().grad.dtype is (FP32 if masters else BF16)  # type: ignore[union-attr]
     assert place() is half
-
-
-def test_without_grad_dtype_gradients_of_copied_weights_are_those_of_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HAS_GRAD_DTYPE", False)
-    copied, other = params(FP32)
-    optimizer = CopyingOptimizer([copied, other], lr=1.0)
-    keeper = MasterKeeper(optimizer, False, (BF16, True))
-    assert optimizer.asked == (BF16, True), "the copies are written all the same"
-    assert (keeper.gradients.any_wide, keeper.gradients.wide([copied, other])) == (False, [])
 
 
 def look_inside(keeper: MasterKeeper, optimizer: torch.optim.Optimizer) -> float:

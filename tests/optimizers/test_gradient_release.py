@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gradient_release import peak_bytes
 from halfstep import amp, optimizers
-from halfstep.casting.current import thread
 from halfstep.core.errors import ArgumentValueError, UsageError
 from halfstep.core.hardware import has_units
 from halfstep.kernels import backend
@@ -222,25 +221,6 @@ def test_groups_that_come_and_go(tiny_buckets: None) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("bucket", [1, 2**22])
-def test_casts_are_written_and_kept(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release_file, "_BUCKET", bucket)
-    runs = []
-    for released in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128))
-        optim: Any = optimizers.FusedAdam(model.parameters())
-        model, optim = amp.initialize(model, optim, opt_level="O1", dtype=BF16, verbosity=0, keep_casts=True)
-        if released:
-            optim.attach(model)
-        train(model, optim, [torch.ones(2, 128)] * 3)
-        before = thread.cache.casts
-        model(torch.ones(2, 128))
-        assert thread.cache.casts == before + 2  # of the biases, which are small
-        runs.append((model, optim))
-    assert_same(*runs)
-
-
 def test_a_parameter_that_left_keeps_its_gradient() -> None:
     model: Any = network()
     optim = optimizers.FusedAdam(model.parameters())

@@ -360,6 +360,3 @@ def test_what_does_not_go_together_is_refused() -> None:
         optim.attach(model, offload="cpu")
     assert optim.release is None
     assert optim.offload is None
-    model, optim = make("Adam", level="O1", dtype=BF16, keep_casts=True)
-    with pytest.raises(UsageError, match="without keep_casts"):
-        optim.attach(model, offload="cpu")

@@ -15,7 +15,7 @@ from halfstep import amp, optimizers
 from halfstep.kernels import backend
 from halfstep.kernels.expr import ElementwiseKernel
 from halfstep.kernels.launch import launch
-from halfstep.kernels.storage import copied, dense, honoured, join, plain, round_half_away, split
+from halfstep.kernels.storage import dense, honoured, join, plain, round_half_away, split
 from halfstep.kernels.tensor_table import TensorTable
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -225,17 +225,6 @@ def test_float64_arithmetic_rounds_weights_from_their_masters(on: str, dtype: to
             launch(table, SCALED, {"factor": factor})
             assert torch.equal(master, (before.double() * factor).float())
             assert torch.equal(weight, master.to(dtype))
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("on", BACKENDS)
-def test_a_copy_of_an_fp32_weight_is_not_heard(on: str, dtype: torch.dtype) -> None:
-    weight, copy_of_it = torch.randn(50), torch.full((50,), 7.0, dtype=dtype)
-    expected = weight.clone()
-    with backend(on):
-        launch(TensorTable({"param": (copied(dtype), ([weight], [copy_of_it]))}), KEEP, {})
-    assert torch.equal(weight, expected)
-    assert torch.equal(copy_of_it, expected.to(dtype))
 
 
 def test_float16_on_the_compiled_backend_is_torchs() -> None:

@@ -13,10 +13,10 @@ from ..casting.user_functions import (
     register_half_function,
     register_promote_function,
 )
-from ..casting.weight_cache import clear_casts
 from ..core.errors import PrecisionWarning, UnsafeOpError
 from ..core.hardware import is_bfloat16_supported, is_float16_supported
 from ..core.names_above import NAMES_ABOVE
+from ..core.removed import raise_removed
 from ..masters.model import master_model
 from .auto_cast import auto_cast, autocast
 from .decorate import decorate
@@ -31,7 +31,6 @@ __all__ = [
     "UnsafeOpError",
     "auto_cast",
     "autocast",
-    "clear_casts",
     "deactivate",
     "decorate",
     "disable_casts",
@@ -63,4 +62,5 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(".debugging", __name__)
     if name in ("init", "_amp_state"):  # of Apex, and few scripts use them
         return NAMES_ABOVE[name]()
+    raise_removed(f"amp.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,9 +15,9 @@ from ..casting.scope import OpCasting
 from ..core.checks import check_flag, check_switch
 from ..core.dtypes import HALF_DTYPES, default_half, dtype_name, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.policy import KEEPS_CASTS, Policy
+from ..core.policy import Policy
+from ..core.removed import removed_arguments
 from ..core.torch_compat import InstanceNorm
-from ..optimizers.base import FusedOptimizer
 from ..stepping.prepare import check, prepare
 from .arguments import as_models, as_optimizers, device_of, returned, typed, warn_of_slow_devices
 
@@ -29,6 +29,7 @@ Layer = nn.Module | type[nn.Module]
 _SAVE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@removed_arguments("keep_casts")
 @typed
 def decorate(
     models: Any,
@@ -43,7 +44,6 @@ def decorate(
     module_filter: modules.ModuleFilter | None = None,
     emulate: Emulate = "auto",
     fused: bool = True,
-    keep_casts: bool = False,
     cast_ops: bool | None = None,
 ) -> Any:
     """Cast models to 16-bit weights and give optimizers fp32 masters; call it before any parallel wrapper.
@@ -75,9 +75,6 @@ def decorate(
         emulate: as in ``amp.initialize``, for what the models compute outside of ``amp.auto_cast``, which has an
             argument of its own.
         fused: as in ``amp.initialize``.
-        keep_casts: as in ``amp.initialize``, for the casts of ``amp.auto_cast``; only at level "O1". Call
-            ``amp.clear_casts()``, too, after the step of another optimizer with ``fused=True`` over the same weights:
-            torch gives them no new version.
         cast_ops: as in ``amp.initialize``, in forward passes; only at level "O2".
 
     Returns:
@@ -87,8 +84,8 @@ def decorate(
         ArgumentTypeError: models, optimizers or excluded layers of the wrong kind.
         ArgumentValueError: a level or dtype that is not allowed.
         UsageError: a model that is traced or wrapped for parallel training, an optimizer that was decorated before, one
-            of them twice, ``keep_casts`` at O2, or ``master_grad`` without masters or on a torch without
-            ``Tensor.grad_dtype``. Nothing has been changed then.
+            of them twice, or ``master_grad`` without masters or on a torch without ``Tensor.grad_dtype``. Nothing has
+            been changed then.
 
     Warns:
         PrecisionWarning: once, where the device of a model has no units for the dtype and ``emulate=False``.
@@ -120,10 +117,6 @@ def decorate(
             f"cast_ops={cast_ops} says whether ops are cast where they meet 16-bit weights, and at O1 the weights stay "
             'fp32; leave it out, or use level="O2".'
         )
-    if check_flag("keep_casts", keep_casts) and level != "O1":
-        raise UsageError(
-            f'{KEEPS_CASTS}, and at O2 the weights themselves are 16-bit; leave it out, or use level="O1".'
-        )
     if level == "O2" and emulate is False:
         warn_of_slow_devices(model_list, half)
     casting = OpCasting(
@@ -138,9 +131,6 @@ def decorate(
         for model in model_list:
             if not modules.has_casting(model):
                 modules.add_hooks(model, casting=casting)
-        for optimizer in optimizer_list if keep_casts else ():
-            if isinstance(optimizer, FusedOptimizer):
-                optimizer.keep_copies(half, True)
         return returned(models, optimizers)
     prepare(
         model_list,

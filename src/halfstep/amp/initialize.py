@@ -17,6 +17,7 @@ from ..core.dtypes import HALF_DTYPES, StateForm, default_half, dtype_name, is_h
 from ..core.loss_scale import LossScaleSpec, make_loss_scale
 from ..core.oplists import OpLists
 from ..core.policy import Policy
+from ..core.removed import removed_arguments
 from ..stepping.prepare import check, check_state_form, prepare
 from .arguments import as_models, as_optimizers, device_of, returned, typed, warn_of_slow_devices
 from .loss_scaler import LossScaler
@@ -28,6 +29,7 @@ __all__ = ["initialize"]
 logger = logging.getLogger("halfstep")
 
 
+@removed_arguments("keep_casts")
 @typed
 def initialize(
     models: Any,
@@ -53,7 +55,6 @@ def initialize(
     emulate: Emulate = "auto",
     policy: Policy | None = None,
     fused: bool = True,
-    keep_casts: bool = False,
     cast_ops: bool | None = None,
     state_dtype: StateForm | str = None,
 ) -> Any:
@@ -106,10 +107,6 @@ def initialize(
         fused: where optimizers get masters, run ``Adam``, ``AdamW``, ``SGD``, ``Adagrad`` and ``Muon`` of torch as the
             fused optimizers of the same arithmetic (``halfstep.optimizers.fuse``), if their settings allow it and there
             are kernels for the device. False leaves torch's own step, on plain fp32 masters.
-        keep_casts: let the steps of optimizers of ``halfstep.optimizers`` write the 16-bit casts of their weights, so
-            that forward passes need not make them; only at O1. Weights are written by optimizers, ``load_state_dict``
-            and in-place operations; who writes through ``.data``, a detached handle or another process calls
-            ``amp.clear_casts()``.
         cast_ops: whether an op that torch refuses, because an fp32 tensor meets a 16-bit one in it or it has no 16-bit
             kernel, is called again with dtypes that agree; only at O2 and O3. None looks for such ops in the first
             passes of each kind of call, and goes on where it has found one, in ``forward`` and in the other public

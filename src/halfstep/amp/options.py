@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_flag, check_switch
+from ..core.checks import check_switch
 from ..core.dtypes import HALF_DTYPES, dtype_name, parse_dtype, parse_half, parse_state_form
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.loss_scale import LossScaleSpec, check_loss_scale
 from ..core.oplists import OpLists
-from ..core.policy import KEEPS_CASTS, LEVELS, Policy, check_policy, parse_level
+from ..core.policy import LEVELS, Policy, check_policy, parse_level
 
 __all__ = ["ARGUMENTS", "Properties", "Recipe", "resolve"]
 
@@ -135,9 +135,6 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
     overrides = {name: each.check(given[name], level) for name, each in ARGUMENTS.items() if each.check is not None}
     options = replace(defaults, **{name: value for name, value in overrides.items() if value is not None})
     lists = _check_lists(level, options, given["op_lists"], given["custom_white_list"], given["custom_black_list"])
-    keep_casts = check_flag("keep_casts", given["keep_casts"])
-    if keep_casts and not options.patch_torch_functions:
-        raise UsageError(f'{KEEPS_CASTS}, and at {level} no weight is cast; leave it out, or use opt_level="O1".')
     cast_ops = given["cast_ops"]
     check_switch("cast_ops", cast_ops, or_none=True)
     if cast_ops is not None and options.cast_model_type not in HALF_DTYPES:
@@ -152,7 +149,7 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
             f"state_dtype={given['state_dtype']!r} is for optimizers that step on master weights, and at {level} there "
             'are none; use opt_level="O2", or give it to the optimizer: optimizers.fuse(optimizer, state_dtype=...).'
         )
-    described = described.replace(keep_casts=keep_casts, cast_ops=cast_ops, state_dtype=state_dtype)
+    described = described.replace(cast_ops=cast_ops, state_dtype=state_dtype)
     return Recipe(described, half, options, defaults)
 
 
@@ -261,7 +258,6 @@ ARGUMENTS = {
     "op_lists": Argument("op_lists"),
     "custom_white_list": Argument("op_lists"),
     "custom_black_list": Argument("op_lists"),
-    "keep_casts": Argument("keep_casts", default=False),
     "cast_ops": Argument("cast_ops"),
     "state_dtype": Argument("state_dtype"),
 }

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..core.oplists.tables import NATIVE
-from . import dynamo, weight_copies
+from . import dynamo
 from .autograd_functions import with_inputs_cast
 from .config import CastingConfig
 from .current import (
@@ -186,7 +186,6 @@ class Session:
             _join(following, in_op=True)
             return
         set_current(None, (), in_op=True)
-        thread.cache.in_session = False
         if thread.before is not None and not in_autocast():
             set_native(thread.before.native)
 
@@ -291,7 +290,6 @@ def join_session() -> None:
     elif thread.before is not None:  # as it was before the thread joined its first session
         restore(thread.before)
         thread.session = thread.before = None
-        thread.cache.in_session = False
 
 
 def _join(session: Session, *, in_op: bool = False) -> None:
@@ -306,7 +304,6 @@ def _join(session: Session, *, in_op: bool = False) -> None:
     before.native += native_state(device for device in native if device not in known)
     set_current(session.casting, native, session, in_op=in_op)
     thread.session = session
-    thread.cache.in_session = True
 
 
 # ---- functions of torch that have wrappers while a casting is current anywhere
@@ -318,18 +315,13 @@ def _uncast(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run_backward)
     def uncast(*args: Any, **kwargs: Any) -> Any:
         _latest_session()
-        weight_copies.widen_gradients()
-        try:
-            if active_casting() is None:
-                return run_backward(*args, **kwargs)
-            clear_cache()
-            with _ONLY_MEETING:  # in the Python code of users' autograd functions and hooks
-                result = run_backward(*args, **kwargs)
-            clear_cache()  # a checkpoint that has recomputed has cast weights
-            return result
-        except BaseException:
-            weight_copies.drop_failed_pass()
-            raise
+        if active_casting() is None:
+            return run_backward(*args, **kwargs)
+        clear_cache()
+        with _ONLY_MEETING:  # in the Python code of users' autograd functions and hooks
+            result = run_backward(*args, **kwargs)
+        clear_cache()  # a checkpoint that has recomputed has cast weights
+        return result
 
     return uncast
 
@@ -341,7 +333,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
     """
     if torch.compiler.is_dynamo_compiling():
         return None
-    weight_copies.widen_gradients(optimizer)  # only the owner of a weight reads its 16-bit gradient
     if active_casting() is None:
         return None
     args = tuple(_remember(each) if callable(each) else each for each in args)
@@ -355,7 +346,6 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     """Put back the casts, and forget those of weights: a fused step writes to weights without a new version."""
     if not torch.compiler.is_dynamo_compiling():
         close(optimizer)
-    weight_copies.after_step(optimizer)
     forget_casts()
 
 

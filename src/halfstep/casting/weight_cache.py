@@ -8,9 +8,8 @@ import torch
 
 from ..core.torch_compat import dispatch_mode_at, dispatch_mode_count, functorch_level, jit_tracing_state
 from .operands import MIN_ELEMENTS, Kept, Operand
-from .weight_copies import attach_gradient, clear_kept, copy_of
 
-__all__ = ["WeightCache", "clear_casts", "forget_casts"]
+__all__ = ["WeightCache", "forget_casts"]
 
 _Key = tuple[int, bool]
 """The identity of the weight, and whether the copy is widened again."""
@@ -34,24 +33,6 @@ def forget_casts() -> None:
     torch.clear_autocast_cache()
 
 
-def clear_casts() -> None:
-    """Cast every weight anew at its next use: call it after a write to weights that torch does not know of.
-
-    ::
-
-        for p, average in zip(model.parameters(), averages):
-            p.data.copy_(average)
-        amp.clear_casts()
-
-    At O1 and inside of ``amp.auto_cast`` a weight is cast once, and the cast is used until the next backward pass or
-    step; with ``keep_casts=True`` until the weight changes. Writes by optimizers, by ``load_state_dict`` and in place
-    are noticed, and so is other memory. A write through ``.data``, through a detached tensor or an array that shares
-    the memory, or by another process is not. The call is cheap, and holds for every thread.
-    """
-    forget_casts()
-    clear_kept()
-
-
 def _is_recorded() -> bool:
     """Whether a dispatch mode may record ops. The modes of ``numerics`` only watch them."""
     modes = (dispatch_mode_at(i) for i in range(dispatch_mode_count()))
@@ -69,8 +50,6 @@ class WeightCache:
     Attributes:
         clear: forgets every cast.
         casts: number of casts made.
-        in_session: whether the thread has joined an O1 session. Only then may gradients of weights be 16-bit, for while
-            a session lives, all backward passes and all steps of optimizers are known.
     """
 
     def __init__(self) -> None:
@@ -78,7 +57,6 @@ class WeightCache:
         self.clear = self._entries.clear
         self._clears = _clears
         self.casts = 0
-        self.in_session = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -115,16 +93,8 @@ class WeightCache:
                     kept[id(cast.wide)] = cast
                 return cast.read()
         temporary = recording or functorch_level() is not None or weight.is_inference()
-        copy = None if temporary or weight.dtype is dtype else copy_of(weight)
-        if copy is None or copy.dtype is not dtype or not (copy.keeps or self.in_session):
-            self.casts += 1
-            cast = weight.to(dtype)
-        else:
-            value = copy.kept(weight)
-            if value is None:
-                self.casts += 1
-                value = copy.make(weight)
-            cast = attach_gradient(weight, value, narrow=self.in_session)
+        self.casts += 1
+        cast = weight.to(dtype)
         operand = None
         if wide and kept is not None and cast.numel() >= MIN_ELEMENTS:
             operand = Operand(cast, shared=not temporary)

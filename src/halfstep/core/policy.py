@@ -10,8 +10,9 @@ from .dtypes import HALF_DTYPES, StateForm, dtype_name, parse_dtype, parse_half,
 from .errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from .loss_scale import LossScaleSpec, loss_scale_text, parse_loss_scale
 from .oplists import OpLists
+from .removed import removed_arguments, what_replaces
 
-__all__ = ["KEEPS_CASTS", "LEVELS", "LossScaleSpec", "Policy", "check_policy", "parse_level"]
+__all__ = ["LEVELS", "LossScaleSpec", "Policy", "check_policy", "parse_level"]
 
 LEVELS = {
     "O0": "fp32 training",
@@ -20,9 +21,6 @@ LEVELS = {
     "O3": "everything in 16 bits, the yardstick for speed",
 }
 """The opt levels of Apex, each with its meaning."""
-
-KEEPS_CASTS = "keep_casts=True keeps the 16-bit casts of fp32 weights from step to step"
-"""The beginning of every error that refuses it, which goes on with the reason."""
 
 _ROCM_ALIASES = {"O4": "O1", "O5": "O2"}
 
@@ -48,7 +46,7 @@ def parse_level(level: object, dtype: torch.dtype | None = None) -> tuple[str, t
     return level, dtype
 
 
-_SWITCHES = ("keep_batchnorm_fp32", "master_weights", "keep_casts")
+_SWITCHES = ("keep_batchnorm_fp32", "master_weights")
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,6 @@ class Policy:
         keep_batchnorm_fp32: leave BatchNorm parameters and statistics in fp32 when the rest is cast.
         master_weights: update fp32 copies of 16-bit weights.
         loss_scale: a number, ``"dynamic"``, or a ``StaticLossScale`` or ``DynamicLossScale``.
-        keep_casts: with ``op_lists``, let the steps of fused optimizers write the 16-bit casts of weights, which are
-            then kept from step to step.
         cast_ops: with a 16-bit ``param_dtype``, whether ops whose dtypes torch refuses are called again with dtypes
             that agree: True in every pass of a model, False in none, and None in its first passes, and in all if such
             an op was found in them.
@@ -82,7 +78,6 @@ class Policy:
     keep_batchnorm_fp32: bool = False
     master_weights: bool = False
     loss_scale: LossScaleSpec = 1.0
-    keep_casts: bool = False
     cast_ops: bool | None = None
     state_dtype: StateForm = None
 
@@ -112,13 +107,9 @@ class Policy:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        parts = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "loss_scale":
-                value = loss_scale_text(value)
-            parts.append(f"{field.name}={_shown(value)}")
-        return ",".join(parts)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["loss_scale"] = loss_scale_text(self.loss_scale)
+        return ",".join(f"{name}={_shown(value)}" for name, value in values.items())
 
     @classmethod
     def parse(cls, text: str) -> Policy:
@@ -137,9 +128,8 @@ class Policy:
         for part in text.split(","):
             name, found, value = part.strip().partition("=")
             if not found or name not in names:
-                raise ArgumentValueError(
-                    f"{part!r} is no field of a policy; write name=value with a name among {', '.join(names)}."
-                )
+                instead = what_replaces(f"{name}=") or f"Write name=value with a name among {', '.join(names)}."
+                raise ArgumentValueError(f"{part!r} is no field of a policy. {instead}")
             values[name] = cls._parse_field(name, value)
         return cls(**values)  # type: ignore[arg-type]
 
@@ -159,6 +149,9 @@ class Policy:
             return OpLists.parse(value) if name == "op_lists" else parse_dtype(value)
         except HalfstepError as error:
             raise ArgumentValueError(f"{name}={value!r}: {error}") from None
+
+
+Policy.__init__ = removed_arguments("keep_casts")(Policy.__init__)  # type: ignore[method-assign]
 
 
 def _shown(value: object) -> str:
@@ -203,8 +196,6 @@ def _contradiction(policy: Policy) -> str | None:
             return f"op_lists cast around operations and leave the weights fp32, and {param_dtype} casts them"
         if compute not in HALF_DTYPES:
             return f"op_lists need a 16-bit compute_dtype to cast ops to, and it has {compute_dtype}"
-    elif policy.keep_casts:
-        return f"{KEEPS_CASTS}, and without op_lists no weight is cast"
     elif compute is not None and compute is not params and (params is not None or compute in HALF_DTYPES):
         return (
             f"without op_lists the inputs of the model are cast to {compute_dtype}, and its weights, with "

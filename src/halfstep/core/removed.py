@@ -8,11 +8,14 @@ from typing import Any, TypeVar, cast
 
 from .errors import ArgumentTypeError, RemovedNameError
 
-__all__ = ["raise_removed", "removed_arguments"]
+__all__ = ["raise_removed", "removed_arguments", "what_replaces"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_REMOVED: dict[str, str] = {}
+_REMOVED: dict[str, str] = {
+    "keep_casts=": 'Leave it out: forward passes cast fp32 weights. opt_level="O2" has 16-bit weights, and casts none.',
+    "amp.clear_casts": "Leave the call out: no cast of a weight outlives an iteration.",
+}
 """Each removed argument (``"keep_casts="``) or name (``"amp.clear_casts"``), with what to use instead."""
 
 
@@ -26,15 +29,18 @@ def removed_arguments(*names: str) -> Callable[[_Function], _Function]:
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for name in names:
-                if name in kwargs:
-                    message = f"{function.__qualname__} no longer takes {name}=. {_REMOVED[f'{name}=']}"
-                    raise ArgumentTypeError(message)
+            for name in kwargs.keys() & set(names):
+                raise ArgumentTypeError(f"{function.__qualname__} no longer takes {name}=. {_REMOVED[f'{name}=']}")
             return function(*args, **kwargs)
 
         return cast(_Function, call)
 
     return decorate
+
+
+def what_replaces(name: str) -> str | None:
+    """What to use instead of a removed argument, such as ``"keep_casts="``, or name; None if it was not removed."""
+    return _REMOVED.get(name)
 
 
 def raise_removed(name: str) -> None:

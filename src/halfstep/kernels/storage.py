@@ -15,7 +15,6 @@ import torch
 __all__ = [
     "SPLIT",
     "Storage",
-    "copied",
     "dense",
     "honoured",
     "join",
@@ -39,14 +38,13 @@ class Storage:
     Attributes:
         kind: ``dense`` is one tensor; ``split`` a bfloat16 weight and the int16 remainder of its fp32 value;
             ``plain`` an fp32 master and a 16-bit weight, which is the value where it is not the master rounded;
-            ``copied`` an fp32 weight that is read and written and a 16-bit copy that is only written;
             ``stochastic`` a bfloat16 tensor that is rounded at random when written;
             ``blockwise`` 8-bit codes, the largest magnitude of each block, and the map that codes are places in.
         dtypes: of its tensors.
         signed: whether a blockwise column has values below 0.
     """
 
-    kind: Literal["dense", "split", "plain", "copied", "stochastic", "blockwise"]
+    kind: Literal["dense", "split", "plain", "stochastic", "blockwise"]
     dtypes: tuple[torch.dtype, ...]
     signed: bool = False
 
@@ -67,11 +65,6 @@ def dense(dtype: torch.dtype) -> Storage:
 def plain(dtype: torch.dtype) -> Storage:
     """An fp32 master and a weight of ``dtype``, both written; what others write to the weight counts (``honoured``)."""
     return Storage("plain", (torch.float32, dtype))
-
-
-def copied(dtype: torch.dtype) -> Storage:
-    """An fp32 weight and a copy of ``dtype`` that follows it; what others write to the copy is lost."""
-    return Storage("copied", (torch.float32, dtype))
 
 
 def stochastic(dtype: torch.dtype) -> Storage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from ..core.errors import UsageError
 from ..core.torch_compat import HAS_GRAD_DTYPE
 from ..distributed.state_dict import patch_state_init
 from ..gradients.held_masters import WITH_MEMORY, HeldMasters, settle
-from ..gradients.ledger import Chooser, Gradients, halves, reduced_params, widen
+from ..gradients.ledger import Gradients, halves, widen
 from ..gradients.master_registry import keeper_of, register
 from .plain import PlainMasters
 
@@ -29,15 +29,13 @@ def _reset_grad_dtypes(params: list[weakref.ref[torch.Tensor]]) -> None:
 
 
 class MasterKeeper:
-    """The fp32 masters of one optimizer's 16-bit parameters, or the 16-bit casts of its fp32 ones.
+    """The fp32 masters of one optimizer's 16-bit parameters.
 
     Args:
         optimizer: this must not outlive it.
         masters: whether there are masters. A fused optimizer of halfstep keeps them in its state, if torch has
             ``Tensor.grad_dtype``; those of any other are kept here. "elsewhere" if an attached optimizer inside of it
             has them.
-        copies: the 16-bit dtype that forward passes cast fp32 weights to, so that a fused optimizer reads gradients of
-            16 bits, and whether its steps write these casts (``keep_casts``); None if weights are not cast.
         originals: where masters start; see ``PlainMasters``.
         own: whether the optimizer may keep masters in its state.
 
@@ -54,7 +52,6 @@ class MasterKeeper:
         self,
         optimizer: Any,
         masters: bool | Literal["elsewhere"],
-        copies: tuple[torch.dtype, bool] | None = None,
         originals: dict[int, torch.Tensor] | None = None,
         *,
         own: bool = True,
@@ -67,23 +64,13 @@ class MasterKeeper:
         self.held = HeldMasters()
         self._half: list[weakref.ref[torch.Tensor]] = []
         weakref.finalize(self, _reset_grad_dtypes, self._half).atexit = False
-        wide: Chooser | None = halves if masters else None
         # Whoever clips by hand needs fp32 gradients: torch takes a norm in the dtype of the gradient.
         narrow = HAS_GRAD_DTYPE and getattr(getattr(optimizer, "options", None), "max_grad_norm", None) is not None
         if masters is True and own and hasattr(optimizer, "keep_masters") and HAS_GRAD_DTYPE:
             optimizer.keep_masters(originals)
         elif masters is True:
             self.plain, narrow = PlainMasters(originals), False
-        elif copies is not None and (narrow or copies[1]) and hasattr(optimizer, "keep_copies"):
-            kept, narrow = optimizer.keep_copies(*copies), HAS_GRAD_DTYPE
-            if HAS_GRAD_DTYPE:
-
-                def wide(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                    found = kept.having(params)
-                    taken = set(map(id, reduced_params(found)))
-                    return [p for p in found if id(p) not in taken]
-
-        self.gradients = Gradients(wide, narrow=narrow)
+        self.gradients = Gradients(halves if masters else None, narrow=narrow)
         self.adopt()
 
     @property

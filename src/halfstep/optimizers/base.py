@@ -85,7 +85,7 @@ class FusedOptimizer(FusedState):
     that is 0, and ``grad_scale`` is divided out, both on the device.
 
     Attributes:
-        options, set_grad_none, grad_norm, release, offload, copies, on_gradients: see ``FusedData``.
+        options, set_grad_none, grad_norm, release, offload, on_gradients: see ``FusedData``.
     """
 
     _step_supports_amp_scaling = True
@@ -194,9 +194,8 @@ class FusedOptimizer(FusedState):
 
         Raises:
             UsageError: if it is attached already; for gradients that other ranks average (DistributedDataParallel,
-                FSDP); if masters are kept outside of this optimizer; for ``offload`` with ``keep_casts``. From a
-                backward pass: for a second gradient of a parameter before ``step()``, for ``create_graph=True``, and
-                for a sparse gradient.
+                FSDP); if masters are kept outside of this optimizer. From a backward pass: for a second gradient of a
+                parameter before ``step()``, for ``create_graph=True``, and for a sparse gradient.
             ArgumentTypeError: for something else than a module.
             ArgumentValueError: if parameters are not in the model or are on several devices, for a layer that makes
                 sparse gradients, for another ``offload``, or for one without ``release``.
@@ -281,14 +280,9 @@ class FusedOptimizer(FusedState):
         state = self.state if fused.offload is None else fused.offload.state
         if fused.options.rounding == "stochastic":
             layout = {"step": NUMBER, **layout}
-        copies: list[torch.Tensor | None] = [None] * len(params)
-        if fused.copies is not None and fused.copies.keeps:
-            copies = [None if p.grad is None else fused.copies.begin_write(p) for p in params]
-        if known is None or not known.renew(params, state, layout, copies, known=same_state):
-            if fused.copies is not None:
-                fused.copies.watch(params)  # some may have come since
+        if known is None or not known.renew(params, state, layout, known=same_state):
             self._complete_state(hyper, params)
-            known = GroupRows(params, state, layout, fused.options, positions, copies, self._marks(hyper, params))
+            known = GroupRows(params, state, layout, fused.options, positions, self._marks(hyper, params))
         return hyper, known
 
     def _warn_once(self) -> None:
@@ -362,7 +356,7 @@ class FusedOptimizer(FusedState):
 
     def _take(self, groups: Iterable[tuple[Hyper, GroupRows]], factor: Number, skip: torch.Tensor | None) -> None:
         """Step the rows of some groups, and let go of their gradients."""
-        copies, offload = self._fused.copies, self._fused.offload
+        offload = self._fused.offload
         for group, group_rows in groups:
             for rows in group_rows.rows:
                 scale = factor
@@ -377,5 +371,3 @@ class FusedOptimizer(FusedState):
                 rows.table.release()
                 if offload is not None:
                     offload.give_back(rows.params)
-                if copies is not None and copies.keeps:
-                    copies.end_write(rows.params)

@@ -1,4 +1,4 @@
-"""The state of a fused optimizer: masters, 16-bit casts of weights, and how it is saved and loaded."""
+"""The state of a fused optimizer: masters and moments, and how they are saved and loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..casting.weight_copies import WeightCopies
 from ..core.callers import caller_in
 from ..core.checks import check_optimizer_state
 from ..core.dtypes import HALF_DTYPES, StateForm
@@ -45,7 +44,6 @@ class FusedData:
         warned: whether the warning about lost updates has been given, or need not be.
         release: the gradient release that ``attach`` began; None if there is none.
         offload: the copies of its parameters that the host steps; None if they step where they are.
-        copies: the 16-bit casts of its fp32 weights, if it was told that there are any; see ``keep_copies``.
         on_gradients: functions that are called with the gradients of each step; see ``OnGradients``.
         started: the fp32 values that masters start from, by the identity of the parameter, until its first step.
         groups: the rows of each parameter group, by its place, as the last step left them.
@@ -58,7 +56,6 @@ class FusedData:
     warned: bool = False
     release: GradientRelease | None = None
     offload: Offload | None = None
-    copies: WeightCopies | None = None
     on_gradients: tuple[Callable[..., None], ...] = ()
     started: dict[int, torch.Tensor] = field(default_factory=dict)
     groups: dict[int, GroupRows] = field(default_factory=dict)
@@ -83,7 +80,7 @@ class FusedState(torch.optim.Optimizer):
         given: the fields of ``FusedOptions``, and the defaults of the groups.
 
     Attributes:
-        options, set_grad_none, grad_norm, release, offload, copies, on_gradients: see ``FusedData``.
+        options, set_grad_none, grad_norm, release, offload, on_gradients: see ``FusedData``.
     """
 
     _fused: FusedData
@@ -95,7 +92,6 @@ class FusedState(torch.optim.Optimizer):
     grad_norm: torch.Tensor | None = _field("grad_norm")
     release: GradientRelease | None = _field("release")
     offload: Offload | None = _field("offload")
-    copies: WeightCopies | None = _field("copies")
     on_gradients: tuple[Callable[..., None], ...] = _field("on_gradients")
 
     def __init__(self, params: Any, *, set_grad_none: bool = True, **given: Any) -> None:
@@ -190,19 +186,6 @@ class FusedState(torch.optim.Optimizer):
             state.update({name: kept.to(home) for name, kept in state.items() if isinstance(kept, torch.Tensor)})
             if id(param) in fused.started:
                 fused.started[id(param)] = fused.started[id(param)].to(home)
-
-    def keep_copies(self, dtype: torch.dtype, keep: bool) -> WeightCopies:
-        """Read 16-bit gradients of fp32 weights that forward passes cast to a dtype; with ``keep`` write the casts."""
-        self.copies = WeightCopies(self, dtype, keep)
-        for group in self.param_groups:
-            self.copies.watch(group["params"])
-        return self.copies
-
-    def drop_copies(self) -> None:
-        """Read fp32 gradients of fp32 weights, and write no casts from now on: a recorded pass casts by itself."""
-        if self.copies is not None:
-            self.copies.stop()
-            self.copies = None
 
     def state_dict(self) -> dict[str, Any]:
         """The state as torch saves it, but masters and 8-bit moments of sharded weights are fp32.

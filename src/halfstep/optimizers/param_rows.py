@@ -14,7 +14,7 @@ from ..kernels.expr import ElementwiseKernel, elementwise_kernel
 from ..kernels.launch import launch
 from ..kernels.multi_tensor import group_rows
 from ..kernels.shards import ORDINARY, Domain, complete_sum, domain_of, local, locals_of
-from ..kernels.storage import Storage, copied, dense
+from ..kernels.storage import Storage, dense
 from ..kernels.tensor_table import Column, Scalars, TensorTable
 from ..masters import split
 from . import moments
@@ -81,7 +81,6 @@ class ParamRows:
         layout: what an update keeps.
         options: how weights are stored.
         positions: the place of each parameter in the optimizer, from which its seeds are made.
-        copies: 16-bit copies of fp32 parameters to write as well, or None.
 
     Attributes:
         params: the parameters.
@@ -100,7 +99,6 @@ class ParamRows:
         layout: StateLayout,
         options: FusedOptions,
         positions: list[int],
-        copies: list[torch.Tensor] | None,
     ) -> None:
         self.params = params
         self.states = states
@@ -117,11 +115,10 @@ class ParamRows:
             _prepare(param, state, layout, kept)
             split.adapt(param, state, storage)
         self.numbers = {name: _vector(states, name, self.device) for name, spec in layout.items() if spec.dtype is None}
-        columns: dict[str, Column] = {"grad": (dense(grads[0].dtype), (grads,))}
-        if copies is not None:  # an fp32 weight is the master of its copy
-            columns["param"] = (copied(copies[0].dtype), (self.weights, copies))
-        else:
-            columns["param"] = (storage, _parts(self.weights, states, storage))
+        columns: dict[str, Column] = {
+            "grad": (dense(grads[0].dtype), (grads,)),
+            "param": (storage, _parts(self.weights, states, storage)),
+        }
         for name, form in kept.items():
             columns[name] = (form, moments.parts(states, name, form))
         # The second part of a weight's storage lies in the state, too, and can be replaced there.
@@ -219,7 +216,6 @@ class GroupRows:
         layout: what its update keeps.
         options: of the optimizer.
         places: of the parameters in the optimizer.
-        copies: for each parameter, the 16-bit copy that is to be written as well, or None.
         marks: for each parameter; those with the same go together.
     """
 
@@ -230,13 +226,11 @@ class GroupRows:
         layout: StateLayout,
         options: FusedOptions,
         places: Sequence[int],
-        copies: list[torch.Tensor | None],
         marks: Sequence[Hashable],
     ) -> None:
         self._params = list(params)
         self._plain = ORDINARY.issuperset(map(type, params))
         self._addresses = list(map(torch.Tensor.data_ptr, locals_of(params)))
-        self._copies = copies
         self._layout = dict(layout)
         self._state = state
         grads = [p.grad for p in params]
@@ -245,7 +239,7 @@ class GroupRows:
         for i in there:
             check_gradient(params[i], grads[i])  # type: ignore[arg-type]
         here: list[Any] = [None if grad is None else local(grad) for grad in grads]
-        columns = [[column[i] for i in there] for column in (params, here, copies)]
+        columns = [[column[i] for i in there] for column in (params, here)]
         alike = group_rows(*columns, marks=[marks[i] for i in there])
         self._positions = [[there[k] for k in rows] for rows in alike]
         self.rows = [
@@ -256,7 +250,6 @@ class GroupRows:
                 layout,
                 options,
                 [places[i] for i in positions],
-                None if copies[positions[0]] is None else [copies[i] for i in positions],  # type: ignore[misc]
             )
             for positions in self._positions
         ]
@@ -266,17 +259,14 @@ class GroupRows:
         params: Sequence[torch.Tensor],
         state: Mapping[torch.Tensor, dict[str, Any]],
         layout: StateLayout,
-        copies: list[torch.Tensor | None],
         *,
         known: bool = False,
     ) -> bool:
-        """Take the gradients that are there now; False if another set of parameters, state or copies takes part.
+        """Take the gradients that are there now; False if another set of parameters or state takes part.
 
         ``known`` says that no entry of the state was exchanged since the last step.
         """
         if state is not self._state or len(params) != len(self._params) or layout != self._layout:
-            return False
-        if not all(map(is_, copies, self._copies)):
             return False
         grads = list(map(_GRAD, params))
         if [g is None for g in grads] != self._missing or not all(map(is_, params, self._params)):

@@ -71,7 +71,6 @@ def check_offload(optimizer: Any, offload: object, release: bool) -> None:
     Raises:
         ArgumentValueError: for anything but "cpu" and None, without ``release``, and for a hyperparameter that is a
             tensor on a device.
-        UsageError: if steps write the 16-bit casts of weights.
     """
     if offload is None:
         return
@@ -80,11 +79,6 @@ def check_offload(optimizer: Any, offload: object, release: bool) -> None:
     if not release:
         raise ArgumentValueError(
             "attach(offload='cpu') steps the gradients that the backward pass releases; pass release=True, too."
-        )
-    if optimizer.copies is not None and optimizer.copies.keeps:
-        raise UsageError(
-            "attach(offload='cpu') and keep_casts=True do not go together: the step that would write the casts runs on "
-            "the host. Call amp.initialize without keep_casts."
         )
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():

@@ -113,7 +113,7 @@ class AttachedOptimizer:
         optimizer: any; this must not outlive it.
         base: the class before whose methods the optimizer gets ours. With None it keeps its class and its methods, and
             whoever makes this calls its ``step`` instead of the optimizer's.
-        masters, copies, originals, own: see ``MasterKeeper``.
+        masters, originals, own: see ``MasterKeeper``.
         models: those that it trains, if they are known.
         verbose: whether to log what is skipped.
 
@@ -135,7 +135,6 @@ class AttachedOptimizer:
         *,
         base: type[torch.optim.Optimizer] | None = None,
         masters: bool | Literal["elsewhere"] = False,
-        copies: tuple[torch.dtype, bool] | None = None,
         originals: dict[int, torch.Tensor] | None = None,
         own: bool = True,
         models: Iterable[torch.nn.Module] = (),
@@ -145,7 +144,7 @@ class AttachedOptimizer:
         self.stepping = Stepping(optimizer)
         if base is not None:
             rebase(optimizer, base, self)
-        self.keeper = MasterKeeper(optimizer, masters, copies, originals, own=own)
+        self.keeper = MasterKeeper(optimizer, masters, originals, own=own)
         self.passes = BackwardPasses(self.keeper)
         self.replaced = self.passes.replaced = ReplacedParameters(tuple(map(weakref.ref, models)))
         self.session: Any = None
@@ -310,7 +309,7 @@ class AttachedOptimizer:
         logger.info("%s goes on without its fused step, which takes no sparse gradients", type(optimizer).__name__)
         started = [*self.keeper.started(), *unfuse(optimizer).items()]
         held, elsewhere = self.keeper.held, self.keeper.saved_elsewhere
-        self.keeper = MasterKeeper(optimizer, self.keeper.any, None, {id(param): value for param, value in started})
+        self.keeper = MasterKeeper(optimizer, self.keeper.any, {id(param): value for param, value in started})
         self.keeper.held, self.keeper.saved_elsewhere = held, elsewhere
         self.passes.keeper, self.passes.gradients = self.keeper, self.keeper.gradients
         # Unlike the fused step, torch's own does not read flags on the device.

@@ -165,7 +165,7 @@ def prepare_optimizer(
     own: bool = True,
     verbose: bool = True,
 ) -> AttachedOptimizer:
-    """Attach to an optimizer, with masters or copies if the policy has them.
+    """Attach to an optimizer, with masters if the policy has them.
 
     Args:
         optimizer: a ``torch.optim.Optimizer``, or a wrapper of one, which goes on calling its ``step``.
@@ -185,12 +185,10 @@ def prepare_optimizer(
         inner.passes.ranks.inside = True
     elif inner_optimizer(optimizer) is not None:
         own = False  # a wrapper whose step may write to weights has to find the masters in their places
-    casts_weights = policy.op_lists is not None and policy.compute_dtype is not None
     attached = attach(
         optimizer,
         fused=masters and fused and sharded is None and _gains(optimizer, policy.state_dtype is not None),
         masters="elsewhere" if masters and sharded is not None else masters,
-        copies=(policy.compute_dtype, policy.keep_casts) if casts_weights else None,
         originals=originals,
         own=own,
         models=models,

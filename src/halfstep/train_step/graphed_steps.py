@@ -205,8 +205,6 @@ class GraphedSteps:
 
         self._restore_gradients()
         _forget_casts()  # a graph must cast weights anew in each replay, and nobody else may use what it cast
-        if isinstance(self._step.optimizer, FusedOptimizer):
-            self._step.optimizer.drop_copies()
         try:
             graph, (loss, slot) = self._record(passes)
         finally:  # nothing ran: the pending gradients are still those from before
