@@ -312,26 +312,24 @@ def test_a_parameter_in_two_optimizers(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
-@pytest.mark.parametrize("delay", [False, True])
-def test_accumulation_equals_one_large_batch(level: str, scale: Any, delay: bool) -> None:
+def test_accumulation_equals_one_large_batch(level: str, scale: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
     plain = copy.deepcopy(model)
     model, optim = start(level, torch.float16, "SGD", model, loss_scale=scale, max_loss_scale=256.0)
     xs, ys, _ = zip(*(batch(t) for t in range(4)), strict=True)
-    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        backward(F.cross_entropy(model(x), y) / 4, optim, delay_unscale=delay and i < 3)
+    for x, y in zip(xs, ys, strict=True):
+        backward(F.cross_entropy(model(x), y) / 4, optim)
     F.cross_entropy(plain(torch.cat(xs)), torch.cat(ys)).backward()
     for master, p in zip(amp.master_params(optim), plain.parameters(), strict=True):
         torch.testing.assert_close(master.grad.float(), p.grad, rtol=0.01, atol=1e-3)
 
 
 @pytest.mark.parametrize(("level", "expected"), [("O1", 8e-8), ("O2", 8e-8), ("O3", 0.0)])
-@pytest.mark.parametrize("delay", [False, True])
-def test_gradients_below_the_smallest_float16_number_add_up_in_fp32(level: str, expected: float, delay: bool) -> None:
+def test_gradients_below_the_smallest_float16_number_add_up_in_fp32(level: str, expected: float) -> None:
     """Without masters (O3) each pass leaves float16 numbers, and 2e-8 is none."""
     model, optim = start(level, torch.float16, "SGD", nn.Linear(1, 1, bias=False), loss_scale=65536.0)
-    for i in range(4):
-        backward((model(torch.ones(1, 1)).float() * 2e-8).sum(), optim, delay_unscale=delay and i < 3)
+    for _ in range(4):
+        backward((model(torch.ones(1, 1)).float() * 2e-8).sum(), optim)
     (master,) = amp.master_params(optim)
     assert float(master.grad) == pytest.approx(expected, rel=1e-3)
 
@@ -350,56 +348,14 @@ def test_the_scale_may_change_between_delayed_passes(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_step_after_delayed_passes_only(level: str) -> None:
-    """Apex stepped with scaled gradients."""
-    model, optim = start(level, torch.float16, "SGD")
-    plain, reference = start(level, torch.float16, "SGD")
-    backward(loss_of(model, 0), optim, delay_unscale=True)
-    backward(loss_of(plain, 0), reference)
-    optim.step()
-    reference.step()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-    before = [p.detach().clone() for p in model.parameters()]
-    backward(loss_of(model, 1) * math.inf, optim, delay_unscale=True)
-    optim.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("delay", [False, True])
-def test_gradients_are_unscaled_after_every_pass(level: str, delay: bool) -> None:
+def test_gradients_are_unscaled_after_every_pass(level: str) -> None:
     model, optim = start(level, torch.float16, "SGD", loss_scale=128.0)
     plain, reference = start(level, torch.float16, "SGD", loss_scale=1.0)
     for t in range(2):
-        backward(loss_of(model, t), optim, delay_unscale=delay)
+        backward(loss_of(model, t), optim)
         backward(loss_of(plain, t), reference)
         for ours, theirs in zip(amp.master_params(optim), amp.master_params(reference), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.01, atol=1e-3)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_overflow_in_a_delayed_pass_moves_the_scale_once_with_the_next(level: str) -> None:
-    model, optim = start(level, torch.float16, "SGD", loss_scale="dynamic", max_loss_scale=256.0)
-    before = [p.detach().clone() for p in model.parameters()]
-    backward(loss_of(model, 0) * math.inf, optim, delay_unscale=True)
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 256.0, "unskipped": 0}
-    backward(loss_of(model, 1), optim)
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 128.0, "unskipped": 0}
-    optim.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert amp.steps_skipped(optim) == 1
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_overflow_in_a_delayed_pass_goes_with_its_gradients(level: str) -> None:
-    model, optim = start(level, torch.float16, "SGD", loss_scale="dynamic", max_loss_scale=256.0)
-    backward(loss_of(model, 0) * math.inf, optim, delay_unscale=True)
-    model.zero_grad()
-    backward(loss_of(model, 1), optim)
-    optim.step()
-    assert amp.steps_skipped(optim) == 0
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 256.0, "unskipped": 1}
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -119,14 +119,14 @@ class ByHand:
             return _forward_at_o1(self.net, x, self.half)
         return self.net(x.to(self.half)).float() if self.level in ("O2", "O3") else self.net(x)
 
-    def backward(self, loss: torch.Tensor, which: int, *, delay: bool = False, moves: bool = True) -> None:
+    def backward(self, loss: torch.Tensor, which: int, *, delay: bool = False, stay: bool = False) -> None:
         """One scaled pass whose gradients are unscaled, looked at and added.
 
         Args:
             loss: not scaled yet.
             which: the number of its scale.
             delay: leave the gradients scaled. The next pass at the same scale adds to them before it unscales them.
-            moves: whether its scale moves. If not, the next pass adds to these gradients in place.
+            stay: True if the next pass adds to these gradients in place.
         """
         scale = self.scales[which]
         neutral = self.interval is None and scale == 1.0
@@ -155,8 +155,8 @@ class ByHand:
         if delay:
             return
         finite = self.finish_delayed()
-        self.in_place = not moves
-        if moves and not neutral:
+        self.in_place = stay
+        if not neutral:
             self.move_scale(which, finite=finite)
 
     def move_scale(self, which: int, *, finite: bool) -> None:

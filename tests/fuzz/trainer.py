@@ -209,7 +209,7 @@ class Trainer(RuleBasedStateMachine):
             return
         with amp.scale_loss(loss * factor, self.optimizer, loss_id=which, delay_unscale=delay) as scaled_loss:
             scaled_loss.backward()
-        self.hand.backward(expected * factor, which, moves=not delay)
+        self.hand.backward(expected * factor, which, stay=delay)
         self.compare_gradients()
 
     @precondition(lambda self: self.scaled or not self.setup.scaler)

@@ -673,20 +673,6 @@ def test_passes_that_all_accumulate_leave_it_to_step() -> None:
     assert_same(*runs)
 
 
-def test_delayed_unscaling() -> None:
-    runs = []
-    for released in (False, True):
-        model, optim = make("Adam", level="O2", dtype=FP16, released=released, loss_scale=64.0)
-        for x in batches(3):
-            for delay in (True, False):
-                with amp.scale_loss(loss_of(model, x + delay), optim, delay_unscale=delay) as loss:
-                    loss.backward()
-            optim.step()
-            optim.zero_grad()
-        runs.append((model, optim))
-    assert_same(*runs)
-
-
 def test_a_graph_of_gradients_is_refused() -> None:
     model, optim = make("Adam", released=True)
     with pytest.raises(UsageError, match="create_graph"), pytest.warns(UserWarning, match="create_graph"):

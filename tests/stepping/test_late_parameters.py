@@ -82,10 +82,9 @@ def test_a_gradient_of_passes_that_the_parameter_was_outside_of_is_dropped(level
 
 
 @at_each_level
-@pytest.mark.parametrize("delay", [False, True], ids=["unscaled", "delayed"])
-def test_a_parameter_that_comes_between_pass_and_step_does_not_move(level: str, fused: bool, delay: bool) -> None:
+def test_a_parameter_that_comes_between_pass_and_step_does_not_move(level: str, fused: bool) -> None:
     training = Training(level, fused)
-    training.backward(delay_unscale=delay)
+    training.backward()
     training.extend()
     with pytest.warns(UserWarning, match=DROPPED):
         moved = training.moved(training.optimizer.step)

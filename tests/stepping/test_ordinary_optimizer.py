@@ -631,17 +631,6 @@ def test_a_weight_that_was_frozen_later_keeps_its_master_in_a_copy(fused: bool, 
     assert torch.equal(truth(again)[:128], before[:128])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_what_a_delayed_pass_has_set_aside_becomes_zeros_too(level: str) -> None:
-    model, optimizer = start(level=level)
-    backward(model, optimizer, 0)
-    model[0].requires_grad_(False)
-    with amp.scale_loss(loss_of(model, 1), optimizer, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.zero_grad(set_to_none=False)
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
 @in_both_halves
 @with_both_masters
 def test_parameters_taken_out_of_a_group_rest(fused: bool, half: torch.dtype) -> None:

@@ -139,13 +139,6 @@ def clip_to_four_digits_in_the_block(loop: Loop) -> None:
     clip_in_the_block(loop, limit=0.01234)
 
 
-def clip_delayed(loop: Loop) -> None:
-    loop.block(delay_unscale=True)
-    nn.utils.clip_grad_norm_(loop.model.parameters(), 5.0)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-
-
 FORGOTTEN = r"step\(\) uses gradients that came through no block of amp\.scale_loss"
 TWICE = r"the loss is multiplied by two loss scales"
 MISSED = r"no backward pass had gone through its scaled loss"
@@ -238,16 +231,6 @@ def cleared_by_the_model(loop: Loop) -> None:
         loop.optimizer.step()
         loop.model.zero_grad(set_to_none=set_to_none)
         loop.optimizer.step()
-
-
-def delayed(loop: Loop) -> None:
-    loop.block(delay_unscale=True)
-    loop.block()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-    loop.block(delay_unscale=True)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
 
 
 def unchecked(loop: Loop) -> None:
@@ -371,8 +354,6 @@ MEANT: dict[str, tuple[dict[str, Any], Callable[[Loop], None]]] = {
     "steps on zeros": (O2, a_step_on_zeros),
     "steps on zeros at O1": (O1, a_step_on_zeros),
     "cleared by the model": (O2, cleared_by_the_model),
-    "delayed unscaling": (O2, delayed),
-    "clipped after a delayed pass, which is unscaled": (O1, clip_delayed),
     "no overflow check": (O1, unchecked),
     "a closure": ({"make": torch.optim.LBFGS}, a_closure),
     "a closure of SGD": (O1, a_closure),

@@ -302,24 +302,6 @@ def test_a_closure_that_does_not_clear_is_run_again_without_them(fused: bool) ->
     assert_equal(*found)
 
 
-def test_a_closure_with_a_delayed_pass_is_run_again() -> None:
-    """The delayed pass moves no scale, but that of the other moves."""
-    run = Run("O2", OPTIMIZERS["SGD"], torch.float16)
-    factors = [1.0, math.inf, 1.0, 1.0]
-
-    def closure() -> torch.Tensor:
-        run.optimizer.zero_grad()
-        for delayed in (True, False):
-            loss = run.loss(1, factors.pop(0))
-            with amp.scale_loss(loss, run.optimizer, delay_unscale=delayed) as scaled_loss:
-                scaled_loss.backward()
-        return loss
-
-    run.optimizer.step(closure)
-    assert not factors
-    assert not run.optimizer.step_was_skipped
-
-
 # ---- several optimizers
 
 

@@ -136,9 +136,8 @@ def scale_loss(
         optimizers: those whose parameters get gradients from this backward pass.
         loss_id: which loss scaler to use, from 0 on and below ``num_losses`` of ``amp.initialize``.
         model: accepted for Apex's sake, not used.
-        delay_unscale: accepted for Apex's sake: gradients accumulate rightly without it, and they are unscaled at once
-            with it, too. The scale does not move until the next pass without it, and in the block of the next pass
-            ``p.grad`` has the gradients of both.
+        delay_unscale: accepted for Apex's sake: gradients accumulate rightly without it, and with it they are unscaled
+            at once, too. Only the block of the next pass differs: there ``p.grad`` has the scaled gradients of both.
         delay_overflow_check: unscale, but neither move the scale nor skip a step for this pass.
 
     Returns:
@@ -163,12 +162,12 @@ def scale_loss(
             f"loss_id={loss_id}, but amp.initialize was called with num_losses={len(scalers)}; count losses from 0, "
             "and pass num_losses= as many as there are losses with a scale of their own."
         )
-    delay, check = False, True
+    stay, check = False, True
     if delay_unscale is not False or delay_overflow_check is not False:
-        delay = check_flag("delay_unscale", delay_unscale)
+        stay = check_flag("delay_unscale", delay_unscale)
         check = not check_flag("delay_overflow_check", delay_overflow_check)
     passes = [one.passes for one in attached]
-    return ScaledBackward(loss, passes, scalers[loss_id], name="amp.scale_loss", delay=delay, check=check)
+    return ScaledBackward(loss, passes, scalers[loss_id], name="amp.scale_loss", stay=stay, check=check)
 
 
 def master_params(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:

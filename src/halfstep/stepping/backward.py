@@ -52,8 +52,8 @@ class BackwardPasses:
         unsettled: whether a step was skipped, or may have been, and nobody has cleared its gradients since.
         scaling: the warnings about gradients that went past the loss scale.
         known: the parameters at the latest pass; None before a scaled one.
-        in_place: whether the next pass adds to the gradients where they are, because a pass with ``delay_unscale`` came
-            before it: some scripts average them by hand then, inside of the block of that next pass.
+        in_place: True if the next pass adds to the gradients where they are, because a pass with ``delay_unscale`` came
+            before it: some scripts add up a window of passes and average ``p.grad`` by hand in the block of the last.
         scale: what the loss of the present pass, or of the latest, was multiplied by, a 0-dim tensor; None for none.
         unsafe: whether gradients are in the middle of something: from ``begin`` to ``close``.
     """
@@ -124,7 +124,6 @@ class BackwardPasses:
         *,
         block: object,
         guard: Callable[[], None] | None = None,
-        delay: bool = False,
     ) -> None:
         """Set aside the present gradients, so that a backward pass scaled by ``scale`` brings only its own.
 
@@ -134,7 +133,6 @@ class BackwardPasses:
                 is no other optimizer.
             block: which is opened; not kept alive.
             guard: called before a gradient is used inside of the pass; raises an error if it must not be.
-            delay: whether parameters wait for the gradients of a later pass, where passes step them.
 
         Raises:
             UsageError: if a block is open already, or if the model was cut after its optimizer was attached.
@@ -170,7 +168,7 @@ class BackwardPasses:
         stay = list if self.in_place else None if alone else self._averaged_next
         self.gradients.begin(params, scale, seen, stay)
         if release is not None:
-            release.begin(self.gradients, scale, delay=delay)
+            release.begin(self.gradients, scale, delay=False)
             release.guard = guard
             self.gradients.expect(params, as_computed=True)
         if not alone:

@@ -51,7 +51,7 @@ class ScaledBackward:
         name: who asks, for the message of an error.
         found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. With None a static scale of
             1.0 neither scales nor looks for inf and NaN.
-        delay: leave the scale where it is. The next pass adds to the gradients in place.
+        stay: True if the next pass adds to the gradients in place.
         check: False moves no scale and skips no step for this pass.
 
     Raises:
@@ -69,7 +69,7 @@ class ScaledBackward:
         *,
         name: str,
         found_inf: torch.Tensor | None = None,
-        delay: bool = False,
+        stay: bool = False,
         check: bool = True,
     ) -> None:
         check_loss(name, loss)
@@ -78,7 +78,7 @@ class ScaledBackward:
         self._scaler = scaler
         self._name = name
         self._found_inf = found_inf
-        self._delay = delay
+        self._stay = stay
         self._check = check
         self._scale: torch.Tensor | None = None
         self._hooks: list[Any] = []  # on the loss and the scaled loss
@@ -99,7 +99,7 @@ class ScaledBackward:
             self._scale = scale = self._scaler.scale(loss.device) if scales else None
             seen: set[int] | None = set() if len(self._passes) > 1 else None
             for passes in self._passes:
-                passes.begin(scale, seen, block=self, guard=guard, delay=self._delay)
+                passes.begin(scale, seen, block=self, guard=guard)
             wide = loss.float() if loss.dtype in HALF_DTYPES else loss
             if scale is None:
                 return wide
@@ -143,9 +143,9 @@ class ScaledBackward:
         # A pass without gradients does not count: under FSDP2 without synchronization they come later.
         found = [passes.finish(self._scale, found_inf, seen) for passes in self._passes]
         for passes in self._passes:
-            passes.in_place = self._delay
+            passes.in_place = self._stay
         if self._scale is not None and self._check and any(found):
-            record_pass(self._passes, self._scaler, found_inf, self._scale, moves=not self._delay)
+            record_pass(self._passes, self._scaler, found_inf, self._scale)
         else:
             for passes in self._passes:
                 passes.close()
