@@ -13,6 +13,8 @@ from torch.nn.utils import parametrizations, prune
 
 from halfstep import amp
 from halfstep.core.errors import UsageError
+from halfstep.stepping import replaced
+from halfstep.stepping.replaced import modules_in
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 BF16 = torch.bfloat16
@@ -79,6 +81,19 @@ def adapted(model: Any) -> None:
     model.head = nn.Sequential(nn.Linear(6, 2, **like(model)), nn.Linear(2, 3, **like(model)))
 
 
+def unseen(model: Any) -> None:
+    """No hook of torch sees this; the old parameter has no gradient afterwards."""
+    model.head._parameters["bias"] = nn.Parameter(torch.zeros(3, **like(model)))
+
+
+def taken_from_another_model(model: Any) -> None:
+    other = OTHER.to(**like(model))
+    model.head = other.head
+
+
+OTHER = Net()
+
+
 def flattened(model: Any) -> None:
     """As FSDP: one parameter outside of the layers, which are views of it."""
     layer = model.head
@@ -91,6 +106,8 @@ REPLACING: list[tuple[Callable[[Any], None], str, str]] = [
     (new_layer, "head.weight, head.bias", "head.weight, head.bias"),
     (one_parameter, "head.bias", "head.bias"),
     (assigned, "first.weight, first.bias, second.weight and 5 more", "first.weight, first.bias, second.weight"),
+    (unseen, "head.bias", "head.bias"),
+    (taken_from_another_model, "head.weight, head.bias", "head.weight, head.bias"),
     (emptied, "aux.weight, aux.bias", "aux.weight, aux.bias"),
     (
         weight_norm,
@@ -103,12 +120,14 @@ REPLACING: list[tuple[Callable[[Any], None], str, str]] = [
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize(("replace", "old", "new"), REPLACING)
 def test_a_replaced_parameter_is_refused_at_the_next_step(
-    level: str, replace: Callable[[Any], None], old: str, new: str
+    level: str, replace: Callable[[Any], None], old: str, new: str, steps: int
 ) -> None:
     model, optimizer = start(level)
-    step(model, optimizer)
+    for _ in range(steps):
+        step(model, optimizer)
     replace(model)
     before = model.first.weight.detach().clone()
     with pytest.raises(UsageError, match="This SGD has parameters that are no longer in its model") as error:
@@ -116,6 +135,19 @@ def test_a_replaced_parameter_is_refused_at_the_next_step(
     assert f"({old})" in str(error.value)
     assert f"({new}" in str(error.value)
     assert torch.equal(model.first.weight, before)  # nothing has stepped
+
+
+def test_the_modules_are_walked_in_the_first_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks: list[int] = []
+    model, optimizer = start("O2")
+    step(model, optimizer)
+    monkeypatch.setattr(replaced, "modules_in", lambda models: walks.append(1) or modules_in(models))
+    for _ in range(5):
+        step(model, optimizer)
+    assert len(walks) == 2
+    nn.Linear(1, 1)  # may be put into the model
+    step(model, optimizer)
+    assert len(walks) == 3
 
 
 def test_the_message_says_what_does_so_and_what_to_do() -> None:

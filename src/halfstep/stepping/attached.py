@@ -275,14 +275,8 @@ class AttachedOptimizer:
                     return self._skip()
                 found_inf, passes.unsettled = None, False
             if closure is not None:
-                closure = guarded(
-                    closure,
-                    keeper=keeper,
-                    casting=casting,
-                    take_records=passes.take_records,
-                    name=type(optimizer).__name__,
-                    verbose=self.verbose,
-                )
+                name = type(optimizer).__name__
+                closure = guarded(closure, keeper, casting, passes.take_records, name, self.verbose)
             held = keeper.plain is not None or closure is not None or bool(WITH_MEMORY)
             try:
                 with keeper.in_place() if held else nullcontext():

@@ -10,11 +10,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from operator import is_
+from operator import gt
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from ..core.errors import UsageError
 from ..core.text import listed
@@ -24,6 +28,17 @@ from ..kernels.shards import is_sharded
 __all__ = ["ReplacedParameters", "Replacement", "modules_in"]
 
 Ref = weakref.ref[torch.Tensor]
+
+_registered = [0]
+"""How many modules and parameters were put into any module of the process."""
+
+
+def _count_registration(*_: object) -> None:
+    _registered[0] += 1
+
+
+register_module_module_registration_hook(_count_registration)
+register_module_parameter_registration_hook(_count_registration)
 
 
 class Replacement(NamedTuple):
@@ -54,20 +69,24 @@ class ReplacedParameters:
 
     Attributes:
         models: as given.
-        unseen: whether nobody has called ``refuse_cut`` yet.
+        unseen: True until the first call of ``refuse_cut``.
     """
 
     def __init__(self, models: Sequence[weakref.ref[nn.Module]]) -> None:
         self.models = models
         self.unseen = bool(models)
         self._origin = {(i, name): weakref.ref(p) for i, name, p in self._named()}
-        self._latest: list[Ref] = []  # of the last call of `refuse`
+        self._first = 3  # steps to look at in any case
+        self._seen: object = None  # as of the last call of `refuse`, with the parameters that had no gradient
+        self._without: list[bool] = []
         self._new: list[Ref] = []  # came after the origin; no optimizer is known to have them
 
     def refuse(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse to step if a replaced parameter has got a gradient, which nobody would use.
+        """Refuse to step if a replaced parameter has got a gradient, which no optimizer would use.
 
-        Where no module has another parameter than at the last call this is a walk over the modules.
+        The walk over all modules is left out unless this is one of the first steps, or a module or a parameter was
+        registered since the last step, or the optimizer has other parameters, or one that had a gradient at the last
+        step has none: it may have been replaced in a way that torch's hooks do not see.
 
         Args:
             optimizer: that of the models.
@@ -75,18 +94,15 @@ class ReplacedParameters:
         Raises:
             UsageError: if so.
         """
-        models = [model for ref in self.models if (model := ref()) is not None]
-        present = [p for module in modules_in(models) for p in parameters_of(module).values() if p is not None]
-        if len(present) != len(self._latest) or not all(map(is_, present, [ref() for ref in self._latest])):
-            self._latest = list(map(weakref.ref, present))
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        seen, without = (_registered[0], [id(p) for p in params]), [p.grad is None for p in params]
+        self._first -= 1
+        if self._first >= 0 or seen != self._seen or any(map(gt, without, self._without)):
             before = {id(ref()) for ref in self._origin.values()}
-            self._new = [ref for ref, p in zip(self._latest, present, strict=True) if id(p) not in before]
-        if not self._new:
-            return
+            self._new = [weakref.ref(p) for p in self._present() if id(p) not in before]
+        self._seen, self._without = seen, without
         trained = {id(p) for ref in self._new if (p := ref()) is not None and p.grad is not None}
-        if not trained:
-            return
-        if found := [one for one in self.find(optimizer) if id(one.param) in trained]:
+        if trained and (found := [one for one in self.find(optimizer) if id(one.param) in trained]):
             raise UsageError(_message(optimizer, found))
         self._new = [ref for ref in self._new if id(ref()) not in trained]
 
@@ -99,9 +115,7 @@ class ReplacedParameters:
         Raises:
             UsageError: if so.
         """
-        modules = modules_in([model for ref in self.models if (model := ref()) is not None])
-        params = [p for module in modules for p in parameters_of(module).values() if p is not None]
-        cut = any(map(is_sharded, params)) or any(hasattr(type(module), "unshard") for module in modules)
+        cut = any(map(is_sharded, self._present())) or any(hasattr(type(m), "unshard") for m in self._modules())
         # FSDP2 puts whole parameters in the places of parts while a model runs. That is no replacement.
         found = [one for one in self.find(optimizer) if not is_sharded(one.was)] if cut else []
         if found:
@@ -129,6 +143,12 @@ class ReplacedParameters:
             for j, old, was in gone
             if i == j and _same_place(old, name)
         ]
+
+    def _modules(self) -> list[nn.Module]:
+        return modules_in([model for ref in self.models if (model := ref()) is not None])
+
+    def _present(self) -> list[torch.Tensor]:
+        return [p for module in self._modules() for p in parameters_of(module).values() if p is not None]
 
     def _named(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         for i, ref in enumerate(self.models):

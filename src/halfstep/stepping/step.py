@@ -172,7 +172,6 @@ class ClosureOverflowed(Exception):  # noqa: N818 - never leaves a step
 
 def guarded(
     closure: Callable[[], Any],
-    *,
     keeper: MasterKeeper,
     casting: OpCasting | None,
     take_records: Callable[[], list[BackwardRecord]],
