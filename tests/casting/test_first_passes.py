@@ -352,7 +352,12 @@ class Seen(nn.Module):
         return self.layer(self.layer.weight).sum()  # type: ignore[no-any-return]
 
 
-def test_integers_that_the_dtype_does_not_have_stay_fp32() -> None:
+def stays(model: nn.Module, **options: Any) -> list[Any]:
+    return [each.evidence["inputs"] for each in halfstep.check(model, **options) if each.code == "HS118"]
+
+
+def test_integers_that_the_dtype_does_not_have_stay_fp32(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "halfstep")
     model = at_o2(Seen())
     steps = torch.tensor([3.0, 999.0])
     for _ in range(5):
@@ -360,42 +365,44 @@ def test_integers_that_the_dtype_does_not_have_stay_fp32() -> None:
         (features, given), others = model.seen
         assert features.dtype is others["small"].dtype is others["halves"].dtype is torch.bfloat16
         assert torch.equal(given, steps)
-    (found,) = [each for each in halfstep.check(model) if each.code == "HS118"]
-    assert found.evidence["inputs"] == [1]
+    assert stays(model) == [[1]]
+    line = "Input 1 of a model holds integers above 256, which bfloat16 has not all. It stays float32."
+    assert caplog.messages.count(line) == 1
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_finite_inputs_stay_finite_and_infinite_ones_infinite(half: torch.dtype) -> None:
-    model = at_o2(Seen(), half)
-    lowest = torch.finfo(torch.float32).min
-    for _ in range(5):
-        model(torch.tensor([[[lowest, 0.5, -lowest, float("inf"), -float("inf"), float("nan")]]]))
-    ((seen,), _) = model.seen
-    limits = torch.finfo(half)
-    wanted = torch.tensor([[[limits.min, 0.5, limits.max, float("inf"), -float("inf"), float("nan")]]], dtype=half)
-    assert torch.equal(seen.nan_to_num(7.0, 8.0, 9.0), wanted.nan_to_num(7.0, 8.0, 9.0))
-    assert "HS118" in {each.code for each in halfstep.check(model)}
+def test_integers_are_looked_for_in_the_first_pass_of_training_and_of_evaluation() -> None:
+    small, large = torch.tensor([3.0, 5.0]), torch.tensor([3.0, 999.0])
 
+    def dtypes(model: nn.Module, *inputs: torch.Tensor) -> list[torch.dtype]:
+        return [(model(each), model.seen[0][0].dtype)[1] for each in inputs]
 
-@pytest.mark.parametrize("half", HALVES)
-def test_inputs_are_looked_at_in_every_pass(half: torch.dtype) -> None:
-    model = at_o2(Seen(), half)
-    lowest = torch.finfo(torch.float32).min
-    for _ in range(5):
-        model(torch.tensor([1.0, 7.0]), mask=torch.zeros(1, 1, 1, 2))
-    for _ in range(2):
-        steps = torch.tensor([3.0, 4099.0])
-        model(steps, mask=torch.tensor([[[[0.0, lowest]]]]))
-        (given,), others = model.seen
-        assert torch.equal(given, steps)
-        assert others["mask"].tolist() == [[[[0.0, torch.finfo(half).min]]]]
-    assert [f.evidence["inputs"] for f in halfstep.check(model) if f.code == "HS118"] == [[0], ["mask"]]
-
-
-def test_a_mask_of_infinities_is_cast() -> None:
     model = at_o2(Seen())
-    model(torch.full((2, 2), -float("inf")).triu(1))
-    assert model.seen[0][0].dtype is torch.bfloat16
+    assert dtypes(model, *[small, *[large] * 8]) == [torch.bfloat16] * 9  # no dtype depends on a late batch
+    assert dtypes(model.eval(), large, small) == [torch.float32] * 2
+    assert dtypes(model.train(), large) == [torch.float32]
+    model = at_o2(Seen())
+    model(small)
+    assert stays(model) == []
+    assert stays(model, batch=large) == [[0]]
+    assert dtypes(model, large) == [torch.float32]
+
+
+SPECIAL = [float("inf"), -float("inf"), float("nan"), 0.5]
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("options", [{"opt_level": "O2"}, {"opt_level": "O2", "cast_ops": False}, {"opt_level": "O3"}])
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_finite_inputs_stay_finite_and_infinite_ones_infinite(half: torch.dtype, options: Any, wide: Any) -> None:
+    model = amp.initialize(Seen(), dtype=half, verbosity=0, **options)
+    lowest, limits = torch.finfo(torch.float32).min, torch.finfo(half)
+    plain, mask = torch.zeros(1, 6, dtype=wide), torch.tensor([[lowest, -lowest, *SPECIAL]], dtype=wide)
+    for given in (plain, plain, plain, plain, mask):
+        model(given)
+    wanted = torch.tensor([[limits.min, limits.max, *SPECIAL]], dtype=half)
+    torch.testing.assert_close(model.seen[0][0], wanted, rtol=0, atol=0, equal_nan=True)
+    model(mask.requires_grad_())  # an activation of another model: its overflow is seen
+    torch.testing.assert_close(model.seen[0][0], mask.to(half), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")

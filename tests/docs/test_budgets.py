@@ -33,13 +33,13 @@ BUDGETS = {  # calls, files, returns
 
 CODE_LINES = {  # of each room
     "amp": 1_156,
-    "casting": 1_985,
+    "casting": 1_979,
     "cli": 1_493,
     "compat": 4_525,
     "core": 1_430,
     "debugging": 327,
     "distributed": 613,
-    "findings": 1_181,
+    "findings": 1_172,
     "gradients": 642,
     "graph": 368,
     "integrations": 363,
@@ -61,8 +61,8 @@ GROUPS = {
         *("core", "kernels", "casting", "gradients", "masters", "optimizers", "stepping", "distributed", "amp"),
     ),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_389}
-ALL_CODE_LINES = 23_668
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_383}
+ALL_CODE_LINES = 23_653
 ALL_TEST_LINES = 42_843
 
 

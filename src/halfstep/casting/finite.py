@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..core.compiler_compat import is_traced
 from ..core.dtypes import HALF_DTYPES
 from .containers import tensors_in
 from .dispatch import CastMode, Rule, note_meeting
@@ -26,8 +27,15 @@ FILLS = ("masked_fill", "index_fill", "fill")
 
 
 def narrow_finite(tensor: torch.Tensor, half: torch.dtype) -> torch.Tensor:
-    """A tensor in 16 bits, in which finite numbers stay finite."""
+    """A tensor in 16 bits, in which finite numbers stay finite. Infinities stay infinite: masks hide with -inf.
+
+    The result does not depend on the look at the range, which is quicker on a CPU.
+    """
     limits = torch.finfo(half)
+    if type(tensor) is torch.Tensor and tensor.is_cpu and not is_traced() and tensor.numel():
+        lowest, highest = tensor.detach().aminmax()
+        if limits.min <= float(lowest) and float(highest) <= limits.max:  # False for NaN
+            return tensor.to(half)
     return torch.where(tensor.isinf(), tensor, tensor.clamp(limits.min, limits.max)).to(half)
 
 

@@ -27,7 +27,8 @@ from .containers import cast_tree
 from .current import Scope, clear_cache, leave_traced, thread
 from .dispatch import meetings
 from .dynamo import not_by_itself
-from .first_passes import Cast, FirstPasses
+from .first_passes import FirstPasses
+from .inputs import Cast, ModelInputs, write_back
 from .methods import unwatch_methods, watch_methods
 from .saved import SaveAs, load_masters
 from .scope import OpCasting, enter, keep_session, leave, moved_to
@@ -46,6 +47,7 @@ __all__ = [
     "exempt",
     "first_passes_of",
     "has_casting",
+    "inputs_of",
     "remove_hooks",
 ]
 
@@ -72,6 +74,7 @@ class ModuleHooks:
         inputs: dtype of floating tensors among the arguments; None leaves them.
         outputs: dtype of floating tensors in what the module returns; None leaves them.
         passes: what the first passes have shown; None where ops do not meet.
+        given: how the inputs are cast that are not activations; None for a module inside of the model.
     """
 
     def __init__(self, casting: OpCasting | None = None, *, explicit: bool = False) -> None:
@@ -81,6 +84,7 @@ class ModuleHooks:
         self.inputs: torch.dtype | None = None
         self.outputs: torch.dtype | None = None
         self.passes: FirstPasses | None = None
+        self.given: ModelInputs | None = None
 
     @property
     def __name__(self) -> str:
@@ -119,14 +123,14 @@ class ModuleHooks:
         moves = args and self.casting is not None and isinstance(args[0], torch.Tensor) and not compiling
         if moves and self.casting is not None and args[0].device.type not in self.casting.devices:
             self._move(module)
-        casting, passes, kind, first, foreign, begun = self.casting, self.passes, None, False, False, 0
+        casting, passes, kind, first, foreign = self.casting, self.passes, None, False, False
         casts: list[Cast] = []
         if self.weight is not None:
             if WITH_MEMORY and not torch.compiler.is_compiling():
                 settle(refresh=False)
             foreign = _check_weight(module, *self.weight, meets=passes is not None and not compiling)
         if passes is not None and (compiling or jit_tracing_state() is not None):
-            casting = casting if passes.on or not passes.known else passes.plain
+            casting = passes.recorded()
         elif passes is not None:
             names = sorted(kwargs)
             arguments = [
@@ -134,14 +138,17 @@ class ModuleHooks:
                 for a in (*args, *map(kwargs.get, names))
             ]
             kind = (module.training, torch.is_grad_enabled(), *names, *arguments)
-            first = kind not in passes.known
+            first = passes.is_first(kind)
             casting = casting if first or passes.on or foreign else passes.plain
-            passes.begun[kind] = begun = passes.begun[kind] + 1
         if self.inputs is not None:
-            look = first or not begun & (begun - 1)  # after the first passes in the 4th, 8th, 16th ...
-            cast = partial(passes.cast, casts, self.inputs, look) if passes and (look or passes.watched) else None
+            given, cast = self.given, None
+            if given is not None:
+                look = kind is not None and module.training not in given.looked
+                cast = partial(given.cast, casts, self.inputs, look)
             args = tuple([cast_tree(a, self.inputs, cast and partial(cast, i)) for i, a in enumerate(args)])
             kwargs = cast_tree(kwargs, self.inputs, cast) if kwargs else kwargs
+            if given is not None and look:
+                given.looked.add(module.training)
         if casting is not None and compiling:
             (dynamo.enter_scope if self.explicit else dynamo.enter_model)(casting)
         elif casting is not None:
@@ -160,11 +167,10 @@ class ModuleHooks:
             else:
                 latest = thread.open[-1] if thread.open else None
                 leave(self)
-                if self.passes is not None and latest is not None and latest.owner is self:
-                    if latest.watched is not None or output is None:
+                if latest is not None and latest.owner is self:
+                    if self.passes is not None and (latest.watched is not None or output is None):
                         self._look_back(self.passes, latest, output)
-                    if latest.casts:
-                        self.passes.write_back(latest.casts)
+                    write_back(latest.casts)
         return None if self.outputs is None else cast_tree(output, self.outputs)
 
     def _look_back(self, passes: FirstPasses, scope: Scope, output: Any) -> None:
@@ -335,13 +341,14 @@ def add_hooks(
         outputs: dtype of floating results; None leaves them. User hooks see the cast output.
         saved: dtype of floating entries in ``state_dict()`` of the model and of each of its submodules.
         casting: what is done to ops while the model runs; None adds no such hook.
-        always_meets: whether ops meet in every pass, whatever the first passes show.
+        always_meets: True if ops meet in every pass, no matter what the first passes show.
         spared: names of buffers that have stayed fp32.
     """
     if casting is not None or inputs is not None or outputs is not None:
         hooks = _hooks_of(model)
         hooks.casting = casting or hooks.casting
-        hooks.inputs = inputs or hooks.inputs
+        if inputs is not None:
+            hooks.inputs, hooks.given = inputs, ModelInputs()
         hooks.outputs = outputs or hooks.outputs
         if casting is not None and casting.call_again is not None and not casting.enabled:
             hooks.passes = FirstPasses(casting, always=always_meets, spared=spared)
@@ -394,6 +401,11 @@ def device_types(models: Iterable[nn.Module]) -> set[str] | None:
 def has_casting(model: nn.Module, *, explicit: bool = False) -> bool:
     """Whether a casting of its own is in force while a model runs, ``explicit`` or not."""
     return any(hooks.casting is not None and hooks.explicit == explicit for hooks in _ours(model))
+
+
+def inputs_of(model: nn.Module) -> ModelInputs | None:
+    """How the inputs of a model are cast; None if they are not."""
+    return next((hooks.given for hooks in _ours(model) if hooks.given is not None), None)
 
 
 def first_passes_of(model: nn.Module) -> FirstPasses | None:

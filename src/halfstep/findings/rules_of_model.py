@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..casting.buffers import POSITIONS
-from ..casting.modules import first_passes_of, has_casting
+from ..casting.modules import casting_of, first_passes_of, has_casting, inputs_of
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.hardware import has_units
 from ..core.text import listed
@@ -180,31 +180,19 @@ def _faster(device: torch.device, slow: torch.dtype) -> str:
 
 
 def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
-    """HS118: inputs of a 16-bit model that its first passes have not cast as they are.
+    """HS118: inputs of a 16-bit model that hold integers beyond the exact ones of the dtype, as time steps do.
 
-    Integers beyond the exact ones of the dtype, as time steps are, stay fp32. Finite numbers beyond its range, as masks
-    of ``torch.finfo(torch.float32).min`` have, become its largest. Source: diffusers#993.
+    They stay fp32. Source: diffusers#993.
     """
-    passes = first_passes_of(facts.model)
-    if passes is None:
-        return
-    dtype = dtype_name(passes.casting.dtype)
-    stay, saturate = (sorted({place for (place, *_), _ in each}, key=str) for each in (passes.stays, passes.saturates))
-    if stay:
+    given, casting = inputs_of(facts.model), casting_of(facts.model)
+    stay = sorted({place for (place, *_), _ in given.stays}, key=str) if given is not None else []
+    if stay and casting is not None:
         yield Found(
             "note",
             listed([f"input {place}" for place in stay]),
-            f"Inputs hold integers that {dtype} does not have, so they stay float32.",
+            f"Inputs hold integers that {dtype_name(casting.dtype)} does not have, so they stay float32.",
             {"inputs": stay},
             "Nothing is lost; ops that mix dtypes cost a cast. Integer tensors, or features made from them, cost none.",
-        )
-    if saturate:
-        yield Found(
-            "note",
-            listed([f"input {place}" for place in saturate]),
-            f"Inputs hold finite numbers that are infinite in {dtype}; they become its largest ones.",
-            {"inputs": saturate},
-            "Make masks of bool, or of torch.finfo(dtype).min in the dtype of the weights; scale other inputs.",
         )
 
 

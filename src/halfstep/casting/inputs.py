@@ -1,0 +1,104 @@
+"""The inputs of a model with 16-bit weights: how they are cast, and what the model writes to them.
+
+Finite numbers stay finite, so that a row hidden by a mask of the lowest fp32 number has a softmax in 16 bits, too. An
+input that requires gradients is an activation of another model: its overflow becomes an infinity, as inside a model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ..core.compiler_compat import is_traced
+from ..core.dtypes import HALF_DTYPES, dtype_name
+from .finite import narrow_finite
+
+__all__ = ["Cast", "ModelInputs", "write_back"]
+
+logger = logging.getLogger("halfstep")
+
+_MOST_DIMENSIONS = 2
+"""Time steps and positions have no more: images, features and states that hold integers are rounded."""
+
+_LARGEST_INTEGER = 2.0**24
+"""All floats beyond are integers, and fp32 has not all of those: they are masks, or mean infinity."""
+
+Place = tuple[tuple[Any, ...], int]
+"""The place of an input: a number or name for each container around it; and its number of dimensions."""
+
+Cast = tuple[Any, torch.Tensor, torch.Tensor]
+"""The place of an input, the input, and its cast."""
+
+
+class ModelInputs:
+    """The inputs of one model; copies of the model share it.
+
+    Attributes:
+        stays: inputs that held integers beyond the exact ones of the weights' dtype, as time steps are. They stay fp32.
+        looked: the modes (training or not) whose first pass has been looked at for such integers. A look in every pass
+            would let a dtype depend on a late batch, and a device would have to wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.stays: set[Place] = set()
+        self.looked: set[bool] = set()
+
+    def cast(self, casts: list[Cast], dtype: torch.dtype, look: bool, *place_and_tensor: Any) -> torch.Tensor:
+        """A floating tensor among the arguments in the dtype of the weights, or as it is if it stays fp32.
+
+        Args:
+            casts: gets the tensor and its cast, for ``write_back``. A tensor that is given twice has one cast.
+            dtype: of the weights.
+            look: True to look for integers that the dtype does not have.
+            place_and_tensor: a number or name for each container around it, and then the tensor.
+        """
+        tensor: torch.Tensor = place_and_tensor[-1]
+        for _, given, cast in casts:
+            if given is tensor:
+                return cast
+        key = place_and_tensor[:-1], tensor.dim()
+        own = type(tensor) is torch.Tensor and not (is_traced() or tensor.is_meta)
+        narrow: Callable[..., torch.Tensor] = torch.Tensor.to
+        if dtype in HALF_DTYPES and tensor.layout is torch.strided and not tensor.is_nested:
+            if look and own and _holds_large_integers(tensor.detach(), dtype) and key not in self.stays:
+                text = "Input %s of a model holds integers above %d, which %s has not all. It stays float32."
+                logger.info(text, key[0][0], 2 / torch.finfo(dtype).eps, dtype_name(dtype))
+                self.stays.add(key)
+            if key in self.stays and tensor.dtype is torch.float32:
+                return tensor
+            narrow = torch.Tensor.to if tensor.requires_grad else narrow_finite
+        if not own:
+            return narrow(tensor, dtype)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # tensors of that mode do not say whether they were written
+                cast = narrow(tensor.detach(), dtype)
+        else:
+            cast = narrow(tensor, dtype)
+        casts.append((key, tensor, cast))
+        return cast
+
+
+def _holds_large_integers(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True for integers beyond the exact ones of a dtype. Reads the device, unless a CUDA graph is captured."""
+    captured = values.is_cuda and torch.cuda.is_current_stream_capturing()
+    if values.dtype is not torch.float32 or values.dim() > _MOST_DIMENSIONS or not values.numel() or captured:
+        return False
+    largest = float(values.abs().max())
+    return 2 / torch.finfo(dtype).eps < largest <= _LARGEST_INTEGER and values.equal(values.round())
+
+
+def write_back(casts: Iterable[Cast]) -> None:
+    """After a pass: what the model has written to casts of its inputs goes to the inputs, and nothing else does.
+
+    An empty input becomes as large as its cast, as that of ``out=`` does. No other input gets another shape.
+    """
+    for _, tensor, cast in casts:
+        if cast._version and not (tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()):
+            if cast.numel() and not tensor.numel():
+                tensor.resize_(cast.shape)
+            if cast.shape == tensor.shape:
+                unwritten = cast == narrow_finite(tensor, cast.dtype)
+                tensor.copy_(torch.where(unwritten, tensor, cast.to(tensor.dtype)))
