@@ -206,9 +206,9 @@ def test_a_model_that_has_not_stepped_is_not_read(reads: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"model": 3}, ArgumentTypeError, "takes a torch.nn.Module, not int"),
-        ({"optimizer": 3}, ArgumentTypeError, "optimizer must be a torch.optim.Optimizer, not int"),
-        ({"scaler": 3}, ArgumentTypeError, "scaler must be a GradScaler of torch or halfstep, not int"),
+        ({"model": 3}, ArgumentTypeError, "model must be a torch.nn.Module, not 3"),
+        ({"optimizer": 3}, ArgumentTypeError, "optimizer must be a torch.optim.Optimizer, not 3 of type int"),
+        ({"scaler": 3}, ArgumentTypeError, "scaler must be a torch or halfstep GradScaler, not 3 of type int"),
         ({"policy": "O2"}, ArgumentTypeError, "policy must be a halfstep.Policy, not 'O2'"),
         ({"accumulate": 0}, ArgumentValueError, "accumulate=0 must be a whole number, 1 or more"),
     ],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import halfstep
 from halfstep import amp, optimizers
@@ -75,8 +76,84 @@ def test_what_is_shared_counts_once_and_what_is_not_there_does_not_count() -> No
     assert "32 parameters" in str(found)
 
 
+def of_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+
+
+def of_fake_tensors() -> nn.Module:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+
+
+def tied_on_meta() -> nn.Module:
+    model = of_meta()
+    model[1].weight = nn.Parameter(model[0].weight.view(8, 8))  # type: ignore[index,operator]
+    return model
+
+
+def with_sparse_gradient() -> nn.Module:
+    model = nn.Embedding(100, 8, sparse=True)
+    model(torch.tensor([1, 2])).sum().backward()
+    return model
+
+
+def of_layout(layout: torch.layout) -> nn.Module:
+    model = nn.Module()
+    values = torch.zeros(4, 4)
+    values[0, 0] = 1.0
+    model.register_buffer("adjacency", values.to_sparse(layout=layout))
+    return model
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1, bias=False))
+
+
+KINDS: dict[
+    str, tuple[Callable[[], nn.Module], tuple[int, int, int, int]]
+] = {  # parameters, weights, gradients, buffers
+    "meta": (of_meta, (128, 512, 0, 0)),
+    "fake": (of_fake_tensors, (128, 512, 0, 0)),
+    "one storage on meta": (tied_on_meta, (128, 256, 0, 0)),
+    "sparse gradient": (with_sparse_gradient, (800, 3200, 2 * 8 + 2 * 8 * 4, 0)),
+    "coo": (lambda: of_layout(torch.sparse_coo), (0, 0, 0, 2 * 8 + 4)),
+    "csr": (lambda: of_layout(torch.sparse_csr), (0, 0, 0, 5 * 8 + 2 * 8 + 4)),
+    "csc": (lambda: of_layout(torch.sparse_csc), (0, 0, 0, 5 * 8 + 2 * 8 + 4)),
+    "lazy": (lazy, (3, 12, 0, 0)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:Sparse CS. tensor support")
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_any_kind_of_tensor_count(kind: str) -> None:
+    make, counts = KINDS[kind]
+    found = halfstep.memory(make())
+    assert (found.parameters, found.weights, found.gradients, found.buffers) == counts
+
+
+def test_state_of_any_form_counts() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, line_search_fn=None)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 8)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.state["note"] = torch.zeros(5)  # type: ignore[index,assignment]
+    tensors = [t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, torch.Tensor)]
+    storages = {t.untyped_storage() for t in tensors}
+    assert len(storages) >= 4
+    assert halfstep.memory(model, optimizer).state == sum(storage.nbytes() for storage in storages)
+
+
 def test_anything_else_is_refused() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"model must be a torch.nn.Module, not list"):
+    with pytest.raises(ArgumentTypeError, match=r"model must be a torch.nn.Module, not \[\] of type list"):
         halfstep.memory([])  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match=r"optimizer must be a torch.optim.Optimizer or None, not str"):
+    with pytest.raises(ArgumentTypeError, match=r"optimizer must be a torch.optim.Optimizer or None, not 'adam'"):
         halfstep.memory(nn.Linear(1, 1), "adam")  # type: ignore[arg-type]

@@ -184,7 +184,7 @@ def test_training_is_the_same() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ((3,), ArgumentTypeError, "takes a torch.optim.Optimizer, not int"),
+        ((3,), ArgumentTypeError, "optimizer must be a torch.optim.Optimizer, not 3"),
         ((torch.optim.SGD([torch.ones(1, requires_grad=True)]), 0), ArgumentValueError, "every=0 must be a whole"),
     ],
     ids=["optimizer", "every"],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..core.checks import check_count, check_kind
-from ..core.errors import ArgumentTypeError
 from ..core.inner_optimizers import bare
 from ..core.policy import Policy
 from ..gradients.loss_scaler import DeviceLossScaler
@@ -64,16 +64,12 @@ def check(
         ArgumentTypeError: for an argument of the wrong kind.
         ArgumentValueError: for ``accumulate`` below 1.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"halfstep.check takes a torch.nn.Module, not {type(model).__name__}.")
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     for each in optimizers:
-        if not isinstance(bare(each), torch.optim.Optimizer):
-            raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {type(each).__name__}.")
-    if scaler is not None and not isinstance(scaler, (torch.amp.GradScaler, DeviceLossScaler)):
-        raise ArgumentTypeError(f"scaler must be a GradScaler of torch or halfstep, not {type(scaler).__name__}.")
-    if policy is not None and not isinstance(policy, Policy):
-        raise ArgumentTypeError(f"policy must be a halfstep.Policy, not {policy!r}.")
+        check_kind("optimizer", bare(each), torch.optim.Optimizer, "a torch.optim.Optimizer")
+    check_kind("scaler", scaler, (torch.amp.GradScaler, DeviceLossScaler, NoneType), "a torch or halfstep GradScaler")
+    check_kind("policy", policy, (Policy, NoneType), "a halfstep.Policy")
     check_count("accumulate", accumulate)
     if batch is not None and not callable(batch):
         what = "a function that returns the loss, or the arguments of the model: a tuple, a mapping or one tensor"

@@ -5,14 +5,18 @@ The table is data: a new optimizer or option is one entry of ``OPTIMIZERS``. Its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from ..core.errors import ArgumentTypeError
+from ..core.checks import check_kind
+from ..core.torch_compat import is_traceable_wrapper_subclass
 from ..kernels.shards import local
+from ..observe.ops import tensors_in
 from ..stepping.attached import attached_to
 
 __all__ = ["ACTIVATIONS", "LEVELS", "OPTIMIZERS", "PEERS", "Kept", "Line", "Memory", "lines", "memory"]
@@ -177,7 +181,9 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 
         print(halfstep.memory(model, optimizer))
 
-    Memory that several tensors share counts once. Of sharded tensors the shard of this process counts. Optimizers make
+    Memory that several tensors share counts once. Of sharded tensors the shard of this process counts, of sparse ones
+    indices and values, of quantized ones codes and scales, and parameters of lazy modules that have no shape yet count
+    nothing. On the meta device it counts what the tensors would take elsewhere. Optimizers make
     their state in their first step, and gradients are there from a backward pass to ``zero_grad``: so a count after the
     second backward pass has all. ``halfstep memory`` prints what it comes to, in bytes a parameter.
 
@@ -188,34 +194,48 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     Raises:
         ArgumentTypeError: if they are something else.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}.")
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
+    check_kind("optimizer", optimizer, (torch.optim.Optimizer, NoneType), "a torch.optim.Optimizer or None")
     masters: list[Any] = []
     state: list[Any] = []
     if optimizer is not None:
         attached = attached_to(optimizer)
         masters += [] if attached is None else [master for _, master in attached.keeper.started()]
         for values in optimizer.state.values():
-            for name, value in values.items():
+            for name, value in values.items() if isinstance(values, Mapping) else [("", values)]:
                 (masters if name in ("master", "remainder") else state).append(value)
     params, host = list(model.parameters()), []
     if getattr(optimizer, "offload", None) is not None:
         host, masters, state = [*optimizer.offload.copies, *masters, *state], [], []  # type: ignore[union-attr]
-    seen: set[int] = set()
+    seen: set[torch.UntypedStorage] = set()
     grads = [param.grad for param in params]
     sizes = [_bytes_of(tensors, seen) for tensors in (params, masters, state, grads, model.buffers(), host)]
-    return Memory(sum(local(param.detach()).numel() for param in params), *sizes)
+    return Memory(sum(local(param.detach()).numel() for param in params if not is_lazy(param)), *sizes)
 
 
-def _bytes_of(values: Iterable[Any], seen: set[int]) -> int:
-    """The bytes of the memory of tensors, without what has been seen, and that is seen from now on."""
-    total = 0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            storage = local(value.detach()).untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()
-    return total
+_INSIDE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""The methods of sparse tensors that give the dense ones inside, by layout."""
+
+
+def _bytes_of(values: Iterable[Any], seen: set[torch.UntypedStorage]) -> int:
+    """The bytes of the memory of tensors, without what has been seen, and that is seen from now on.
+
+    Two tensors share memory if they have one storage: on the meta device, and for fake tensors, all addresses are 0.
+    """
+    found = {part.untyped_storage() for each in tensors_in(list(values)) for part in _plain_parts(each)} - seen
+    seen |= found
+    return sum(storage.nbytes() for storage in found)
+
+
+def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with a storage that a tensor of any kind is made of; none for a parameter without a shape."""
+    is_wrapper = is_traceable_wrapper_subclass(tensor)
+    names = tensor.__tensor_flatten__()[0] if is_wrapper else _INSIDE.get(tensor.layout, ())
+    for name in names:
+        yield from _plain_parts(getattr(tensor, name) if is_wrapper else getattr(tensor, name)())
+    if not names and not is_lazy(tensor):
+        yield tensor

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_count
-from ..core.errors import ArgumentTypeError
+from ..core.checks import check_count, check_kind
 from ..core.inner_optimizers import bare
 from ..gradients.async_reader import AsyncReader, capturing
 from ..gradients.ledger import get_grads
@@ -51,8 +50,7 @@ def watch(optimizer: Any, every: int = 100) -> Watch:
         ArgumentValueError: for ``every`` below 1.
     """
     inner = bare(optimizer)
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise ArgumentTypeError(f"halfstep.watch takes a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+    check_kind("optimizer", inner, torch.optim.Optimizer, "a torch.optim.Optimizer")
     check_count("every", every)
     return Watch(inner, every)
 
