@@ -28,8 +28,8 @@ import torch
 
 from halfstep.cli.machine import describe_machine
 from halfstep.kernels import multi_tensor
-from halfstep.kernels.backends import autotune, triton, triton_source
-from halfstep.kernels.backends.autotune import LaunchConfig
+from halfstep.kernels.backends import launch_config, triton, triton_source
+from halfstep.kernels.backends.launch_config import LaunchConfig
 from halfstep.kernels.blockwise import BLOCK, SIGNED, UNSIGNED
 from halfstep.kernels.codegen import Layout
 from halfstep.kernels.expr import ElementwiseKernel, trace
@@ -225,7 +225,7 @@ def compile_for(kernel: ElementwiseKernel, layout: Layout, target: str, config: 
     from triton.compiler import ASTSource
 
     chip = TARGETS[target]
-    config = config or autotune.default(kernel)
+    config = config or launch_config.default(kernel)
     amd = chip.backend == "hip"
     function = triton._module(kernel, layout, False, amd).kernel
     scalars = "*fp64" if layout.compute_dtype is torch.float64 else "*fp32"

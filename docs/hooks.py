@@ -19,11 +19,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def bytes_table(found: Iterable[Line]) -> str:
     """Bytes a parameter, line by line."""
-    head = "| optimizer | at | weight | master | state | gradient | sum | on the host |\n" + "|---" * 8 + "|"
+    head = "| optimizer | at | weight | master | state | gradient | sum |\n" + "|---" * 7 + "|"
     rows = [
         f"| {line.optimizer} | {f'[{line.level}]({line.source})' if line.source else line.level} {line.dtype} | "
         + " | ".join(f"{size:g}" for size in (*line[3:7], line.total))
-        + f" | {f'{line.host:g}' if line.host else ''} |"
+        + " |"
         for line in found
     ]
     return "\n".join([head, *rows])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from halfstep import Policy, amp
+from halfstep import Policy, amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, RemovedNameError
 
 REMOVED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -36,6 +36,11 @@ REMOVED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: amp.clear_casts,
         RemovedNameError,
         "halfstep.amp.clear_casts was removed. Leave the call out",
+    ),
+    "attach(offload=)": (
+        lambda: optimizers.FusedAdam((model := nn.Linear(2, 2)).parameters()).attach(model, offload="cpu"),
+        ArgumentTypeError,
+        "attach no longer takes offload=.*torchao's CPUOffloadOptimizer",
     ),
 }
 

@@ -34,21 +34,21 @@ BUDGETS = {  # calls, files, returns
 CODE_LINES = {  # of each room
     "amp": 1_156,
     "casting": 1_979,
-    "cli": 1_493,
+    "cli": 1_489,
     "compat": 4_525,
     "core": 1_430,
     "debugging": 327,
     "distributed": 613,
-    "findings": 1_172,
+    "findings": 1_161,
     "gradients": 642,
     "graph": 368,
     "integrations": 363,
-    "kernels": 1_809,
+    "kernels": 1_751,
     "masters": 463,
     "model": 507,
     "numerics": 1_868,
     "observe": 673,
-    "optimizers": 2_087,
+    "optimizers": 1_909,
     "pages": 245,
     "parallel": 3,
     "static": 2,
@@ -61,9 +61,9 @@ GROUPS = {
         *("core", "kernels", "casting", "gradients", "masters", "optimizers", "stepping", "distributed", "amp"),
     ),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_383}
-ALL_CODE_LINES = 23_653
-ALL_TEST_LINES = 42_843
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_145}
+ALL_CODE_LINES = 23_400
+ALL_TEST_LINES = 42_503
 
 
 def above(what: str, found: Sequence[int], budget: Sequence[int], units: Sequence[str], advice: str) -> str:

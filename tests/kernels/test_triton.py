@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from halfstep import kernels
-from halfstep.kernels.backends import autotune, triton
-from halfstep.kernels.backends.autotune import LaunchConfig
+from halfstep.kernels.backends import launch_config, triton
+from halfstep.kernels.backends.launch_config import LaunchConfig
 from halfstep.kernels.codegen import layout_of
 from halfstep.kernels.expr import ElementwiseKernel
 from halfstep.kernels.launch import launch
@@ -31,8 +31,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few elements make several chunks."""
-    monkeypatch.setattr(autotune, "DEFAULT", LaunchConfig(256, 4))
-    monkeypatch.setattr(autotune, "READING", LaunchConfig(256, 4))
+    monkeypatch.setattr(launch_config, "DEFAULT", LaunchConfig(256, 4))
+    monkeypatch.setattr(launch_config, "READING", LaunchConfig(256, 4))
 
 
 def _move(g: Any, p: Any, *, lr: Any) -> dict[str, Any]:

@@ -131,7 +131,7 @@ assert {2!r} in t.{0}
         ),
         ("from halfstep.kernels.backends import triton as t\nt.OPTIONS.clear()", "fused: "),
         (
-            "from halfstep.kernels.backends import autotune as a\na.DEFAULT = a.LaunchConfig(8192, 4)",
+            "from halfstep.kernels.backends import launch_config as a\na.DEFAULT = a.LaunchConfig(8192, 4)",
             "spills: ",
         ),
         (

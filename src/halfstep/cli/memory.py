@@ -49,17 +49,13 @@ def _table(lines: Iterable[Line], params: float | None) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("optimizer", "at"):
         table.add_column(name, no_wrap=True)
-    lines = list(lines)
-    offloads = any(line.host for line in lines)
-    more = [*(["GiB"] if params else []), *(["host"] if offloads else [])]
-    for name in ("weight", "master", "state", "grad", "sum", *more):
+    for name in ("weight", "master", "state", "grad", "sum", *(["GiB"] if params else [])):
         table.add_column(name, justify="right", no_wrap=True)
     before = ""
     for line in lines:
         sizes = [line.weights, line.masters, line.state, line.gradients, line.total]
         gib = [f"{line.total * params / 2**30:,.1f}"] if params else []
         name = "" if line.optimizer == before else line.optimizer
-        host = [f"{line.host:g}" if line.host else ""] if offloads else []
-        table.add_row(name, f"{line.level} {line.dtype}", *(f"{size:g}" for size in sizes), *gib, *host)
+        table.add_row(name, f"{line.level} {line.dtype}", *(f"{size:g}" for size in sizes), *gib)
         before = line.optimizer
     return table

@@ -21,8 +21,7 @@ class Mixin:
 def subclass_with(mixin: type[Mixin], base: type, methods: dict[str, Any]) -> type:
     """The subclass of a mixin and a user's class, with the name of the latter and more methods."""
     bases = mixin, base
-    subclasses: list[type] = type.__subclasses__(base)  # to which a class refers weakly
-    known = (cls for cls in subclasses if cls.__bases__ == bases)
+    known = (cls for cls in type.__subclasses__(base) if cls.__bases__ == bases)  # to which a class refers weakly
     names: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = [each for cls in base.__mro__ for each in vars(cls).values() if isinstance(each, FunctionType)]
     if any({"super", "__class__"} <= {*each.__code__.co_names} for each in own):

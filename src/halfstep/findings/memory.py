@@ -31,7 +31,6 @@ class Kept(NamedTuple):
         state_of_halves: of weights without masters, at O3.
         split: whether bfloat16 weights have split masters, of 2 bytes.
         gradients: of bfloat16 weights with masters; None if they are freed inside of the backward pass at every level.
-        offload: whether masters and state are in host memory, with a copy of the weights.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Kept(NamedTuple):
     state_of_halves: int
     split: bool = True
     gradients: int | None = 4
-    offload: bool = False
 
 
 OPTIMIZERS = (
@@ -54,7 +52,6 @@ OPTIMIZERS = (
     Kept("FusedAdam, bfloat16 state", 6, 6),
     Kept("FusedAdam, max_grad_norm", 8, 8, gradients=2),
     Kept("FusedAdam, release=True", 8, 8, gradients=None),
-    Kept("FusedAdam, offload=cpu", 8, 8, gradients=None, offload=True),
     Kept("FusedLAMB", 8, 8, gradients=2),
     Kept("FusedMuon", 4, 4),
     Kept("FusedNovoGrad", 4, 4),
@@ -75,7 +72,7 @@ ACTIVATIONS = {
 
 
 class Line(NamedTuple):
-    """Bytes a parameter of one optimizer at one level. Those in host memory are apart.
+    """Bytes a parameter of one optimizer at one level.
 
     Attributes:
         level: O0 to O3, or the name of another library.
@@ -86,7 +83,6 @@ class Line(NamedTuple):
         state: of the optimizer, without masters.
         gradients: between a backward pass and its step.
         source: address of the page that says so; empty for halfstep's own, which are measured.
-        host: what an offloaded step keeps in host memory: masters, state, and copies of weights or gradients.
     """
 
     level: str
@@ -97,18 +93,16 @@ class Line(NamedTuple):
     state: float
     gradients: float
     source: str = ""
-    host: float = 0
 
     @property
     def total(self) -> float:
-        """All of them on the device."""
+        """All of them."""
         return self.weights + self.masters + self.state + self.gradients
 
 
 PEERS = (
     Line("torch.amp", "bfloat16", "torch.optim.AdamW", 4, 0, 8, 4, "https://docs.pytorch.org/docs/stable/amp.html"),
     Line("DeepSpeed", "float16", "Adam", 2, 4, 8, 2, "https://arxiv.org/abs/1910.02054"),
-    Line("DeepSpeed", "float16", "Adam, ZeRO-Offload", 2, 0, 0, 0, "https://arxiv.org/abs/2101.06840", host=14),
     Line("bitsandbytes", "any", "AdamW8bit, fp32", 4, 0, 2.03, 4,
          "https://huggingface.co/docs/bitsandbytes/main/reference/optim/optim_overview"),
     Line("bitsandbytes", "bfloat16", "AdamW8bit, no masters", 2, 0, 2.03, 2,
@@ -131,11 +125,8 @@ def lines() -> Iterator[Line]:
             masters = 0 if level != "O2" else 2 if split else 4
             gradients = 4 if full else 2 if level == "O3" else (kept.gradients or 0) if split else 4
             weights, state = 4 if full else 2, kept.state_of_halves if level == "O3" else kept.state
-            if kept.offload:
-                yield Line(level, dtype, kept.name, weights, 0, 0, 0, host=weights + masters + state)
-            else:
-                gradients = 0 if kept.gradients is None else gradients
-                yield Line(level, dtype, kept.name, weights, masters, state, gradients)
+            gradients = 0 if kept.gradients is None else gradients
+            yield Line(level, dtype, kept.name, weights, masters, state, gradients)
 
 
 class Memory(NamedTuple):
@@ -148,8 +139,6 @@ class Memory(NamedTuple):
         state: of the optimizer, without masters.
         gradients: those that are there at the moment.
         buffers: of the model, such as BatchNorm statistics.
-        host: masters, state and copies of weights in host memory, if the host steps (``attach(offload="cpu")``). They
-            are not in the others and not in the total.
     """
 
     parameters: int
@@ -158,18 +147,16 @@ class Memory(NamedTuple):
     state: int
     gradients: int
     buffers: int
-    host: int = 0
 
     @property
     def total(self) -> int:
-        """All bytes but those of ``host``."""
+        """All bytes."""
         return self.weights + self.masters + self.state + self.gradients + self.buffers
 
     def __str__(self) -> str:
         found = self._asdict()
         count = found.pop("parameters")
-        host = found.pop("host")
-        body = [*found.items(), ("total", self.total), *([("host", host)] if host else [])]
+        body = [*found.items(), ("total", self.total)]
         rows = [f"{name:<10}{size / 2**20:>12,.1f} MiB{size / max(count, 1):>8.2f} a parameter" for name, size in body]
         return "\n".join([f"{count:,} parameters", *rows])
 
@@ -204,12 +191,10 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         for values in optimizer.state.values():
             for name, value in values.items() if isinstance(values, Mapping) else [("", values)]:
                 (masters if name in ("master", "remainder") else state).append(value)
-    params, host = list(model.parameters()), []
-    if getattr(optimizer, "offload", None) is not None:
-        host, masters, state = [*optimizer.offload.copies, *masters, *state], [], []  # type: ignore[union-attr]
+    params = list(model.parameters())
     seen: set[torch.UntypedStorage] = set()
     grads = [param.grad for param in params]
-    sizes = [_bytes_of(tensors, seen) for tensors in (params, masters, state, grads, model.buffers(), host)]
+    sizes = [_bytes_of(tensors, seen) for tensors in (params, masters, state, grads, model.buffers())]
     return Memory(sum(local(param.detach()).numel() for param in params if not is_lazy(param)), *sizes)
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import is_
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ..core.checks import check_kind
 from ..core.errors import ArgumentTypeError
+from ..core.removed import removed_arguments
 from ..core.scalars import in_scalar_dtype
 from ..core.torch_compat import dispatch_mode_count, scale_of, set_found_inf
 from ..kernels.tensor_table import Number
@@ -24,7 +25,6 @@ from .fused_state import FusedState, Hyper
 from .options import warn_of_lost_updates
 from .param_rows import NUMBER, GroupRows, ParamRows, StateLayout
 from .release import GradientRelease
-from .release_checks import check_offload
 
 __all__ = ["FusedOptimizer", "Hyper", "Step", "one_minus_power"]
 
@@ -85,7 +85,7 @@ class FusedOptimizer(FusedState):
     that is 0, and ``grad_scale`` is divided out, both on the device.
 
     Attributes:
-        options, set_grad_none, grad_norm, release, offload, on_gradients: see ``FusedData``.
+        options, set_grad_none, grad_norm, release, on_gradients: see ``FusedData``.
     """
 
     _step_supports_amp_scaling = True
@@ -160,13 +160,9 @@ class FusedOptimizer(FusedState):
             torch.set_grad_enabled(with_grad)
         return loss
 
+    @removed_arguments("offload")
     def attach(
-        self,
-        model: torch.nn.Module,
-        *,
-        release: bool = True,
-        scaler: torch.amp.GradScaler | None = None,
-        offload: Literal["cpu"] | None = None,
+        self, model: torch.nn.Module, *, release: bool = True, scaler: torch.amp.GradScaler | None = None
     ) -> GradientRelease:
         """Step each parameter inside of the backward pass from now on, and free its gradient.
 
@@ -180,14 +176,11 @@ class FusedOptimizer(FusedState):
         - ``max_grad_norm`` clips by the larger of two norms: that of the last step, and that of the gradients that have
           come so far in this one. Other functions that clip find no gradients.
         - Gradients of several passes are added up within ``accumulate()`` of what this returns.
-        - With ``offload="cpu"`` masters and state move to host memory, and a thread of the host steps, while the
-          backward pass goes on. The device has the parameters, and the gradients of the moment.
 
         Args:
             model: has all the parameters. Call ``amp.initialize`` or ``amp.decorate`` before.
             release: False changes nothing, for scripts that choose by a flag.
             scaler: the ``amp.GradScaler`` or ``torch.amp.GradScaler`` that scales the losses, if one does.
-            offload: "cpu" steps on the host; None where the parameters are.
 
         Returns:
             A handle with ``accumulate()``, and ``remove()``, which ends it.
@@ -197,14 +190,13 @@ class FusedOptimizer(FusedState):
                 FSDP); if masters are kept outside of this optimizer. From a backward pass: for a second gradient of a
                 parameter before ``step()``, for ``create_graph=True``, and for a sparse gradient.
             ArgumentTypeError: for something else than a module.
-            ArgumentValueError: if parameters are not in the model or are on several devices, for a layer that makes
-                sparse gradients, for another ``offload``, or for one without ``release``.
+            ArgumentValueError: if parameters are not in the model or are on several devices, or for a layer that makes
+                sparse gradients.
         """
         check_kind("attach: model", model, torch.nn.Module, "a torch.nn.Module")
-        check_offload(self, offload, release)
         handle = GradientRelease(self, scaler)
         if release:
-            handle.start(model, offload=offload is not None)
+            handle.start(model)
             if not self._fused.warned:
                 self._warn_once()
         return handle
@@ -242,8 +234,6 @@ class FusedOptimizer(FusedState):
         for index, group in enumerate(self.param_groups):
             params = group["params"]
             positions = range(first, first + len(params))
-            if fused.offload is not None:
-                params = fused.offload.arrive(fused.offload.fetch(params))
             known = fused.groups.get(index)
             hyper, rows = self._rows_of(known, group, params, positions, same_state)
             if rows is not known:
@@ -270,19 +260,18 @@ class FusedOptimizer(FusedState):
         Args:
             known: the rows of the same parameters in an earlier step, if there are any.
             group: the group.
-            params: some of its parameters, or their copies in host memory.
+            params: some of its parameters.
             positions: the place of each in the optimizer.
             same_state: whether the entries of ``state`` are known to be those of that step.
         """
         fused = self._fused
         hyper = self._hyper(group)
         layout = self._layout(hyper)
-        state = self.state if fused.offload is None else fused.offload.state
         if fused.options.rounding == "stochastic":
             layout = {"step": NUMBER, **layout}
-        if known is None or not known.renew(params, state, layout, known=same_state):
+        if known is None or not known.renew(params, self.state, layout, known=same_state):
             self._complete_state(hyper, params)
-            known = GroupRows(params, state, layout, fused.options, positions, self._marks(hyper, params))
+            known = GroupRows(params, self.state, layout, fused.options, positions, self._marks(hyper, params))
         return hyper, known
 
     def _warn_once(self) -> None:
@@ -356,7 +345,6 @@ class FusedOptimizer(FusedState):
 
     def _take(self, groups: Iterable[tuple[Hyper, GroupRows]], factor: Number, skip: torch.Tensor | None) -> None:
         """Step the rows of some groups, and let go of their gradients."""
-        offload = self._fused.offload
         for group, group_rows in groups:
             for rows in group_rows.rows:
                 scale = factor
@@ -369,5 +357,3 @@ class FusedOptimizer(FusedState):
                     taken.add_(1.0 if flag is None else 1.0 - flag)
                 increment_version(rows.weights)  # kernels write to them behind autograd's back
                 rows.table.release()
-                if offload is not None:
-                    offload.give_back(rows.params)

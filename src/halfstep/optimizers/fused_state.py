@@ -24,7 +24,6 @@ from .options import FusedOptions
 from .param_rows import GroupRows, StateLayout, codes_of
 
 if TYPE_CHECKING:
-    from .offload import Offload
     from .release import GradientRelease
 
 __all__ = ["FusedData", "FusedState", "Hyper"]
@@ -43,7 +42,6 @@ class FusedData:
         grad_norm: the 2-norm of the unscaled gradients at the last step, a 0-dim tensor, if the step clipped.
         warned: whether the warning about lost updates has been given, or need not be.
         release: the gradient release that ``attach`` began; None if there is none.
-        offload: the copies of its parameters that the host steps; None if they step where they are.
         on_gradients: functions that are called with the gradients of each step; see ``OnGradients``.
         started: the fp32 values that masters start from, by the identity of the parameter, until its first step.
         groups: the rows of each parameter group, by its place, as the last step left them.
@@ -55,7 +53,6 @@ class FusedData:
     grad_norm: torch.Tensor | None = None
     warned: bool = False
     release: GradientRelease | None = None
-    offload: Offload | None = None
     on_gradients: tuple[Callable[..., None], ...] = ()
     started: dict[int, torch.Tensor] = field(default_factory=dict)
     groups: dict[int, GroupRows] = field(default_factory=dict)
@@ -80,7 +77,7 @@ class FusedState(torch.optim.Optimizer):
         given: the fields of ``FusedOptions``, and the defaults of the groups.
 
     Attributes:
-        options, set_grad_none, grad_norm, release, offload, on_gradients: see ``FusedData``.
+        options, set_grad_none, grad_norm, release, on_gradients: see ``FusedData``.
     """
 
     _fused: FusedData
@@ -91,7 +88,6 @@ class FusedState(torch.optim.Optimizer):
     set_grad_none: bool = _field("set_grad_none")
     grad_norm: torch.Tensor | None = _field("grad_norm")
     release: GradientRelease | None = _field("release")
-    offload: Offload | None = _field("offload")
     on_gradients: tuple[Callable[..., None], ...] = _field("on_gradients")
 
     def __init__(self, params: Any, *, set_grad_none: bool = True, **given: Any) -> None:
@@ -169,23 +165,12 @@ class FusedState(torch.optim.Optimizer):
             if param.grad is not None and id(param) in started:
                 start, state = started.pop(id(param)), self.state[param]
                 if "master" not in state and "remainder" not in state:
-                    state["master"] = self._start(param, start).to(self._home(param))
+                    state["master"] = self._start(param, start)
 
     def unused_masters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The parameters that have not stepped yet, with the fp32 values that their masters start from."""
         started = self._fused.started
         return [(p, started[id(p)]) for group in self.param_groups for p in group["params"] if id(p) in started]
-
-    def move_state(self, offload: Offload | None) -> None:
-        """Step from now on in host memory, where all state goes; or, with None, where the parameters are."""
-        fused = self._fused
-        fused.offload = offload
-        fused.groups.clear()
-        for param in [p for group in self.param_groups for p in group["params"]]:
-            home, state = self._home(param), self.state.get(param, {})
-            state.update({name: kept.to(home) for name, kept in state.items() if isinstance(kept, torch.Tensor)})
-            if id(param) in fused.started:
-                fused.started[id(param)] = fused.started[id(param)].to(home)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as torch saves it, but masters and 8-bit moments of sharded weights are fp32.
@@ -240,7 +225,7 @@ class FusedState(torch.optim.Optimizer):
             for i, param in zip(ids, params, strict=True):
                 if i in seen["state"]:
                     self.state[param] = {
-                        name: value.to(self._home(param), copy=True) if isinstance(value, torch.Tensor) else value
+                        name: value.to(param.device, copy=True) if isinstance(value, torch.Tensor) else value
                         for name, value in seen["state"][i].items()
                         if value != {}
                     }
@@ -298,10 +283,6 @@ class FusedState(torch.optim.Optimizer):
         """
         self.begin_masters(params)
 
-    def _home(self, param: torch.Tensor) -> torch.device:
-        """Where a parameter is stepped, and where its state is."""
-        return param.device if self._fused.offload is None else torch.device("cpu")
-
     def _start(self, param: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """The value a master was to start from, where the parameter is still what that rounds to."""
         value, weight = local(start.to(param.device)), local(param.detach())
@@ -309,7 +290,7 @@ class FusedState(torch.optim.Optimizer):
         return rewrapped(value, param)
 
     def _will_split(self, param: torch.Tensor) -> bool:
-        return self.options.storage(param.dtype, self._home(param)).kind == "split"
+        return self.options.storage(param.dtype, param.device).kind == "split"
 
 
 def _refuse_lost(state: Any, *, masters: bool) -> None:

@@ -1,8 +1,7 @@
 """Gradient release: parameters step inside of the backward pass, and their gradients are freed at once.
 
-This file decides when parameters step, and by what their gradients are multiplied then. The step itself is that of
-``base``, here or on the host (``offload``). Whoever runs a scaled backward pass tells of it with ``begin``, ``finish``
-and ``abandon``.
+This file decides when parameters step, and by what their gradients are multiplied then. ``base`` has the step itself.
+The code that runs a scaled backward pass calls ``begin``, ``finish`` and ``abandon``.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
 
 from ..core.errors import UsageError
 from ..core.scalars import in_scalar_dtype
 from ..core.torch_compat import backward_pass_id, found_inf_of, queue_after_backward, scale_of, tensor_hooks
 from ..gradients.ledger import REDUCTIONS, Gradients
 from ..kernels.tensor_table import Number
-from .offload import HOST, Fetched, Offload
 from .param_rows import GroupRows, ParamRows
 from .release_checks import check, refuse_closure, refuse_gradient, refuse_ranks, refuse_second
 
@@ -117,13 +114,11 @@ class GradientRelease:
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.release is self:
             optimizer.release = None
-            if optimizer.offload is not None:
-                optimizer.move_state(None)
 
     # ---- what the optimizer calls
 
-    def start(self, model: torch.nn.Module, *, offload: bool = False) -> None:
-        """Put a hook on every parameter; with ``offload`` move its state to the host, which steps it from now on.
+    def start(self, model: torch.nn.Module) -> None:
+        """Put a hook on every parameter.
 
         Raises:
             ArgumentValueError, UsageError: see ``FusedOptimizer.attach``.
@@ -133,8 +128,6 @@ class GradientRelease:
             raise UsageError(f"This {type(optimizer).__name__} is attached already; remove() that first.")
         check(optimizer, model, _is_released)
         optimizer.release = self
-        if offload:
-            optimizer.move_state(Offload(optimizer, optimizer.param_groups[0]["params"][0].device))
         self._watch()
 
     def begin_step(self, closure: Any, scaler: object) -> None:
@@ -144,7 +137,6 @@ class GradientRelease:
             UsageError: for a closure, or a scaler that ``attach`` was not given.
         """
         refuse_closure(closure)
-        self._join()
         scaled = self._stepped and getattr(self._optimizer(), "grad_scale", None) is not None
         if scaler is not None or (scaled and self.scaler is None):
             self.refuse_other_scaler(scaler)
@@ -152,7 +144,6 @@ class GradientRelease:
     def end_step(self) -> None:
         """Every parameter has stepped."""
         optimizer: Any = self._optimizer()
-        self._join()
         if self._total is not None:
             optimizer.grad_norm = self._total.sqrt().float()
             before = torch.zeros_like(self._total) if self._last is None else self._last
@@ -169,7 +160,6 @@ class GradientRelease:
 
     def forget(self) -> None:
         """Begin a step anew."""
-        self._join()
         self._waiting: dict[int, torch.Tensor] = {}  # have a gradient, and step soon
         self._elements = 0
         self._stepped: set[int] = set()
@@ -188,7 +178,6 @@ class GradientRelease:
     def begin(self, gradients: Gradients, scale: torch.Tensor | None, *, delay: bool) -> None:
         """A ``scale_loss`` block was opened; see ``_Block``."""
         self._block = _Block(scale, gradients, bool(gradients.saved), delay, len(self._stepped))
-        self._join()
         self._found = self._skip = None
 
     def finish(self, found_inf: torch.Tensor) -> bool:
@@ -202,7 +191,6 @@ class GradientRelease:
 
     def abandon(self) -> None:
         """The pass in the block failed. What has stepped has stepped."""
-        self._join()
         self._block = self.guard = self._found = self._skip = None
         self._waiting, self._elements = {}, 0
 
@@ -248,11 +236,6 @@ class GradientRelease:
 
     # ---- in a backward pass
 
-    @property
-    def _offload(self) -> Offload | None:
-        optimizer = self._optimizer()
-        return None if optimizer is None or optimizer.release is not self else optimizer.offload
-
     def arrive(self, param: torch.Tensor) -> None:
         """The gradient of a parameter is complete.
 
@@ -276,19 +259,9 @@ class GradientRelease:
         self._elements += param.numel()
         if self._queued != (running := backward_pass_id()):
             self._queued = running
-            queue_after_backward(self._end_pass)
+            queue_after_backward(self._step_waiting)
         if self._elements >= _BUCKET:
             self._step_waiting()
-
-    def _end_pass(self) -> None:
-        """The backward pass has brought all its gradients."""
-        self._step_waiting()
-        self._join()
-
-    def _join(self) -> None:
-        """Wait for the steps that the host is taking."""
-        if self._offload is not None:
-            self._offload.join()
 
     def _watch(self) -> None:
         """Learn which parameters there are, and put hooks on those that are new or no longer frozen."""
@@ -302,8 +275,6 @@ class GradientRelease:
                     self._hooks[id(param)] = param.register_post_accumulate_grad_hook(hook)
         for gone in self._hooks.keys() - self._places.keys():
             self._hooks.pop(gone).remove()
-        if self._offload is not None:
-            self._offload.adopt(p for group in optimizer.param_groups for p in group["params"])
 
     @torch.no_grad()
     def _step_waiting(self) -> None:
@@ -313,34 +284,9 @@ class GradientRelease:
         self._waiting, self._elements = {}, 0
         if not params or optimizer is None:
             return
-        scale, overflow = self._finish_gradients(params)
+        scale = self._finish_gradients(params)
         self._stepped.update(map(id, params))
         places = [self._places[id(param)] for param in params]
-        if self._offload is None:
-            self._step(params, places, scale)
-        else:
-            fetched = self._offload.fetch(params, scale, overflow)
-            increment_version(params)  # now, and not when the thread gets to them: autograd refuses to read them later
-            self._offload.submit(self._step_on_host, fetched, places)
-        for param in params:
-            param.grad = None
-
-    def _step_on_host(self, fetched: Fetched, places: list[tuple[int, int]]) -> None:
-        copies, (scale, overflow) = Offload.arrive(fetched), fetched.numbers
-        if overflow is not None and self._found is not None:
-            self._found.logical_or_(overflow)
-        self._step(copies, places, scale)
-
-    @torch.no_grad()
-    def _step(self, params: list[torch.Tensor], places: list[tuple[int, int]], scale: torch.Tensor | None) -> None:
-        """Step parameters, or their copies.
-
-        Args:
-            params: have gradients.
-            places: the group of each, and its place in the optimizer.
-            scale: by what the gradients are still to be divided; None for nothing.
-        """
-        optimizer: Any = self._optimizer()
         taken = []
         groups: dict[int, list[int]] = {}
         for i, (group, _) in enumerate(places):
@@ -353,33 +299,27 @@ class GradientRelease:
             taken.append((hyper, rows))
         all_rows = [rows for _, group_rows in taken for rows in group_rows.rows]
         optimizer._take(taken, self._factor(optimizer.options.max_grad_norm, all_rows, scale), self._skip)
+        for param in params:
+            param.grad = None
 
-    def _finish_gradients(self, params: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Add what was set aside.
-
-        Returns:
-            By what gradients are still to be divided, or None; and a flag that is 1.0 if they have overflowed, or None
-            if nobody has looked yet.
-        """
+    def _finish_gradients(self, params: list[torch.Tensor]) -> torch.Tensor | None:
+        """Add what was set aside. Returns by what gradients are still to be divided, or None."""
         block = self._block
         scale = None if block is None else block.scale
         if self.scaler is not None:
             scale = scale_of(self.scaler)
             if scale is None:
                 raise UsageError("No loss has been scaled; call scaler.scale(loss).backward().")
-        zero = on_device = torch.zeros((), dtype=torch.float32, device=params[0].device)
-        if self._offload is not None:
-            zero = torch.zeros_like(zero, device=HOST)
+        zero = torch.zeros((), dtype=torch.float32, device=params[0].device)
         if scale is not None and self._found is None:
             self._found = zero
         adds = block is not None and block.adds
         if self._skip is None and (scale is not None or self._kept):
             self._skip = torch.zeros_like(zero) if adds or self._found is None else self._found
         if block is None or not adds:
-            return scale, None
-        overflow = on_device if self._found is None or self._offload is not None else self._found
-        block.gradients.finish(params, scale, overflow, goes_on=True)
-        return None, overflow
+            return scale
+        block.gradients.finish(params, scale, zero if self._found is None else self._found, goes_on=True)
+        return None
 
     def _factor(self, limit: float | None, rows: list[ParamRows], scale: torch.Tensor | None) -> Number:
         """The factor of the gradients. Looks for inf and NaN with the same read that gives their norm."""

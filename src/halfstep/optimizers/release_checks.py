@@ -11,7 +11,7 @@ from torch import nn
 from ..core.errors import ArgumentValueError, UsageError
 from ..gradients.ledger import reduced_params
 
-__all__ = ["check", "check_offload", "refuse_closure", "refuse_gradient", "refuse_ranks", "refuse_second"]
+__all__ = ["check", "refuse_closure", "refuse_gradient", "refuse_ranks", "refuse_second"]
 
 
 def check(optimizer: torch.optim.Optimizer, model: nn.Module, is_released: Callable[[torch.Tensor], bool]) -> None:
@@ -58,35 +58,6 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module, is_released: Calla
             "a parameter with another optimizer or because torch is older than 2.13. Gradient release needs them in "
             "the state of the optimizer."
         )
-
-
-def check_offload(optimizer: Any, offload: object, release: bool) -> None:
-    """Refuse what cannot step on the host.
-
-    Args:
-        optimizer: a fused one.
-        offload: as given to ``attach``.
-        release: as given to ``attach``.
-
-    Raises:
-        ArgumentValueError: for anything but "cpu" and None, without ``release``, and for a hyperparameter that is a
-            tensor on a device.
-    """
-    if offload is None:
-        return
-    if offload != "cpu":
-        raise ArgumentValueError(f"attach(offload={offload!r}) must be 'cpu' or None.")
-    if not release:
-        raise ArgumentValueError(
-            "attach(offload='cpu') steps the gradients that the backward pass releases; pass release=True, too."
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                raise ArgumentValueError(
-                    f"attach(offload='cpu'): {name} of group {index} is a tensor on {value.device}, and the step that "
-                    "needs it runs on the host. Use a number or a tensor on the CPU."
-                )
 
 
 def refuse_ranks(params: list[torch.Tensor], *, first_fsdp: bool = False) -> None:

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from ...core.files import generated, write_whole
-from ..codegen import GeneratedLauncher, Layout, layout_of, scalar_names
+from ..codegen import GeneratedLauncher, Layout, layout_of
 from ..expr import ElementwiseKernel
 from ..tensor_table import TensorTable
-from . import autotune
-from .autotune import LaunchConfig
+from . import launch_config
 from .triton_source import source
 
 __all__ = ["OPTIONS", "TritonLauncher"]
@@ -29,17 +28,14 @@ __all__ = ["OPTIONS", "TritonLauncher"]
 OPTIONS = {"enable_fp_fusion": False}
 """Of Triton's compiler. With fusion a multiply and an add would be rounded once, and give other bits than elsewhere."""
 
-_SCRATCH = 2**20  # elements of each of the four rows that a kernel is timed on
-_WORTHWHILE = 2**22  # a table of fewer elements is not worth measuring for
-
 
 class TritonLauncher(GeneratedLauncher):
     """One kernel over one table, in one launch. The last program of a row adds up its sums of squares, in order."""
 
-    def __init__(self, kernel: ElementwiseKernel, table: TensorTable, config: LaunchConfig | None = None) -> None:
+    def __init__(self, kernel: ElementwiseKernel, table: TensorTable) -> None:
         layout = layout_of(kernel, table)
         self._module = _module(kernel, layout, _interpreted())
-        self._config = config or _config(kernel, table, layout)
+        self._config = launch_config.default(kernel)
         super().__init__(kernel, layout, table, self._config.elements)
         self._device = table.device
         self._zero = torch.zeros((), dtype=torch.float32, device=table.device)
@@ -78,42 +74,6 @@ def _on(device: torch.device) -> AbstractContextManager[None]:
 
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _config(kernel: ElementwiseKernel, table: TensorTable, layout: Layout) -> LaunchConfig:
-    """The launch configuration for a table. Kernels write in place, so they are timed on tensors of our own.
-
-    A sum of squares depends, in its last bits, on how a row is cut. So a kernel that has one is not tuned: the same
-    gradients give the same norm whatever was measured.
-    """
-    first = next(iter(table.columns.values()))[1][0]
-    if (
-        kernel.results
-        or _interpreted()
-        or sum(t.numel() for t in first) < _WORTHWHILE
-        or torch.cuda.is_current_stream_capturing()
-    ):
-        return autotune.default(kernel)
-    from triton import __version__ as version
-    from triton.runtime.errors import OutOfResources
-    from triton.testing import do_bench
-
-    def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
-        return [torch.ones(_SCRATCH, dtype=dtype, device=table.device) for _ in range(4)]
-
-    def measure(config: LaunchConfig) -> float:
-        launcher = TritonLauncher(kernel, scratch, config)
-        try:
-            return float(do_bench(lambda: launcher(scalars), return_mode="median"))
-        except OutOfResources:
-            return float("inf")
-
-    with _on(table.device):
-        columns = {name: (storage, tuple(map(tensors, storage.dtypes))) for name, (storage, _) in table.columns.items()}
-        scratch = TensorTable(columns, table.compute_dtype)
-        scalars = dict.fromkeys(scalar_names(kernel, layout), 0.5)
-        gpu = torch.cuda.get_device_name(table.device)
-        return autotune.fastest("\n".join((source(kernel, layout), gpu, version)), measure)
 
 
 @functools.cache
