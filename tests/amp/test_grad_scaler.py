@@ -696,6 +696,29 @@ def test_clipping_an_overflow_skips(level: str) -> None:
     assert torch.equal(before, model.weight)
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("level", ["none", "O2"])
+def test_an_overflow_that_ends_by_update_without_a_step_skips_no_later_one(level: str, clips: bool) -> None:
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    if level == "O2":
+        model, optim = amp.decorate(model, optim, level="O2", dtype="bfloat16")
+    scaler = amp.GradScaler(init_scale=4.0, decr_every_n_nan_or_inf=1)
+    before = model.weight.detach().clone()
+    for factor in (math.inf, 1.0):
+        scaler.scale(model(torch.ones(1, 2, dtype=model.weight.dtype)).sum() * factor).backward()
+        if clips:
+            scaler.clip_grad_norm_(optim, 1.0)
+        else:
+            scaler.unscale_(optim)
+        if factor == 1.0:
+            scaler.step(optim)
+        scaler.update()
+        model.zero_grad()
+    assert not torch.equal(before, model.weight)
+    assert scaler.get_scale() == 2.0
+
+
 def test_new_scale() -> None:
     scaler = amp.GradScaler()
     scaler.update(32.0)

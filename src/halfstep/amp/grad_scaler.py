@@ -227,6 +227,9 @@ class GradScaler(ScalerSettings):
             self._scaler.set_scale(scale)
         ended = self._iteration
         self._begin_iteration()
+        for passes in [self._attached_to(optimizer).passes for optimizer in ended.optimizers]:
+            # Of an optimizer that did not step: the next step is not the one that these are about.
+            passes.records = [record for record in passes.records if record.moves is not self._scaler]
         if scale is None:
             self._scaler.update(ended.overflow(), lambda: first_bad_gradient(ended.optimizers))
 

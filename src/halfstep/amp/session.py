@@ -162,10 +162,8 @@ def scale_loss(
             f"loss_id={loss_id}, but amp.initialize was called with num_losses={len(scalers)}; count losses from 0, "
             "and pass num_losses= as many as there are losses with a scale of their own."
         )
-    stay, check = False, True
-    if delay_unscale is not False or delay_overflow_check is not False:
-        stay = check_flag("delay_unscale", delay_unscale)
-        check = not check_flag("delay_overflow_check", delay_overflow_check)
+    stay = check_flag("delay_unscale", delay_unscale)
+    check = not check_flag("delay_overflow_check", delay_overflow_check)
     passes = [one.passes for one in attached]
     return ScaledBackward(loss, passes, scalers[loss_id], name="amp.scale_loss", stay=stay, check=check)
 
