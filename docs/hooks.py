@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from halfstep.findings.memory import PEERS, Line, lines
+from halfstep.findings.memory import Line, lines
 from halfstep.oplists import RULES, entries
 
 
@@ -21,7 +21,7 @@ def bytes_table(found: Iterable[Line]) -> str:
     """Bytes a parameter, line by line."""
     head = "| optimizer | at | weight | master | state | gradient | sum |\n" + "|---" * 7 + "|"
     rows = [
-        f"| {line.optimizer} | {f'[{line.level}]({line.source})' if line.source else line.level} {line.dtype} | "
+        f"| {line.optimizer} | {line.level} {line.dtype} | "
         + " | ".join(f"{size:g}" for size in (*line[3:7], line.total))
         + " |"
         for line in found
@@ -44,5 +44,4 @@ def op_lists() -> str:
 _PLACES = {
     "<!-- op lists -->": op_lists,
     "<!-- memory table -->": lambda: bytes_table(lines()),
-    "<!-- memory of others -->": lambda: bytes_table(PEERS),
 }

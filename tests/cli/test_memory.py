@@ -10,7 +10,7 @@ for needed in ("click", "rich"):
 from click.testing import CliRunner
 
 from halfstep.cli.app import app
-from halfstep.findings.memory import OPTIMIZERS, PEERS
+from halfstep.findings.memory import OPTIMIZERS
 
 
 def run(*arguments: str, exit_code: int = 0) -> str:
@@ -19,17 +19,15 @@ def run(*arguments: str, exit_code: int = 0) -> str:
     return result.output
 
 
-def test_every_optimizer_and_every_other_library_is_in_the_table() -> None:
+def test_every_optimizer_is_in_the_table() -> None:
     text = run()
     assert all(kept.name in text for kept in OPTIMIZERS)
-    assert all(line.level in text and line.source in text for line in PEERS)
     assert "GiB" not in text
 
 
 def test_a_number_of_parameters_adds_gib_and_a_name_leaves_others_out() -> None:
     text = run("--params", "7e9", "--optimizer", "fusedadam")
     assert "O2 bfloat16      2      2     8    4  16 104.3" in text
-    assert "O2 bfloat16      2      0     0    0   2  13.0   12" in text
     assert "RMSprop" not in text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.core.text import counted, listed, with_article
+from halfstep.core.text import counted, listed
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,3 @@ def test_a_number_and_its_noun(count: int, nouns: tuple[str, ...], text: str) ->
 def test_many_names_are_cut_and_counted(names: str, text: str) -> None:
     assert listed(list(names)) == text
     assert listed(list(names), most=5) == ", ".join(names)
-
-
-NAMED = ["an AdamW", "a Linear", "an SGD", "an LBFGS", "an RMSprop", "a FusedLAMB", "a LARC", "an int"]
-
-
-@pytest.mark.parametrize("text", NAMED)
-def test_a_name_with_its_article(text: str) -> None:
-    assert with_article(text.partition(" ")[2]) == text

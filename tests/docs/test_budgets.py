@@ -34,12 +34,12 @@ BUDGETS = {  # calls, files, returns
 CODE_LINES = {  # of each room
     "amp": 1_156,
     "casting": 1_979,
-    "cli": 1_489,
+    "cli": 1_485,
     "compat": 4_525,
-    "core": 1_430,
+    "core": 1_427,
     "debugging": 327,
     "distributed": 613,
-    "findings": 1_161,
+    "findings": 1_146,
     "gradients": 642,
     "graph": 368,
     "integrations": 363,
@@ -52,7 +52,7 @@ CODE_LINES = {  # of each room
     "pages": 245,
     "parallel": 3,
     "static": 2,
-    "stepping": 1_202,
+    "stepping": 1_194,
     "top": 92,
     "train_step": 632,
 }
@@ -61,8 +61,8 @@ GROUPS = {
         *("core", "kernels", "casting", "gradients", "masters", "optimizers", "stepping", "distributed", "amp"),
     ),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_145}
-ALL_CODE_LINES = 23_400
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_134}
+ALL_CODE_LINES = 23_370
 ALL_TEST_LINES = 42_503
 
 

@@ -463,7 +463,7 @@ def test_a_batch_that_a_graph_would_keep_runs_eagerly() -> None:
     step = TrainStep(lambda x, y, mask: loss_of(model(x), y) * float(mask[0]), None, optimizer, cuda_graph=True)
     for i in range(6):
         step(*batch(i), bytearray(b"1"))
-    assert step.signatures[0].reason == "the batch has a bytearray, which may change unseen"
+    assert step.signatures[0].reason == "the batch has an item of type bytearray, which may change unseen"
 
 
 @pytest.mark.usefixtures("tapes")

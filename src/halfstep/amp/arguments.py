@@ -12,7 +12,6 @@ from ..casting.modules import PARALLEL
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.hardware import warn_if_slow
 from ..core.inner_optimizers import inner_optimizer
-from ..core.text import with_article
 from ..optimizers.larc import LARC
 
 __all__ = [
@@ -92,7 +91,7 @@ def _listed(name: str, given: Any, *kinds: type) -> list[Any]:
     found = given if isinstance(given, list) else [given]
     for item in found:
         if not isinstance(item, kinds):
-            inside = "" if item is given else f" with {with_article(type(item).__name__)} in it"
+            inside = "" if item is given else f" with an item of type {type(item).__name__}"
             raise ArgumentTypeError(
                 f"{name}s must be either a single {name} or a list of {name}s (torch.{_PLACES[name]}), not "
                 f"{type(given).__name__}{inside}."

@@ -18,7 +18,6 @@ import torch
 from ..casting.dynamo import eager
 from ..core.checks import check_flag
 from ..core.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.text import with_article
 from ..gradients.loss_scaler import saved_numbers
 from ..stepping.attached import AttachedOptimizer, attached_to
 from ..stepping.scaled_backward import ScaledBackward
@@ -82,7 +81,7 @@ def session_of(optimizers: object, caller: str) -> tuple[Session, list[AttachedO
             if not current.options.enabled:
                 return current, []
             raise UsageError(
-                f"{caller} was given {with_article(type(optimizer).__name__)} that did not come back from "
+                f"{caller} was given an optimizer of type {type(optimizer).__name__} that did not come back from "
                 "amp.initialize (it has no _amp_stash); pass every optimizer through amp.initialize and use what it "
                 "returns."
             )

@@ -1,8 +1,7 @@
-"""``halfstep memory``: bytes a parameter for every level and optimizer, beside other libraries."""
+"""``halfstep memory``: bytes a parameter for every level and optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -22,7 +21,7 @@ def command(params: float | None, optimizer: str | None) -> None:
     """Print the bytes a parameter of weights, masters, optimizer state and gradients, and those of activations."""
     from rich.console import Console
 
-    from ..findings.memory import ACTIVATIONS, PEERS, lines
+    from ..findings.memory import ACTIVATIONS, lines
     from .tables import print_whole
 
     if params is not None and not 0 < params < float("inf"):
@@ -37,13 +36,9 @@ def command(params: float | None, optimizer: str | None) -> None:
     console.print("\nBytes of a number that is kept for the backward pass:", highlight=False)
     for level, text in ACTIVATIONS.items():
         console.print(f"  {level}: {text}", highlight=False, soft_wrap=True)
-    console.print()
-    print_whole(console, _table(PEERS, params))
-    for source in dict.fromkeys(line.source for line in PEERS):
-        console.print(f"  {source}", highlight=False, soft_wrap=True)
 
 
-def _table(lines: Iterable[Line], params: float | None) -> Table:
+def _table(lines: list[Line], params: float | None) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))

@@ -10,7 +10,6 @@ import torch
 
 from .dtypes import DTYPES_BY_NAME
 from .errors import ArgumentTypeError, ArgumentValueError
-from .text import with_article
 
 __all__ = [
     "arguments",
@@ -169,7 +168,7 @@ def check_optimizer_state(optimizer: object, state_dict: object) -> None:
         ArgumentValueError: if it has no ``state`` or ``param_groups``.
     """
     kind = type(optimizer).__name__
-    instead = f"pass what state_dict() of {with_article(kind)} returned. Nothing was loaded."
+    instead = f"pass what state_dict() of {kind} returned. Nothing was loaded."
     if not isinstance(state_dict, Mapping):
         raise ArgumentTypeError(f"load_state_dict of {kind} was given {type(state_dict).__name__}; {instead}")
     missing = [name for name in ("state", "param_groups") if name not in state_dict]

@@ -1,14 +1,14 @@
-"""Words of messages and reports, and who sees what the logger "halfstep" says."""
+"""Words of messages and reports, and where messages of the logger "halfstep" go."""
 
 import logging
 from collections.abc import Sequence
 
 from .._version import __version__
 
-__all__ = ["counted", "install_line", "listed", "show_log", "with_article"]
+__all__ = ["counted", "install_line", "listed", "show_log"]
 
 RELEASED = ".dev" not in __version__
-"""Whether this version is on the package index. Before, a clone of the repository is what there is."""
+"""True if this version is on the package index; otherwise there is only a clone of the repository."""
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
@@ -26,12 +26,6 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     """The first of some names, and the number of the others: ``a, b, c and 2 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def with_article(name: str) -> str:
-    """The name of a class with "a" or "an" before it, by how it is said: a Linear, an AdamW, an SGD."""
-    letters = "AEFHILMNORSX" if name[:2].isupper() and name[:4] not in ("LAMB", "LARC", "RAda") else "AEIOaeio"
-    return f"{'an' if name[:1] in letters else 'a'} {name}"
 
 
 def install_line(extra: str) -> str:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.text import with_article
 from ..observe.ops import OpCall, tensors_in
 from ..observe.watch import Watch
 from .checks import Checked, DebugMode, can_check, check_mode, facts_of
@@ -149,7 +148,7 @@ def check_layer_numerics(forward: F) -> F:
         if not args:
             raise UsageError("No elements found in args. Give the first input of this layer by position.")
         if not isinstance(args[0], torch.Tensor):
-            raise UsageError(f"First input of this layer must be tensor. It is {with_article(type(args[0]).__name__)}.")
+            raise UsageError(f"First input of this layer must be tensor. It is of type {type(args[0]).__name__}.")
         with Watch({}, ops=partial(_check, TensorCheckerConfig(enable=True))):
             return forward(self, *args, **kwargs)
 

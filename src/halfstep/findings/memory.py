@@ -19,7 +19,7 @@ from ..kernels.shards import local
 from ..observe.ops import tensors_in
 from ..stepping.attached import attached_to
 
-__all__ = ["ACTIVATIONS", "LEVELS", "OPTIMIZERS", "PEERS", "Kept", "Line", "Memory", "lines", "memory"]
+__all__ = ["ACTIVATIONS", "LEVELS", "OPTIMIZERS", "Kept", "Line", "Memory", "lines", "memory"]
 
 
 class Kept(NamedTuple):
@@ -29,7 +29,7 @@ class Kept(NamedTuple):
         name: of the optimizer, with its options.
         state: moments and the like of fp32 and of O2's weights.
         state_of_halves: of weights without masters, at O3.
-        split: whether bfloat16 weights have split masters, of 2 bytes.
+        split: True if bfloat16 weights have split masters, of 2 bytes.
         gradients: of bfloat16 weights with masters; None if they are freed inside of the backward pass at every level.
     """
 
@@ -75,14 +75,13 @@ class Line(NamedTuple):
     """Bytes a parameter of one optimizer at one level.
 
     Attributes:
-        level: O0 to O3, or the name of another library.
+        level: O0 to O3.
         dtype: of products.
         optimizer: with its options.
         weights: the parameters themselves.
         masters: fp32 weights behind 16-bit ones, or what makes a 16-bit weight one.
         state: of the optimizer, without masters.
         gradients: between a backward pass and its step.
-        source: address of the page that says so; empty for halfstep's own, which are measured.
     """
 
     level: str
@@ -92,29 +91,11 @@ class Line(NamedTuple):
     masters: float
     state: float
     gradients: float
-    source: str = ""
 
     @property
     def total(self) -> float:
         """All of them."""
         return self.weights + self.masters + self.state + self.gradients
-
-
-PEERS = (
-    Line("torch.amp", "bfloat16", "torch.optim.AdamW", 4, 0, 8, 4, "https://docs.pytorch.org/docs/stable/amp.html"),
-    Line("DeepSpeed", "float16", "Adam", 2, 4, 8, 2, "https://arxiv.org/abs/1910.02054"),
-    Line("bitsandbytes", "any", "AdamW8bit, fp32", 4, 0, 2.03, 4,
-         "https://huggingface.co/docs/bitsandbytes/main/reference/optim/optim_overview"),
-    Line("bitsandbytes", "bfloat16", "AdamW8bit, no masters", 2, 0, 2.03, 2,
-         "https://huggingface.co/docs/bitsandbytes/main/reference/optim/optim_overview"),
-    Line("torchao", "bfloat16", "AdamW8bit, no masters", 2, 0, 2.03, 2,
-         "https://github.com/pytorch/ao/tree/main/torchao/optim"),
-    Line("torchao", "bfloat16", "AdamW4bit, no masters", 2, 0, 1.06, 2,
-         "https://github.com/pytorch/ao/tree/main/torchao/optim"),
-    Line("optimi", "bfloat16", "AdamW, Kahan sum", 2, 2, 4, 2,
-         "https://optimi.benjaminwarner.dev/kahan_summation/"),
-)  # fmt: skip
-"""Other libraries. The compensation of a Kahan sum stands under masters."""
 
 
 def lines() -> Iterator[Line]:

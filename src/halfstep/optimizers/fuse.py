@@ -13,7 +13,6 @@ import torch
 
 from ..core.dtypes import HALF_DTYPES, StateForm
 from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
-from ..core.text import with_article
 from ..core.torch_compat import is_traceable_wrapper_subclass
 from ..kernels.shards import is_sharded
 from ..masters.split import master_value
@@ -240,7 +239,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]
         ArgumentTypeError: for an optimizer that ``fuse`` did not make.
     """
     if not isinstance(optimizer, OfTorch):
-        raise ArgumentTypeError(f"unfuse takes what fuse has made, not {with_article(type(optimizer).__name__)}.")
+        raise ArgumentTypeError(f"unfuse takes what fuse has made, not {type(optimizer).__name__}.")
     if optimizer.release is not None:
         optimizer.release.remove()
     masters = {}
@@ -285,9 +284,9 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> HalfstepError | None:
                 )
             foreign = not is_sharded(param) and is_traceable_wrapper_subclass(param)
             if param.dtype not in _DTYPES or foreign or param.layout is not torch.strided:
-                kind_of = with_article(type(param).__name__)
+                kind_of = f"{type(param).__name__}, {param.dtype}, {param.layout}"
                 return ArgumentTypeError(
-                    f"fuse: a parameter is {kind_of} of {param.dtype}, {param.layout}; fused optimizers update dense "
+                    f"fuse: a parameter is of type {kind_of}; fused optimizers update dense "
                     "real floating-point parameters. Give the others to a torch.optim optimizer."
                 )
             if param.grad is not None and param.grad.layout is not torch.strided:

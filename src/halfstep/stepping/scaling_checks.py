@@ -22,7 +22,7 @@ __all__ = ["ScalingChecks"]
 _LARGEST_CLIP = 100.0
 """Nobody clips to more. Gradients that are multiplied by a loss scale are smaller only if they vanish."""
 _SMALLEST_SCALE = 256.0
-_LOOKS = 3
+_LOOKS = 5
 
 
 class ScalingChecks:
@@ -42,6 +42,7 @@ class ScalingChecks:
         self._said: set[str] = set()
         self._looks = _LOOKS
         self._reader: AsyncReader | None = None
+        self._seen: tuple[float, float] | None = None  # the norm and the largest value at the last look
         self._advice = ""
 
     @property
@@ -103,8 +104,8 @@ class ScalingChecks:
     def look_for_clipping(self, params: Sequence[torch.Tensor], scale: torch.Tensor, advice: str) -> None:
         """Look whether gradients that are about to be unscaled were clipped; the first few times that it may be so.
 
-        Clipping writes into gradients that a backward pass has brought. What is written into is looked at: after a clip
-        its norm, or its largest value, is the number that somebody chose, such as 1.0.
+        Clipping writes into gradients that a backward pass has brought. Gradients that were written into are looked at:
+        a clip leaves the same norm, or the same largest value, at one step after the other.
 
         Args:
             params: those of the optimizer.
@@ -122,28 +123,25 @@ class ScalingChecks:
         self._looks -= 1
         norm = multi_tensor.norm(grads).to(torch.float32)
         largest = multi_tensor.norm(grads, float("inf")).to(torch.float32)
-        at_limit = torch.stack([(g.abs() == largest).sum() for g in grads]).sum().to(torch.float32)
         half = torch.full_like(norm, float(any(map(is_half, grads))))
-        self._reader = self._reader or AsyncReader(5)
-        self._reader.post(norm, largest, at_limit, half, scale.to(norm.device, torch.float32, non_blocking=True))
+        self._reader = self._reader or AsyncReader(4)
+        self._reader.post(norm, largest, half, scale.to(norm.device, torch.float32, non_blocking=True))
         self._advice = advice
         self._judge()
 
     def _judge(self) -> None:
         assert self._reader is not None
-        for norm, largest, at_limit, half, scale in self._reader.poll():
-            if scale < _SMALLEST_SCALE:
+        for norm, largest, half, scale in self._reader.poll():
+            before, self._seen = self._seen, (norm, largest)
+            tolerance = 2e-3 if half else 1e-5  # torch's clip_grad_norm_ rounds the norm of 16-bit gradients
+            same = [n for n, old in zip(self._seen, before or (), strict=False) if abs(n - old) <= tolerance * n]
+            if not same or not 0.0 < same[0] <= _LARGEST_CLIP or scale < _SMALLEST_SCALE:
                 continue
-            if _is_chosen(norm, rounded=bool(half)):
-                what, number = "norm", norm
-            elif at_limit > 1 and _is_chosen(largest, rounded=bool(half)):
-                what, number = "largest value", largest
-            else:
-                continue
+            what = "norm" if same[0] == norm else "largest value"
             self._say(
                 "clipped",
                 f"It looks as if gradients were clipped while they were still multiplied by the loss scale of "
-                f"{scale:g}: their {what} was {number:.3g}, so {number / scale:.3g} is left to step with. "
+                f"{scale:g}: their {what} was {same[0]:.3g} again, so {same[0] / scale:.3g} is left to step with. "
                 f"{self._advice}",
             )
 
@@ -151,19 +149,6 @@ class ScalingChecks:
         if kind not in self._said:
             self._said.add(kind)
             warnings.warn(message, UserWarning, stacklevel=callers_level())
-
-
-def _is_chosen(number: float, *, rounded: bool) -> bool:
-    """Whether a number is one that people write: of two digits.
-
-    Of 16-bit gradients torch's ``clip_grad_norm_`` rounds the norm to 16 bits. There it must have one digit, or be a
-    quarter of such a number, so that hardly another number is near one.
-    """
-    if not 0.0 < number <= _LARGEST_CLIP:
-        return False
-    if not rounded:
-        return abs(number - float(f"{number:.2g}")) <= 1e-5 * number
-    return any(abs(each - float(f"{each:.1g}")) <= 2e-3 * each for each in (number, 4 * number))
 
 
 def _torch_scaler() -> str | None:

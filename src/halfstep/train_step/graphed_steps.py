@@ -23,7 +23,6 @@ from torch.autograd.graph import increment_version
 
 from ..casting.current import clear_cache
 from ..core.errors import UsageError
-from ..core.text import with_article
 from ..core.torch_compat import step_hooks, tree_flatten, tree_unflatten
 from ..distributed.ddp_sync import BackwardRecord
 from ..gradients.held_masters import settle
@@ -309,7 +308,7 @@ class GraphedSteps:
             if isinstance(leaf, torch.Tensor) and leaf.device != params[0].device:
                 return f"a tensor of the batch is on {leaf.device}; move it to {params[0].device} before"
             if not isinstance(leaf, (torch.Tensor, *PLAIN)):
-                return f"the batch has {with_article(type(leaf).__name__)}, which may change unseen"
+                return f"the batch has an item of type {type(leaf).__name__}, which may change unseen"
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             return "ranks exchange gradients"
         mine = set(map(id, params))

@@ -19,7 +19,6 @@ from ..amp.session import scale_loss
 from ..core.checks import check_count, check_flag
 from ..core.dtypes import dtype_name
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
-from ..core.text import with_article
 from ..gradients.held_masters import settle
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..gradients.unscale import Unscaler
@@ -323,7 +322,7 @@ def _check(
     if loss_fn is not None and not callable(loss_fn):
         raise ArgumentTypeError(
             f"TrainStep: loss_fn must be called with (output, target), or be None if the model returns the loss; it "
-            f"is {with_article(type(loss_fn).__name__)}."
+            f"is of type {type(loss_fn).__name__}."
         )
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentTypeError(
