@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,26 @@ def test_unwrapping_and_copying_leave_a_model_of_its_own() -> None:
     assert not torch.equal(twin(x), run.model(x))
     bare = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
     assert torch.equal(bare(x), direct.classifier()(x))  # in fp32
+
+
+class Own(Accelerator):
+    pass
+
+
+@pytest.mark.parametrize("made_of", [Accelerator, Own])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_accelerate_pickles_is_pickled_as_without(level: str, made_of: type[Accelerator]) -> None:
+    accelerator = attach(made_of(cpu=True), level, "bfloat16")
+    model = direct.classifier()
+    optimizer = direct.optimizer_of("AdamW", model.parameters())
+    prepared = accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    for each in (accelerator, *prepared):
+        twin = pickle.loads(pickle.dumps(each))
+        assert [cls.__name__ for cls in type(twin).__mro__] == [cls.__name__ for cls in type(each).__mro__]
+    twin = pickle.loads(pickle.dumps(accelerator))
+    again = twin.prepare_model(direct.classifier())
+    assert again(torch.randn(2, 12)).dtype is torch.float32
+    assert twin.halfstep.name == accelerator.halfstep.name
 
 
 def test_outputs_are_fp32_and_autocast_is_the_level() -> None:

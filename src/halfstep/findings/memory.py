@@ -197,7 +197,7 @@ def _bytes_of(values: Iterable[Any], seen: set[torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for storage in found)
 
 
-def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _plain_parts(tensor: Any) -> Iterator[torch.Tensor]:
     """The tensors with a storage that a tensor of any kind is made of; none for a parameter without a shape."""
     is_wrapper = is_traceable_wrapper_subclass(tensor)
     names = tensor.__tensor_flatten__()[0] if is_wrapper else _INSIDE.get(tensor.layout, ())

@@ -55,6 +55,9 @@ class HalfstepAccelerator(Accelerator):
     save_state = _with_bare_optimizers(Accelerator.save_state)
     load_state = _with_bare_optimizers(Accelerator.load_state)
 
+    def __reduce__(self) -> Any:
+        return _new, (type(self).__bases__[1],), vars(self)
+
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Accelerate's own. Weights are cast before it, and masters are given after it."""
         for model in [arg for arg in args if isinstance(arg, nn.Module) and not hasattr(arg, "_original_forward")]:
@@ -96,6 +99,10 @@ class HalfstepAccelerator(Accelerator):
         return self.halfstep.scope()
 
 
+def _new(base: type) -> Any:
+    return object.__new__(type("HalfstepAccelerator", (HalfstepAccelerator, base), {}))
+
+
 def attach(accelerator: Accelerator, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> Any:
     """Give an accelerator the casts, masters and loss scale of halfstep, before it prepares anything.
 
@@ -112,6 +119,6 @@ def attach(accelerator: Accelerator, level: str = "O1", dtype: torch.dtype | str
     if accelerator._models or accelerator._optimizers:
         raise UsageError("attach() comes before accelerator.prepare(), and something is prepared already.")
     recipe = Recipe(level, dtype, **options)
-    accelerator.__class__ = type("HalfstepAccelerator", (HalfstepAccelerator, type(accelerator)), {})
+    accelerator.__class__ = type(_new(type(accelerator)))
     accelerator.halfstep, accelerator.scaler = recipe, recipe.scaler
     return accelerator

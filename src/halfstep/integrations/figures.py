@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,14 +33,12 @@ def figures(
         as ``halfstep/HS102`` and so on. Reads the device.
     """
     found: dict[str, float] = {}
-    if scaler is not None and scaler.is_enabled():
-        found |= {"halfstep/loss_scale": scaler.get_scale(), "halfstep/overflows": float(scaler.overflows())}
-    else:
-        scaler = None
-    findings = check(model, optimizers, scaler=scaler)
-    found["halfstep/findings"] = float(len(findings))
-    for finding in findings:
-        found[f"halfstep/{finding.code}"] = found.get(f"halfstep/{finding.code}", 0.0) + 1.0
+    scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    if scaler is not None:
+        found = {"halfstep/loss_scale": scaler.get_scale(), "halfstep/overflows": float(scaler.overflows())}
+    codes = Counter(finding.code for finding in check(model, optimizers, scaler=scaler))
+    found["halfstep/findings"] = float(codes.total())
+    found |= {f"halfstep/{code}": float(count) for code, count in codes.items()}
     return found if monitor is None else found | dict(monitor.latest())
 
 

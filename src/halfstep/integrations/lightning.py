@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -37,13 +38,12 @@ class HalfstepPrecision(RecipePrecision, Precision):
     def __init__(self, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
         super().__init__(level, dtype, **options)
         self._results: dict[int, Any] = {}  # by identity of the optimizer: whether its latest step was taken
-        self._patched: nn.Module | None = None
+        self._patches = ExitStack()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast the weights. Lightning calls steps of the module, and only these call the networks in it."""
-        return self._recipe.cast(
-            module, [child for child in module.children() if next(child.parameters(), None) is not None]
-        )
+        parts = [child for child in module.children() if next(child.parameters(), None) is not None]
+        return self._recipe.cast(module, parts)
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Give masters to the optimizers; the model is wrapped by now."""
@@ -63,13 +63,11 @@ class HalfstepPrecision(RecipePrecision, Precision):
                 advance(scheduler, metric)
 
         module.lr_scheduler_step = lr_scheduler_step
-        self._patched = module
+        self._patches.callback(delattr, module, "lr_scheduler_step")
 
     def teardown(self) -> None:
         """Leave the module as it was."""
-        if self._patched is not None:
-            del self._patched.lr_scheduler_step
-        self._patched = None
+        self._patches.close()
         super().teardown()
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
+from types import MethodType, NoneType
 from typing import Any
 from weakref import WeakSet
 
@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import amp
+from ..core.checks import check_kind
 from ..core.dtypes import default_half, is_half, parse_half
-from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from ..core.errors import ArgumentValueError, UsageError
 from ..core.oplists.tables import FLOAT
 from ..core.policy import Policy
 
@@ -68,11 +69,9 @@ class Recipe:
     ) -> None:
         if level not in ("O0", "O1", "O2"):
             raise ArgumentValueError(f"level={level!r} must be O0, O1 or O2. Any other recipe is a policy=.")
-        if scaler is not None and not isinstance(scaler, amp.GradScaler):
-            raise ArgumentTypeError(f"scaler must be a halfstep.amp.GradScaler, not {type(scaler).__name__}.")
+        check_kind("scaler", scaler, (amp.GradScaler, NoneType), "a halfstep.amp.GradScaler")
+        check_kind("policy", policy, (Policy, NoneType), "a halfstep.Policy")
         if policy is not None:
-            if not isinstance(policy, Policy):
-                raise ArgumentTypeError(f"policy must be a halfstep.Policy, not {policy!r}.")
             if level != "O1" or (dtype, custom_white_list, custom_black_list, excluded_layers) != (None,) * 4:
                 raise UsageError(
                     "policy= says what level, dtype, the op lists and excluded_layers say, and one of them was given "
@@ -85,14 +84,21 @@ class Recipe:
         self.half = default_half("cuda" if torch.cuda.is_available() else "cpu") if dtype is None else parse_half(dtype)
         scales = self.half is torch.float16 and level != "O0"
         self.scaler = scaler or amp.GradScaler(scales, decr_every_n_nan_or_inf=1)
-        kind = "policy" if policy is not None else level
-        self.name = f"{'16' if self.half is torch.float16 else 'bf16'}-halfstep-{kind}"
+        self.name = f"{'16' if self.half is torch.float16 else 'bf16'}-halfstep-{level if policy is None else 'policy'}"
         self._layers = {"excluded_layers": excluded_layers, "module_filter": module_filter}
         self._scope: AbstractContextManager[Any] = nullcontext()  # for a policy the model's own hooks cast
         if policy is None:
             if level == "O2":
                 custom_black_list = {*(custom_black_list or ()), *(LOSSES - set(custom_white_list or ()))}
             self._scope = amp.auto_cast(True, custom_white_list, custom_black_list, level, self.half)
+        self.__setstate__({})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the models and weights, which belong to this process: optimizers that are pickled refer to this."""
+        return {name: value for name, value in vars(self).items() if name not in ("_models", "_weights")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
         self._models: WeakSet[nn.Module] = WeakSet()
         self._weights: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
 

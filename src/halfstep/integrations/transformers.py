@@ -69,8 +69,7 @@ class HalfstepMixin:
         """The trainer's own, with figures about precision."""
         trainer: Any = self
         if "loss" in logs:
-            optimizer = trainer.optimizer.optimizer
-            logs = logs | figures(trainer.model, optimizer, trainer.accelerator.scaler, self._monitor)
+            logs = logs | figures(trainer.model, trainer.optimizer.optimizer, trainer.accelerator.scaler, self._monitor)
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
