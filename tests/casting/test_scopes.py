@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -289,15 +291,71 @@ def test_a_copy_never_goes_stale(change: str, grad: bool) -> None:
         assert linear_of(weight).item() == 4 * weight[0, 0].item()
 
 
+def each(change: Callable[[nn.Parameter, torch.Tensor], Any]) -> Callable[[nn.Module, list[torch.Tensor]], None]:
+    def write(model: nn.Module, values: list[torch.Tensor]) -> None:
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            change(parameter, value)
+
+    return write
+
+
+WRITES: dict[str, Callable[[nn.Module, list[torch.Tensor]], Any]] = {
+    "copy_ under no_grad": each(lambda p, value: torch.no_grad()(p.copy_)(value)),
+    ".data.copy_": each(lambda p, value: p.data.copy_(value)),
+    ".data = value": each(lambda p, value: setattr(p, "data", value.clone())),
+    "set_ under no_grad": each(lambda p, value: torch.no_grad()(p.set_)(value.clone())),
+    "detach().copy_": each(lambda p, value: p.detach().copy_(value)),
+    "a numpy view": each(lambda p, value: np.copyto(p.detach().numpy(), value.numpy())),
+    "swap_tensors": each(lambda p, value: torch.utils.swap_tensors(p, nn.Parameter(value.clone()))),
+    "_foreach_copy_": lambda model, values: torch._foreach_copy_([p.data for p in model.parameters()], values),
+    "load_state_dict": lambda model, values: model.load_state_dict(dict(zip(model.state_dict(), values, strict=True))),
+}
+
+
+@pytest.mark.parametrize("grads", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_cast_ends_with_the_call_of_the_outermost_model(write: str, grads: tuple[bool, bool]) -> None:
+    """So any write between two calls counts, by whatever way it comes: averages and reference policies swapped in."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.linspace(-1, 1, 12).view(3, 4)
+    own = [p.detach().clone() for p in model.parameters()]
+    others = [value * -0.5 + 0.1 for value in own]
+    twin = copy.deepcopy(model)
+    WRITES["copy_ under no_grad"](twin, others)
+    with scope():
+        expected = twin(x).detach()
+    amp.initialize(model, opt_level="O1", verbosity=0)
+
+    def answer(with_grad: bool) -> torch.Tensor:
+        with torch.set_grad_enabled(with_grad):
+            return cast(torch.Tensor, model(x)).detach()
+
+    first = answer(grads[0])
+    WRITES[write](model, others)
+    assert torch.equal(answer(grads[1]), expected)
+    WRITES[write](model, own)
+    assert torch.equal(answer(grads[0]), first)
+    amp.deactivate()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_cast_of_a_checkpoint_ends_with_the_backward_pass(reentrant: bool) -> None:
+    model = nn.Linear(4, 4)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    checkpoint(model, X.clone().requires_grad_(), use_reentrant=reentrant).sum().backward()  # type: ignore[no-untyped-call]
+    for param in model.parameters():
+        param.data.zero_()
+    assert not model(X).any()
+    amp.deactivate()
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, optimizers.FusedAdam])
-@pytest.mark.parametrize("size", [4, 128])  # a large weight has a copy that a fused optimizer writes
-def test_what_an_optimizer_holds_does_not_cost_a_cast_at_every_use(optimizer: Any, size: int) -> None:
+def test_a_weight_that_a_call_uses_twice_is_cast_once(optimizer: Any) -> None:
     skip_without_compiler(optimizer is optimizers.FusedAdam)
-    layer, x = nn.Linear(size, size), torch.ones(1, size)
-    stepping = optimizer(layer.parameters(), lr=1e-3)
-    amp.initialize(layer, stepping, opt_level="O1", verbosity=0)
+    layer, x = nn.Linear(4, 4), torch.ones(1, 4)
+    model, stepping = nn.Sequential(layer, layer), optimizer(layer.parameters(), lr=1e-3)
+    amp.initialize(model, stepping, opt_level="O1", verbosity=0)
     for _ in range(3):
-        y = layer(layer(x))
+        y = model(x)
         assert Counting(layer.weight).of(y) == 1
         with amp.scale_loss(y.sum(), stepping) as scaled:
             scaled.backward()

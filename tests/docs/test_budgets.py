@@ -33,7 +33,7 @@ BUDGETS = {  # calls, files, returns
 
 CODE_LINES = {  # of each room
     "amp": 1_156,
-    "casting": 1_979,
+    "casting": 1_962,
     "cli": 1_485,
     "compat": 4_525,
     "core": 1_427,
@@ -54,15 +54,15 @@ CODE_LINES = {  # of each room
     "static": 2,
     "stepping": 1_194,
     "top": 92,
-    "train_step": 632,
+    "train_step": 629,
 }
 GROUPS = {
     "engine and amp": (
         *("core", "kernels", "casting", "gradients", "masters", "optimizers", "stepping", "distributed", "amp"),
     ),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_134}
-ALL_CODE_LINES = 23_370
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_117}
+ALL_CODE_LINES = 23_350
 ALL_TEST_LINES = 42_503
 
 

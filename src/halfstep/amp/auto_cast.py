@@ -88,7 +88,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
             rounding what goes in and what comes out, where the device has no 16-bit units; True everywhere, False
             nowhere.
         enabled: torch's name of ``enable``.
-        cache_enabled: accepted for torch's sake, not used: casts of weights are kept for the iteration.
+        cache_enabled: accepted for torch's sake, not used: casts of weights are kept until the outermost block ends.
 
     Attributes:
         casting: the casts that the scope makes; it is a scope by itself, too.
@@ -122,8 +122,7 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
                 f"@amp.auto_cast without parentheses took {enable!r} for its first argument; write @amp.auto_cast()."
             )
         if isinstance(enable, str) and is_device(enable):
-            device_type = enable if device_type is None else device_type
-            enable = True
+            device_type, enable = enable if device_type is None else device_type, True
         enabled = check_flag("enable", enable) and (enabled is None or check_flag("enabled", enabled))
         check_flag("use_promote", use_promote)
         level = level.upper() if isinstance(level, str) else level
@@ -158,7 +157,14 @@ class auto_cast(metaclass=_AutoCastType):  # noqa: N801 - it reads as the functi
         self.casting.__exit__(*exc)
 
     def __call__(self, function: F) -> F:
-        """Decorate a function: it runs inside the scope."""
+        """Decorate a function: it runs inside the scope.
+
+        Raises:
+            ArgumentTypeError: for something else than a function, such as a tensor.
+            ArgumentValueError: for a generator or a coroutine.
+        """
+        if not callable(function):
+            raise ArgumentTypeError(f"{type(function)} is no function to decorate; write `with amp.auto_cast():`.")
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise ArgumentValueError(
                 f"{function.__name__} is a generator or coroutine, which would leave the scope between its steps; "

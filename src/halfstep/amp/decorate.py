@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
@@ -128,9 +129,8 @@ def decorate(
         meets=level == "O2" and cast_ops is not False,
     )
     if level == "O1":
-        for model in model_list:
-            if not modules.has_casting(model):
-                modules.add_hooks(model, casting=casting)
+        for model in itertools.filterfalse(modules.has_casting, model_list):
+            modules.add_hooks(model, casting=casting)
         return returned(models, optimizers)
     prepare(
         model_list,

@@ -56,7 +56,7 @@ class CastingConfig:
         dtype: the 16-bit dtype of the ops on the half list. None is for scopes that cast nothing: they emulate both.
         lists: which ops run in which precision.
         enabled: False casts nothing.
-        cache: cast each fp32 parameter at most once between two backward passes or calls of ``clear_cache``.
+        cache: cast each fp32 parameter at most once in a call of the outermost model, or in a block.
         verbose: log each cast at level INFO of the logger "halfstep".
         allow_banned: run banned ops in fp32 instead of refusing 16-bit inputs.
         devices: types of the devices whose tensors are cast; None means the CPU and the accelerator of this machine.

@@ -181,7 +181,7 @@ class ThreadState(threading.local):
         self.session: SessionEnd | None = None
         self.before: Saved | None = None
         self.mode = CastMode(lambda: close_interrupted(in_op=True))
-        self.cache = WeightCache()
+        self.cache = WeightCache(self.open)
 
 
 thread = ThreadState()
@@ -226,7 +226,8 @@ def set_current(
     follow(thread.mode, casting, thread.cache, session, explicit=torch.compiler.is_exporting())
     if casting is not None:
         all_native = casting.lists.level == "native" or not thread.mode.table
-        torch.set_autocast_cache_enabled(casting.enabled and casting.cache and all_native)
+        # Outside of scopes nothing would end the casts that native autocast keeps.
+        torch.set_autocast_cache_enabled(casting.enabled and casting.cache and all_native and session is None)
     if not in_op:
         place(thread.mode, thread.mode.is_needed)
 
@@ -287,7 +288,7 @@ def in_autocast() -> bool:
 
 
 def clear_cache() -> None:
-    """Forget this thread's 16-bit casts of this iteration."""
+    """Forget this thread's 16-bit casts of weights."""
     thread.cache.clear()
     torch.clear_autocast_cache()
 
@@ -332,6 +333,8 @@ def close(owner: object, *, in_op: bool = False) -> bool:
         if scope.saved is not None:
             restore(scope.saved, in_op=in_op)
     thread.mode.frame = next((each.frame for each in reversed(thread.open) if each.frame is not None), None)
+    if not thread.open:
+        clear_cache()
     return True
 
 

@@ -375,7 +375,5 @@ def unflatten(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[
 
 
 def backward(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """A backward pass is not cast: its ops have the dtypes that forward chose. Copies of weights are dropped."""
-    if mode.cache is not None:
-        mode.cache.clear()
+    """A backward pass is not cast: its ops have the dtypes that forward chose."""
     return _call_without_native(mode, func, args, kwargs)

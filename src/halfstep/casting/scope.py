@@ -46,7 +46,6 @@ from .current import (
     without_ours,
 )
 from .dispatch import function_modes, set_function_modes
-from .weight_cache import forget_casts
 
 __all__ = [
     "NO_CASTING",
@@ -131,9 +130,6 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
 def leave(owner: object) -> None:
     """Put back what was current before the latest scope of an owner: its block has ended, or its model has run."""
     if close(owner):
-        if not thread.open and thread.session is None:
-            thread.cache.clear()
-            torch.clear_autocast_cache()
         if not thread.open and (sessions or thread.session is not None):
             join_session()
     elif thread.traced:  # it was entered in compiled code, before a graph break
@@ -275,8 +271,6 @@ def join_session() -> None:
         return
     if thread.open or thread.traced:
         close_interrupted()
-    if not torch.is_grad_enabled():
-        thread.cache.clear()
     latest = _latest_session() if sessions else None
     if thread.session is latest or thread.open:
         return
@@ -284,7 +278,6 @@ def join_session() -> None:
         return  # the mode runs an op, after which it is on torch's stack again
     if thread.session is not None and thread.session.is_over() and in_autocast():
         return  # native autocast is the user's until that block ends
-    clear_cache()
     if latest is not None:
         _join(latest)
     elif thread.before is not None:  # as it was before the thread joined its first session
@@ -294,7 +287,6 @@ def join_session() -> None:
 
 def _join(session: Session, *, in_op: bool = False) -> None:
     """Make the casting of a session current in this thread; ``in_op`` as of ``set_current``."""
-    thread.cache.clear()
     native = session.casting.native
     if thread.before is None:
         thread.before = save(native)
@@ -319,9 +311,7 @@ def _uncast(run_backward: Callable[..., Any]) -> Callable[..., Any]:
             return run_backward(*args, **kwargs)
         clear_cache()
         with _ONLY_MEETING:  # in the Python code of users' autograd functions and hooks
-            result = run_backward(*args, **kwargs)
-        clear_cache()  # a checkpoint that has recomputed has cast weights
-        return result
+            return run_backward(*args, **kwargs)
 
     return uncast
 
@@ -346,7 +336,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     """Put back the casts, and forget those of weights: a fused step writes to weights without a new version."""
     if not torch.compiler.is_dynamo_compiling():
         close(optimizer)
-    forget_casts()
+        clear_cache()
 
 
 def _remember(function: Callable[..., Any]) -> Callable[..., Any]:

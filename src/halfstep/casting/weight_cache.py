@@ -1,15 +1,16 @@
-"""16-bit casts of fp32 weights, made once in an iteration and used until the weight changes."""
+"""16-bit casts of fp32 weights, made once in a call of the outermost model, or in a block."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 
 from ..core.torch_compat import dispatch_mode_at, dispatch_mode_count, functorch_level, jit_tracing_state
 from .operands import MIN_ELEMENTS, Kept, Operand
 
-__all__ = ["WeightCache", "forget_casts"]
+__all__ = ["WeightCache"]
 
 _Key = tuple[int, bool]
 """The identity of the weight, and whether the copy is widened again."""
@@ -23,15 +24,6 @@ _MOST = 4096
 
 _is_grad_enabled = torch.is_grad_enabled
 
-_clears = 0
-
-
-def forget_casts() -> None:
-    """Have the cache of every thread forget its casts at its next use, and native autocast those of this thread."""
-    global _clears
-    _clears += 1
-    torch.clear_autocast_cache()
-
 
 def _is_recorded() -> bool:
     """Whether a dispatch mode may record ops. The modes of ``numerics`` only watch them."""
@@ -40,22 +32,29 @@ def _is_recorded() -> bool:
 
 
 class WeightCache:
-    """The 16-bit casts of leaf tensors. An entry lives as long as its weight, and until the next backward pass or step.
+    """The 16-bit casts of leaf tensors, in one thread.
 
-    It is good for one version of the weight and one address: a weight that was written in place, or that got other
-    memory, is cast anew. Nothing else is checked. Under ``no_grad`` any cast is good; with gradients on, only one that
-    autograd follows back to the weight. Nothing is kept while operations are recorded (tracing, ``make_fx``,
-    ``torch.func``), for a kept tensor would be recorded as a constant.
+    A cast is kept while a scope is open: during a call of the outermost model, or during an outermost block. It is
+    forgotten at the end of that scope, before a backward pass and after a step. So no way of writing to a weight
+    between two calls has to be noticed. Meanwhile a cast is good for one version of the weight and one address: a
+    weight that was written in place, or that got other memory, is cast anew. An entry lives no longer than its weight.
+
+    Under ``no_grad`` any cast is good; with gradients on, only one that autograd follows back to the weight. Nothing is
+    kept while operations are recorded (tracing, ``make_fx``, ``torch.func``), for a kept tensor would be recorded as a
+    constant.
+
+    Args:
+        scopes: the open scopes of the thread.
 
     Attributes:
         clear: forgets every cast.
         casts: number of casts made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scopes: Sequence[object]) -> None:
+        self._scopes = scopes
         self._entries: dict[_Key, _Entry] = {}
         self.clear = self._entries.clear
-        self._clears = _clears
         self.casts = 0
 
     def __len__(self) -> int:
@@ -72,9 +71,6 @@ class WeightCache:
             wide: give the rounded numbers in fp32, for emulated products.
             kept: gets the operand of the product that reads them; None keeps them in fp32.
         """
-        if self._clears != _clears:
-            self.clear()
-            self._clears = _clears
         key, entries = (id(weight), wide), self._entries
         recording = (dispatch_mode_count() and _is_recorded()) or jit_tracing_state()
         entry = None if recording else entries.get(key)
@@ -92,7 +88,7 @@ class WeightCache:
                 if kept is not None:
                     kept[id(cast.wide)] = cast
                 return cast.read()
-        temporary = recording or functorch_level() is not None or weight.is_inference()
+        temporary = not self._scopes or recording or functorch_level() is not None or weight.is_inference()
         self.casts += 1
         cast = weight.to(dtype)
         operand = None

@@ -203,12 +203,12 @@ class GraphedSteps:
             return loss, slot
 
         self._restore_gradients()
-        _forget_casts()  # a graph must cast weights anew in each replay, and nobody else may use what it cast
+        clear_cache()  # a graph must cast weights anew in each replay, and nobody else may use what it cast
         try:
             graph, (loss, slot) = self._record(passes)
         finally:  # nothing ran: the pending gradients are still those from before
             self._take_gradients(incoming)
-            _forget_casts()
+            clear_cache()
         self._slots[index] = slot
         made = self._passes[id(signature), position] = _Passes(graph, places, loss, signature)
         return made
@@ -335,8 +335,3 @@ class GraphedSteps:
         self._passes: dict[tuple[int, int], _Passes] = {}
         self._slots: dict[int, GradientSlot] = {}
         self._update, self._rates, self._steps_at_update = None, [], -1
-
-
-def _forget_casts() -> None:
-    clear_cache()
-    torch.clear_autocast_cache()
