@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import gc
+import types
 import weakref
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 import torch
@@ -46,6 +48,36 @@ def test_classes_made_in_a_function_go_with_their_instances(steps_hooked: bool) 
     refs = train()
     gc.collect()
     assert [ref() for ref in refs] == [None] * 4
+
+
+class Stepping(Protocol):
+    """A protocol that is a base."""
+
+
+class Slotted:
+    """A base without a dict."""
+
+    __slots__ = ()
+
+
+BASES: dict[str, Any] = {"ABC": abc.ABC, "Generic": Generic[TypeVar("T")], "Protocol": Stepping, "__slots__": Slotted}
+
+
+@pytest.mark.parametrize("first", BASES)
+def test_another_base_may_come_before_that_of_torch(first: str) -> None:
+    """Python refuses to set a class whose instances have another layout, and the first base decides on that."""
+    network, descent = (types.new_class(cls.__name__, (BASES[first], cls)) for cls in classes())
+    model: Any = network(4, 2)
+    optimizer: Any = descent(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
+    before = model.weight.detach().clone()
+    with amp.scale_loss(model.features(torch.ones(2, 4)).float().sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+    assert isinstance(model, network)
+    assert isinstance(optimizer, descent)
+    assert not optimizer.step_was_skipped
 
 
 class Greeting(Mixin):

@@ -107,12 +107,10 @@ def cache_directories() -> list[Path]:
     They may be read-only, or full.
     """
     folders, chosen = [], _chosen_directory()
-    if chosen is not None:
-        refusal = _refusal(chosen)
-        if refusal is None:
-            folders.append(chosen)
-        else:
-            _say_once(f"Compiled kernels are kept among the temporary files and not in {chosen}: {refusal}")
+    if chosen is not None and (refusal := _refusal(chosen)) is None:
+        folders.append(chosen)
+    elif chosen is not None:
+        _say_once(f"Compiled kernels are kept among the temporary files and not in {chosen}: {refusal}")
     temporary = Path(tempfile.gettempdir()) / f"halfstep-{_user()}"
     if not temporary.is_symlink() and _refusal(temporary) is None:
         folders.append(temporary)

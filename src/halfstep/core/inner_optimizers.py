@@ -33,14 +33,13 @@ def bare(optimizer: Any) -> Any:
     The ``step`` of any other wrapper may write to weights, as that of Lookahead does. So such a wrapper is returned
     as it is.
     """
-    wrappers: list[Any] = []
-    while package_of_step(optimizer) in _DELEGATES:  # asked first: a scaler asks this several times a step
-        inner = inner_optimizer(optimizer)
-        if inner is None or any(inner is each for each in wrappers):
+    chain: list[Any] = [optimizer]
+    while package_of_step(chain[-1]) in _DELEGATES:  # asked first: a scaler asks this several times a step
+        inner = inner_optimizer(chain[-1])
+        if inner is None or any(inner is each for each in chain):
             break
-        wrappers.append(optimizer)
-        optimizer = inner
-    return optimizer
+        chain.append(inner)
+    return chain[-1]
 
 
 def package_of_step(optimizer: Any) -> str:
