@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import types
 from typing import Any, NamedTuple
 
 import pytest
@@ -59,6 +60,7 @@ CONTAINERS: dict[str, Any] = {
     "named tuple": (lambda x: Pair(x, 3), lambda c: c.x),
     "dict": (lambda x: {"x": x, "n": None}, lambda c: c["x"]),
     "ordered dict": (lambda x: collections.OrderedDict(x=x), lambda c: c["x"]),
+    "mapping proxy": (lambda x: types.MappingProxyType({"x": x}), lambda c: c["x"]),
     "set": (lambda x: {x}, lambda c: next(iter(c))),
     "frozen set": (lambda x: frozenset([x]), lambda c: next(iter(c))),
     "data class": (lambda x: Sample(x), lambda c: c.x),
@@ -257,6 +259,23 @@ def test_only_the_session_of_the_moved_model_follows_it() -> None:
         assert session_casting() is new
     finally:
         deactivate()
+
+
+class Frozen(torch.Tensor):
+    """Keeps its dtype in a cast, as the int8 weights of torchao do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.to else super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_weight_that_no_cast_changes_is_not_the_one_that_is_checked() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(torch.ones(4, 4).as_subclass(Frozen), requires_grad=False)
+    model = amp.initialize(model, opt_level="O2", dtype="bfloat16", verbosity=0)
+    assert (model[0].weight.dtype, model(torch.ones(2, 4)).dtype) == (FP32, FP32)
+    with pytest.raises(UsageError, match=r"The weight 1\.weight was cast to bfloat16"):
+        model.float()(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -68,8 +68,8 @@ def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[..., torch.Tensor] 
         return _sequence(type(value), items) if changed else value
     if isinstance(value, Mapping):
         changes = _changed(value, dtype, cast)
-        if type(value) is dict or not changes:
-            return {**value, **changes} if changes else value
+        if not (changes and isinstance(value, MutableMapping)):  # types.MappingProxyType can be made, not written to
+            return type(value)({**value, **changes}) if changes else value  # type: ignore[call-arg]
         mapping: Any = copy.copy(value)
         for key, item in changes.items():
             mapping[key] = item

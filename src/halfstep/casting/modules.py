@@ -292,9 +292,6 @@ def cast_module(
     shards = {id(p): target for p, target in own if is_sharded(p) and p.is_floating_point() and id(p) not in kept}
     if shards:
         check_groups(model, shards)
-    probe = next((name for name, p in model.named_parameters() if id(p) in cast and p.is_floating_point()), None)
-    if probe is not None and dtype.itemsize == 2:
-        _hooks_of(model).weight = probe, dtype
     names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
     spared: list[str] = []
     for module, target in targets:
@@ -316,6 +313,10 @@ def cast_module(
                 _hooks_of(module).inputs = target
     if shards:
         cast_shards(model, shards)
+    # A frozen int8 weight of torchao's keeps its dtype in any cast.
+    probe = next((name for name, p in model.named_parameters() if id(p) in cast and p.dtype is dtype), None)
+    if probe is not None and dtype.itemsize == 2:
+        _hooks_of(model).weight = probe, dtype
     return spared
 
 
