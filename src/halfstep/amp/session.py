@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -177,20 +178,25 @@ def master_params(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimi
     Args:
         optimizer: one that ``amp.initialize`` returned, or any other, or a list of optimizers.
 
-    Yields:
-        Each parameter of each group. For a 16-bit parameter with a master it is the master, a float32
+    Returns:
+        An iterator over the parameters of all groups. For a 16-bit parameter with a master it is the master, a float32
         ``torch.nn.Parameter``. Values that you write into it reach the stored master and the weight at the next step,
         forward pass of the model, ``state_dict()`` or call of this function. For a parameter that another rank steps
         (``ZeroRedundancyOptimizer``) it is the parameter itself.
+
+    Raises:
+        ArgumentTypeError: for anything else, such as a model, by the call itself.
     """
-    for each in optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,):
-        attached = attached_to(each)
-        if attached is not None:
-            yield from attached.keeper.master_params()
-            continue
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    for each in optimizers:
         check_optimizer(each, "amp.master_params")
-        for group in each.param_groups:
-            yield from group["params"]
+    return chain.from_iterable(map(_stepped_params, optimizers))
+
+
+def _stepped_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    attached = attached_to(optimizer)
+    plain = (param for group in optimizer.param_groups for param in group["params"])
+    return plain if attached is None else attached.keeper.master_params()
 
 
 def steps_skipped(optimizer: torch.optim.Optimizer) -> int:
