@@ -7,6 +7,7 @@ As ``torch_compat``, which has the other private names.
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -41,6 +42,7 @@ __all__ = [
     "is_traced",
     "needs_values",
     "never_traced",
+    "own_code",
     "register_backend",
     "set_code_exec_strategy",
     "size_expression",
@@ -66,6 +68,20 @@ def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Ca
     return compile_fx(module, inputs)  # type: ignore[return-value]
 
 
+def own_code(method: Any) -> Any:
+    """Copy a method, with a code object and a name of its own, for ``torch.compile``.
+
+    Dynamo counts compilations by code object, and gives up after eight. It notes sizes by the name of the code: where a
+    size differs from the noted one it becomes a symbol, and a second model would be compiled for dynamic shapes.
+    """
+    name = f"{method.__name__}_{next(_SERIAL)}"
+    code, plain = method.__code__.replace(co_name=name), method.__func__
+    return MethodType(FunctionType(code, plain.__globals__, name, None, plain.__closure__), method.__self__)
+
+
+_SERIAL = itertools.count()
+
+
 def compile_with_autograd(method: F, backend: str = "inductor") -> F | None:
     """Compile a method that calls ``torch.autograd.grad`` as one graph; None if this torch cannot.
 
@@ -77,23 +93,17 @@ def compile_with_autograd(method: F, backend: str = "inductor") -> F | None:
     if not hasattr(config, "trace_autograd_ops"):
         return None
     options: dict[str, Any] | None = {"emulate_precision_casts": True} if backend == "inductor" else None
-    # Dynamo counts compilations of a code object, and gives up after eight: each instance gets its own.
-    bound: Any = method
-    plain = bound.__func__
-    own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, None, plain.__closure__)
-    compiled = torch.compile(MethodType(own, bound.__self__), fullgraph=True, backend=backend, options=options)
+    compiled = torch.compile(own_code(method), fullgraph=True, backend=backend, options=options)
 
     def call(*args: Any) -> Any:
         # Any call may trace. Meanwhile no finalizer may change what is in force in this thread, which Dynamo checks.
-        before, collecting = config.trace_autograd_ops, gc.isenabled()
-        config.trace_autograd_ops = True
+        restore = gc.enable if gc.isenabled() else gc.disable
         gc.disable()
         try:
-            return compiled(*args)
+            with config.patch(trace_autograd_ops=True):
+                return compiled(*args)
         finally:
-            config.trace_autograd_ops = before
-            if collecting:
-                gc.enable()
+            restore()
 
     return call  # type: ignore[return-value]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..core.compiler_compat import compile_errors, compile_with_autograd
+from ..core.compiler_compat import compile_errors, compile_with_autograd, own_code
 from ..core.torch_compat import HAS_GRAD_DTYPE, tensor_hooks
 from ..gradients.ledger import get_grads, set_grads
 from ..kernels.shards import is_sharded
@@ -101,7 +101,7 @@ class Program:
 
     def _run_parts(self, batch: tuple[Any, ...], scaled: Scaled, share: int, *, compiled: bool) -> torch.Tensor:
         if compiled and self._forward is self._loss:
-            self._forward = torch.compile(self._loss)
+            self._forward = torch.compile(own_code(self._loss))
         loss = (self._forward if compiled else self._loss)(batch)
         with scaled(loss / share if share > 1 else loss) as scaled_loss:
             scaled_loss.backward()
