@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -15,6 +16,7 @@ from hypothesis import settings
 from halfstep import amp
 from halfstep.casting import config, emulation
 from tests.support.combinations import STRENGTHS, chosen
+from tests.support.defaults import DEFAULTS, OtherDefaults
 from tests.support.processes import four_ranks, ranks
 
 __all__ = ["four_ranks", "ranks"]
@@ -53,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="cases of a test with several parameters: each value is in one (`make quick`), every two values meet in"
         " one, or all",
     )
+    parser.addoption("--defaults", choices=DEFAULTS, help="the default device or dtype that halfstep's own calls meet")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -109,15 +112,23 @@ def value_in_id(val: object) -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_process_state() -> Iterator[None]:
+def other_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
+    default = request.config.getoption("--defaults")
+    with OtherDefaults(default) if default else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_process_state(other_defaults: None) -> Iterator[None]:
     torch.manual_seed(0)
+    modes = torch._C._len_torch_function_stack()
     logger = logging.getLogger("halfstep")
     level, handlers = logger.level, list(logger.handlers)
     yield
     logger.setLevel(level)  # verbose=True lets its lines be seen
     logger.handlers[:] = handlers
     amp.deactivate()
-    assert torch._C._len_torch_function_stack() == 0, "a test left a function mode behind"
+    assert torch._C._len_torch_function_stack() == modes, "a test left a function mode behind"
     assert not torch.is_autocast_enabled("cpu"), "a test left autocast on"
     emulation._lacking.cache_clear()  # a test may have pretended another machine
     config.derive.cache_clear()

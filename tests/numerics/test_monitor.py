@@ -372,18 +372,6 @@ def test_fp16_optimizer_is_watched_step_by_step() -> None:
     assert {row.merged for row in of(rows, "output")} == {1}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, *HALVES])
-def test_the_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
-    model = net()
-    torch.set_default_dtype(dtype)
-    try:
-        with Monitor(model, every=1) as monitor:
-            output = model(batch(0).float())
-        exact(of(monitor.rows(), "output", "3")[0], output)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def test_gradients_of_all_steps_count_when_other_parameters_have_them() -> None:
     model = nn.Sequential(nn.Linear(16, 4), nn.Linear(16, 4))
     optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-3)

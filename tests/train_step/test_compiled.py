@@ -345,12 +345,12 @@ def test_each_train_step_is_compiled_for_static_shapes(whole: bool, monkeypatch:
     else:
         monkeypatch.setattr(program, "compile_with_autograd", lambda function: None)
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    for rows in range(2, 14):  # Dynamo gives up after eight compilations of one function
+    for rows in range(2, 11):  # Dynamo gives up after eight compilations of one function
         model = (mlp, Block)[rows % 2]()
         step = TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), compiled=True)
         step(*batch(0, rows=rows))
         assert step.signatures[0].runs == ("compiled" if whole else "in parts")
-    assert len(dynamic) >= 12
+    assert len(dynamic) >= 9
     assert not any(dynamic)
 
 

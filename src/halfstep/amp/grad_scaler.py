@@ -188,7 +188,7 @@ class GradScaler(ScalerSettings):
                 scaled; for a closure that does not use ``scale``, or that overflows at every scale.
         """
         if not self._enabled:
-            return StepResult(torch.zeros((), dtype=torch.float32), optimizer.step(*args, **kwargs))
+            return StepResult(torch.zeros((), dtype=torch.float32, device="cpu"), optimizer.step(*args, **kwargs))
         closure, args = (args[0], args[1:]) if args else (kwargs.pop("closure", None), args)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:

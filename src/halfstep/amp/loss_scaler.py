@@ -93,7 +93,7 @@ class LossScaler(DeviceLossScaler):
     _unskipped = property(DeviceLossScaler.good, lambda self, good: self.set_good(int(good)))
     _has_overflow = property(
         lambda self: self.overflowed() if self.found is None else bool(self.found),
-        lambda self, value: vars(self).update(found=torch.tensor(float(value), dtype=torch.float32)),
+        lambda self, value: vars(self).update(found=torch.tensor(float(value), dtype=torch.float32, device="cpu")),
     )
     # A flag that a multi-tensor operation has set, an int tensor of shape [1].
     _overflow_buf = property(
@@ -108,7 +108,7 @@ class LossScaler(DeviceLossScaler):
 
     def clear_overflow_state(self) -> None:
         """Forget what ``unscale`` found."""
-        self.found = torch.tensor(0.0, dtype=torch.float32)
+        self.found = torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
     def update_scale(self) -> bool:
         """Move the scale by what ``unscale`` found since ``clear_overflow_state``. Reads the device.
@@ -116,14 +116,14 @@ class LossScaler(DeviceLossScaler):
         Returns:
             Whether the step is to be skipped: an overflow under a dynamic scale.
         """
-        found = self.found if self.found is not None else torch.tensor(0.0, dtype=torch.float32)
+        found = self.found if self.found is not None else torch.tensor(0.0, dtype=torch.float32, device="cpu")
         self.update(found)
         return self.dynamic and bool(found)
 
     def flag(self, device: torch.device) -> torch.Tensor:
         """What ``unscale`` sets to 1.0 at an overflow: a 0-dim float32 tensor on a device."""
         if self.found is None:
-            self.found = torch.tensor(0.0, dtype=torch.float32)
+            self.found = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         self.found = self.found.to(device)
         return self.found
 

@@ -29,7 +29,7 @@ STEPWISE = OP_CLASSES["recurrent"] - {"lstm", "mkldnn_rnn_layer"}
 """Recurrent ops that torch runs step by step: they keep what they compute in each step, and not much else. With hooks
 they kept 0.06 to 0.15 of fp32's bytes less, and took 1.15 to 1.25 times as long (GRU and LSTMCell on a CPU)."""
 
-_NOTHING = torch.empty(0, dtype=torch.float32)
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 _View = tuple[torch.Size, tuple[int, ...], int]
 """Sizes, strides and offset of a view of the widened operand."""

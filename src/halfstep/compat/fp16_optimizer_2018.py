@@ -94,7 +94,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
 
     @last_overflow_iter.setter
     def last_overflow_iter(self, value: int) -> None:
-        self.loss_scaler.engine.last_overflow = torch.tensor(int(value), dtype=torch.int64)
+        self.loss_scaler.engine.last_overflow = torch.tensor(int(value), dtype=torch.int64, device="cpu")
 
     # Of a dynamic scale only: as in Apex, a static one has neither.
     scale_factor = property(

@@ -63,7 +63,7 @@ class _StepOf2018(FusedOptimizer):
             param.grad = None if grad is None else grad.to(param).view_as(param)
         scaled = scale != 1.0
         if scaled:
-            self.grad_scale = torch.tensor(float(scale), dtype=torch.float32)
+            self.grad_scale = torch.tensor(float(scale), dtype=torch.float32, device="cpu")
         try:
             FusedOptimizer.step(self, **kwargs)
         finally:

@@ -130,7 +130,7 @@ def _part_of(group: Group, batch: Sequence[Drawn]) -> _Part | None:
         columns["grad"] = in_scalar_dtype(column((p.grad for p in params), counts))
     taken = _steps_taken(state[0])
     stepped = isinstance(taken, torch.Tensor) or taken > 0
-    t = in_scalar_dtype(torch.as_tensor(taken if stepped else 1.0))
+    t = in_scalar_dtype(torch.as_tensor(taken if stepped else 1.0, device=getattr(taken, "device", "cpu")))
     hyper = dict(group.hyper)
     if decays_apart(hyper) and not rounds_once(group.optimizer, hyper):
         hyper["weight_decay"] = 0.0  # torch multiplies by it before, and rounds

@@ -121,15 +121,16 @@ def eps_underflows(facts: Facts) -> Iterator[Found]:
     The smallest float16 number is 2**-24 = 6e-8, and Adam's default is 1e-8. A fused step computes in fp32.
     """
     for moment in facts.second_moments:
-        eps, fused = moment.group.hyper.get("eps"), rounds_once(moment.group.optimizer, moment.group.hyper)
-        if isinstance(eps, float) and not fused and eps > 0 and torch.tensor(eps, dtype=moment.dtype) == 0:
-            info = torch.finfo(moment.dtype)
+        eps, info = moment.group.hyper.get("eps"), torch.finfo(moment.dtype)
+        smallest = info.smallest_normal * info.eps
+        fused = rounds_once(moment.group.optimizer, moment.group.hyper)
+        if isinstance(eps, float) and not fused and 0 < eps <= smallest / 2:  # the tie rounds to 0, too
             yield Found(
                 "error",
                 facts.where(moment.params),
-                f"eps = {eps:g} is 0 in {dtype_name(moment.dtype)}, whose smallest number is "
-                f"{info.smallest_normal * info.eps:.1e}: a weight without gradient becomes NaN.",
-                {"eps": eps, "smallest": info.smallest_normal * info.eps},
+                f"eps = {eps:g} is 0 in {dtype_name(moment.dtype)}, whose smallest number is {smallest:.1e}: "
+                "a weight without gradient becomes NaN.",
+                {"eps": eps, "smallest": smallest},
             )
 
 

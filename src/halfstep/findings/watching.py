@@ -156,6 +156,5 @@ def _skipped(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Te
     attached = attached_to(optimizer)
     if flag is None and attached is not None:
         flag = attached.stepping.was_skipped
-    if flag is None:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    return torch.as_tensor(flag).to(device, torch.float32, non_blocking=True).reshape(())
+    known = torch.as_tensor(0.0 if flag is None else flag, device=getattr(flag, "device", "cpu"))
+    return known.to(device, torch.float32, non_blocking=True).reshape(())

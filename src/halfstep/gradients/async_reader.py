@@ -27,7 +27,7 @@ class _Slot:
     def __init__(self, device: torch.device, width: int) -> None:
         self.device = device
         # Pageable memory would make the copy wait for the device.
-        host = torch.empty(width, dtype=torch.float32, pin_memory=device.type != "cpu")
+        host = torch.empty(width, dtype=torch.float32, device="cpu", pin_memory=device.type != "cpu")
         self.targets = host.unbind()
         # The same memory, without torch: reading a tensor counts as a wait wherever waits are counted.
         self.numbers = (ctypes.c_float * width).from_address(host.data_ptr())

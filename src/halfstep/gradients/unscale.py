@@ -73,7 +73,7 @@ class Unscaler:
         """
         grads = self.gather(params)
         if not grads:
-            return torch.zeros((), dtype=torch.float32)
+            return torch.zeros((), dtype=torch.float32, device="cpu")
         groups = self._cache.get("grads", self._owners, grads)
         norm = multi_tensor.norm(grads, norm_type, groups=groups)
         multi_tensor.scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0), groups=groups)

@@ -80,7 +80,7 @@ def dynamic_map(storage: Storage) -> torch.Tensor:
     numbers = [0.0, 1.0]
     for decade in range(_DECADES):
         with torch.device("cpu"):
-            ends = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float32)
+            ends = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float32, device="cpu")
         numbers += ((ends[:-1] + ends[1:]) / 2.0 * 10.0 ** (decade + 1 - _DECADES)).tolist()
     if signed:
         numbers += [-number for number in numbers if 0.0 < number < 1.0]

@@ -300,7 +300,8 @@ def l2norm(
         Sums run in float64 across the pieces of a tensor, and on a CPU within them.
     """
     if not tensors:
-        return torch.zeros((), dtype=torch.float32), torch.zeros(0, dtype=torch.float32) if per_tensor else None
+        norms = torch.zeros(0, dtype=torch.float32, device="cpu")
+        return norms.sum(), norms if per_tensor else None
     squares = run(l2norm_kernel, {}, found_inf, source=tensors)[0]
     return squares.sum().sqrt().float(), squares.sqrt().float() if per_tensor else None
 

@@ -42,7 +42,7 @@ Scalars = Mapping[str, Number]
 def of_rows(numbers: Number, rows: Sequence[int]) -> list[torch.Tensor]:
     """The number of each of some rows, as 0-dim float32 tensors."""
     if not isinstance(numbers, torch.Tensor) or numbers.dim() == 0:
-        return [torch.as_tensor(numbers, dtype=torch.float32)] * len(rows)
+        return [torch.as_tensor(numbers, dtype=torch.float32, device=getattr(numbers, "device", "cpu"))] * len(rows)
     return list(numbers.float()[list(rows)].unbind())
 
 
@@ -179,7 +179,7 @@ class AddressTable:
             if not _alike(list(itertools.compress(row, alike)))
         }
         self.lengths = [t.numel() for t in self.parts[0]]
-        self.values = torch.empty(0, dtype=torch.int64)
+        self.values = torch.empty(0, dtype=torch.int64, device="cpu")
         self._replayed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._known: list[list[int]] = []
         self._flat = array.array("q")  # on a CPU it is the memory of ``values``
@@ -254,11 +254,10 @@ class PointerTable:
         self.memory = memory
         ends = list(itertools.accumulate((-(-length // chunk) for length in memory.lengths), initial=0))
         self.chunks = ends[-1]
-        with torch.device("cpu"):  # whatever the default device is
-            sizes, first = torch.tensor(memory.lengths, dtype=torch.int64), torch.tensor(ends, dtype=torch.int64)
-            row = torch.repeat_interleave(torch.arange(len(sizes)), first.diff(), output_size=self.chunks)
-            start = (torch.arange(len(row)) - first[row]) * chunk
-            count = (sizes[row] - start).clamp(max=chunk)
+        sizes, first = (torch.tensor(n, dtype=torch.int64, device="cpu") for n in (memory.lengths, ends))
+        row = torch.repeat_interleave(first.diff(), output_size=self.chunks)
+        start = (torch.arange(len(row), dtype=torch.int64, device="cpu") - first[row]) * chunk
+        count = (sizes[row] - start).clamp(max=chunk)
         self.row, self.start, self.count, self.first = (t.to(memory.device) for t in (row, start, count, first))
 
 

@@ -165,7 +165,7 @@ def _error_of_saved(row: LinkedRow, right: LinkedRow, saved: Row, other: Row, no
         found = _error(row, right.sample, right.amax, norm)
     else:
         pairs = ((saved.rms, other.rms), (saved.amax, other.amax))
-        columns = (torch.tensor(pair, dtype=torch.float64).reshape(2, 1) for pair in pairs)
+        columns = (torch.tensor(pair, dtype=torch.float64, device="cpu").reshape(2, 1) for pair in pairs)
         found = Error.largest(error_of(a, b, row.amax, right.amax, norm=norm) for a, b in columns)
     lost = 0.0
     if row.backward and other.zeros < 1.0 and row.shape == right.shape:  # known of more values than rows keep

@@ -20,7 +20,7 @@ __all__ = ["compare"]
 Run = str | Path | Iterable[Row]
 
 _GRADIENTS = ("output_grad", "grad")
-_NO_SKETCH = torch.empty(0, dtype=torch.float32)
+_NO_SKETCH = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def compare(run_a: Run, run_b: Run) -> Comparison:
@@ -107,7 +107,7 @@ def _linked(rows: Iterable[Row]) -> list[LinkedRow]:
                 row.tensor in _GRADIENTS,
                 getattr(torch, row.dtype),
                 torch.Size((row.numel,)),
-                torch.tensor(row.probe, dtype=torch.float64),
+                torch.tensor(row.probe, dtype=torch.float64, device="cpu"),
                 row.amax,
                 _NO_SKETCH,
                 inputs,

@@ -134,7 +134,7 @@ class Recorder:
         rows = flat.numel() // _SUMMED
         signs = self._signs.get(values.device)
         if signs is None or len(signs) < rows:
-            bits = torch.randint(2, (2 * rows,), generator=torch.Generator().manual_seed(0))
+            bits = torch.randint(2, (2 * rows,), generator=torch.Generator().manual_seed(0), device="cpu")
             signs = self._signs[values.device] = (2 * bits - 1).to(values.device, self._dtype)
         return torch.cat([flat.norm().reshape(1), signs[:rows] @ flat[: rows * _SUMMED].view(rows, _SUMMED)])
 

@@ -178,7 +178,7 @@ class Survey:
             skipped: 0-dim tensor that is not 0 if the optimizer's step changed nothing: then there are no updates.
         """
         for flag, default in ((scale, 1.0), (skipped, 0.0)):
-            known = torch.tensor(default, dtype=torch.float32) if flag is None else flag.detach()
+            known = torch.tensor(default, dtype=torch.float32, device="cpu") if flag is None else flag.detach()
             self._flags.ask(known.to(torch.float32, copy=True))
         self._flags.send()
         for device, samples in self._samples.items():
@@ -267,9 +267,9 @@ def _places(sampled: tuple[int, ...], device: torch.device) -> tuple[torch.Tenso
 
     There is a line for each tensor. Lines of samples have one length: the rest of a line is the index of the zero.
     """
-    sizes = torch.tensor(sampled, dtype=torch.int64).to(device, non_blocking=True)[:, None]
+    sizes = torch.tensor(sampled, dtype=torch.int64, device="cpu").to(device, non_blocking=True)[:, None]
     starts = sizes.cumsum(0) - sizes
-    place = torch.arange(max((PROBE, *sampled)), device=device)
+    place = torch.arange(max((PROBE, *sampled)), dtype=torch.int64, device=device)
     probes = (place[:PROBE] * (sizes // sizes.clamp(max=PROBE))).minimum(sizes - 1)
     return (starts + place).masked_fill_(place >= sizes, sum(sampled)), starts + probes
 

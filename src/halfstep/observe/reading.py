@@ -36,7 +36,7 @@ class Reading:
         for (device, dtype), places in groups.items():
             found = [self._tensors[i] for i in places]
             sizes = [tensor.numel() for tensor in found]
-            host = torch.empty(sum(sizes), dtype=dtype, pin_memory=True)
+            host = torch.empty(sum(sizes), dtype=dtype, device="cpu", pin_memory=True)
             host.copy_(torch.cat([tensor.reshape(-1) for tensor in found]), non_blocking=True)
             self._events.append(torch.Event(device))
             self._events[-1].record(torch.accelerator.current_stream(device))

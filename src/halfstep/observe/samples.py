@@ -94,7 +94,7 @@ def sample(tensor: torch.Tensor, count: int) -> torch.Tensor:
 @functools.lru_cache(64)  # every sampled step asks for the same
 def _places(shape: Sequence[int], stride: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """The indices of every ``stride``-th element, where flattening would copy a whole tensor: in another order."""
-    index = torch.arange(0, math.prod(shape), stride, device=device)
+    index = torch.arange(0, math.prod(shape), stride, dtype=torch.int64, device=device)
     found = []
     for length in reversed(shape):
         found.append(index % length)
@@ -125,8 +125,8 @@ def element_shares(shares: Iterable[float], lengths: Sequence[int], device: torc
         lengths: how many samples there are of each.
         device: of the result.
     """
-    each = torch.tensor([s / max(n, 1) for s, n in zip(shares, lengths, strict=True)], dtype=torch.float32)
-    return each.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(device, non_blocking=True)
+    parts = map(lambda s, n: torch.full((n,), s / (n or 1), dtype=torch.float32, device="cpu"), shares, lengths)
+    return torch.cat(list(parts)).to(device, non_blocking=True)
 
 
 def grid_flags(values: torch.Tensor) -> torch.Tensor:

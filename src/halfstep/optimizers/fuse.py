@@ -84,7 +84,7 @@ class OfTorch(FusedOptimizer):
         if self._counts:
             for kept in state.get("state", {}).values():
                 if kept:  # perhaps only a master, from before the first step
-                    kept.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+                    kept.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
         super().__setstate__(state)
 
     def _hyper(self, group: Hyper) -> Hyper:

@@ -310,7 +310,7 @@ def _prepare(param: torch.Tensor, state: dict[str, Any], layout: StateLayout, ke
         if spec.dtype is not None:
             moments.adapt(param, state, name, spec.initial, kept[name], codes_of(spec))
         elif not isinstance(value := state.get(name), torch.Tensor):
-            state[name] = torch.tensor(float(spec.initial if value is None else value), dtype=torch.float32)
+            state[name] = torch.tensor(spec.initial if value is None else value, dtype=torch.float32, device="cpu")
 
 
 def codes_of(spec: StateSpec) -> Storage:

@@ -156,7 +156,7 @@ class FusedSGD(FusedOptimizer):
         for param in params if group["dampening"] else ():
             state = self.state.get(param, {})
             if isinstance(state.get("momentum_buffer"), torch.Tensor):  # torch's, or from before there was dampening
-                state.setdefault("step", torch.tensor(1.0, dtype=torch.float32))
+                state.setdefault("step", torch.tensor(1.0, dtype=torch.float32, device="cpu"))
         super()._complete_state(group, params)
 
     def _layout(self, group: Hyper) -> StateLayout:

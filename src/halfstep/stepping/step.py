@@ -73,7 +73,7 @@ class Stepping:
     def was_skipped(self) -> torch.Tensor:
         """Whether the latest step was skipped, as a 0-dim bool tensor; only looking at its value reads the device."""
         latest = self._latest
-        return latest != 0 if isinstance(latest, torch.Tensor) else torch.tensor(latest, dtype=torch.bool)
+        return latest != 0 if isinstance(latest, torch.Tensor) else torch.tensor(latest, dtype=torch.bool, device="cpu")
 
     def take(
         self,

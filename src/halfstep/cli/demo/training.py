@@ -59,11 +59,11 @@ def load_digits(device: torch.device) -> Digits:
     from sklearn import datasets
 
     bundle = datasets.load_digits()
-    images = torch.tensor(bundle.images, dtype=torch.float32)[:, None]
+    images = torch.tensor(bundle.images, dtype=torch.float32, device="cpu")[:, None]
     images = F.interpolate(images, size=(16, 16), mode="bilinear", align_corners=False)
     images = ((images - images.mean()) / images.std()).to(device)
-    labels = torch.tensor(bundle.target, dtype=torch.int64).to(device)
-    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(device)
+    labels = torch.tensor(bundle.target, dtype=torch.int64, device="cpu").to(device)
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0), device="cpu").to(device)
     train, test = shuffled.split([len(labels) * 4 // 5, len(labels) - len(labels) * 4 // 5])
     return Digits(images[train], labels[train], images[test], labels[test])
 
@@ -206,7 +206,7 @@ def train(
     try:
         runs = [start(level, dtype, settings) for level, dtype in settings.runs()]
         for epoch in range(1, settings.epochs + 1):
-            order = torch.randperm(len(digits.train_labels), generator=shuffle).to(settings.device)
+            order = torch.randperm(len(digits.train_labels), generator=shuffle, device="cpu").to(settings.device)
             batches = order.split(BATCH_SIZE)[:EPOCH_STEPS]  # without the last batch, which is smaller
             for run in runs:
                 _train_epoch(run, digits, batches, on_step)

@@ -26,7 +26,7 @@ class _CountingScaler(DeviceLossScaler):
     def __init__(self, rule: LossScale) -> None:
         super().__init__(rule, name="LossScaler" if not rule.dynamic else "DynamicLossScaler")
         self.cur_iter = 0
-        self.last_overflow = torch.tensor(-1, dtype=torch.int64)
+        self.last_overflow = torch.tensor(-1, dtype=torch.int64, device="cpu")
 
     def update(self, found_inf: torch.Tensor, blame: Callable[[], str] | None = None) -> None:
         """Take one step of the rule, and count it."""
@@ -74,9 +74,8 @@ class LossScaler:
         Args:
             overflow: whether its gradients overflowed; a 0-dim tensor is not read.
         """
-        if not isinstance(overflow, torch.Tensor):
-            overflow = torch.tensor(float(overflow), dtype=torch.float32)
-        self.engine.update(overflow)
+        device = getattr(overflow, "device", "cpu")
+        self.engine.update(torch.as_tensor(overflow, dtype=torch.float32, device=device))
 
     def scale_gradient(self, module: torch.nn.Module, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
         """A backward hook for ``module.register_full_backward_hook``: the incoming gradients times the scale."""
@@ -104,7 +103,7 @@ class LossScaler:
         entry = saved_entry(state_dict)
         self.engine.load_state_dict(entry)
         self.engine.cur_iter = int(entry.get("cur_iter", 0))
-        self.engine.last_overflow = torch.tensor(int(entry.get("last_overflow_iter", -1)), dtype=torch.int64)
+        self.engine.last_overflow = torch.full_like(self.engine.last_overflow, int(entry.get("last_overflow_iter", -1)))
 
     def _last_overflow(self) -> int:
         return int(self.engine.last_overflow)

@@ -47,7 +47,8 @@ def skip_of(flag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor
 
 def as_float64(number: Number) -> torch.Tensor:
     """A number, or a tensor of one element, as a 0-dim float64 tensor."""
-    return torch.as_tensor(number, dtype=scalar_dtype(torch.as_tensor(number).device)).reshape(())
+    device = getattr(number, "device", torch.device("cpu"))
+    return torch.as_tensor(number, dtype=scalar_dtype(device), device=device).reshape(())
 
 
 def unscale(flag: torch.Tensor, grads: list[torch.Tensor], inv_scale: Number) -> None:

@@ -145,7 +145,7 @@ def multi_tensor_adagrad(
     """Adagrad for lists ``[gradients, parameters, sums]``; mode 0 is L2, 1 decays apart from the gradient. Obeys."""
     grads, params, sums = take(lists, 3)
     group = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adagrad_w_mode": mode, "lr_decay": 0.0}
-    scalars = adagrad_scalars(group, torch.ones((), dtype=torch.float32), 1.0)
+    scalars = adagrad_scalars(group, torch.ones((), dtype=torch.float32, device="cpu"), 1.0)
     ops.run(adagrad, scalars, skip=skip_of(noop_flag, params), grad=grads, param=params, sum=sums)
 
 

@@ -124,7 +124,7 @@ def _check_shape(name: str, tensor: torch.Tensor, sizes: tuple[int | None, ...] 
 
 def _tensor(name: str, given: Any) -> torch.Tensor:
     try:
-        return torch.as_tensor(given)
+        return given if isinstance(given, torch.Tensor) else torch.as_tensor(given, device="cpu")
     except (RuntimeError, TypeError, ValueError):
         raise ArgumentTypeError(
             f"feed[{name!r}] must be a tensor, an array or numbers, not {type(given).__name__}."

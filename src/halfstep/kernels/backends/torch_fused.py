@@ -70,7 +70,7 @@ class _Room:
         whole = -(-piece.size // 4) * 4
         memory = self._memory.get((name, dtype))
         if memory is None or memory.numel() < whole:
-            memory = self._memory[name, dtype] = torch.empty(whole, dtype=dtype)
+            memory = self._memory[name, dtype] = torch.empty(whole, dtype=dtype, device="cpu")
         memory[piece.size : whole] = 0
         torch._foreach_copy_(list(memory[: piece.size].split(piece.counts)), source)
         return memory[:whole]
@@ -100,7 +100,7 @@ class PieceLauncher(Launcher):
     ) -> torch.Tensor:
         """Run it; see ``Launcher``."""
         kernel, traced, table = self._kernel, self._trace, self._table
-        results = torch.zeros(kernel.results, len(table), dtype=torch.float64)
+        results = torch.zeros(kernel.results, len(table), dtype=torch.float64, device="cpu")
         if not self._pieces or (skip is not None and skip.item()):
             return results
         update = kernel.by_torch(scalars) if kernel.by_torch is not None else None
@@ -121,10 +121,10 @@ class PieceLauncher(Launcher):
             suspects = {name: values[name] for name in kernel.checks}
             for i, name in enumerate(kernel.squares):
                 squares, odd = _squares(values[name])
-                results[i].index_add_(0, torch.tensor(piece.rows, dtype=torch.int64), squares)
+                results[i].index_add_(0, torch.tensor(piece.rows, dtype=torch.int64, device="cpu"), squares)
                 suspects[name] = odd if name in suspects else []
             for i, name in enumerate(kernel.statistics):
-                rows = torch.tensor(piece.rows, dtype=torch.int64)
+                rows = torch.tensor(piece.rows, dtype=torch.int64, device="cpu")
                 zeros, largest = zeros_and_largest(values[name])
                 results[len(kernel.squares) + i].index_add_(0, rows, zeros)
                 results[kernel.sums + i].scatter_reduce_(0, rows, largest, "amax")

@@ -36,7 +36,7 @@ def focal_loss(
     logits = cls_output[..., :num_real_classes]
     logits = logits if logits.dtype is torch.float64 else logits.float()
     target = cls_targets_at_level.unsqueeze(-1)
-    positive = target == torch.arange(num_real_classes, device=logits.device)
+    positive = target == torch.arange(num_real_classes, dtype=torch.int64, device=logits.device)
 
     def where_positive(yes: float, no: float) -> torch.Tensor:
         return torch.where(positive, logits.new_full((), yes), logits.new_full((), no))

@@ -1,4 +1,4 @@
-"""``torch.set_default_dtype`` is for the user's tensors: what halfstep makes for itself has the dtype it needs."""
+"""The default dtype and the default device of torch are for the user's tensors, not for those of halfstep."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._device import _device_constructors
 
 import halfstep
 from halfstep import amp, numerics, optimizers
+from tests.support.defaults import DEFAULTS, OtherDefaults
 
 SOURCES = Path(halfstep.__file__).parent
-FACTORIES = {"empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "tensor", "zeros"}
+FACTORIES = {function.__name__ for function in _device_constructors()} - {"fill"}
+OWN_DTYPE = {"as_tensor", "asarray", "randint", "randperm", "tril_indices", "triu_indices"}
+"""Factories that keep the dtype of what they are given, or make integers."""
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
 
@@ -92,31 +96,38 @@ FACES: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("default", DEFAULTS)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.filterwarnings("ignore:.*rounds away")
-def test_the_default_dtype_changes_no_bit(face: str, dtype: torch.dtype) -> None:
+def test_a_default_changes_no_bit(face: str, default: str) -> None:
     expected = FACES[face]()
     assert expected[-1] not in ([], None)
     amp.deactivate()
-    torch.set_default_dtype(dtype)
-    try:
+    with OtherDefaults(default):
         assert FACES[face]() == expected
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
-def test_tensors_are_made_with_a_dtype() -> None:
-    """But for the parameters of modules of Apex's, which have the default dtype as torch's do."""
-    found = [
-        f"{path.relative_to(SOURCES)}:{node.lineno}: {ast.unparse(node)}"
-        for path in SOURCES.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "torch"
-        and node.func.attr in FACTORIES
-        and not {keyword.arg for keyword in node.keywords} & {"dtype", None}
-        and not (node.func.attr == "empty" and "apex" in path.relative_to(SOURCES).parts)
-    ]
-    assert not found
+def unnamed(source: str) -> Iterator[str]:
+    """Calls of torch's factories that name no device, or whose dtype may be the default dtype.
+
+    A factory in ``nn.Parameter(...)`` makes a parameter of a user's module, which takes the defaults as torch's do.
+    """
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    parameters = [each for call in calls if ast.unparse(call.func) == "nn.Parameter" for each in call.args]
+    for call in calls:
+        owner, _, name = ast.unparse(call.func).rpartition(".")
+        given = {keyword.arg for keyword in call.keywords}
+        wanted = {"device"} if name in OWN_DTYPE else {"device", "dtype"}
+        if owner == "torch" and name in FACTORIES and call not in parameters and not given >= wanted:
+            yield f"{call.lineno}: {ast.unparse(call)}"
+
+
+def test_tensors_are_made_with_a_device_and_a_dtype() -> None:
+    sources = {path.relative_to(SOURCES): path.read_text(encoding="utf-8") for path in SOURCES.rglob("*.py")}
+    assert [f"{path}:{call}" for path, source in sources.items() for call in unnamed(source)] == []
+
+
+@pytest.mark.parametrize("source", ["torch.zeros(3, dtype=x)", "torch.tensor(0, device=y)", "torch.as_tensor(x)"])
+def test_what_names_no_device_or_dtype_is_found(source: str) -> None:
+    assert list(unnamed(source)) == [f"1: {source}"]
+    assert not list(unnamed(f"nn.Parameter({source})"))
