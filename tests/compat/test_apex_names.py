@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from halfstep import apex as tree
+from halfstep.cli.migrate import migrate
 from halfstep.core.errors import MissingNameError
 
 PRESENT = {
@@ -221,6 +223,10 @@ def test_a_name_is_here(module: str, name: str) -> None:
     space: dict[str, Any] = {}
     exec(f"from {module} import {name}\nimport {module}", space)
     assert space[name] is getattr(importlib.import_module(module), name)
+    migrated: dict[str, Any] = {}
+    exec(migrate(f"from {module} import {name}\n").after, migrated)
+    own = isinstance(space[name], ModuleType) or name in ("__version__", "init", "initialize")  # with other defaults
+    assert own or migrated[name] is space[name]
 
 
 @pytest.mark.parametrize(("module", "name"), rows(REFUSED))

@@ -19,7 +19,12 @@ SAME = [  # to halfstep: before, after
     ("import apex.amp as mixed\n", "import halfstep.amp as mixed\n"),
     ("from apex.fp16_utils import FP16_Optimizer\n", "from halfstep.fp16_utils import FP16_Optimizer\n"),
     ("from apex.fp16_utils import *\n", "from halfstep.fp16_utils import *\n"),
-    ("from apex.optimizers import FusedAdam\n", "from halfstep.optimizers import FusedAdam\n"),
+    ("from apex.optimizers import FusedAdam\n", "from halfstep.apex.optimizers import FusedAdam\n"),
+    (
+        "from apex import amp\nargs.amp = amp if x else None\nm = args.amp.initialize(m)\nother.initialize(m)\n",
+        "from halfstep import amp\nargs.amp = amp if x else None\n"
+        'm = args.amp.initialize(m, dtype="float16")\nother.initialize(m)\n',
+    ),
     (
         "from apex.parallel import DistributedDataParallel as DDP\n",
         "from halfstep.parallel import DistributedDataParallel as DDP\n",
@@ -120,8 +125,7 @@ SAME = [  # to halfstep: before, after
     ),
     (
         "from apex.optimizers import FP16_Optimizer, FusedAdam\nfrom apex.amp.frontend import O3\n",
-        "from halfstep.apex.optimizers import FP16_Optimizer\nfrom halfstep.optimizers import FusedAdam\n"
-        "from halfstep.apex.amp.frontend import O3\n",
+        "from halfstep.apex.optimizers import FP16_Optimizer, FusedAdam\nfrom halfstep.apex.amp.frontend import O3\n",
     ),
     (
         "from apex.normalization.fused_layer_norm import FusedLayerNorm as N\n",
@@ -151,6 +155,8 @@ def test_to_halfstep(before: str, after: str) -> None:
         ("import apex\n\napex.transformer.parallel_state.get()\n", 3, "transformer"),
         ("from apex.transformer import *\n", 1, "transformer"),
         ("from apex import amp\n\namp.unheard_of()\n", 3, "apex.amp.unheard_of"),
+        ("from apex import amp\nhasattr(amp, 'x')\nbuild(model, amp=amp)\n", 3, 'add dtype="float16" to its'),
+        ("from apex import amp\n\nmixed = amp\n", 3, "amp is handed on here"),
         ("import amp_C\n\namp_C.unheard_of\n", 3, "amp_C.unheard_of"),
         ("import importlib\nhas = importlib.util.find_spec('apex') is not None\n", 2, "asks for Apex by a string"),
     ],

@@ -35,7 +35,7 @@ CODE_LINES = {  # of each room
     "amp": 1_156,
     "casting": 1_962,
     "cli": 1_485,
-    "compat": 4_525,
+    "compat": 4_523,
     "core": 1_427,
     "debugging": 327,
     "distributed": 613,

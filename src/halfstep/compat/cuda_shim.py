@@ -27,11 +27,24 @@ __all__ = ["cuda_on_cpu"]
 logger = logging.getLogger("halfstep")
 
 
-class _Event:
-    """A ``torch.cuda.Event`` on the CPU, where everything has happened already."""
+class _Done:
+    """An object of CUDA on the CPU, where everything has happened already."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._at = 0.0
+
+    def synchronize(self, other: Any = None) -> None:
+        """Nothing to wait for."""
+
+    wait = wait_stream = wait_event = synchronize
+
+    def query(self) -> bool:
+        """True: everything has happened."""
+        return True
+
+
+class _Event(_Done):
+    """A ``torch.cuda.Event`` on the CPU, where everything has happened already."""
 
     def record(self, stream: Any = None) -> None:
         """Note the time."""
@@ -39,42 +52,16 @@ class _Event:
 
         self._at = time.perf_counter()
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """True: everything has happened."""
-        return True
-
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
     def elapsed_time(self, end: _Event) -> float:
         """Milliseconds between two events."""
         return 1e3 * (end._at - self._at)
 
 
-class _Stream:
+class _Stream(_Done):
     """A ``torch.cuda.Stream`` on the CPU, where everything has happened already."""
 
-    cuda_stream = 0
-    priority = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = torch.device("cpu")
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """True: everything has happened."""
-        return True
+    cuda_stream = priority = 0
+    device = torch.device("cpu")
 
     def record_event(self, event: _Event | None = None) -> _Event:
         """An event that has happened now."""

@@ -33,33 +33,20 @@ NpuFusedSGD, NpuFusedAdadelta, NpuFusedRMSprop = FusedSGD, Adadelta, RMSprop
 class NpuFusedAdam(FusedAdam):
     """``FusedAdam`` with the arguments of ``torch.optim.Adam``: weight decay is added to the gradient."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-    ) -> None:
-        super().__init__(
-            params, lr, betas=betas, eps=eps, adam_w_mode=False, weight_decay=weight_decay, amsgrad=amsgrad
-        )
-
-
-class NpuFusedAdamW(FusedAdam):
-    """``FusedAdam`` with the arguments of ``torch.optim.AdamW``."""
+    _mode, _decay = False, 0.0
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-    ) -> None:
-        super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float | None = None, amsgrad: bool = False,
+    ) -> None:  # fmt: skip
+        decay = self._decay if weight_decay is None else weight_decay
+        super().__init__(params, lr, betas=betas, eps=eps, adam_w_mode=self._mode, weight_decay=decay, amsgrad=amsgrad)
+
+
+class NpuFusedAdamW(NpuFusedAdam):
+    """``FusedAdam`` with the arguments of ``torch.optim.AdamW``, whose weight decay of 0.01 is decoupled."""
+
+    _mode, _decay = True, 1e-2
 
 
 __getattr__ = refusing(__name__)

@@ -30,7 +30,6 @@ MODULES = {
     "apex.amp": "halfstep.amp",
     "apex.amp._amp_state": "halfstep.amp",
     "apex.fp16_utils": "halfstep.fp16_utils",
-    "apex.optimizers": "halfstep.optimizers",
     "apex.parallel": "halfstep.parallel",
     "apex.parallel.LARC": "halfstep.parallel",
     "apex.parallel.distributed": "halfstep.apex.parallel.distributed",
@@ -41,12 +40,16 @@ MODULES = {
     "amp_C": "halfstep.multi_tensor",
     **{
         f"apex.{name}": f"halfstep.apex.{name}"
-        for name in ("RNN", "contrib", "fused_dense", "mlp", "normalization", "pyprof", "reparameterization")
+        for name in "RNN contrib fused_dense mlp normalization optimizers pyprof reparameterization".split()  # noqa: SIM905
     },
     "apex_C": "halfstep.apex.apex_C",
     "syncbn": "halfstep.apex.syncbn",
 }
-"""A module of Apex -> the one that has its names; a module below one of these is below its counterpart."""
+"""A module of Apex -> the one that has its names; a module below one of these is below its counterpart.
+
+Each name means the object that ``halfstep run`` gives it, except for ``initialize`` and ``init``: their float16 is
+written out.
+"""
 
 _KEPT_AS_MODULES = {"apex.parallel.LARC": "halfstep.apex.parallel"}
 """``from apex.parallel import LARC`` imports a module; ``halfstep.parallel.LARC`` is the class."""

@@ -14,6 +14,9 @@ __all__ = ["to_halfstep"]
 _PACKAGES = ("apex", *EXTENSIONS)
 _IN_FLOAT16 = ("apex.amp.initialize", "apex.amp.init")
 _IN_BFLOAT16 = ("O4", "O5")
+_HANDS_ON = (ast.Assign, ast.Call, ast.keyword, ast.Return, ast.Dict, ast.List, ast.Tuple)
+_ASKING = ("getattr", "hasattr", "id", "print", "str", "type")
+"""Functions that keep nothing of what they are given."""
 
 
 def to_halfstep(source: str) -> tuple[str, list[Problem]]:
@@ -67,12 +70,28 @@ class _Rewriting:
             else:
                 missing = self._import(node, missing, bare)
         meant = {id(use.node): use.name for use in self._names.uses}
+        held = self._held(tree)
         for call in ast.walk(tree):
-            if isinstance(call, ast.Call) and meant.get(id(call.func)) in _IN_FLOAT16:
+            if isinstance(call, ast.Call) and (meant.get(id(call.func)) in _IN_FLOAT16 or _is_held(call.func, held)):
                 if self.text.bytes[self.text.end(call) - 1 : self.text.end(call)] == b")":
                     self._float16(call)
                 else:
                     self._problem(call, "the end of this call cannot be located")
+
+    def _held(self, tree: ast.Module) -> set[str]:
+        """The attributes that hold amp, by ``self.amp = amp``; where else amp is handed on is a problem."""
+        parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        held: set[str] = set()
+        for use in self._names.uses:
+            node = parents[id(use.node)]
+            while isinstance(node, (ast.IfExp, ast.BoolOp)):  # ``amp if args.fp16 else None``
+                node = parents[id(node)]
+            targets = [t.attr for t in getattr(node, "targets", ()) if isinstance(t, ast.Attribute)]
+            asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ASKING
+            held.update(targets if use.name == "apex.amp" else ())
+            if use.name == "apex.amp" and isinstance(node, _HANDS_ON) and not targets and not asks:
+                self._problem(use.node, 'amp is handed on here: add dtype="float16" to its initialize yourself')
+        return held
 
     def _use(self, use: Use) -> None:
         root = use.text.partition(".")[0]
@@ -167,6 +186,12 @@ class _Rewriting:
 
     def _problem(self, node: ast.expr | ast.stmt, said: str) -> None:
         self.problems.append((node.lineno, said))
+
+
+def _is_held(func: ast.expr, held: set[str]) -> bool:
+    """True for ``self.amp.initialize``, if ``self.amp`` holds amp."""
+    holder = getattr(getattr(func, "value", None), "attr", None)
+    return holder in held and f"apex.amp.{getattr(func, 'attr', '')}" in _IN_FLOAT16
 
 
 def _binds_apex(node: ast.Import) -> bool:
