@@ -1,4 +1,4 @@
-"""Gradients that a step skipped for one rank's overflow has left are dropped on every rank."""
+"""How gradients are cleared changes nothing. Those that a step skipped for one rank's overflow has left are dropped."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
@@ -79,3 +80,92 @@ def test_shards_too(ranks: Ranks, optimizer: str) -> None:
     always, if_taken = (ranks.run(train_shards, optimizer, each) for each in (True, False))
     assert always[0] == always[1] == if_taken[0] == if_taken[1]
     assert always[0][0] == [i == OVERFLOWS for i in range(STEPS)]
+
+
+class WithNorm(nn.Module):
+    """A model whose RMSNorm computes gradients in fp32 at O2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(nn.functional.rms_norm(self.first(x), (8,), self.weight))
+        return found
+
+
+def clear_each(wrapped: nn.Module, _: Any) -> None:
+    for param in wrapped.parameters():
+        param.grad = None
+
+
+def clear_together(wrapped: nn.Module, _: Any) -> None:
+    if grads := [p.grad for p in wrapped.parameters() if p.grad is not None]:
+        torch._foreach_zero_(grads)
+
+
+WAYS: dict[str, Any] = {  # to clear gradients
+    "optimizer": lambda _, optimizer: optimizer.zero_grad(),
+    "wrapper": lambda wrapped, _: wrapped.zero_grad(),
+    "model": lambda wrapped, _: getattr(wrapped, "module", wrapped).zero_grad(),
+    "zeros": lambda wrapped, _: wrapped.zero_grad(set_to_none=False),
+    "p.grad": clear_each,
+    "foreach": clear_together,
+}
+DOORS = ["block", "block unsynced", "plain", "clipped", "clipped by hand", "GradScaler", "plain, twice", "mixed"]
+WRAPPERS = ["DistributedDataParallel", "views", "FSDP2", "none"]
+# Between forward and backward a module of FSDP2 has unsharded parameters: only the optimizer clears those of shards.
+PLACES = [(wrapper, early) for wrapper in WRAPPERS for early in (False, True) if not (early and wrapper == "FSDP2")]
+
+
+def train_through(rank: int, door: str, wrapper: str, early: bool) -> dict[str, list[torch.Tensor]]:
+    """The masters after three windows through one door, for each way to clear gradients."""
+    results = {}
+    for way, clear in WAYS.items():
+        torch.manual_seed(0)
+        model: Any = WithNorm()
+        if wrapper == "FSDP2":
+            fully_shard(model)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
+        wrapped = model
+        if wrapper in ("DistributedDataParallel", "views"):
+            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=wrapper == "views")
+        scaler = amp.GradScaler(init_scale=128.0, enabled=door == "GradScaler")
+        for i in range(3):
+            passes = 2 if door in ("plain, twice", "mixed") else 1
+            for turn in range(passes):
+                with wrapped.no_sync() if door == "block unsynced" and wrapped is not model else nullcontext():
+                    loss = wrapped(torch.full((2, 4), 0.1 * (rank + i + turn + 1))).float().square().mean()
+                    if early and turn == 0:  # as many scripts do: between the forward and the backward pass
+                        clear(wrapped, optimizer)
+                    if "block" in door or (door == "mixed" and turn == 0):
+                        with amp.scale_loss(loss, optimizer) as scaled_loss:
+                            scaled_loss.backward()
+                    else:
+                        scaler.scale(loss).backward()
+            if door == "clipped":
+                optimizer.clip_master_grads(0.05)
+            elif door == "clipped by hand":
+                nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+            if not early:
+                clear(wrapped, optimizer)
+        amp.deactivate()
+        masters = [p.detach() for p in amp.master_params(optimizer)]
+        results[way] = whole(masters) if wrapper == "FSDP2" else masters
+    return results
+
+
+@pytest.mark.parametrize(("wrapper", "early"), PLACES)
+@pytest.mark.parametrize("door", DOORS)
+def test_every_way_to_clear_gradients_gives_the_same_weights(
+    ranks: Ranks, wrapper: str, door: str, early: bool
+) -> None:
+    first, second = ranks.run(train_through, door, wrapper, early)
+    for way in WAYS:
+        for a, b, expected in zip(first[way], second[way], first["optimizer"], strict=True):
+            torch.testing.assert_close(a, expected, rtol=0, atol=0, msg=way)
+            assert wrapper == "none" or torch.equal(a, b), way

@@ -41,6 +41,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.nn.parallel.distributed import _find_tensors as outputs_of_wrapper
 from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
 from torch.utils._device import DeviceContext
@@ -106,6 +107,7 @@ __all__ = [
     "new_optimizer_state",
     "next_sequence_number",
     "node_sequence_number",
+    "outputs_of_wrapper",
     "parameters_of",
     "pop_dispatch_mode",
     "pop_function_mode",

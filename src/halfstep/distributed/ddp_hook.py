@@ -1,8 +1,9 @@
 """The communication hook of a DistributedDataParallel wrapper, so that ranks average whole accumulation windows.
 
-torch's reducer all-reduces what lies in ``p.grad``, in the dtype of the model. Inside of our blocks the gradients of
-earlier micro-steps are set aside, in fp32 (``gradients.ledger``), so the hook adds them to the bucket. If the last
-micro-step of a window was not reduced, ``ddp_sync`` does it before the step.
+torch's reducer all-reduces what lies in ``p.grad``, in the dtype of the model. During a backward pass the gradients of
+earlier micro-steps are set aside, in fp32 (``gradients.ledger``), so the hook adds them to the bucket. A block does so
+for the pass in it. Of a pass without a block the wrapper sees the beginning by itself, by a hook on its outputs. If the
+last micro-step of a window of blocks was not reduced, ``ddp_sync`` does it before the step.
 """
 
 # No postponed annotations here: torch compares those of a communication hook with its own classes.
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ..casting.dynamo import eager
 from ..core.dtypes import is_half
 from ..core.errors import UsageError
 from ..core.torch_compat import (
@@ -24,10 +26,11 @@ from ..core.torch_compat import (
     forget_used_parameters,
     has_comm_hook,
     has_rebuilt_buckets,
+    outputs_of_wrapper,
     queue_after_backward,
     rebuild_buckets,
 )
-from ..gradients.ledger import REDUCTIONS, set_grads
+from ..gradients.ledger import REDUCTIONS, Gradients, halves, set_grads
 from ..gradients.master_registry import keeper_of
 from .joining import is_joining, share_masters_after_join
 
@@ -42,6 +45,7 @@ def _register_wrapper(module: torch.nn.Module, name: str, submodule: torch.nn.Mo
         _refuse_masters(submodule)
     if isinstance(module, DistributedDataParallel) and name == "module":
         REDUCTIONS.append(reduction := Reduction(module, submodule))
+        module.register_forward_hook(_watch_outputs)
         weakref.finalize(module, REDUCTIONS.remove, reduction).atexit = False
         share_masters_after_join(module)
 
@@ -109,6 +113,8 @@ class Reduction:
         self._is_averaging = False  # between the first bucket of a backward pass and its end
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters and their fp32 gradients in this pass
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._gradients = Gradients(halves)  # of the passes that no block is open for
+        self._plain: int | None = None  # the id of such a pass, while it runs
         for param in params if HAS_GRAD_DTYPE else ():
             if param.grad is None and param.grad_dtype is not param.dtype:
                 param.grad_dtype = param.dtype
@@ -170,11 +176,53 @@ class Reduction:
 
     # ---- around a backward pass in a block
 
+    def watch(self, outputs: Any) -> None:
+        """After a forward pass: have ``_begin_plain`` called where the backward pass begins."""
+        wrapper: Any = self.wrapper()
+        masters = [p for p in wrapper.module.parameters() if self.holds(p) and is_half(p) and keeper_of(p) is not None]
+        if not masters:
+            return
+        if self.changes_gradients:
+            self.hook(masters)
+        begin = weakref.WeakMethod(self._begin_plain)
+        for output in outputs_of_wrapper(outputs):
+            if output.requires_grad:
+                output.register_hook(lambda _: (method := begin()) and method(masters))
+
+    def _begin_plain(self, masters: list[torch.Tensor]) -> None:
+        """A backward pass begins. If it has no block, do what a block does to gradients of parameters with masters."""
+        if self._plain is not None and self._plain != backward_pass_id():
+            self._drop_plain()  # that pass failed
+        if self.saved:
+            return
+        self._gradients.begin(masters, None)
+        self.begin_backward(None, masters, self._gradients.saved)
+        self._plain = backward_pass_id()
+        before = self.allreduces
+
+        def end() -> None:
+            if self._plain is not None:
+                self._gradients.finish(masters, None, torch.zeros(()))
+                self._drop_plain()
+            if self.allreduces > before:
+                self.rebuild_buckets()
+
+        # After the reducer, and after ``_place_gradients``.
+        queue_after_backward(lambda: queue_after_backward(lambda: queue_after_backward(end)))
+
+    def _drop_plain(self) -> None:
+        """Forget the pass without a block."""
+        self.end_backward(self._gradients.saved)
+        self._gradients.forget()
+        self._plain = None
+
     def begin_backward(
         self, scale: torch.Tensor | None, params: Iterable[torch.Tensor], saved: dict[int, torch.Tensor]
     ) -> None:
         """A backward pass of one optimizer begins; the arguments are those of ``RankSync.begin_backward``."""
-        if not self.hooked and self.will_sync:
+        if self._plain is not None:
+            self._drop_plain()  # that pass failed
+        if not self.hooked and self.will_sync and self.changes_gradients:
             # Under a user's communication hook our gradients can only travel in ``p.grad``, in its dtype.
             for param in params:
                 if id(param) in saved and self.holds(param):
@@ -250,7 +298,7 @@ class Reduction:
                 self._sums.append((params[0], sent))
         elif takes_part and (fp32 or self._may_leave_unused):
             self._add(bucket, buffer, sent)
-        average = self.average or bool(self.saved)
+        average = self.average or (bool(self.saved) and self._plain is None)
         world = self._active_ranks(takes_part) if self.is_joining else self.world
         before = self.predivide or (world if average else 1.0)
         after = world / before if average else 1.0
@@ -340,6 +388,15 @@ class Reduction:
                 param.grad.copy_(view)
         self._sums.clear()
         self._views.clear()
+
+
+@eager
+def _watch_outputs(wrapper: torch.nn.Module, _: Any, outputs: Any) -> None:
+    """The forward hook of a wrapper."""
+    found = (one for one in REDUCTIONS if isinstance(one, Reduction) and one.wrapper() is wrapper)
+    reduction = next(found, None) if torch.is_grad_enabled() else None
+    if reduction is not None:
+        reduction.watch(outputs)
 
 
 def _communicate(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

@@ -20,7 +20,8 @@
 The dtype in which autograd delivers a gradient is ``p.grad_dtype``. It is fp32 for a parameter with a master, so that
 plain backward passes add up in fp32. In a block that scales it is whatever the pass computes, because the gradient is
 unscaled afterwards. Under DistributedDataParallel and FSDP2 it is the parameter's own dtype, because their buckets
-take nothing else.
+take nothing else. A block sets it when it begins and when it ends, and a wrapper at the beginning of each backward pass
+(``ddp_hook``), so no pass depends on how gradients were cleared before it.
 
 Before torch 2.13 there is no ``Tensor.grad_dtype``, and the gradient of a 16-bit parameter cannot be fp32. There the
 fp32 gradient is kept beside ``p.grad``, which is its rounded image. If a user changes the image, for example by
@@ -71,9 +72,12 @@ def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> 
     """Give parameters gradients, which may have another dtype than the parameters."""
     for param, grad in zip(params, grads, strict=True):
         if HAS_GRAD_DTYPE:
-            if param.grad_dtype is not None and param.grad_dtype is not grad.dtype:
+            if param.grad_dtype is not grad.dtype:
                 param.grad = None
-                param.grad_dtype = None
+                # Wrappers and shards take gradients of the parameter's dtype alone, and set it when a pass begins. For
+                # any other parameter later passes deliver the dtype that is there now, however gradients are cleared.
+                reduced = is_sharded(param) or any(id(param) in reduction.params for reduction in REDUCTIONS)
+                param.grad_dtype = None if reduced else grad.dtype
             param.grad = grad
         elif grad.dtype is param.dtype:
             param.grad = grad
@@ -275,6 +279,8 @@ class Gradients:
         if self.saved:
             self._add_saved(params)
         if not goes_on:
+            if left := [p for p in self._pending if p.grad is None]:
+                self.expect(left)
             self._pending = []
 
     @torch.no_grad()
@@ -392,8 +398,5 @@ class Gradients:
         zeroed = [p for p in params if p.grad is not None and p.grad.dtype is not p.dtype]
         # A wrapper takes only gradients of the parameter's dtype, also if they are zeros.
         for param in self._reduced(self.wide(zeroed)) if zeroed else ():
-            param.grad = None
-            if HAS_GRAD_DTYPE:
-                param.grad_dtype = param.dtype
-            param.grad = torch.zeros_like(param)
+            set_grads([param], [torch.zeros_like(param)])
         self.expect(params)
