@@ -332,7 +332,8 @@ def count_reductions(rank: int, level: str, pattern: str, loss_scale: float) -> 
 def test_a_window_costs_one_reduction_and_few_of_numbers(
     ranks: Ranks, level: str, pattern: str, loss_scale: float, numbers: int
 ) -> None:
-    """One of overflows, and one of what each rank has left: another rank may have had no pass."""
+    """One of overflows, one of facts before the step, and where the step averages, one of which gradients there are."""
+    numbers += "s" not in pattern
     assert ranks.run(count_reductions, level, pattern, loss_scale) == [2 * (1 + numbers)] * 2
 
 

@@ -22,9 +22,6 @@ from halfstep.stepping.backward import any_overflow
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
-FACTS = 8
-"""The numbers that ranks exchange before a step, for one wrapper."""
-
 
 class Wrapper(Reduction):
     """The reduction of two ranks for some parameters, without a wrapper of torch behind it."""
@@ -34,6 +31,7 @@ class Wrapper(Reduction):
     will_sync = True
     is_joining = False
     has_cpu = True
+    _plain = None
     wrapper: Any = staticmethod(lambda: "alive")
 
     def __init__(self, *params: torch.Tensor, group: Any = None, factor: float = 1.0) -> None:
@@ -302,99 +300,22 @@ def test_a_pass_that_failed_is_lost_once_ranks_have_talked(talked: bool) -> None
 
 
 def test_gradients_that_stayed_behind_become_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank has the same gradients as this one, and one for a parameter without."""
-    mine, half, wide, empty, nobody, frozen, foreign = (
-        param(2.0),
-        param(2.0, BF16),
-        param(2.0, BF16),
-        param(),
-        param(),
-        param(2.0),
-        param(2.0),
-    )
-    frozen.requires_grad_(False)
-    calls: list[int] = []
+    """The other rank has gradients of 4 wherever this one has 2, and for a parameter without one."""
+    mine, half, wide, empty, nobody = param(2.0), param(2.0, BF16), param(2.0, BF16), param(), param()
 
     def answer(tensor: torch.Tensor) -> None:
-        calls.append(tensor.numel())
-        if tensor.numel() == FACTS:
-            return
-        if tensor.numel() == 9:  # three single parameters of two elements, and whether each has a gradient
-            tensor.add_(torch.tensor([2.0, 2.0, 4.0, 4.0, 0.0, 0.0, 1.0, 1.0, 0.0]))
-        else:
-            tensor.mul_(2.0)
+        if tensor.dtype is torch.int64:  # which gradients there are
+            assert tensor.tolist() == [1, 1, 1, 0, 0]
+            tensor[3] = 1
+        elif tensor.dtype is FP32:
+            tensor.add_(4.0)
 
     other_rank(monkeypatch, answer)
-    wrapper = Wrapper(mine, half, wide, empty, nobody, frozen)
-    quiet = Wrapper(foreign)
-    ranks = with_wrappers(wrapper, quiet)
-    unsynced_pass(ranks, empty)
-    empty.grad = None
-    ranks.sync_gradients([mine, half, wide, empty, nobody, frozen, foreign], [wide], [], [])
-    assert calls == [FACTS, FACTS, 9, 6]
-    expected = [[2.0] * 2, [2.0] * 2, [2.0] * 2, [2.0] * 2, None, [2.0] * 2, [2.0] * 2]
-    found = [p.grad if p.grad is None else p.grad.tolist() for p in (mine, half, wide, empty, nobody, frozen, foreign)]
-    assert found == expected
-    assert [p.grad.dtype for p in (mine, half, wide, empty)] == [FP32, BF16, FP32, FP32]
-    assert not ranks.has_unsynced
-
-
-def test_means_have_the_shape_of_their_parameters_and_come_from_their_group(sent: list[Any]) -> None:
-    p, q = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(()))
-    p.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()
-    wrapper = Wrapper(p, q)
-    ranks = with_wrappers(wrapper)
-    unsynced_pass(ranks, q)
-    q.grad = None
-    sent.clear()
-    ranks.sync_gradients([p, q], [], [], [])
-    assert sent[1:] == [([1.0, 3.0, 2.0, 4.0, 0.0, 1.0, 0.0], dist.ReduceOp.SUM, wrapper.group)]
-    assert p.grad.tolist() == [[0.5, 1.5], [1.0, 2.0]]
-    assert q.grad is None, "no rank has one"
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_a_sparse_gradient_travels_alone(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    table: Any = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
-    rows = torch.ones(2, 2, dtype=dtype)
-    seen: list[tuple[bool, torch.dtype]] = []
-
-    def answer(tensor: torch.Tensor) -> None:
-        if tensor.is_sparse:
-            seen.append((tensor.is_coalesced(), tensor.dtype))
-
-    other_rank(monkeypatch, answer)
-    wrapper = Wrapper(table)
-    ranks = with_wrappers(wrapper)
-    unsynced_pass(ranks, table)
-    table.grad = torch.sparse_coo_tensor([[1, 1]], rows, (3, 2), check_invariants=True)
-    ranks.sync_gradients([table], [], [], [])
-    assert seen == [(True, FP32)]
-    assert table.grad.dtype is dtype
-    assert table.grad.to_dense().tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
-
-
-@pytest.mark.parametrize("mine", [torch.ones(3, 2), None], ids=["sparse", "none"])
-def test_ranks_send_alike_if_one_of_them_has_no_sparse_gradient(
-    mine: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table: Any = nn.Parameter(torch.zeros(3, 2))
-    seen: list[tuple[torch.layout, torch.Size]] = []
-
-    def answer(tensor: torch.Tensor) -> None:
-        seen.append((tensor.layout, tensor.shape))
-        others = {FACTS: [0, 1, 0, 1, 0, 0, 0, 1], 1: [1]}  # the other one steps, and has a sparse gradient
-        if not tensor.is_sparse:
-            tensor.copy_(torch.maximum(tensor, torch.tensor(others[tensor.numel()])))
-
-    other_rank(monkeypatch, answer)
-    ranks = with_wrappers(Wrapper(table))
-    unsynced_pass(ranks, *([] if mine is None else [table]))
-    table.grad = None if mine is None else mine.to_sparse(1)
-    ranks.sync_gradients([table], [], [], [])
-    assert seen == [(torch.strided, (FACTS,)), (torch.strided, (1,)), (torch.sparse_coo, (3, 2))]
-    assert table.grad.is_sparse
-    assert table.grad.to_dense().tolist() == [[0.5 * (mine is not None)] * 2] * 3
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    params = [mine, half, wide, empty, nobody]
+    flat_buckets.average_gradients(params, Wrapper().group, torch.device("cpu"), {id(wide)})
+    assert [p.grad if p.grad is None else p.grad.tolist() for p in params] == [[3.0] * 2] * 3 + [[2.0] * 2, None]
+    assert [p.grad.dtype for p in params[:4]] == [FP32, BF16, FP32, FP32]
 
 
 def test_flat_buckets_hold_one_dtype_and_not_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

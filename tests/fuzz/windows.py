@@ -1,7 +1,7 @@
 """Accumulation windows on two and three ranks: after each step all have the same weights, those of one process.
 
-Batches are uneven, parameters go unused on some ranks, ranks have no backward pass in some micro-steps, and gradients
-of one rank overflow. A rank that hangs is killed, and the case fails.
+Batches are uneven, parameters go unused on some ranks, ranks have no backward pass in some micro-steps before a synced
+one, and gradients of one rank overflow. A rank that hangs is killed, and the case fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Micro:
         synced: whether DDP averages in it.
         sizes: samples of each rank.
         extra: which ranks use the second branch.
-        idle: which ranks have no backward pass; only where nothing is averaged.
+        idle: which ranks have no backward pass; only before a synced one.
     """
 
     synced: bool
@@ -89,6 +89,11 @@ def inputs(window: int, micro: int, rank: int, size: int) -> torch.Tensor:
     return torch.randn(size, 5, generator=generator)
 
 
+def is_idle(window: tuple[Micro, ...], m: int, rank: int) -> bool:
+    """Whether a rank has no backward pass in a micro-step."""
+    return window[m].idle[rank] and not window[m].synced and any(micro.synced for micro in window[m:])
+
+
 def factor(plan: Plan, *place: int) -> float:
     """What the loss is multiplied by."""
     return float("inf") if plan.overflow == place else 1.0
@@ -112,7 +117,7 @@ def train(rank: int, plan: Plan, dies: tuple[int, int, int] | None = None) -> tu
         for m, micro in enumerate(window):
             if dies == (w, m, rank):
                 os._exit(9)
-            if micro.idle[rank] and not micro.synced:
+            if is_idle(window, m, rank):
                 continue
             net.uses_extra = micro.extra[rank] or not plan.finds_unused
             with nullcontext() if micro.synced else model.no_sync():
@@ -142,7 +147,7 @@ def by_one(plan: Plan) -> tuple[list[torch.Tensor], list[float]]:
         overflowed = False
         for m, micro in enumerate(window):
             for rank in range(plan.world):
-                if micro.idle[rank] and not micro.synced:
+                if is_idle(window, m, rank):
                     continue
                 hand.net.uses_extra = micro.extra[rank] or not plan.finds_unused
                 overflowed = overflowed or plan.overflow == (w, m, rank)

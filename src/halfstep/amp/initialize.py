@@ -174,7 +174,6 @@ def initialize(
         attached.session = session
         attached.passes.scaling.expected = scalers
         attached.passes.scaling.in_float16 = policy.compute_dtype is torch.float16
-        attached.passes.scalers = [scaler for scaler in scalers if not scaler.neutral and num_losses == 1]
     if policy.op_lists is not None or policy.cast_ops:
         begin_session(casting, [*model_list, *optimizer_list])
     latest.session = session

@@ -135,6 +135,11 @@ class Reduction:
         return "cpu:" in dist.get_backend_config(self.group)
 
     @property
+    def message_device(self) -> torch.device:
+        """Where to put numbers that the ranks exchange, and that the host reads."""
+        return torch.device("cpu") if self.has_cpu else self.device
+
+    @property
     def _may_leave_unused(self) -> bool:
         """Whether torch leaves the gradients of unused parameters alone, even if ranks differ in which they use."""
         wrapper = self.wrapper()

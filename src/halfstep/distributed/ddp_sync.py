@@ -11,30 +11,30 @@ a backward pass that torch       its buckets, with the gradients that earlier pa
 synchronizes                     of this rank have left
 the end of such a pass, if       one number for each loss scale: the pass overflowed    ``share_overflow``
 the loss is scaled
-every step, and                  the facts: about ten numbers (``StepFacts``), of       ``RankSync._agree``
-``clip_master_grads`` after a    which all ranks get the largest
+every step, and                  the facts: a few numbers that are to be the same on    ``StepFacts.differences``
+``clip_master_grads`` after a    every rank
 pass that was not synchronized
-then, if the facts say so        the number of sparse dimensions of each gradient       ``share_sparse_dims``
-then, if the facts say so        the gradients that no pass has averaged, in flat       ``average_gradients``
-                                 buckets; a rank without any sends zeros
-then, if the facts say so        one number for each loss scale                         ``share_overflow``
+then, after such a pass          for each parameter, whether it has a gradient, and     ``average_gradients``
+                                 how many sparse dimensions; then the gradients, in
+                                 flat buckets
+then, after such a pass          one number for each loss scale                         ``share_overflow``
 the end of ``join``              the masters of a rank that had inputs to the end       ``joining``
 ===============================  =====================================================  ==============================
 
 A rank that waits for a message that another one never sends would wait for ever. So all must send the same number:
 
-- torch requires that every rank has the same synchronized passes. Between two of them, ranks may differ in passes
-  under ``no_sync``: one may have none. No rank can know what the others had, so every rank sends the facts at every
-  step, and what follows the facts is decided by them alone. They are the same on every rank.
-- ``clip_master_grads`` sends the facts only where a rank knows that they are needed. If another rank did not know, it
-  sends its own at the step. The facts say which of the two calls they come from, and all ranks raise an error.
+- torch requires that every rank has the same synchronized passes. After the last of them, ranks must have the same
+  number of passes under ``no_sync``. The facts say so before any gradient is sent; where they differ, all ranks raise
+  an error.
+- ``clip_master_grads`` sends the facts only after a pass under ``no_sync``. A rank without one sends its own at the
+  step. The facts say which of the two calls they come from, and all ranks raise an error.
 - The facts are sent on the CPU, where the answer costs no wait for the device. A process group with NCCL alone sends
-  them on the device. A rank that has averaged everything does not wait for the answer there. It is *late*: it takes its
-  step, and reads the answer before the next one. If others then had something left, they go on without the late rank,
-  and send nothing more in this window. Before the next step every rank raises an error.
+  them on the device. A rank that has averaged everything does not wait for the answer there: it takes its step, and
+  reads the answer before the next one. If others then had something left, they send nothing more in this window, and
+  before the next step every rank raises an error.
 - In ``join`` a rank that ran out of inputs repeats the reductions of torch and sends nothing else. So nobody does.
 
-``ddp_hook`` has the state of one wrapper, this module that of one optimizer.
+``ddp_hook`` has the state of one wrapper, this module has the state of one optimizer.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from ..core.errors import UsageError
 from ..gradients.async_reader import AsyncReader, capturing
 from ..gradients.ledger import REDUCTIONS
 from ..gradients.loss_scaler import DeviceLossScaler
-from .agreement import TOO_LATE, StepFacts
+from .agreement import StepFacts, refuse_differences
 from .ddp_hook import Reduction
-from .flat_buckets import average_gradients, share_masters, share_sparse_dims, sparse_dims
+from .flat_buckets import average_gradients, share_masters
 
 __all__ = ["BackwardRecord", "RankSync", "share_overflow"]
 
@@ -108,12 +108,10 @@ class RankSync:
         self._open: list[_OpenPass] = []
         self._saved: dict[int, torch.Tensor] = {}  # the gradients that are set aside for the open pass
         self._averages_in_place = False  # the open pass averages gradients of earlier ones where they lie
-        self._unsynced: set[Reduction] = set()  # wrappers with gradients that no backward pass has averaged
-        self._had_pass = False  # in this window
-        self._ever_had_pass = False
-        self._ever_unsynced = False  # the ranks have averaged gradients before a step at least once
-        self._too_late = False  # in this window: other ranks go on without what this one has left
-        self._late_facts = AsyncReader(1)
+        self._unsynced: dict[Reduction, int] = {}  # the number of passes since the ranks have averaged its gradients
+        self._had_pass = False
+        self._parted = False  # in this window: ranks differ, and some of them hear of it after their step
+        self._late = AsyncReader(3)  # differences between ranks that were not read before a step
 
     @property
     def joining(self) -> bool:
@@ -123,7 +121,7 @@ class RankSync:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups that something can be sent to outside of a backward pass."""
-        if self._too_late or self.joining:
+        if self._parted or self.joining:
             return []
         return _distinct(reduction.group for reduction in self.reductions if reduction.wrapper() is not None)
 
@@ -137,7 +135,7 @@ class RankSync:
         self._unsynced.clear()
         for reduction in self.reductions:
             reduction.end_window()
-        self._had_pass = self._too_late = False
+        self._parted = False
 
     def gradient_scale(self, scale: torch.Tensor | None) -> torch.Tensor | None:
         """The divisor of the gradients of a pass whose loss is multiplied by ``scale``.
@@ -193,7 +191,7 @@ class RankSync:
         before = self.reductions
         candidates = [one for one in REDUCTIONS if isinstance(one, Reduction) and one.changes_gradients]
         self.reductions = [each for each in candidates if not each.params.isdisjoint(map(id, params))]
-        self._unsynced.intersection_update(self.reductions)
+        self._unsynced = {each: passes for each, passes in self._unsynced.items() if each in self.reductions}
         for reduction in self.reductions:
             if reduction not in before:
                 # The wrapper gave every rank the weights of rank 0, but each rank still has its own masters.
@@ -210,7 +208,7 @@ class RankSync:
             params: those of the optimizer.
             saved: what is set aside of their gradients; what the ranks average in this pass is taken out of it.
         """
-        self._had_pass = self._ever_had_pass = True
+        self._had_pass = True
         self._saved, self._open = saved, []
         for reduction in self.reductions:
             reduction.begin_backward(scale, params, saved)
@@ -223,9 +221,9 @@ class RankSync:
                 reduction.rebuild_buckets()
                 # A pass that began unsynced can be averaged all the same. Gradients set aside were not sent then.
                 if reduction.will_sync or reduction.params.isdisjoint(self._saved):
-                    self._unsynced.discard(reduction)
-            elif brought:
-                self._unsynced.add(reduction)
+                    self._unsynced.pop(reduction, None)
+            elif brought or not reduction.will_sync:
+                self._unsynced[reduction] = self._unsynced.get(reduction, 0) + 1
 
     def abandon_backward(self, params: Sequence[torch.Tensor]) -> bool:
         """The backward pass failed; whether gradients accumulated before it are lost, for they were in a bucket."""
@@ -252,26 +250,21 @@ class RankSync:
         self,
         params: Sequence[torch.Tensor],
         fp32: Sequence[torch.Tensor],
-        records: list[BackwardRecord],
-        scalers: Sequence[DeviceLossScaler | None],
+        records: Sequence[BackwardRecord],
         *,
         steps: bool = True,
     ) -> None:
-        """Average the gradients that no backward pass has averaged on some rank. A collective operation.
-
-        A rank may have had no backward pass in this window, or none after one that was averaged. It takes part with
-        gradients of zero, and moves its loss scales as the others do.
+        """Average the gradients that no backward pass has averaged. A collective operation.
 
         Args:
             params: those of the optimizer.
             fp32: those among them whose gradients are to be fp32 afterwards, on every rank.
-            records: those of this window; extended on a rank that has none where others have some.
-            scalers: the loss scales that those are of, if there are no records in this window at all.
-            steps: whether a step follows. If not, ranks in a window averaged by its last pass need not take part.
+            records: those of this window.
+            steps: True if a step follows. If not, ranks in a window averaged by its last pass need not take part.
 
         Raises:
-            UsageError: on every rank, if they had passes with different numbers of loss scales, if only some clip
-                gradients that were not averaged, or if it was too late in the call before.
+            UsageError: on every rank, if ranks differ in their passes since the last synced one, or in whether they
+                clip gradients that were not averaged.
         """
         if self.joining:
             if self._unsynced:
@@ -280,75 +273,31 @@ class RankSync:
                     "no_sync(): ranks that have run out of inputs take part in the reductions of backward passes only."
                 )
             return
-        sparse = self._agree(params, records, scalers, steps)
-        if self._too_late or not self._unsynced:
-            return
-        sparse |= sparse_dims(params)
+        # A rank of a plain loop, which has no blocks at all, has gradients.
+        asks = steps and (self._had_pass or all(p.grad is None for p in params))
+        if not self._parted and (self._unsynced or (asks and not capturing(self.reductions[0].device))):
+            scales = len({record.scaler for record in records if not record.shared})
+            self._compare(steps, scales)
         done: set[int] = set()
-        for reduction in [reduction for reduction in self.reductions if reduction in self._unsynced]:
-            owners = [p for p in params if reduction.holds(p) and id(p) not in done and p.requires_grad]
+        for reduction in [] if self._parted else [each for each in self.reductions if each in self._unsynced]:
+            owners = [p for p in params if reduction.holds(p) and id(p) not in done]
             done.update(map(id, owners))
-            average_gradients(owners, reduction.group, reduction.world, set(map(id, fp32)), sparse)
+            average_gradients(owners, reduction.group, reduction.message_device, set(map(id, fp32)))
         self._unsynced.clear()
 
-    def _agree(
-        self,
-        params: Sequence[torch.Tensor],
-        records: list[BackwardRecord],
-        scalers: Sequence[DeviceLossScaler | None],
-        steps: bool,
-    ) -> dict[int, int]:
-        """Exchange the facts: afterwards this rank counts as unsynced whatever some rank has left.
-
-        Returns:
-            The number of sparse dimensions of gradients that are sparse on some rank, by the identity of the parameter.
-        """
-        no_gradients = not (self._had_pass or records) and (self._ever_had_pass or all(p.grad is None for p in params))
-        waits = bool(no_gradients or self._unsynced or self._ever_unsynced)
-        asks = steps and self._ever_had_pass and not capturing(self.reductions[0].device)
-        if self._too_late or not (waits or asks):
-            return {}
-        if any(late for (late,) in self._late_facts.poll(wait=True)):
-            raise UsageError(TOO_LATE)
-        unshared = {record.scaler for record in records if not record.shared}
-        expected = list(dict.fromkeys(record.scaler for record in records)) or scalers
-        # Gradients that were averaged are the same everywhere: only a rank with others has to look.
-        sparse = sparse_dims(params) if self._unsynced else {}
-        others_have_unshared = False
+    def _compare(self, steps: bool, scales: int) -> None:
+        """Exchange the facts, and raise an error on every rank if they differ."""
+        for before in self._late.poll(wait=True):
+            refuse_differences(before, late=True)
         for group in self.groups:
             mine = [reduction for reduction in self.reductions if reduction.group is group]
-            late = not (waits or mine[0].has_cpu)
-            device = torch.device("cpu") if mine[0].has_cpu else mine[0].device
-            scales = len(unshared or expected)
-            shared = StepFacts(
-                tuple(reduction in self._unsynced for reduction in mine),
-                late=late,
-                steps=steps,
-                clips=not steps,
-                sparse=bool(sparse),
-                unshared=bool(unshared),
-                scales=scales,
-                minus_scales=-scales,
-            ).share(group, device)
-            if late:
-                self._late_facts.post(StepFacts.too_late(shared))
-                continue
-            facts = StepFacts.read(shared)
-            if facts.late and any(facts.unsynced):
-                self._late_facts.post(StepFacts.too_late(shared))
-                self._too_late = True
-                continue
-            facts.refuse_differences(len(unshared))
-            others_have_unshared = others_have_unshared or bool(facts.unshared)
-            self._unsynced.update(reduction for reduction, one in zip(mine, facts.unsynced, strict=True) if one)
-            self._ever_unsynced = self._ever_unsynced or any(facts.unsynced)
-            if facts.sparse:
-                sparse = share_sparse_dims(params, sparse, group, device)
-        if others_have_unshared and not unshared:
-            for scaler in expected:
-                found_inf = torch.zeros((), dtype=torch.float32, device=self.reductions[0].device)
-                records.append(BackwardRecord(found_inf, scaler, moves=scaler))
-        return sparse
+            facts = StepFacts(int(steps), scales, tuple(self._unsynced.get(reduction, 0) for reduction in mine))
+            differences = facts.differences(group, mine[0].message_device)
+            if mine[0].has_cpu:
+                refuse_differences(differences.tolist())
+            else:
+                self._late.post(*differences.unbind())
+                self._parted = bool(self._unsynced) and bool(differences.any())
 
 
 def share_overflow(

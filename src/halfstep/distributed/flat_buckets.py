@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from ..gradients.ledger import get_grads, set_grads
 from ..gradients.master_registry import master_of, write_master
 from ..kernels.multi_tensor import group_rows
 
-__all__ = ["average_gradients", "share_masters", "share_sparse_dims", "sparse_dims"]
+__all__ = ["average_gradients", "share_masters"]
 
 _BUCKET = 2**24  # elements in a flat bucket: 64 MiB of fp32
 
@@ -34,38 +34,30 @@ def share_masters(params: Sequence[torch.Tensor], group: dist.ProcessGroup, rank
                 param.copy_(rounded)
 
 
-def sparse_dims(params: Iterable[torch.Tensor]) -> dict[int, int]:
-    """The number of sparse dimensions of each sparse gradient, by the identity of the parameter."""
-    return {id(p): p.grad.sparse_dim() for p in params if p.grad is not None and p.grad.is_sparse}
-
-
-def share_sparse_dims(
-    params: Sequence[torch.Tensor], sparse: dict[int, int], group: dist.ProcessGroup, device: torch.device
-) -> dict[int, int]:
-    """As ``sparse``, what ``sparse_dims`` has found here, with what it has found on other ranks."""
-    trained = [p for p in params if p.requires_grad]
-    shared = torch.tensor([sparse.get(id(p), 0) for p in trained], dtype=torch.int64, device=device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
-    return sparse | {id(p): dims for p, dims in zip(trained, shared.tolist(), strict=True) if dims}
-
-
 @torch.no_grad()
 def average_gradients(
-    params: Sequence[torch.Tensor], group: dist.ProcessGroup, world: int, fp32: set[int], sparse: Mapping[int, int]
+    params: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device, fp32: set[int]
 ) -> None:
     """Replace the gradients of parameters by their means over the ranks. A rank without a gradient counts as zero.
 
     Args:
         params: those of one wrapper, the same on every rank.
         group: the processes of the wrapper.
-        world: their number.
+        device: where numbers lie that the ranks exchange.
         fp32: identities of parameters whose gradients are fp32 afterwards.
-        sparse: the number of sparse dimensions of sparse gradients, by the identity of the parameter.
     """
-    for param in [p for p in params if id(p) in sparse]:
-        _average_sparse(param, sparse[id(param)], group, world, fp32)
-    for bucket in _chunks([p for p in params if id(p) not in sparse]):
-        _average(bucket, group, world, fp32)
+    # 0 for no gradient, 1 for a dense one, 1 more than the number of sparse dimensions for a sparse one
+    mine = [0 if (g := p.grad) is None else 1 + (g.sparse_dim() if g.is_sparse else 0) for p in params]
+    kinds = torch.tensor(mine, dtype=torch.int64, device=device)
+    dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=group)
+    dense: list[torch.Tensor] = []
+    for param, kind in zip(params, kinds.tolist(), strict=True):
+        if kind > 1:
+            _average_sparse(param, kind - 1, group, fp32)
+        elif kind:
+            dense.append(param)
+    for bucket in _chunks(dense):
+        _average(bucket, group, fp32)
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -82,7 +74,7 @@ def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return chunks
 
 
-def _average_sparse(param: torch.Tensor, dims: int, group: dist.ProcessGroup, world: int, fp32: set[int]) -> None:
+def _average_sparse(param: torch.Tensor, dims: int, group: dist.ProcessGroup, fp32: set[int]) -> None:
     """``average_gradients`` for one parameter whose gradient has some sparse dimensions."""
     (grad,) = get_grads([param])
     if grad is None:
@@ -91,27 +83,23 @@ def _average_sparse(param: torch.Tensor, dims: int, group: dist.ProcessGroup, wo
         grad = grad.to_sparse(dims)
     total = (grad.float() if is_half(grad) else grad).coalesce()
     dist.all_reduce(total, group=group)
-    set_grads([param], [(total / world).to(grad.dtype)])
+    set_grads([param], [(total / dist.get_world_size(group)).to(grad.dtype)])
 
 
-def _average(owners: list[torch.Tensor], group: dist.ProcessGroup, world: int, fp32: set[int]) -> None:
+def _average(owners: list[torch.Tensor], group: dist.ProcessGroup, fp32: set[int]) -> None:
     """``average_gradients`` for one bucket."""
-    grads = get_grads(owners)
     dtype = torch.float32 if is_half(owners[0]) else owners[0].dtype
-    parts = [
-        torch.zeros_like(p, dtype=dtype).flatten() if g is None else g.flatten().to(dtype)
-        for p, g in zip(owners, grads, strict=True)
-    ]
-    present = torch.tensor([float(g is not None) for g in grads], dtype=dtype, device=owners[0].device)
-    flat = torch.cat([*parts, present])
+    flat = torch.cat(
+        [
+            torch.zeros_like(p, dtype=dtype).flatten() if g is None else g.flatten().to(dtype)
+            for p, g in zip(owners, get_grads(owners), strict=True)
+        ]
+    )
     dist.all_reduce(flat, group=group)
-    *sums, present = flat.split([*(p.numel() for p in owners), len(owners)])
-    for param, values, anyone in zip(owners, sums, present.real.tolist(), strict=True):
-        if anyone:
-            mean = (values / world).view_as(param)
-            if id(param) not in fp32:
-                mean = mean.to(param.dtype)
-            if param.grad is None or param.grad.dtype is not mean.dtype:
-                set_grads([param], [mean])
-            else:
-                param.grad.copy_(mean)
+    world = dist.get_world_size(group)
+    for param, values in zip(owners, flat.split([p.numel() for p in owners]), strict=True):
+        mean = (values / world).view_as(param).to(torch.float32 if id(param) in fp32 else param.dtype)
+        if param.grad is None or param.grad.dtype is not mean.dtype:
+            set_grads([param], [mean])
+        else:
+            param.grad.copy_(mean)

@@ -46,7 +46,6 @@ class BackwardPasses:
         ranks: what it knows about other processes.
         records: one for each pass; the next step asks them whether gradients overflowed.
         scales: what the losses since the last step were multiplied by, 0-dim tensors, by the loss scale they came from.
-        scalers: the loss scales of the latest window, before the first one those that whoever attached it expects.
         replaced: the parameters of the models that it trains, where these are known.
         sharing: weak references to the passes of other optimizers that share a parameter with this one.
         unsettled: whether a step was skipped, or may have been, and nobody has cleared its gradients since.
@@ -65,7 +64,6 @@ class BackwardPasses:
         self.ranks = RankSync()
         self.records: list[BackwardRecord] = []
         self.scales: dict[DeviceLossScaler, torch.Tensor] = {}
-        self.scalers: list[DeviceLossScaler | None] = []
         self.replaced = ReplacedParameters(())
         self.sharing: tuple[weakref.ref[BackwardPasses], ...] = ()
         self.unsettled = False
@@ -303,7 +301,7 @@ class BackwardPasses:
         params = self.params()
         half = self._find_wrappers(params)
         if self.ranks.reductions:
-            self.ranks.sync_gradients(params, half, self.records, self.scalers, steps=steps)
+            self.ranks.sync_gradients(params, half, self.records, steps=steps)
             sync_overflow([self])
 
     def take_records(self, *, agreed: bool = True) -> list[BackwardRecord]:
@@ -317,7 +315,6 @@ class BackwardPasses:
         records, self.records = self.records, []
         if records:
             self.unsettled = True
-            self.scalers = list(dict.fromkeys(record.scaler for record in records))
         if REDUCTIONS:
             self.ranks.end_window()
         return records
