@@ -254,48 +254,6 @@ def test_two_optimizers_of_one_wrapper_end_their_passes_one_by_one() -> None:
     assert (wrapper.saved, first.has_unsynced, second.has_unsynced) == ([], False, True)
 
 
-def test_under_another_hook_what_was_held_travels_in_the_gradients() -> None:
-    p, q = param(dtype=BF16), param(dtype=BF16)
-    wrapper, held = Wrapper(p), {id(p): torch.ones(2), id(q): torch.ones(2)}
-    wrapper.hooked = wrapper.will_sync = False
-    ranks = with_wrappers(wrapper)
-    unsynced_pass(ranks, p)
-    p.grad, wrapper.will_sync = None, True
-    ranks.begin_backward(flag(4.0), [p, q], held)
-    assert (p.grad.dtype, p.grad.tolist(), q.grad) == (BF16, [4.0, 4.0], None)
-    assert held.keys() == {id(q)}
-    assert ranks.has_unsynced
-    ranks.end_backward([p, q])
-    assert not ranks.has_unsynced, "it was averaged, though our hook did not see it"
-    held[id(p)] = torch.ones(2)
-    ranks.begin_backward(None, [p, q], held)
-    assert p.grad.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(("hooked", "syncs"), [(True, True), (True, False), (False, False)])
-def test_our_hook_adds_what_is_held_and_nobody_needs_it_in_a_pass_of_one_rank(hooked: bool, syncs: bool) -> None:
-    p = param()
-    wrapper, held = Wrapper(p), {id(p): torch.ones(2)}
-    wrapper.hooked, wrapper.will_sync = hooked, syncs
-    with_wrappers(wrapper).begin_backward(flag(4.0), [p], held)
-    assert p.grad is None
-    assert held.keys() == {id(p)}
-
-
-@pytest.mark.parametrize("talked", [False, True])
-def test_a_pass_that_failed_is_lost_once_ranks_have_talked(talked: bool) -> None:
-    p = param()
-    wrapper = Wrapper(p)
-    ranks = with_wrappers(wrapper)
-    ranks.begin_backward(None, [p], {})
-    p.grad = torch.ones(2)
-    wrapper.allreduces += talked
-    assert ranks.abandon_backward([p]) is talked
-    assert wrapper.saved == []
-    assert [id(x) for x in wrapper.stayed] == ([] if talked else [id(p)])
-    assert not ranks.abandon_backward([p])
-
-
 # ---- what is averaged before a step
 
 

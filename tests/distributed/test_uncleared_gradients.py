@@ -95,23 +95,15 @@ class WithNorm(nn.Module):
         return found
 
 
-def clear_each(wrapped: nn.Module, _: Any) -> None:
-    for param in wrapped.parameters():
-        param.grad = None
-
-
-def clear_together(wrapped: nn.Module, _: Any) -> None:
-    if grads := [p.grad for p in wrapped.parameters() if p.grad is not None]:
-        torch._foreach_zero_(grads)
-
-
 WAYS: dict[str, Any] = {  # to clear gradients
     "optimizer": lambda _, optimizer: optimizer.zero_grad(),
     "wrapper": lambda wrapped, _: wrapped.zero_grad(),
     "model": lambda wrapped, _: getattr(wrapped, "module", wrapped).zero_grad(),
     "zeros": lambda wrapped, _: wrapped.zero_grad(set_to_none=False),
-    "p.grad": clear_each,
-    "foreach": clear_together,
+    "p.grad": lambda wrapped, _: [setattr(p, "grad", None) for p in wrapped.parameters()],
+    "foreach": lambda wrapped, _: torch._foreach_zero_(
+        [p.grad for p in wrapped.parameters() if p.grad is not None] or [torch.zeros(())]
+    ),
 }
 DOORS = ["block", "block unsynced", "plain", "clipped", "clipped by hand", "GradScaler", "plain, twice", "mixed"]
 WRAPPERS = ["DistributedDataParallel", "views", "FSDP2", "none"]

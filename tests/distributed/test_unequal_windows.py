@@ -32,14 +32,9 @@ EQUAL = ("us usu u", "-s -su u")  # the ranks differ before the last synced pass
 def train(rank: int, plans: tuple[str, str], level: str, scale: float, backends: str) -> tuple[int, str, list[Any]]:
     """How many windows a rank gets through, the error, and its masters."""
     model: Any = net()
-    model, optim = amp.initialize(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        opt_level=level,
-        dtype=torch.bfloat16,
-        loss_scale=scale,
-        verbosity=0,
-    )
+    optim: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"opt_level": level, "dtype": torch.bfloat16, "loss_scale": scale, "verbosity": 0}
+    model, optim = amp.initialize(model, optim, **options)
     ddp = DistributedDataParallel(model)
     steps = 0
     with pytest.MonkeyPatch.context() as patch:

@@ -32,13 +32,13 @@ BUDGETS = {  # calls, files, returns
 }
 
 CODE_LINES = {  # of each room
-    "amp": 1_156,
+    "amp": 1_155,
     "casting": 1_962,
     "cli": 1_485,
     "compat": 4_523,
     "core": 1_427,
     "debugging": 327,
-    "distributed": 613,
+    "distributed": 599,
     "findings": 1_146,
     "gradients": 642,
     "graph": 368,
@@ -52,7 +52,7 @@ CODE_LINES = {  # of each room
     "pages": 245,
     "parallel": 3,
     "static": 2,
-    "stepping": 1_194,
+    "stepping": 1_192,
     "top": 92,
     "train_step": 629,
 }
@@ -61,8 +61,8 @@ GROUPS = {
         *("core", "kernels", "casting", "gradients", "masters", "optimizers", "stepping", "distributed", "amp"),
     ),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_117}
-ALL_CODE_LINES = 23_350
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_100}
+ALL_CODE_LINES = 23_333
 ALL_TEST_LINES = 42_503
 
 
