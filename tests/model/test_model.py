@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_resumed_training_is_the_same_training(level: str, tmp_path: Path) -> No
     whole.fit(batches, verbose=0)
     first.fit(batches[:2], verbose=0, save_dir=tmp_path)
     second.load(tmp_path / "final")
-    assert second._scaler.get_scale() == 32.0
+    assert second.scaler.get_scale() == 32.0
     second.fit(batches[2:], verbose=0)
     for ours, theirs in zip(second.network.state_dict().values(), whole.network.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
@@ -283,10 +284,21 @@ class Failing(Dataset[Any]):
         return torch.randn(8, 8), 1
 
 
-def test_a_failure_comes_through_and_leaves_the_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
+class CannotClose(Callback):
+    def close(self) -> None:
+        raise OSError("the disk is full")
+
+
+def test_a_failure_comes_through_and_leaves_the_terminal_and_the_optimizer_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model = prepared("O0")
     with pytest.raises(KeyError, match="a broken file"):
-        model.fit(Failing(), shuffle=False)
+        model.fit(Failing(), shuffle=False, callbacks=[CannotClose(), halfstep.model.CheckPrecision()])
+    optimizer: Any = model.optimizer
+    assert not optimizer._optimizer_step_pre_hooks
+    with pytest.raises(OSError, match="the disk is full"):
+        model.evaluate([], verbose=0, callbacks=CannotClose())
     model.evaluate([(torch.randn(4, 8, 8), torch.randint(10, (4,)))])  # a second live display would be refused
     assert "evaluate" in capsys.readouterr().out
 
@@ -426,6 +438,53 @@ def test_fit_ends_after_so_many_batches(options: dict[str, Any], seen: list[list
     data = TensorDataset(torch.randn(10, 8, 8), torch.randint(10, (10,)))
     model.fit(data, epochs=2, batch_size=4, verbose=0, callbacks=Epochs(), **options)
     assert sizes == seen
+    sizes.append([])
+    shown = Recorder()
+    model.evaluate(data, batch_size=4, verbose=0, callbacks=shown, num_iters=options.get("num_iters"))
+    assert sizes[-1] == [4, 4, 2][: options.get("num_iters")]
+    assert shown.params["steps"] == len(sizes[-1])
+
+
+def test_outputs_can_be_stacked() -> None:
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x, x.sum(1)
+
+    x = torch.randn(10, 3)
+    for net, expected in ((nn.Identity(), [x]), (Two(), [x, x.sum(1)])):
+        found = halfstep.Model(net).predict(TensorDataset(x), batch_size=4, stack_outputs=True, verbose=0)
+        assert all(map(torch.equal, found, expected))
+        assert len(found) == len(expected)
+
+    class Mean(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x.mean()
+
+    with pytest.raises(halfstep.HalfstepError, match="stack_outputs=True needs a network whose outputs are tensors"):
+        halfstep.Model(Mean()).predict([x], stack_outputs=True, verbose=0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_weights_that_do_not_match_can_be_skipped(level: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = prepared(level)
+    saved.save(tmp_path / "x")
+    body = saved.network[1].weight
+    for head in (nn.Linear(32, 3), nn.Sequential(nn.Linear(32, 10))):  # another shape, other names
+        net = nn.Sequential(nn.Flatten(1), nn.Linear(64, 32), nn.Tanh(), head)
+        model = halfstep.Model(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model.prepare(optimizer, nn.CrossEntropyLoss(), amp_configs=level)
+        before = [p.clone() for p in head.parameters()]
+        with pytest.raises(halfstep.HalfstepError, match=r"x.pt does not match this network: .*Nothing was loaded"):
+            model.load(tmp_path / "x")
+        assert not torch.equal(net[1].weight, body)
+        caplog.clear()
+        model.load(tmp_path / "x", skip_mismatch=True)
+        assert torch.equal(net[1].weight, body)
+        assert all(map(torch.equal, head.parameters(), before))
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert re.search(r"3\S*\.weight has shape .* These weights, the optimizer and the loss scaler stay", line)
+        assert not optimizer.state
 
 
 @pytest.mark.parametrize("name", RECORDED["scales"])
@@ -437,7 +496,7 @@ def test_scales_move_as_paddles_do(name: str) -> None:
 
     class Watch(Callback):
         def on_train_batch_end(self, step: int, logs: Any) -> None:
-            scales.append(self.model._scaler.get_scale())
+            scales.append(self.model.scaler.get_scale())
 
     batches = [(torch.randn(4, 8, 8), torch.randint(10, (4,))) for _ in range(3)]
     window = 2 if "accumulate" in name else 1

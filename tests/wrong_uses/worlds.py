@@ -199,7 +199,7 @@ def _state(value: Any) -> Any:
     if isinstance(value, halfstep.TrainStep):
         return value.settings(), value.grad_norm
     if isinstance(value, halfstep.Model):
-        return value._optimizer, value._loss, value._scaler, value._scope
+        return value.optimizer, value._loss, value.scaler, value._scope
     if isinstance(value, (amp.GradScaler, fp16_utils.FP16_Optimizer)):
         return deepcopy(value.state_dict())
     return _copied(value) if isinstance(value, torch.Tensor) else None

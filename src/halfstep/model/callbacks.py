@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from ..core.text import show_log
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["Callback", "call", "calling", "check_running"]
+__all__ = ["Callback", "Callbacks", "call", "calling", "check_running"]
 
 _log = logging.getLogger("halfstep")
 
@@ -73,20 +73,26 @@ class Callback:
     def on_predict_end(self, logs: Logs) -> None:
         """Called after a prediction."""
 
+    def close(self) -> None:
+        """Called last, also after an error: remove hooks and close files here. Its own error never hides another."""
 
-def check_running(batch_size: object, num_workers: object, verbose: object, callbacks: object) -> None:
+
+Callbacks = Callback | Sequence[Callback] | None
+
+
+def check_running(num_workers: Any, verbose: Any, callbacks: Any, num_iters: Any = None, **counts: Any) -> None:
     """Check what ``fit``, ``evaluate`` and ``predict`` have in common.
 
     Raises:
         ArgumentValueError: for a number that is not allowed.
         ArgumentTypeError: for callbacks that are none.
     """
-    check_count("batch_size", batch_size)
+    for name, count in {**counts, "num_iters": 1 if num_iters is None else num_iters}.items():
+        check_count(name, count)
     check_count("num_workers", num_workers, least=0)
     if verbose not in (0, 1, 2):
         raise ArgumentValueError(f"verbose={verbose!r} must be 0, 1 or 2.")
-    given = callbacks if isinstance(callbacks, Sequence) else [] if callbacks is None else [callbacks]
-    for callback in given:
+    for callback in callbacks if isinstance(callbacks, Sequence) else [] if callbacks is None else [callbacks]:
         check_kind("callbacks", callback, Callback, "a halfstep.model.Callback, or a list of them")
 
 
@@ -98,24 +104,22 @@ def call(callbacks: list[Callback], event: str, *args: Any) -> None:
 
 @contextmanager
 def calling(
-    model: Any,
-    given: Callback | Sequence[Callback] | None,
-    steps: int | None,
-    verbose: int,
-    log_freq: int = 1,
-    epochs: int = 1,
+    model: Any, given: Callbacks, steps: int | None, verbose: int, log_freq: int = 1, epochs: int = 1
 ) -> Iterator[tuple[list[Callback], list[Callback]]]:
     """Bind callbacks to a model while it runs: the user's own, and these with the one that reports progress."""
     own = [given] if isinstance(given, Callback) else list(given or ())
-    bar = ProgressBar(log_freq)
-    shown: list[Callback] = [bar] if verbose == 1 else [Lines(log_freq)] if verbose == 2 else []
-    for callback in (*own, *shown):
+    called = [*own, *([ProgressBar(log_freq)] if verbose == 1 else [Lines(log_freq)] if verbose == 2 else [])]
+    for callback in called:
         callback.model = model
         callback.params = {"epochs": epochs, "steps": steps}
     try:
-        yield own, [*own, *shown]
-    finally:
-        bar.close()
+        yield own, called
+    except BaseException:
+        for callback in called:
+            with suppress(Exception):  # the error that ended the run is the one to see
+                callback.close()
+        raise
+    call(called, "close")
 
 
 class Lines(Callback):

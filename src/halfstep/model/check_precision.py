@@ -36,8 +36,7 @@ class CheckPrecision(Callback):
     def __init__(self, after: int = 1, every: int | None = 100) -> None:
         check_count("after", after, least=0)
         self.findings: list[Finding] = []
-        self._after, self._every = after, every
-        self._left = after
+        self._after, self._left, self._every = after, after, every
         self._watch: Watch | None = None
 
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
@@ -45,18 +44,18 @@ class CheckPrecision(Callback):
         self.findings = []
         self._left = self._after
         if self._every is not None:
-            self._watch = watch(self.model._optimizer, self._every)
+            self._watch = watch(self.model.optimizer, self._every)
 
     def on_train_batch_end(self, step: int, logs: Mapping[str, Any]) -> None:
         """Check once."""
         if self._left == 0:
-            self.findings = check(self.model.network, self.model._optimizer, scaler=self.model._scaler)
+            self.findings = check(self.model.network, self.model.optimizer, scaler=self.model.scaler)
             log(self.findings)
         self._left -= 1
 
-    def on_train_end(self, logs: Mapping[str, Any]) -> None:
+    def close(self) -> None:
         """Stop watching, and add what was measured to ``findings``."""
         if self._watch is not None:
-            self.findings = [*self.findings, *self._watch.findings()]
             self._watch.remove()
+            self.findings = [*self.findings, *self._watch.findings()]
             self._watch = None

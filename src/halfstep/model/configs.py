@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError
@@ -30,18 +31,14 @@ def read_configs(amp_configs: Any) -> tuple[str, dict[str, Any]]:
 
     Source: Paddle 3.3, ``paddle.Model.prepare``, whose defaults these are.
     """
-    if amp_configs is None:
-        return "O0", {}
-    if isinstance(amp_configs, str):
-        if amp_configs not in LEVELS:
-            raise ArgumentValueError(f"The level of amp_configs should be 'O0', 'O1' or 'O2', not {amp_configs!r}.")
-        return amp_configs, {}
-    if not isinstance(amp_configs, Mapping):
+    is_level = isinstance(amp_configs, str)
+    if not is_level and not isinstance(amp_configs, Mapping | NoneType):
         raise ArgumentTypeError(f"amp_configs should be a level or a dict, not {type(amp_configs).__name__}.")
-    configs = dict(amp_configs)
+    configs = {"level": amp_configs} if is_level else dict(amp_configs or {})
     level = configs.pop("level", "O1" if configs else "O0")
     if level not in LEVELS:
-        raise ArgumentValueError(f"amp_configs['level'] should be 'O0', 'O1' or 'O2', not {level!r}.")
+        where = "The level of amp_configs" if is_level else "amp_configs['level']"
+        raise ArgumentValueError(f"{where} should be 'O0', 'O1' or 'O2', not {level!r}.")
     if "use_pure_fp16" in configs:
         raise ArgumentValueError("'use_pure_fp16' is no key of amp_configs; write 'level': 'O2' instead.")
     for key in ("use_fp16_guard", "custom_black_varnames"):

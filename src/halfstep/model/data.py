@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 
-__all__ = ["as_list", "as_loader", "batch_size_of", "inputs_and_labels", "length_of"]
+__all__ = ["as_list", "as_loader", "batch_size_of", "inputs_and_labels", "length_of", "shapes_of", "stacked"]
 
 
 def as_list(parts: Any) -> list[Any]:
@@ -69,9 +69,29 @@ def batch_size_of(parts: list[Any]) -> int:
     return len(last) if not isinstance(last, torch.Tensor) or last.dim() else 1
 
 
-def length_of(loader: Iterable[Any]) -> int | None:
-    """The number of batches of a loader; None if it does not know."""
+def length_of(loader: Iterable[Any], most: int | None = None) -> int | None:
+    """The number of batches of a loader, at most ``most``; None if it does not know."""
     try:
-        return len(loader)  # type: ignore[arg-type]
+        return len(range(len(loader))[:most])  # type: ignore[arg-type]
     except TypeError:  # a DataLoader over a stream has a __len__, which raises this too
         return None
+
+
+def stacked(outputs: list[Any]) -> list[torch.Tensor]:
+    """One tensor for each output of a network, from its outputs for each batch.
+
+    Raises:
+        ArgumentTypeError: if an output is no tensor with a dimension for samples.
+    """
+    parts = list(map(as_list, outputs))
+    if not all(isinstance(part, torch.Tensor) and part.dim() for batch in parts for part in batch):
+        raise ArgumentTypeError(
+            "stack_outputs=True needs a network whose outputs are tensors with a row for each sample. Leave it out: "
+            "predict then returns the outputs batch by batch."
+        )
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a state dict, by name."""
+    return {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from os import PathLike, fspath
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -16,17 +18,19 @@ from torch import nn
 from ..amp.auto_cast import auto_cast
 from ..amp.decorate import decorate
 from ..amp.grad_scaler import GradScaler
-from ..core.checks import check_count, check_flag
+from ..core.checks import check_flag, check_kind
 from ..core.dtypes import HALF_DTYPES, default_half, parse_dtype
 from ..core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ..core.files import load_whole, save_whole
-from .callbacks import Callback, call, calling, check_running
+from .callbacks import Callback, Callbacks, call, calling, check_running
 from .configs import LIST_KEYS, SCALER_KEYS, read_configs
-from .data import as_list, as_loader, batch_size_of, inputs_and_labels, length_of
+from .data import as_list, as_loader, batch_size_of, inputs_and_labels, length_of, shapes_of, stacked
 from .metrics import compute_metrics, name_metrics, reset_metrics
 from .summary import summarize
 
 __all__ = ["Model"]
+
+_log = logging.getLogger("halfstep")
 
 
 class Model:
@@ -44,31 +48,22 @@ class Model:
 
     Attributes:
         network: the module.
+        optimizer: the one that ``prepare`` was given; None before.
+        scaler: the loss scale, an ``amp.GradScaler``, which is disabled where the recipe needs none.
         stop_training: set it in a callback, and ``fit`` ends after the batch or epoch.
 
     Source: Paddle's AMP guide, section 2.2.
     """
 
     def __init__(self, network: nn.Module) -> None:
-        if not isinstance(network, nn.Module):
-            raise ArgumentTypeError(f"network must be a torch.nn.Module, not {type(network).__name__}.")
+        check_kind("network", network, nn.Module, "a torch.nn.Module")
         self.network = network
         self.stop_training = False
-        self._optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self._loss: Callable[..., Any] | None = None
         self._metrics: dict[str, Any] = {}
         self._scope: AbstractContextManager[Any] = nullcontext()
-        self._scaler = GradScaler(enable=False)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer that ``prepare`` was given; None before."""
-        return self._optimizer
-
-    @property
-    def scaler(self) -> GradScaler:
-        """The loss scale, which is disabled where the recipe needs none."""
-        return self._scaler
+        self.scaler = GradScaler(enable=False)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the network."""
@@ -100,8 +95,7 @@ class Model:
             ArgumentValueError: an unknown level, key, dtype or op. Nothing has been changed then.
             UsageError: O2 for a network or optimizer that is decorated already.
         """
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise ArgumentTypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+        check_kind("optimizer", optimizer, (torch.optim.Optimizer, NoneType), "a torch.optim.Optimizer")
         if loss is not None and not callable(loss):
             raise ArgumentTypeError(f"loss must be callable, not {type(loss).__name__}.")
         named = name_metrics(metrics)
@@ -116,8 +110,8 @@ class Model:
             scaler = GradScaler(enable=half == torch.float16 or bool(scaling), **scaling)
             if level == "O2":
                 decorate(self.network, optimizer, level="O2", dtype=half, emulate=configs.get("emulate", "auto"))
-        self._optimizer, self._loss, self._metrics = optimizer, loss, named
-        self._scope, self._scaler = scope, scaler
+        self.optimizer, self._loss, self._metrics = optimizer, loss, named
+        self._scope, self.scaler = scope, scaler
 
     # ---- one batch
 
@@ -160,7 +154,7 @@ class Model:
         verbose: int = 1,
         shuffle: bool = True,
         num_workers: int = 0,
-        callbacks: Callback | Sequence[Callback] | None = None,
+        callbacks: Callbacks = None,
         accumulate_grad_batches: int = 1,
         *,
         drop_last: bool = False,
@@ -193,13 +187,9 @@ class Model:
             ArgumentValueError: a number that is not allowed, or a batch without a label.
             ArgumentTypeError: data, callbacks or labels of the wrong kind.
         """
-        counts = {"epochs": epochs, "eval_freq": eval_freq, "log_freq": log_freq, "save_freq": save_freq}
-        counts["accumulate_grad_batches"] = accumulate_grad_batches
-        if num_iters is not None:
-            counts["num_iters"] = num_iters
-        for name, count in counts.items():
-            check_count(name, count)
-        check_running(batch_size, num_workers, verbose, callbacks)
+        counts = {"batch_size": batch_size, "epochs": epochs, "eval_freq": eval_freq, "log_freq": log_freq}
+        counts |= {"save_freq": save_freq, "accumulate_grad_batches": accumulate_grad_batches}
+        check_running(num_workers, verbose, callbacks, num_iters, **counts)
         self._need_optimizer()
         loader = as_loader(train_data, batch_size, shuffle, num_workers, check_flag("drop_last", drop_last))
         evaluated = None if eval_data is None else as_loader(eval_data, batch_size, False, num_workers)
@@ -228,33 +218,43 @@ class Model:
         self,
         eval_data: Any,
         batch_size: int = 1,
+        log_freq: int = 10,
         verbose: int = 1,
         num_workers: int = 0,
-        callbacks: Callback | Sequence[Callback] | None = None,
+        callbacks: Callbacks = None,
+        num_iters: int | None = None,
     ) -> dict[str, Any]:
         """The mean loss over all samples, in eval mode, and every metric.
 
-        The arguments are as for ``fit``; ``verbose=1`` shows a progress bar.
+        The arguments are as for ``fit``; ``verbose=1`` shows a progress bar, whose last line has the results.
+        ``log_freq`` is accepted for Paddle's sake. With ``num_iters`` only so many batches are evaluated.
         """
-        check_running(batch_size, num_workers, verbose, callbacks)
+        check_running(num_workers, verbose, callbacks, num_iters, batch_size=batch_size, log_freq=log_freq)
         self._need_loss()
         loader = as_loader(eval_data, batch_size, False, num_workers)
-        with calling(self, callbacks, length_of(loader), verbose) as (_, called):
-            return self._evaluate(loader, called)
+        with calling(self, callbacks, length_of(loader, num_iters), verbose) as (_, called):
+            return self._evaluate(islice(loader, num_iters), called)
 
     def predict(
         self,
         test_data: Any,
         batch_size: int = 1,
-        verbose: int = 1,
         num_workers: int = 0,
-        callbacks: Callback | Sequence[Callback] | None = None,
+        stack_outputs: bool = False,
+        verbose: int = 1,
+        callbacks: Callbacks = None,
     ) -> list[Any]:
         """The network's outputs, batch by batch. It is given as many parts of a batch as its forward has parameters.
 
         ``test_data`` may have labels or not. The arguments are as for ``fit``; ``verbose=1`` shows a progress bar.
+        With ``stack_outputs=True`` the list has one tensor for each output of the network, with a row for each sample:
+        ``model.predict(data, stack_outputs=True)[0]`` is the first output for all samples.
+
+        Raises:
+            ArgumentTypeError: for ``stack_outputs=True`` where the network returns something else than tensors.
         """
-        check_running(batch_size, num_workers, verbose, callbacks)
+        check_running(num_workers, verbose, callbacks, batch_size=batch_size)
+        stacks = check_flag("stack_outputs", stack_outputs)
         loader = as_loader(test_data, batch_size, False, num_workers)
         kinds = [p.kind for p in inspect.signature(self.network.forward).parameters.values()]
         count = None if inspect.Parameter.VAR_POSITIONAL in kinds else len(kinds)
@@ -265,7 +265,7 @@ class Model:
                 found.append(self.predict_batch(as_list(batch)[:count]))
                 call(called, "on_predict_batch_end", step, {"outputs": found[-1]})
             call(called, "on_predict_end", {})
-        return found
+        return stacked(found) if stacks else found
 
     # ---- state
 
@@ -275,35 +275,44 @@ class Model:
         If saving is interrupted, the file that was there before stays.
         """
         state: dict[str, Any] = {"model": self.network.state_dict()}
-        if training and self._optimizer is not None:
-            state |= {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
+        if training and self.optimizer is not None:
+            state |= {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
         save_whole(state, f"{fspath(path)}.pt")
 
-    def load(self, path: str | PathLike[str], reset_optimizer: bool = False) -> None:
+    def load(self, path: str | PathLike[str], skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:
         """Read what ``save`` wrote; call it after ``prepare``. Only plain data is unpickled.
 
         Args:
             path: as given to ``save``.
+            skip_mismatch: True leaves those weights as they are that the file does not have, or has in another shape,
+                and names them in one line of the log. Of the optimizer and the loss scaler nothing is loaded then.
             reset_optimizer: True leaves the optimizer and the loss scaler as they are.
 
         Raises:
-            ArgumentValueError: for a file that ``save`` did not write, or weights of other shapes. Nothing is loaded
-                then.
+            ArgumentTypeError: for a ``skip_mismatch`` that is neither True nor False.
+            ArgumentValueError: for a file that ``save`` did not write, or weights that are missing or of other shapes.
+                Nothing is loaded then.
         """
+        skips = check_flag("skip_mismatch", skip_mismatch)
         file = f"{fspath(path)}.pt"
         state = load_whole(file, ("model",), "Model.save", self._device())
-        own = self.network.state_dict()
-        for name, saved in state["model"].items():
-            if name in own and own[name].shape != saved.shape:
+        own, saved = map(shapes_of, (self.network.state_dict(), state["model"]))
+        here = {name: shape for name, shape in own.items() if saved.get(name) != shape}
+        differ = {name: f"{name} has shape {saved.get(name, 'none')} in it and {here[name]} here" for name in here}
+        if differ:
+            text = f"{file} does not match this network: {', '.join(differ.values())}."
+            if not skips:
                 raise ArgumentValueError(
-                    f"{name} has shape {tuple(saved.shape)} in {file} and {tuple(own[name].shape)} in this network; "
-                    "load it into the network that it was saved from. Nothing was loaded."
+                    f"{text} Load it into the network that it was saved from, or leave these out by "
+                    "skip_mismatch=True. Nothing was loaded."
                 )
-        self.network.load_state_dict(state["model"])
-        if self._optimizer is not None and not reset_optimizer and "optimizer" in state:
-            self._optimizer.load_state_dict(state["optimizer"])
+            _log.warning("%s These weights, the optimizer and the loss scaler stay as they are.", text)
+        matching = {name: value for name, value in state["model"].items() if name not in differ}
+        self.network.load_state_dict(matching, strict=not skips)
+        if self.optimizer is not None and not (reset_optimizer or differ) and "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
             if state["scaler"]:
-                self._scaler.load_state_dict(state["scaler"])
+                self.scaler.load_state_dict(state["scaler"])
 
     def summary(self, input_size: Any = None, dtypes: Any = None, verbose: int = 1) -> dict[str, Any]:
         """Print a table of the network's layers, and return what is in it.
@@ -356,14 +365,14 @@ class Model:
         return logs
 
     def _train_batch(self, inputs: list[Any], labels: list[Any], update: bool, share: float) -> torch.Tensor:
-        assert self._optimizer is not None
+        assert self.optimizer is not None
         self.network.train()
         loss = self._compute_loss(inputs, labels)
-        self._scaler.scale(loss / share).backward()
+        self.scaler.scale(loss / share).backward()
         if update:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
-            self._optimizer.zero_grad()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
         return loss.detach()
 
     def _compute_loss(self, inputs: list[Any], labels: list[Any]) -> torch.Tensor:
@@ -378,7 +387,7 @@ class Model:
         return loss.float()
 
     def _need_optimizer(self) -> None:
-        if self._optimizer is None or self._loss is None:
+        if self.optimizer is None or self._loss is None:
             raise UsageError("Training needs an optimizer and a loss; give both to Model.prepare(optimizer, loss).")
 
     def _need_loss(self) -> None:

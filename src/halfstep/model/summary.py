@@ -58,15 +58,9 @@ def _layers_of(network: nn.Module, inputs: Sequence[torch.Tensor]) -> list[dict[
     for module in [*shapes, *(module for module in names if module not in shapes)]:
         own = [p for p in _own(module) if id(p) not in counted]
         counted.update(map(id, own))
-        rows.append(
-            {
-                "name": names[module],
-                "type": type(module).__name__,
-                "output_shape": shapes.get(module),
-                "dtype": dtype_name(own[0].dtype) if own else None,
-                "params": sum(p.numel() for p in own),
-            }
-        )
+        about = {"name": names[module], "type": type(module).__name__, "output_shape": shapes.get(module)}
+        dtype = dtype_name(own[0].dtype) if own else None
+        rows.append(about | {"dtype": dtype, "params": sum(p.numel() for p in own)})
     return rows
 
 
