@@ -35,7 +35,7 @@ CODE_LINES = {  # of each room
     "amp": 1_155,
     "casting": 1_962,
     "cli": 1_485,
-    "compat": 4_523,
+    "compat": 4_522,
     "core": 1_427,
     "debugging": 327,
     "distributed": 599,

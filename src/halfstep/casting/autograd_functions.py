@@ -20,8 +20,8 @@ __all__ = ["with_inputs_cast"]
 
 
 def _meets() -> bool:
-    """Whether ops meet in this thread."""
-    return thread.current is not None and thread.current.call_again is not None
+    """True if ops meet in this thread."""
+    return thread.current is not None and thread.current.meets
 
 
 def with_inputs_cast(remember: Callable[[Any], Any], own: Any) -> Any:

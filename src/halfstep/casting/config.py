@@ -16,10 +16,8 @@ from ..core.hardware import accelerator
 from ..core.oplists import OpLists
 from ..core.oplists.tables import NATIVE
 from .emulation import Emulate, EmulatedKinds, emulated_kinds
-from .meeting import call_again
-from .rule_table import build_table
 
-__all__ = ["CastingConfig", "config_of", "derive"]
+__all__ = ["NOTHING", "CastingConfig", "config_of", "derive"]
 
 
 def config_of(key: str) -> CastingConfig:
@@ -62,16 +60,15 @@ class CastingConfig:
         devices: types of the devices whose tensors are cast; None means the CPU and the accelerator of this machine.
         emulate: where 16-bit products run in fp32 kernels; see ``emulation.Emulate``.
         keeps_autocast: leave a plain ``torch.autocast`` around a model as it is.
-        meets: whether an op whose dtypes torch has refused is called again (``meeting``); None is what ``enabled`` is.
+        meets: True to call an op again whose dtypes torch has refused (``meeting``); None is what ``enabled`` is.
 
     Attributes:
         settings: the arguments.
         key: the settings as a text, from which ``config_of`` makes the config again.
         native: types of the devices on which native autocast does a part of the work.
         emulated: which 16-bit ops run in fp32 kernels.
-        call_again: called with an op whose dtypes torch has refused; None leaves it refused. See ``meeting``.
-        is_noop: whether nothing is done to any op.
-        table: makes the table of rules; with ``explicit=True`` one that leaves nothing to native autocast.
+        is_noop: True if nothing is done to any op.
+        rules: the first arguments of ``build_table``.
     """
 
     def __init__(
@@ -101,13 +98,10 @@ class CastingConfig:
         self.keeps_autocast = keeps_autocast
         self.settings = {**arguments(locals()), "lists": self.lists, "devices": self.devices}
         self.key, self.native, self.emulated = derive(**self.settings)
-        meets = enabled if meets is None else meets
-        self.call_again = call_again if meets else None
-        self.is_noop = not (enabled or self.emulated or meets)
+        self.meets = enabled if meets is None else meets
+        self.is_noop = not (enabled or self.emulated or self.meets)
         kinds = frozenset(kind for _, _, kind in self.emulated)
-        self.table = functools.partial(
-            build_table, self.lists if enabled else None, self.devices, kinds, meets=meets, verbose=verbose
-        )
+        self.rules = self.lists if enabled else None, self.devices, kinds, self.meets, verbose
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The machine that reads a pickle says what is emulated there.
@@ -125,3 +119,7 @@ def _key_of(
     chosen = OpLists.parse(lists) if isinstance(lists, str) else lists
     settings: dict[str, Any] = {"enabled": enabled, "allow_banned": allow_banned, "devices": devices}
     return CastingConfig(dtype, chosen, **settings, emulate=emulate).key
+
+
+NOTHING = CastingConfig(None, enabled=False, emulate=False, devices=NATIVE)
+"""The config of a mode that does nothing."""

@@ -32,13 +32,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 def tensors_in(*values: Any) -> list[torch.Tensor]:
     """Every tensor in lists, tuples and dicts of any depth."""
     found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_in(*value)
-        elif isinstance(value, Mapping):
-            found += tensors_in(*value.values())
+    map_tensors(found.append, values)
     return found
 
 

@@ -11,20 +11,23 @@ import functools
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pkgutil import resolve_name
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ..core.compiler_compat import exit_autocast
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import jit_tracing_state
-from .config import CastingConfig
-from .dispatch import CastMode, SessionEnd, function_modes, place, set_function_modes
+from .config import NOTHING, CastingConfig
+from .dispatch import CastMode, SessionEnd, function_modes, place, set_function_modes, without_ours
+from .meeting import call_again
+from .rule_table import build_table
 from .weight_cache import WeightCache
 
 __all__ = [
@@ -47,7 +50,6 @@ __all__ = [
     "set_current",
     "set_native",
     "thread",
-    "without_ours",
 ]
 
 _EVAL_FRAME = os.path.join("torch", "_dynamo", "eval_frame.py")
@@ -61,16 +63,17 @@ class Patches:
     Args:
         wraps: for the name of a module, or of a class (``module:Class``), and of something in it, what makes the
             replacement from what is there. Names that this torch does not have are left out.
-        step_hooks: hooks before and after the step of every optimizer, or nothing.
+        hooks: for a function of torch that registers a hook and returns its handle, the hook.
     """
 
-    def __init__(self, wraps: Mapping[tuple[str, str], Wrap], step_hooks: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self, wraps: Mapping[tuple[str, str], Wrap], hooks: Mapping[Wrap, Any] = types.MappingProxyType({})
+    ) -> None:
         # A name gets the same replacement each time, because Dynamo guards functions by identity.
         self._wraps = {name: functools.cache(wrap) for name, wrap in wraps.items()}
-        self._step_hooks = step_hooks
+        self._hooks = hooks
         self._holders: set[object] = set()
-        self._originals: list[tuple[Any, str, Any]] = []
-        self._handles: list[Any] = []
+        self._undo = ExitStack()
         self._lock = threading.Lock()  # each thread may be the first to hold them, or the last
 
     def hold(self, holder: object) -> None:
@@ -80,21 +83,17 @@ class Patches:
                 owner = resolve_name(module)
                 original = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name, None)
                 if original is not None:
-                    self._originals.append((owner, name, original))
+                    self._undo.callback(setattr, owner, name, original)
                     setattr(owner, name, wrap(original))
-            if self._step_hooks and not self._holders:
-                before, after = self._step_hooks
-                self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+            for register, hook in self._hooks.items() if not self._holders else ():
+                self._undo.callback(register(hook).remove)
             self._holders.add(holder)
 
     def release(self, holder: object) -> None:
         """Hold them no more; a second call does nothing."""
         with self._lock:
             if self._holders == {holder}:
-                while self._originals:
-                    setattr(*self._originals.pop())
-                while self._handles:
-                    self._handles.pop().remove()
+                self._undo.close()
             self._holders.discard(holder)
 
 
@@ -111,29 +110,26 @@ def changing_first(change: Callable[[Any], Any]) -> Wrap:
     return wrap
 
 
-@dataclasses.dataclass
-class Saved:
+class Saved(NamedTuple):
     """What was current in a thread before a scope, or before its first session.
 
     Attributes:
         casting: the casting, or None.
         key: see ``ThreadState``.
-        session: the session whose casting it was.
         explicit: see ``ThreadState``.
+        session: the session whose casting it was.
         native: types of the devices on which native autocast changes, and whether and in which dtype it was on there.
-        native_cache: whether native autocast kept its casts.
-        installed: whether the mode was on torch's stack.
-        traced: the whole stack, if modes that compiled code had put there were on it; otherwise None.
+        native_cache: True if native autocast kept its casts.
+        modes: torch's stack.
     """
 
     casting: CastingConfig | None
     key: str
-    session: SessionEnd | None
     explicit: bool
+    session: SessionEnd | None
     native: list[tuple[str, bool, torch.dtype]]
     native_cache: bool
-    installed: bool
-    traced: list[TorchFunctionMode] | None
+    modes: list[TorchFunctionMode]
 
 
 @dataclasses.dataclass(eq=False)
@@ -146,7 +142,7 @@ class Scope:
         saved: what its end puts back; None if it changed nothing.
         patches: names of torch that it has replaced.
         watched: where a first pass is watched, its kind, and how many ops had met before it; see ``first_passes``.
-        casts: the arguments of the model that may be written to, and their casts; see ``first_passes``.
+        casts: the arguments of the model that may be written to, and their casts; see ``inputs``.
     """
 
     owner: object
@@ -180,8 +176,8 @@ class ThreadState(threading.local):
         self.traced: list[Any] = []
         self.session: SessionEnd | None = None
         self.before: Saved | None = None
-        self.mode = CastMode(lambda: close_interrupted(in_op=True))
         self.cache = WeightCache(self.open)
+        self.mode = CastMode(self.cache, lambda: close_interrupted(in_op=True))
 
 
 thread = ThreadState()
@@ -203,70 +199,51 @@ def is_recorded() -> bool:
 
 
 def set_current(
-    casting: CastingConfig | None,
-    devices: Iterable[str],
-    session: SessionEnd | None = None,
-    *,
-    in_op: bool = False,
+    casting: CastingConfig, devices: Iterable[str], session: SessionEnd | None = None, *, in_op: bool = False
 ) -> None:
     """Make a casting current: of these devices, native autocast is on for the casting's own and off for the others.
 
     Args:
-        casting: the casting; None does nothing.
+        casting: the casting.
         devices: types of devices.
-        session: the session whose casting it is; every op asks whether it is over.
-        in_op: whether the mode runs an op, after which it is on torch's stack again.
+        session: the session whose casting it is; every op asks if it is over.
+        in_op: True if the mode runs an op, after which it is on torch's stack again.
     """
-    native = () if casting is None else casting.native
-    for device in devices:
-        torch.set_autocast_enabled(device, device in native)
-        if casting is not None and device in native:
-            torch.set_autocast_dtype(device, casting.dtype)
-    thread.current, thread.key = casting, "" if casting is None or casting.is_noop else casting.key
-    follow(thread.mode, casting, thread.cache, session, explicit=torch.compiler.is_exporting())
-    if casting is not None:
+    off = native_state(device for device in devices if device not in casting.native)
+    set_native(
+        [(device, False, dtype) for device, _, dtype in off] + [(d, True, casting.dtype) for d in casting.native]
+    )
+    thread.current, thread.key = casting, "" if casting.is_noop else casting.key
+    follow(thread.mode, casting, session)
+    if casting.enabled:
         all_native = casting.lists.level == "native" or not thread.mode.table
         # Outside of scopes nothing would end the casts that native autocast keeps.
-        torch.set_autocast_cache_enabled(casting.enabled and casting.cache and all_native and session is None)
+        torch.set_autocast_cache_enabled(casting.cache and all_native and session is None)
     if not in_op:
         place(thread.mode, thread.mode.is_needed)
 
 
 def follow(
-    mode: CastMode,
-    casting: CastingConfig | None,
-    cache: WeightCache | None = None,
-    session: SessionEnd | None = None,
-    *,
-    explicit: bool = False,
-    recorded: bool = False,
+    mode: CastMode, casting: CastingConfig | None, session: SessionEnd | None = None, explicit: bool | None = None
 ) -> None:
     """Make a mode do what a casting says.
 
     Args:
         mode: the mode.
         casting: None does nothing.
-        cache: where to keep casts of weights, if the casting keeps them.
         session: the session whose casting it is.
-        explicit: leave nothing to native autocast; see ``build_table``. An exported graph must hold every cast, and
-            native autocast leaves no trace in it.
-        recorded: whether ops are recorded, to run later; ``torch.export`` and ``torch.jit.trace`` are asked for.
+        explicit: of a mode for Dynamo: True to leave nothing to native autocast; see ``build_table``. None in eager
+            mode, where this is so for ``torch.export``: its graph must hold every cast, and native autocast leaves no
+            trace in it.
     """
-    recorded = recorded or (casting is not None and is_recorded())
-    mode.session = session
-    mode.recorded = {} if casting is None else casting.table(explicit=explicit, recorded=True)
-    mode.table = mode.recorded if casting is None or recorded else casting.table(explicit=explicit)
-    mode.call_again = None if casting is None or recorded else casting.call_again
+    recorded = explicit is not None or is_recorded()
+    mode.explicit = torch.compiler.is_exporting() if explicit is None else explicit
+    mode.config, mode.session = casting or NOTHING, session
+    mode.recorded = {} if casting is None else build_table(*casting.rules, mode.explicit, True)
+    mode.table = mode.recorded if casting is None or recorded else build_table(*casting.rules, mode.explicit, False)
+    mode.call_again = call_again if mode.config.meets and not recorded else None
+    mode.cache = mode.weights if mode.config.cache else None
     mode.is_needed = bool(mode.table) or session is not None or mode.call_again is not None
-    if casting is not None:
-        mode.dtype = casting.dtype
-        mode.devices = casting.devices
-        mode.native = casting.native
-        mode.explicit = explicit
-        mode.emulated = casting.emulated
-        mode.cache = cache if casting.cache else None
-        mode.verbose = casting.verbose
-        mode.allow_banned = casting.allow_banned
 
 
 def native_state(devices: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
@@ -295,18 +272,8 @@ def clear_cache() -> None:
 
 def save(devices: Iterable[str]) -> Saved:
     """What is current; the state of native autocast on these types of devices."""
-    mode, modes = thread.mode, function_modes()
-    traced = thread.traced and any(isinstance(each, CastMode) and each is not mode for each in modes)
-    return Saved(
-        casting=thread.current,
-        key=thread.key,
-        session=mode.session,
-        explicit=thread.explicit,
-        native=native_state(devices),
-        native_cache=torch.is_autocast_cache_enabled(),
-        installed=mode in modes,
-        traced=modes if traced else None,
-    )
+    now = thread.current, thread.key, thread.explicit, thread.mode.session
+    return Saved(*now, native_state(devices), torch.is_autocast_cache_enabled(), function_modes())
 
 
 def restore(saved: Saved, *, in_op: bool = False) -> None:
@@ -314,11 +281,12 @@ def restore(saved: Saved, *, in_op: bool = False) -> None:
     set_native(saved.native)
     torch.set_autocast_cache_enabled(saved.native_cache)
     thread.current, thread.key, thread.explicit = saved.casting, saved.key, saved.explicit
-    follow(thread.mode, saved.casting, thread.cache, saved.session, explicit=torch.compiler.is_exporting())
-    if not in_op:
-        place(thread.mode, saved.installed and thread.mode.is_needed)
-    if saved.traced is not None:
-        set_function_modes(saved.traced)
+    follow(thread.mode, saved.casting, saved.session)
+    ours = [mode for mode in saved.modes if isinstance(mode, CastMode)]
+    if ours not in ([], [thread.mode]):  # those of compiled code
+        set_function_modes(saved.modes)
+    elif not in_op:
+        place(thread.mode, bool(ours) and thread.mode.is_needed)
 
 
 def close(owner: object, *, in_op: bool = False) -> bool:
@@ -379,8 +347,3 @@ def leave_traced() -> None:
         set_function_modes(before)
         for entered in native:
             exit_autocast(entered)
-
-
-def without_ours(modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:
-    """The modes that are not ours."""
-    return [mode for mode in modes if not isinstance(mode, CastMode)]

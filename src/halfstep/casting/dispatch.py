@@ -26,7 +26,7 @@ from ..core.torch_compat import (
     push_function_mode,
     qualified_name,
 )
-from .emulation import EmulatedKinds
+from .config import NOTHING
 from .weight_cache import WeightCache
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "note_meeting",
     "place",
     "set_function_modes",
+    "without_ours",
 ]
 
 Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -89,45 +90,42 @@ class SessionEnd(Protocol):
 
 
 class CastMode(TorchFunctionMode):
-    """The mode of one thread. Scopes change its fields; it is on torch's stack while one of them needs it.
+    """The mode of one thread. It follows one config after another (``current.follow``), and is on torch's stack while
+    one of them needs it.
+
+    Args:
+        weights: copies of weights that may be kept.
+        close_interrupted: closes the scopes of calls that have ended by Ctrl-C.
 
     Attributes:
+        config: what it does. Of the devices in ``config.native`` native autocast does a part of the work; where a user
+            turns it off, nothing is cast.
         table: the rule of each callable; see ``build_table``.
         recorded: the same for code that Dynamo traces. There no op can be called again.
         frame: the call of a model whose casting it is; None for a ``with`` block. Ctrl-C ends it without a second hook.
-        close_interrupted: closes the scopes of calls that have ended so.
         session: the O1 session that the mode follows, which may be over at any op; None in a scope, and if compiled.
-        is_needed: whether it must be on torch's stack.
-        dtype: the 16-bit dtype; see ``half_of``.
-        devices: types of the devices whose tensors are cast.
-        native: those of them on which native autocast does a part of the work. Where someone turns it off, nothing is
-            cast.
-        explicit: whether the table leaves nothing to native autocast, which may be on or off, for other lists.
-        emulated: which 16-bit ops run in fp32 kernels.
+        is_needed: True if it must be on torch's stack.
+        explicit: True if the table leaves nothing to native autocast, which may be on or off, for other lists.
         cache: copies of weights, or None to keep none.
-        verbose: whether each cast is logged.
-        allow_banned: whether banned ops run in fp32.
         call_again: what is asked when torch has refused the dtypes of a call; see ``meeting.call_again``. None to leave
             it at that.
         logits: of the latest sigmoids; see ``logits``.
     """
 
-    def __init__(self, close_interrupted: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, weights: WeightCache | None = None, close_interrupted: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
+        self.weights = weights
+        self.config = NOTHING
         self.table: Mapping[Callable[..., Any] | str, Rule] = {}
         self.recorded: Mapping[Callable[..., Any] | str, Rule] = {}
         self.frame: FrameType | None = None
         self.close_interrupted = close_interrupted
         self.session: SessionEnd | None = None
         self.is_needed = False
-        self.dtype = torch.bfloat16
-        self.devices: tuple[str, ...] = ()
-        self.native: tuple[str, ...] = ()
         self.explicit = False
-        self.emulated: EmulatedKinds = frozenset()
         self.cache: WeightCache | None = None
-        self.verbose = False
-        self.allow_banned = False
         self.call_again: Callable[..., tuple[bool, Any]] | None = None
         self.logits: dict[int, tuple[Any, ...]] = {}
 
@@ -166,34 +164,34 @@ class CastMode(TorchFunctionMode):
             return result
 
     def casts(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is cast: its device is one of ours, and nobody turned native autocast off inside."""
-        kind = "cpu" if tensor.is_cpu else tensor.device.type
-        return _is_autocast_enabled(kind) if kind in self.native else kind in self.devices
+        """True if a tensor is cast: its device is one of ours, and native autocast was not turned off inside."""
+        kind, config = "cpu" if tensor.is_cpu else tensor.device.type, self.config
+        return _is_autocast_enabled(kind) if kind in config.native else kind in config.devices
 
     def half_of(self, tensor: torch.Tensor) -> torch.dtype | None:
         """The dtype that a tensor is lowered to; None if it is not cast.
 
         Where native autocast takes part, it is native autocast's: the user may have another one inside of ours.
         """
-        kind = "cpu" if tensor.is_cpu else tensor.device.type
-        if kind in self.native:
+        kind, config = "cpu" if tensor.is_cpu else tensor.device.type, self.config
+        if kind in config.native:
             return _get_autocast_dtype(kind) if _is_autocast_enabled(kind) else None
-        return self.dtype if kind in self.devices else None
+        return config.dtype if kind in config.devices else None
 
     def half(self) -> torch.dtype | None:
         """``half_of`` for any tensor; None where that depends on the device."""
-        for kind in self.native:
-            if _get_autocast_dtype(kind) is not self.dtype:
+        for kind in self.config.native:
+            if _get_autocast_dtype(kind) is not self.config.dtype:
                 return None
-        return self.dtype
+        return self.config.dtype
 
     def native_on(self) -> list[str]:
         """The device types on which native autocast is on at the moment."""
-        return [device for device in self.devices if device in NATIVE and _is_autocast_enabled(device)]
+        return [device for device in self.config.devices if device in NATIVE and _is_autocast_enabled(device)]
 
     def on(self) -> bool:
-        """Whether anything may be cast on any device."""
-        return len(self.native) < len(self.devices) or bool(self.native_on())
+        """True if anything may be cast on any device."""
+        return len(self.config.native) < len(self.config.devices) or bool(self.native_on())
 
     def weight(self, tensor: torch.Tensor) -> torch.Tensor:
         """The 16-bit copy of a weight; anything but fp32 comes back as it is."""
@@ -221,17 +219,22 @@ def set_function_modes(modes: list[TorchFunctionMode]) -> None:
         push_function_mode(mode)
 
 
+def without_ours(modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:
+    """The modes that are not ours."""
+    return [mode for mode in modes if not isinstance(mode, CastMode)]
+
+
 def place(mode: CastMode, wanted: bool) -> None:
-    """Put a mode on the stack, or take it off, wherever it is.
+    """Put a mode on the stack, or take it off, and take off those that compiled code has put there.
 
     It goes under all others but the default device, so that no other ``with`` block pops it for its own.
     ``torch.set_default_device`` enters its context, which insists on the bottom of the stack; ``with torch.device``
     pushes one that was not entered, and takes off whatever is on top (torch 2.11 to 2.13).
     """
     modes = function_modes()
-    others = [each for each in modes if each is not mode]
-    if wanted != (len(others) < len(modes)):
-        if wanted:
-            at = 1 if others and isinstance(others[0], DeviceContext) and hasattr(others[0], "old_device") else 0
-            others.insert(at, mode)
-        set_function_modes(others)
+    placed = without_ours(modes)
+    if wanted:
+        at = 1 if placed and isinstance(placed[0], DeviceContext) and hasattr(placed[0], "old_device") else 0
+        placed.insert(at, mode)
+    if placed != modes:
+        set_function_modes(placed)

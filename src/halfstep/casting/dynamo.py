@@ -62,10 +62,10 @@ def _prepare_mode(key: str, explicit: bool) -> str:
     """Have the mode of a casting ready. Dynamo calls this while it traces, and does not look into it."""
     name = f"{key} {explicit}"
     if name not in _modes:
-        mode = _modes[name] = CastMode()
-        follow(mode, config_of(key), explicit=explicit, recorded=True)
-        if explicit:
-            mode.native = ()
+        config = config_of(key)
+        config.native = () if explicit else config.native
+        _modes[name] = CastMode()
+        follow(_modes[name], config, explicit=explicit)
     return name
 
 
@@ -73,8 +73,8 @@ def enter_scope(casting: CastingConfig) -> None:
     """Put a casting of the user's in force, in a ``with`` block: there a newer Dynamo keeps native autocast too."""
     explicit = not tracer_follows_autocast()
     mode = _modes[_prepare_mode(casting.key, explicit)]
-    devices = () if explicit else [device for device in mode.devices if device in NATIVE]
-    native = [enter_autocast(device, mode.dtype, device in mode.native, False) for device in devices]
+    devices = () if explicit else [device for device in mode.config.devices if device in NATIVE]
+    native = [enter_autocast(device, mode.config.dtype, device in mode.config.native, False) for device in devices]
     push_traced(mode, casting.key, True, native)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .current import Scope
 from .dispatch import meetings
 from .scope import OpCasting, enter, leave
 
@@ -47,10 +48,6 @@ class FirstPasses:
         self.ended: Counter[Hashable] = Counter()
         self.follow(casting)
 
-    def is_first(self, kind: Hashable) -> bool:
-        """True if this pass is one of the first of its kind."""
-        return self.ended[kind] < PASSES
-
     def recorded(self) -> OpCasting:
         """The casting of a pass that a compiler records: in a model that has not shown anything yet, ops meet."""
         return self.casting if self.on or PASSES not in self.ended.values() else self.plain
@@ -61,28 +58,60 @@ class FirstPasses:
         self.plain = OpCasting(**{**casting.settings, "meets": False})
         self.on = self.on or bool(casting.emulated)
 
-    def end(self, kind: Hashable, *, met: bool) -> None:
-        """One of the first passes of a kind has ended; ``met`` is True if an op in it was called again."""
-        self.on = self.on or met
-        self.ended[kind] = min(self.ended[kind] + 1, PASSES)
+    def begin(
+        self,
+        name: str,
+        model: nn.Module,
+        args: Any,
+        kwargs: Any,
+        owner: Any,
+        frame: Any = None,
+        *,
+        foreign: bool = False,
+    ) -> Scope:
+        """Begin a call of a method of the model. The first calls of each kind are watched.
+
+        Args:
+            name: of the method.
+            model: the model.
+            args: the arguments, cast.
+            kwargs: the keyword arguments, cast.
+            owner: see ``enter``.
+            frame: see ``enter``.
+            foreign: True if weights in another dtype stand for the model's own, so that ops must meet.
+        """
+        names = sorted(kwargs)
+        arguments = [
+            (a.dtype, a.ndim) if isinstance(a, torch.Tensor) else a if a is None or isinstance(a, bool) else type(a)
+            for a in (*args, *map(kwargs.get, names))
+        ]
+        kind = (name, model.training, torch.is_grad_enabled(), *names, *arguments)
+        first = self.ended[kind] < PASSES
+        scope = enter(self.casting if first or self.on or foreign else self.plain, owner, frame)
+        scope.watched = (kind, meetings.count) if first else None
+        return scope
+
+    def end(self, scope: Scope, error: BaseException | None = None) -> None:
+        """End a call. If it was watched, it has shown if ops were called again in it."""
+        if scope.watched is None:
+            if not self.on:
+                self.note_refusal(error)
+        elif error is None:
+            kind, before = scope.watched
+            self.on = self.on or meetings.count != before
+            self.ended[kind] = min(self.ended[kind] + 1, PASSES)
 
     def run(self, method: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call a method of the model. It has kinds of calls as ``forward`` has, and its arguments are not cast."""
-        names = sorted(kwargs)
-        kinds = [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in (*args, *map(kwargs.get, names))]
-        kind = (method.__name__, model.training, torch.is_grad_enabled(), *names, *kinds)
-        first, before, owner = self.is_first(kind), meetings.count, object()
-        enter(self.casting if first or self.on else self.plain, owner)
+        """Call a method of the model other than ``forward``. Its arguments are not cast."""
+        scope = self.begin(method.__name__, model, args, kwargs, object())
         try:
             result = method(model, *args, **kwargs)
         except RuntimeError as error:
-            if not (first or self.on):
-                self.note_refusal(error)
+            self.end(scope, error)
             raise
         finally:
-            leave(owner)
-        if first:
-            self.end(kind, met=meetings.count != before)
+            leave(scope.owner)
+        self.end(scope)
         return result
 
     def note_refusal(self, error: BaseException | None) -> None:

@@ -50,13 +50,13 @@ def call_again(
     floating = [t for t in tensors_in(args, kwargs) if t.dtype in _MEETING]
     halves = [t for t in floating if t.dtype in HALF_DTYPES]
     name, _ = spellings().get(func, (getattr(func, "__name__", ""), False))
-    foreign = any(t.device.type not in mode.devices for t in floating)
+    foreign = any(t.device.type not in mode.config.devices for t in floating)
     native = mode.native_on()
     if not (halves or native) or foreign or kwargs.get("out") is not None or not _computes(func, name):
         return False, None
     if isinstance(func, FunctionType) and has_question(func):  # written in Python: the ops inside meet
         return True, composite_rule(func)(mode, func, args, kwargs)
-    for dtype in _candidates(func, name, args, floating, halves[0].dtype if halves else mode.dtype):
+    for dtype in _candidates(func, name, args, floating, halves[0].dtype if halves else mode.config.dtype):
         if all(t.dtype is dtype for t in floating) and not native:
             continue
         try:

@@ -24,8 +24,7 @@ from ..kernels.shards import is_sharded
 from . import dynamo
 from .buffers import buffers_to_keep
 from .containers import cast_tree
-from .current import Scope, clear_cache, leave_traced, thread
-from .dispatch import meetings
+from .current import clear_cache, leave_traced, thread
 from .dynamo import not_by_itself
 from .first_passes import FirstPasses
 from .inputs import Cast, ModelInputs, write_back
@@ -41,13 +40,10 @@ __all__ = [
     "SaveAs",
     "add_hooks",
     "cast_module",
-    "casting_of",
     "device_types",
-    "end_casts",
     "exempt",
-    "first_passes_of",
     "has_casting",
-    "inputs_of",
+    "hooks_of",
     "remove_hooks",
 ]
 
@@ -103,10 +99,12 @@ class ModuleHooks:
         return copied
 
     def attach_to(self, module: nn.Module) -> ModuleHooks:
-        """Put them on a module: outside of the user's hooks after ``forward``, which see what was cast."""
+        """Put them on a module, unless they are there: outside of the user's hooks, which see what was cast."""
+        hooks = forward_hooks(module)
+        if self in hooks.values():
+            return self
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self, prepend=True, always_call=True)
-        hooks = forward_hooks(module)
         ordered = list(hooks.items())
         hooks.clear()
         hooks.update(ordered)  # Dynamo of torch 2.11 runs them in the order in which they came
@@ -116,46 +114,35 @@ class ModuleHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Before the forward."""
         compiling = torch.compiler.is_dynamo_compiling()
-        if self.casting is not None and hasattr(type(module), "unshard") and not compiling:
-            # FSDP2 frees the whole weights after each forward pass, and reduces their gradients when the backward pass
-            # leaves a module. The gradient of a cast from an earlier forward pass would come after that.
-            clear_cache()
-        moves = args and self.casting is not None and isinstance(args[0], torch.Tensor) and not compiling
-        if moves and self.casting is not None and args[0].device.type not in self.casting.devices:
-            self._move(module)
-        casting, passes, kind, first, foreign = self.casting, self.passes, None, False, False
-        casts: list[Cast] = []
+        if self.casting is not None and not compiling:
+            if hasattr(type(module), "unshard"):
+                # FSDP2 frees the whole weights after each forward pass, and reduces their gradients when the backward
+                # pass leaves a module. The gradient of a cast from an earlier forward pass would come after that.
+                clear_cache()
+            if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in self.casting.devices:
+                self._move(module)
+        casting, passes, foreign, casts = self.casting, self.passes, False, list[Cast]()
         if self.weight is not None:
             if WITH_MEMORY and not torch.compiler.is_compiling():
                 settle(refresh=False)
             foreign = _check_weight(module, *self.weight, meets=passes is not None and not compiling)
         if passes is not None and (compiling or jit_tracing_state() is not None):
-            casting = passes.recorded()
-        elif passes is not None:
-            names = sorted(kwargs)
-            arguments = [
-                (a.dtype, a.ndim) if isinstance(a, torch.Tensor) else a if a is None or isinstance(a, bool) else type(a)
-                for a in (*args, *map(kwargs.get, names))
-            ]
-            kind = (module.training, torch.is_grad_enabled(), *names, *arguments)
-            first = passes.is_first(kind)
-            casting = casting if first or passes.on or foreign else passes.plain
+            casting, passes = passes.recorded(), None
         if self.inputs is not None:
             given, cast = self.given, None
             if given is not None:
-                look = kind is not None and module.training not in given.looked
+                look = passes is not None and module.training not in given.looked
                 cast = partial(given.cast, casts, self.inputs, look)
             args = tuple([cast_tree(a, self.inputs, cast and partial(cast, i)) for i, a in enumerate(args)])
             kwargs = cast_tree(kwargs, self.inputs, cast) if kwargs else kwargs
             if given is not None and look:
                 given.looked.add(module.training)
-        if casting is not None and compiling:
+        if passes is not None:
+            passes.begin("forward", module, args, kwargs, self, sys._getframe(1), foreign=foreign).casts = casts
+        elif casting is not None and compiling:
             (dynamo.enter_scope if self.explicit else dynamo.enter_model)(casting)
         elif casting is not None:
-            enter(casting, self, sys._getframe(1), explicit=self.explicit)
-            thread.open[-1].casts = casts
-            if first:
-                thread.open[-1].watched = kind, meetings.count
+            enter(casting, self, sys._getframe(1), explicit=self.explicit).casts = casts
         return None if self.inputs is None else (args, kwargs)
 
     @not_by_itself
@@ -169,19 +156,9 @@ class ModuleHooks:
                 leave(self)
                 if latest is not None and latest.owner is self:
                     if self.passes is not None and (latest.watched is not None or output is None):
-                        self._look_back(self.passes, latest, output)
+                        self.passes.end(latest, sys.exc_info()[1] if output is None else None)
                     write_back(latest.casts)
         return None if self.outputs is None else cast_tree(output, self.outputs)
-
-    def _look_back(self, passes: FirstPasses, scope: Scope, output: Any) -> None:
-        """After a pass that was watched, or one that has failed."""
-        error = sys.exc_info()[1] if output is None else None
-        if scope.watched is None:
-            if not passes.on:
-                passes.note_refusal(error)
-        elif error is None:
-            kind, before = scope.watched
-            passes.end(kind, met=meetings.count != before)
 
     def _move(self, module: nn.Module) -> None:
         """Cast on the device of the model too, if it has moved to one of another type."""
@@ -299,7 +276,7 @@ def cast_module(
             spared += [names[module] + name] if id(buffer) not in kept else []
             kept.add(id(buffer))
         if target != dtype:
-            hooks = _hooks_of(module)
+            hooks = hooks_of(module).attach_to(module)
             hooks.inputs, hooks.outputs = target, dtype
         for tensor in _own_tensors(module):
             stays = id(tensor) in kept or id(tensor) in shards
@@ -310,13 +287,13 @@ def cast_module(
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
             if target.itemsize == 2:  # its own code refuses inputs of another dtype than its weights
-                _hooks_of(module).inputs = target
+                hooks_of(module).attach_to(module).inputs = target
     if shards:
         cast_shards(model, shards)
     # A frozen int8 weight of torchao's keeps its dtype in any cast.
     probe = next((name for name, p in model.named_parameters() if id(p) in cast and p.dtype is dtype), None)
     if probe is not None and dtype.itemsize == 2:
-        _hooks_of(model).weight = probe, dtype
+        hooks_of(model).attach_to(model).weight = probe, dtype
     return spared
 
 
@@ -346,12 +323,12 @@ def add_hooks(
         spared: names of buffers that have stayed fp32.
     """
     if casting is not None or inputs is not None or outputs is not None:
-        hooks = _hooks_of(model)
+        hooks = hooks_of(model).attach_to(model)
         hooks.casting = casting or hooks.casting
         if inputs is not None:
             hooks.inputs, hooks.given = inputs, ModelInputs()
         hooks.outputs = outputs or hooks.outputs
-        if casting is not None and casting.call_again is not None and not casting.enabled:
+        if casting is not None and casting.meets and not casting.enabled:
             hooks.passes = FirstPasses(casting, always=always_meets, spared=spared)
             watch_methods(model)
     if saved is not None:
@@ -360,15 +337,10 @@ def add_hooks(
             module.register_load_state_dict_pre_hook(load_masters)
 
 
-def _ours(module: nn.Module) -> list[ModuleHooks]:
-    """The hooks of ours on a module: at most one that is explicit, and one other."""
-    return [hook for hook in forward_hooks(module).values() if isinstance(hook, ModuleHooks)]
-
-
-def _hooks_of(module: nn.Module) -> ModuleHooks:
-    """The hooks of a module that are not explicit; they are put on if they are not there."""
-    found = next((hooks for hooks in _ours(module) if not hooks.explicit), None)
-    return found or ModuleHooks().attach_to(module)
+def hooks_of(module: nn.Module, *, explicit: bool = False) -> ModuleHooks:
+    """The hooks of ours on a module, of which it has at most one that is explicit and one other, or new ones."""
+    ours = (hooks for hooks in forward_hooks(module).values() if isinstance(hooks, ModuleHooks))
+    return next((hooks for hooks in ours if hooks.explicit == explicit), ModuleHooks(explicit=explicit))
 
 
 def remove_hooks(model: nn.Module) -> None:
@@ -379,13 +351,6 @@ def remove_hooks(model: nn.Module) -> None:
                 if _is_ours(hook):
                     del hooks[key]
         unwatch_methods(module)
-
-
-def end_casts(model: nn.Module) -> None:
-    """Let a model at O1 compute as without it; a model with weights in 16 bits needs its casts, and keeps them."""
-    for hooks in _ours(model):
-        if hooks.passes is None and not hooks.explicit:
-            hooks.casting = None
 
 
 def _is_ours(hook: Any) -> bool:
@@ -400,20 +365,5 @@ def device_types(models: Iterable[nn.Module]) -> set[str] | None:
 
 
 def has_casting(model: nn.Module, *, explicit: bool = False) -> bool:
-    """Whether a casting of its own is in force while a model runs, ``explicit`` or not."""
-    return any(hooks.casting is not None and hooks.explicit == explicit for hooks in _ours(model))
-
-
-def inputs_of(model: nn.Module) -> ModelInputs | None:
-    """How the inputs of a model are cast; None if they are not."""
-    return next((hooks.given for hooks in _ours(model) if hooks.given is not None), None)
-
-
-def first_passes_of(model: nn.Module) -> FirstPasses | None:
-    """What the first passes of a model have shown; None if ops do not meet in it."""
-    return next((hooks.passes for hooks in _ours(model) if hooks.passes is not None), None)
-
-
-def casting_of(model: nn.Module) -> OpCasting | None:
-    """What is done to ops while a model runs; None if nobody has put a casting on it."""
-    return next((hooks.casting for hooks in _ours(model) if hooks.casting is not None), None)
+    """True if a casting of its own is in force while a model runs, ``explicit`` or not."""
+    return hooks_of(model, explicit=explicit).casting is not None

@@ -38,12 +38,11 @@ __all__ = ["build_table"]
 def build_table(
     lists: OpLists | None,
     devices: tuple[str, ...],
-    kinds: frozenset[str] = frozenset(),
-    *,
-    explicit: bool = False,
-    meets: bool = False,
-    recorded: bool = False,
-    verbose: bool = False,
+    kinds: frozenset[str],
+    meets: bool,
+    verbose: bool,
+    explicit: bool,
+    recorded: bool,
 ) -> dict[Callable[..., Any] | str, Rule]:
     """The rule of each callable of torch under some lists; callables to leave alone are not in it.
 
@@ -54,11 +53,11 @@ def build_table(
         lists: None casts nothing.
         devices: types of the devices that are cast on.
         kinds: the classes of ops that are emulated somewhere.
-        explicit: leave nothing to native autocast, which may be on or off, for other lists.
-        meets: whether ops are called again that torch has refused. Those that it ought to refuse have a rule then.
-        recorded: whether ops are recorded, to run later. Then they cannot be called again, and those that ``meets``
-            have a rule.
+        meets: True to call ops again that torch has refused. Those that it ought to refuse have a rule then.
         verbose: log casts; native autocast cannot.
+        explicit: leave nothing to native autocast, which may be on or off, for other lists.
+        recorded: True if ops are recorded, to run later. Then they cannot be called again, and those that ``meets``
+            have a rule.
     """
     if (lists is None or lists.level == "native") and not (kinds or explicit or meets):
         return {}

@@ -131,7 +131,7 @@ def _cast(mode: CastMode, value: Any, target: torch.dtype | None, name: str, cac
         return value
     if cache is not None and dtype is torch.float32 and value.is_leaf and not _is_compiling():
         return _from_cache(mode, cache, value, target, name)
-    if mode.verbose:
+    if mode.config.verbose:
         _log_cast(name, dtype, target)
     return value.float() if target is torch.float32 else value.to(target)  # float() takes a microsecond less
 
@@ -141,7 +141,7 @@ def _from_cache(
 ) -> torch.Tensor:
     casts = cache.casts
     copy = cache.cast(weight, target, *wide)
-    if mode.verbose and cache.casts != casts and weight.dtype is not target:
+    if mode.config.verbose and cache.casts != casts and weight.dtype is not target:
         _log_cast(name, weight.dtype, target)
     return copy
 
@@ -225,7 +225,7 @@ def _is_weight(value: Any) -> bool:
 
 def banned(name: str, hint: str, mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Refuse a 16-bit input, or with ``allow_banned`` cast it to fp32. Targets and weights are cast."""
-    if not mode.allow_banned:
+    if not mode.config.allow_banned:
         for tensor in tensors_in(args[:1], kwargs.get("input")):
             if tensor.dtype in HALF_DTYPES and mode.casts(tensor):
                 raise UnsafeOpError(f"{name} is unsafe with {dtype_name(tensor.dtype)} inputs. {hint}")
@@ -324,12 +324,12 @@ def _rounded(mode: CastMode, half: torch.dtype, name: str, values: Iterable[Any]
         elif value.dtype not in _CASTABLE:
             pass
         elif cache is not None and value.is_leaf and (value.requires_grad or type(value) is Parameter):
-            if mode.verbose:
+            if mode.config.verbose:
                 value = _from_cache(mode, cache, value, half, name, True, kept)
             else:
                 value = cache.cast(value, half, True, kept)
         else:
-            if mode.verbose and value.dtype is not half:
+            if mode.config.verbose and value.dtype is not half:
                 _log_cast(name, value.dtype, half)
             if compiling:
                 value = widen(value if value.dtype is half else narrow(value, half))
@@ -356,14 +356,14 @@ def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str
         return None
     device, dtypes = tensors[0].device.type, {tensor.dtype for tensor in tensors}
     half = mode.half_of(tensors[0]) if lowers else None
-    plain = half is None and not mode.native and not mode.explicit and device in NATIVE
+    plain = half is None and not mode.config.native and not mode.explicit and device in NATIVE
     if plain and torch.is_autocast_enabled(device):  # the user's, in a scope without casts
         half = torch.get_autocast_dtype(device)
     if half is None:
         dtype, fits = tensors[0].dtype, len(dtypes) == 1
     else:
         dtype, fits = half, dtypes.issubset(_CASTABLE)
-    return dtype if fits and (device, dtype, kind) in mode.emulated else None
+    return dtype if fits and (device, dtype, kind) in mode.config.emulated else None
 
 
 # ---- other calls that the mode has to see

@@ -21,11 +21,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..core.oplists.tables import NATIVE
 from . import dynamo
 from .autograd_functions import with_inputs_cast
-from .config import CastingConfig
+from .config import NOTHING, CastingConfig
 from .current import (
     Patches,
     Scope,
@@ -43,9 +44,8 @@ from .current import (
     set_current,
     set_native,
     thread,
-    without_ours,
 )
-from .dispatch import function_modes, set_function_modes
+from .dispatch import function_modes
 
 __all__ = [
     "NO_CASTING",
@@ -96,14 +96,16 @@ _ONLY_MEETING = OpCasting(None, enabled=False, emulate=False, devices=NATIVE, me
 # ---- scopes of one thread
 
 
-def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None, *, explicit: bool = False) -> None:
+def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None, *, explicit: bool = False) -> Scope:
     """Make a casting current: of a model while it runs, unless an explicit scope is around it, or in an explicit scope.
+
+    Returns the new scope.
 
     Args:
         casting: one that is not enabled casts nothing, and may emulate.
         owner: who will leave again.
         frame: of the call of the model; None for a ``with`` block.
-        explicit: whether it wins over explicit scopes around it.
+        explicit: True if it wins over explicit scopes around it.
     """
     if casting.enabled and not explicit:
         join_session()
@@ -119,12 +121,11 @@ def enter(casting: CastingConfig, owner: object, frame: FrameType | None = None,
             if needed:
                 patches.hold(scope)
                 scope.patches.append(patches)
-        if scope.saved.traced is not None:
-            set_function_modes(without_ours(scope.saved.traced))
         set_current(casting, [device for device, _, _ in scope.saved.native])
         thread.explicit = explicit
     thread.open.append(scope)
     thread.mode.frame = frame or thread.mode.frame
+    return scope
 
 
 def leave(owner: object) -> None:
@@ -181,7 +182,7 @@ class Session:
         if following is not None and not in_autocast():
             _join(following, in_op=True)
             return
-        set_current(None, (), in_op=True)
+        set_current(NOTHING, (), in_op=True)
         if thread.before is not None and not in_autocast():
             set_native(thread.before.native)
 
@@ -200,14 +201,6 @@ def _latest_session() -> Session | None:
     return sessions[-1] if sessions else None
 
 
-def _add(session: Session, at: int) -> None:
-    """Begin a session, which has this place among the others."""
-    if session.casting.enabled:
-        around_casts.hold(session)
-    around_recomputation.hold(session)
-    sessions.insert(at, session)
-
-
 def session_casting() -> CastingConfig | None:
     """The casting of the latest session, or None."""
     session = _latest_session()
@@ -221,7 +214,11 @@ def begin_session(casting: OpCasting, owners: Iterable[object] = ()) -> None:
         casting: what to do; the latest session decides, and one that casts goes before those that do not.
         owners: see ``Session``.
     """
-    _add(Session(casting, owners), len(sessions) if casting.enabled else 0)
+    session = Session(casting, owners)
+    if casting.enabled:
+        around_casts.hold(session)
+    around_recomputation.hold(session)
+    sessions.insert(len(sessions) if casting.enabled else 0, session)
     join_session()
 
 
@@ -232,10 +229,10 @@ def keep_session(casting: OpCasting, owner: object) -> None:
             session.owners = [*session.owners, weakref.ref(owner)]
 
 
-def end_session(casting: OpCasting) -> None:
-    """End the session with this very casting, if it is not over; the one before is current again."""
+def end_session(casting: OpCasting | None = None) -> None:
+    """End the session with this very casting, or all; the one before is current again."""
     for session in sessions:
-        if session.casting is casting:
+        if casting in (None, session.casting):
             session.owners = []
     join_session()
 
@@ -245,19 +242,15 @@ def deactivate() -> None:
 
     Models that were brought up at O1 still compute by their level; what is outside of them is not cast any more.
     """
-    for session in sessions:
-        session.owners = []
-    join_session()
+    end_session()
 
 
 def moved_to(device_type: str, casting: OpCasting) -> OpCasting:
     """The casting of a model that has moved to another type of device; a session with this casting follows."""
     new = OpCasting(**{**casting.settings, "devices": {*casting.devices, device_type}})
-    for place, session in enumerate(list(sessions)):
+    for session in sessions:
         if session.casting is casting:
-            moved = Session(new)
-            moved.owners, session.owners = session.owners, []
-            _add(moved, place + 1)
+            session.casting = new
     join_session()
     return new
 
@@ -272,7 +265,8 @@ def join_session() -> None:
     if thread.open or thread.traced:
         close_interrupted()
     latest = _latest_session() if sessions else None
-    if thread.session is latest or thread.open:
+    joined = thread.session is latest and (latest is None or thread.current is latest.casting)
+    if joined or thread.open or thread.traced:
         return
     if thread.mode.is_needed and thread.mode not in function_modes():
         return  # the mode runs an op, after which it is on torch's stack again
@@ -293,7 +287,7 @@ def _join(session: Session, *, in_op: bool = False) -> None:
     before = thread.before
     set_native(before.native)
     known = [device for device, _, _ in before.native]
-    before.native += native_state(device for device in native if device not in known)
+    before.native.extend(native_state(device for device in native if device not in known))
     set_current(session.casting, native, session, in_op=in_op)
     thread.session = session
 
@@ -367,7 +361,7 @@ around_casts = Patches(
         ("torch.autograd", "_engine_run_backward"): _uncast,
         ("torch._functorch.config", "backward_pass_autocast"): lambda own: "off",  # or it casts there what forward did
     },
-    (_before_step, _after_step),
+    {register_optimizer_step_pre_hook: _before_step, register_optimizer_step_post_hook: _after_step},
 )
 """Held while ops are cast: a backward pass and a step run without casts."""
 

@@ -8,7 +8,7 @@ from ..amp.loss_scaler import LossScaler
 from ..amp.options import Properties
 from ..amp.session import Session, latest, require_session
 from ..casting.current import clear_cache
-from ..casting.modules import ModuleHooks, end_casts
+from ..casting.modules import ModuleHooks, hooks_of
 from ..casting.scope import deactivate, disable_casts, sessions
 from .casting_switch import CastingSwitch
 
@@ -26,10 +26,9 @@ class StateHandle(CastingSwitch):
     def _deactivate(self) -> None:
         """End all casts of O1, also those in models and their copies: they compute in the dtype of their inputs."""
         for owner in [owner() for session in sessions for owner in session.owners]:
-            if isinstance(owner, torch.nn.Module):
-                end_casts(owner)
-            elif isinstance(owner, ModuleHooks):
-                owner.casting = None
+            hooks = hooks_of(owner) if isinstance(owner, torch.nn.Module) else owner
+            if isinstance(hooks, ModuleHooks) and hooks.passes is None:  # 16-bit weights need the casts
+                hooks.casting = None
         deactivate()
 
 

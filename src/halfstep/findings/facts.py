@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..casting.modules import casting_of
+from ..casting.modules import hooks_of
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.inner_optimizers import bare
 from ..core.policy import Policy
@@ -162,7 +162,7 @@ class Facts:
     @cached_property
     def computed(self) -> set[torch.dtype]:
         """The 16-bit dtypes that the model computes in, as far as one can know."""
-        casting = casting_of(self.model)
+        casting = hooks_of(self.model).casting
         cast = {casting.dtype} if casting is not None and casting.enabled else set()
         given = {self.policy.compute_dtype, self.policy.param_dtype} if self.policy is not None else set()
         seen = self.forward.dtypes if self.forward is not None else set()

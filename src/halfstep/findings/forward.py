@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..casting.modules import inputs_of
+from ..casting.modules import hooks_of
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.oplists.names import spellings
 from ..core.oplists.tables import FLOAT, words
@@ -246,7 +246,7 @@ def run(model: nn.Module, batch: Any) -> Forward:
         for name, buffer in buffers_of(module).items()
         if buffer is not None
     ]
-    if (given := inputs_of(model)) is not None:
+    if (given := hooks_of(model).given) is not None:
         given.looked.clear()  # this batch is looked at, too
     with same_random_numbers(model), torch.no_grad():
         try:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..casting.buffers import POSITIONS
-from ..casting.modules import casting_of, first_passes_of, has_casting, inputs_of
+from ..casting.modules import has_casting, hooks_of
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.hardware import has_units
 from ..core.text import listed
@@ -184,7 +184,7 @@ def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
 
     They stay fp32. Source: diffusers#993.
     """
-    given, casting = inputs_of(facts.model), casting_of(facts.model)
+    given, casting = (hooks := hooks_of(facts.model)).given, hooks.casting
     stay = sorted({place for (place, *_), _ in given.stays}, key=str) if given is not None else []
     if stay and casting is not None:
         yield Found(
@@ -198,7 +198,7 @@ def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
 
 def buffers_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
     """HS119: buffers that have stayed fp32, because numbers in them would be 0 or inf, or are frequencies."""
-    passes = first_passes_of(facts.model)
+    passes = hooks_of(facts.model).passes
     if passes is not None and passes.spared:
         dtype = dtype_name(passes.casting.dtype)
         text = f"Buffers stay float32: {dtype} would destroy what they hold."

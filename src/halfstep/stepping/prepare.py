@@ -132,7 +132,7 @@ def prepare_model(
                 policy.param_dtype,
                 keep=keep or (lambda module: policy.keep_batchnorm_fp32 and isinstance(module, modules.BatchNorm)),
                 module_filter=module_filter,
-                spare_buffers=casting is not None and casting.call_again is not None,
+                spare_buffers=casting is not None and casting.meets,
             )
         finally:  # a filter may raise
             for param, grad in grads:
