@@ -80,7 +80,7 @@ def test_bad_arguments_as_recorded(name: str) -> None:
         ({"dtype": 16}, ArgumentTypeError, r"dtype must be a torch\.dtype or its name, not 16"),
         ({"save_dtype": "int8"}, ArgumentValueError, r"save_dtype can only be float16, bfloat16, float32, float64\."),
         ({"optimizers": "x"}, ArgumentTypeError, r"optimizers must be either a single optimizer .*, not str\."),
-        ({"models": [3]}, ArgumentTypeError, r"models must be either .*, not list with an int in it\."),
+        ({"models": [3]}, ArgumentTypeError, r"models must be either .*, not list with an item of type int\."),
         ({"master_weight": "no"}, ArgumentTypeError, r"master_weight='no' must be True, False or None"),
         ({"master_weight": 0}, ArgumentTypeError, r"master_weight=0 must be True, False or None"),
         ({"master_grad": None}, ArgumentTypeError, r"master_grad=None must be True or False"),

@@ -17,6 +17,7 @@ from halfstep.distributed import ddp_sync, flat_buckets
 from halfstep.distributed.ddp_hook import Reduction
 from halfstep.distributed.ddp_sync import BackwardRecord, RankSync, share_overflow
 from halfstep.gradients.loss_scaler import DeviceLossScaler
+from halfstep.gradients.table import Slot, record_of
 from halfstep.masters.keeper import MasterKeeper
 from halfstep.stepping.backward import any_overflow
 
@@ -39,7 +40,7 @@ class Wrapper(Reduction):
         self.params = frozenset(map(id, params))
         self.device, self.hooked = torch.device("cpu"), True
         self.allreduces = 0
-        self.scale, self.saved = None, []
+        self.scale, self.open = None, set()
         self.filled = self.rebuilds = self.windows = 0
         self.stayed: list[torch.Tensor] = []
         self.fp32: list[list[int]] = []
@@ -70,6 +71,13 @@ def with_wrappers(*wrappers: Wrapper) -> RankSync:
     ranks = RankSync()
     ranks.reductions = list(wrappers)
     return ranks
+
+
+def slots(*params: torch.Tensor, saved: Iterable[torch.Tensor] = ()) -> list[Slot]:
+    """Rows of a table, with gradients of ones set aside for some of the parameters."""
+    for p in saved:
+        record_of(p).saved = torch.ones(2)
+    return [Slot(p, 0, record_of(p)) for p in params]
 
 
 def flag(value: float) -> torch.Tensor:
@@ -179,42 +187,42 @@ def test_what_the_coming_pass_averages_is_carried() -> None:
     b.will_sync = False
     ranks = with_wrappers(a, b)
     assert ranks.will_sync
-    assert [id(x) for x in ranks.averaged_next([p, q, r])] == [id(p)]
+    assert [id(x.param) for x in ranks.averaged_next(slots(p, q, r))] == [id(p)]
     a.will_sync = False
     assert not ranks.will_sync
-    assert ranks.averaged_next([p, q, r]) == []
-    assert ranks.abandon_backward([p, q, r]), "what was carried went with the pass that failed"
-    assert not ranks.abandon_backward([p, q, r])
+    assert ranks.averaged_next(slots(p, q, r)) == []
+    assert ranks.abandon_backward(), "what was carried went with the pass that failed"
+    assert not ranks.abandon_backward()
 
 
 def unsynced_pass(ranks: RankSync, *params: torch.Tensor) -> None:
     """A pass that the ranks do not average brings gradients to parameters without."""
-    ranks.begin_backward(None, params, {})
+    ranks.begin_backward(None, slots(*params))
     for one in params:
         one.grad = torch.ones_like(one)
-    ranks.end_backward(params)
+    ranks.end_backward()
 
 
 @pytest.mark.parametrize("talked", [False, True])
 def test_a_pass_that_nobody_averaged_leaves_this_rank_alone_with_it(talked: bool) -> None:
     p, q, scale = param(1.0), param(), flag(128.0)
-    wrapper, saved = Wrapper(p, q), {}
+    wrapper = Wrapper(p, q)
     ranks = with_wrappers(wrapper)
-    ranks.begin_backward(scale, [p, q], saved)
-    assert (wrapper.scale, wrapper.saved, wrapper.filled) == (scale, [saved], 1)
+    ranks.begin_backward(scale, slots(p, q))
+    assert (wrapper.scale, wrapper.open, wrapper.filled) == (scale, {ranks}, 1)
     q.grad = torch.ones(2)
     wrapper.allreduces += talked
-    ranks.end_backward([p, q])
-    assert (wrapper.scale, wrapper.saved) == (None, [])
+    ranks.end_backward()
+    assert (wrapper.scale, wrapper.open) == (None, set())
     assert wrapper.rebuilds == talked
     assert ranks.has_unsynced is not talked
     assert [id(x) for x in wrapper.stayed] == ([] if talked else [id(q)])
-    ranks.begin_backward(scale, [p, q], saved)
-    ranks.end_backward([p, q])
+    ranks.begin_backward(scale, slots(p, q))
+    ranks.end_backward()
     assert ranks.has_unsynced is not talked, "a pass that brings nothing changes nothing"
-    ranks.begin_backward(scale, [p, q], saved)
+    ranks.begin_backward(scale, slots(p, q))
     wrapper.allreduces += 1
-    ranks.end_backward([p, q])
+    ranks.end_backward()
     assert not ranks.has_unsynced
     q.grad = None
     unsynced_pass(ranks, q)
@@ -231,9 +239,9 @@ def test_a_reduction_nobody_expected_counts_if_it_carried_all(syncs: bool, unsen
     wrapper = Wrapper(p)
     ranks = with_wrappers(wrapper)
     unsynced_pass(ranks, p)
-    ranks.begin_backward(None, [p], {id(p): torch.ones(2)} if unsent else {})
+    ranks.begin_backward(None, slots(p, saved=[p] if unsent else []))
     wrapper.allreduces, wrapper.will_sync = 1, syncs
-    ranks.end_backward([p])
+    ranks.end_backward()
     assert ranks.has_unsynced is behind
 
 
@@ -245,13 +253,54 @@ def test_two_optimizers_of_one_wrapper_end_their_passes_one_by_one() -> None:
     unsynced_pass(first, p)
     unsynced_pass(second, q)
     wrapper.will_sync = False
-    first.begin_backward(None, [p], {})
-    second.begin_backward(None, [q], {id(q): torch.ones(2)})
+    first.begin_backward(None, slots(p))
+    second.begin_backward(None, slots(q, saved=[q]))
     wrapper.allreduces += 1
-    first.end_backward([p])
-    assert len(wrapper.saved) == 1
-    second.end_backward([q])
-    assert (wrapper.saved, first.has_unsynced, second.has_unsynced) == ([], False, True)
+    first.end_backward()
+    assert wrapper.open == {second}
+    second.end_backward()
+    assert (wrapper.open, first.has_unsynced, second.has_unsynced) == (set(), False, True)
+
+
+def test_under_another_hook_what_was_held_travels_in_the_gradients() -> None:
+    p, q = param(dtype=BF16), param(dtype=BF16)
+    wrapper = Wrapper(p)
+    wrapper.hooked = wrapper.will_sync = False
+    ranks = with_wrappers(wrapper)
+    unsynced_pass(ranks, p)
+    p.grad, wrapper.will_sync = None, True
+    ranks.begin_backward(flag(4.0), slots(p, q, saved=[p, q]))
+    assert (p.grad.dtype, p.grad.tolist(), q.grad) == (BF16, [4.0, 4.0], None)
+    assert [record_of(x).saved is None for x in (p, q)] == [True, False]
+    assert ranks.has_unsynced
+    ranks.end_backward()
+    assert not ranks.has_unsynced, "it was averaged, though our hook did not see it"
+    ranks.begin_backward(None, slots(p, q, saved=[p]))
+    assert p.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("hooked", "syncs"), [(True, True), (True, False), (False, False)])
+def test_our_hook_adds_what_is_held_and_nobody_needs_it_in_a_pass_of_one_rank(hooked: bool, syncs: bool) -> None:
+    p = param()
+    wrapper = Wrapper(p)
+    wrapper.hooked, wrapper.will_sync = hooked, syncs
+    with_wrappers(wrapper).begin_backward(flag(4.0), slots(p, saved=[p]))
+    assert p.grad is None
+    assert record_of(p).saved is not None
+
+
+@pytest.mark.parametrize("talked", [False, True])
+def test_a_pass_that_failed_is_lost_once_ranks_have_talked(talked: bool) -> None:
+    p = param()
+    wrapper = Wrapper(p)
+    ranks = with_wrappers(wrapper)
+    ranks.begin_backward(None, slots(p))
+    p.grad = torch.ones(2)
+    wrapper.allreduces += talked
+    assert ranks.abandon_backward() is talked
+    assert wrapper.open == set()
+    assert [id(x) for x in wrapper.stayed] == ([] if talked else [id(p)])
+    assert not ranks.abandon_backward()
 
 
 # ---- what is averaged before a step

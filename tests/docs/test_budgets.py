@@ -31,37 +31,14 @@ BUDGETS = {  # calls, files, returns
     "Executor.run at O2": (103, 25, 20),
 }
 
-CODE_LINES = {  # of each room
-    "amp": 1_155,
-    "casting": 1_962,
-    "cli": 1_485,
-    "compat": 4_522,
-    "core": 1_427,
-    "debugging": 327,
-    "distributed": 599,
-    "findings": 1_146,
-    "gradients": 642,
-    "graph": 368,
-    "integrations": 363,
-    "kernels": 1_751,
-    "masters": 463,
-    "model": 505,
-    "numerics": 1_868,
-    "observe": 673,
-    "optimizers": 1_909,
-    "pages": 245,
-    "parallel": 3,
-    "static": 2,
-    "stepping": 1_192,
-    "top": 92,
-    "train_step": 629,
-}
-GROUPS = {
+GROUPS = {  # rooms, of which each change may take lines from one to another
     "engine and amp": (
         *("core", "kernels", "casting", "gradients", "masters", "optimizers", "stepping", "distributed", "amp"),
     ),
+    "compat": ("compat",),
+    "observers": ("observe", "numerics", "findings", "debugging", "pages"),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_100}
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_100, "compat": 4_523, "observers": 4_259}
 ALL_CODE_LINES = 23_333
 ALL_TEST_LINES = 42_503
 
@@ -111,15 +88,6 @@ def check_code_lines(what: str, found: int, budget: int) -> None:
 
 
 LINES = by_room(SOURCES)
-
-
-def test_every_room_has_a_budget() -> None:
-    assert set(CODE_LINES) == set(LINES)
-
-
-@pytest.mark.parametrize("room", CODE_LINES)
-def test_a_room_is_within_its_budget(room: str) -> None:
-    check_code_lines(room, LINES[room], CODE_LINES[room])
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -10,6 +10,7 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.gradients.ledger import Gradients
+from halfstep.gradients.table import OptimizerTable
 from halfstep.gradients.unscale import Unscaler
 
 BIG = 60_000.0  # two of them are more than fp16 holds
@@ -35,10 +36,11 @@ def test_parts_that_overflow_on_the_way_do_not_count_as_overflow() -> None:
 def test_parts_that_were_set_aside_do_not_overflow_when_a_dense_gradient_comes() -> None:
     param = torch.zeros(3, 2, dtype=torch.float16, requires_grad=True)
     param.grad = in_parts([BIG, BIG, -BIG])
-    gradients, scale = Gradients(None, reduced=lambda params: []), torch.tensor(128.0)
-    gradients.begin([param], scale)
+    optimizer, scale = torch.optim.SGD([param]), torch.tensor(128.0)
+    gradients = Gradients(OptimizerTable.of(optimizer))
+    gradients.begin(scale, optimizer)
     param.grad = torch.full_like(param, 128.0)
-    gradients.finish([param], scale, torch.zeros(()))
+    gradients.finish(scale, torch.zeros(()))
     assert param.grad is not None
     assert param.grad.dtype is torch.float16
     assert param.grad.tolist() == [[1.0, 1.0], [BIG, BIG], [1.0, 1.0]]  # BIG + 1 is BIG in fp16

@@ -1,4 +1,4 @@
-"""Who keeps what for an optimizer: masters by itself or here, or 16-bit copies of fp32 weights and no masters."""
+"""Who keeps what for an optimizer: masters by itself or beside it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from halfstep import amp, optimizers
 from halfstep.gradients.ledger import set_grads
 from halfstep.gradients.master_registry import keeper_of
+from halfstep.gradients.table import Slot, record_of
 from halfstep.kernels.shards import local
 from halfstep.kernels.storage import SPLIT, Storage, plain
 from halfstep.masters.keeper import MasterKeeper
@@ -231,7 +232,7 @@ def test_a_plain_master_of_a_sharded_weight_takes_what_is_written_to_it(sharded:
 def test_writes_of_a_step_to_sharded_weights(wrote: str, sharded: nn.Parameter) -> None:
     master = torch.nn.Parameter(sharded.detach().float())
     writes = StepWrites()
-    writes.begin([sharded], [master], [master])
+    writes.begin([Slot(sharded, 0, record_of(sharded), master=master)], [master])
     local((sharded if wrote == "weight" else master).detach()).fill_(1.0)
     writes.end()
     assert local(master.detach()).tolist() == [1.0, 1.0]

@@ -13,6 +13,7 @@ from torch import nn
 from halfstep.core.errors import UsageError
 from halfstep.gradients import master_registry as holders
 from halfstep.gradients.ledger import get_grads, set_grads
+from halfstep.gradients.table import OptimizerTable
 from halfstep.masters.plain import PlainMasters
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -31,8 +32,12 @@ def sgd(*params: nn.Parameter, lr: float = 2.0**-12, momentum: float = 0.9) -> t
     return torch.optim.SGD(params, lr=lr, momentum=momentum)
 
 
+def plain_masters(optimizer: Any, originals: dict[int, torch.Tensor] | None = None) -> PlainMasters:
+    return PlainMasters(OptimizerTable.of(optimizer, fp32_grads=True), originals)
+
+
 def step(masters: PlainMasters, optimizer: torch.optim.Optimizer) -> None:
-    masters.enter(optimizer)
+    masters.enter()
     optimizer.step()
     masters.leave()
 
@@ -47,38 +52,43 @@ def master_of(masters: PlainMasters, p: torch.Tensor) -> float:
 def test_trainable_16_bit_parameters_have_masters_and_no_others(half: torch.dtype) -> None:
     trained, frozen, single = param(dtype=half), param(dtype=half), param(dtype=torch.float32)
     frozen.requires_grad_(False)
-    masters, optimizer = PlainMasters(), sgd(trained, frozen, single)
-    masters.adopt(optimizer)
+    optimizer = sgd(trained, frozen, single)
+    masters = plain_masters(optimizer)
+    masters.adopt()
     ((p, master),) = masters.pairs()
     assert p is trained
     assert (type(master), master.dtype, master.requires_grad) == (nn.Parameter, torch.float32, True)
     assert [masters.of(q) is None for q in (trained, frozen, single)] == [False, True, True]
     frozen.requires_grad_(True)
-    masters.adopt(optimizer)
+    masters.adopt()
     assert masters.of(trained) is master
     assert masters.of(frozen) is not None
 
 
 def test_masters_start_from_the_weights_before_they_were_rounded() -> None:
     known, written, unknown = param(), param(5.0), param(3.0)
-    masters = PlainMasters({id(p): torch.full((2,), FINE, dtype=torch.float64) for p in (known, written)})
-    masters.adopt(sgd(known, written, unknown))
+    optimizer = sgd(known, written, unknown)
+    originals = {id(p): torch.full((2,), FINE, dtype=torch.float64) for p in (known, written)}
+    masters = plain_masters(optimizer, originals)
+    masters.adopt()
     assert [master_of(masters, p) for p in (known, written, unknown)] == [FINE, 5.0, 3.0]
 
 
 def test_originals_serve_the_first_adoption_only() -> None:
     p, later = param(), param()
-    masters, optimizer = PlainMasters({id(later): torch.full((2,), FINE)}), sgd(p)
-    masters.adopt(optimizer)
+    optimizer = sgd(p)
+    masters = plain_masters(optimizer, {id(later): torch.full((2,), FINE)})
+    masters.adopt()
     optimizer.add_param_group({"params": [later]})
-    masters.adopt(optimizer)
+    masters.adopt()
     assert master_of(masters, later) == 1.0
 
 
 @in_both_halves
 def test_a_step_moves_the_master_and_rounds_it_into_the_parameter(half: torch.dtype) -> None:
     p, single = param(dtype=half), param(dtype=torch.float32)
-    masters, optimizer = PlainMasters(), sgd(p, single, momentum=0.0)
+    optimizer = sgd(p, single, momentum=0.0)
+    masters = plain_masters(optimizer)
     for i in range(1, 9):
         step(masters, optimizer)
         assert master_of(masters, p) == 1.0 - i * 2.0**-12
@@ -88,10 +98,11 @@ def test_a_step_moves_the_master_and_rounds_it_into_the_parameter(half: torch.dt
 
 def test_the_optimizer_holds_masters_only_while_it_steps() -> None:
     p, single = param(), param(dtype=torch.float32)
-    masters, optimizer = PlainMasters(), sgd(p, single)
+    optimizer = sgd(p, single)
+    masters = plain_masters(optimizer)
     listed: Any = optimizer.param_groups[0]["params"]
     grad = p.grad
-    masters.enter(optimizer)
+    masters.enter()
     master = listed[0]
     assert master is not p
     assert listed[1] is single
@@ -110,8 +121,9 @@ def test_the_optimizer_holds_masters_only_while_it_steps() -> None:
 @pytest.mark.parametrize("moved", [False, True])
 def test_what_is_written_to_a_parameter_in_a_step_counts_unless_its_master_has_moved(moved: bool) -> None:
     p = param()
-    masters, optimizer = PlainMasters(), sgd(p, lr=0.5)
-    masters.enter(optimizer)
+    optimizer = sgd(p, lr=0.5)
+    masters = plain_masters(optimizer)
+    masters.enter()
     with torch.no_grad():
         p.fill_(5.0)
     assert master_of(masters, p) == 1.0
@@ -127,11 +139,12 @@ def test_what_is_written_to_a_parameter_in_a_step_counts_unless_its_master_has_m
 
 def test_data_that_was_used_before_a_step_is_no_write_in_it() -> None:
     p = param()
-    masters, optimizer = PlainMasters(), sgd(p)
-    masters.enter(optimizer)
+    optimizer = sgd(p)
+    masters = plain_masters(optimizer)
+    masters.enter()
     masters.leave()
     p.data.fill_(2.0)
-    masters.enter(optimizer)
+    masters.enter()
     optimizer.param_groups[0]["params"][0].data.add_(1.0)  # gives the master no new version
     masters.leave()
     assert p.tolist() == [3.0, 3.0]
@@ -140,8 +153,9 @@ def test_data_that_was_used_before_a_step_is_no_write_in_it() -> None:
 @pytest.mark.parametrize("change", ["cleared", "replaced", "zeroed", "left"])
 def test_what_a_step_does_to_gradients_reaches_the_parameters(change: str) -> None:
     p, single = param(grad=2.0), param(dtype=torch.float32, grad=2.0)
-    masters, optimizer = PlainMasters(), sgd(p, single)
-    masters.enter(optimizer)
+    optimizer = sgd(p, single)
+    masters = plain_masters(optimizer)
+    masters.enter()
     for each in optimizer.param_groups[0]["params"]:
         if change == "cleared":
             each.grad = None
@@ -156,7 +170,8 @@ def test_what_a_step_does_to_gradients_reaches_the_parameters(change: str) -> No
 
 def test_leaving_twice_does_nothing() -> None:
     p = param()
-    masters, optimizer = PlainMasters(), sgd(p)
+    optimizer = sgd(p)
+    masters = plain_masters(optimizer)
     step(masters, optimizer)
     with torch.no_grad():
         p.fill_(3.0)
@@ -167,10 +182,11 @@ def test_leaving_twice_does_nothing() -> None:
 
 def test_state_of_16_bits_becomes_fp32_and_the_rest_stays() -> None:
     p = param()
-    masters, optimizer = PlainMasters(), sgd(p)
+    optimizer = sgd(p)
+    masters = plain_masters(optimizer)
     buffer, count = torch.ones(2, dtype=BF16), torch.tensor(3)
     optimizer.state[p] = {"momentum_buffer": buffer, "count": count, "name": "p"}
-    masters.adopt(optimizer)
+    masters.adopt()
     state = optimizer.state[p]
     assert (state["momentum_buffer"].dtype, state["count"], state["name"]) == (torch.float32, count, "p")
 
@@ -183,13 +199,14 @@ def test_state_of_a_model_that_was_float64_becomes_fp32() -> None:
     p.grad = None
     p.data = p.data.to(BF16)
     set_grads([p], [torch.ones(2)])
-    step(PlainMasters(), optimizer)
+    step(plain_masters(optimizer), optimizer)
     assert {value.dtype for value in optimizer.state[p].values()} == {torch.float32}
 
 
 def test_state_is_carried_from_step_to_step_wherever_it_came_from() -> None:
     p, q = param(), param(dtype=torch.float32)
-    masters, optimizer = PlainMasters(), sgd(p, q)
+    optimizer = sgd(p, q)
+    masters = plain_masters(optimizer)
     step(masters, optimizer)
     step(masters, optimizer)
     for state in optimizer.state.values():
@@ -202,7 +219,7 @@ def test_state_is_carried_from_step_to_step_wherever_it_came_from() -> None:
     assert optimizer.state[p]["momentum_buffer"][0] == 1.0
     saved = optimizer.state_dict()
     saved["state"][0]["momentum_buffer"] = torch.full((2,), 20.0)
-    masters.enter(optimizer)
+    masters.enter()
     optimizer.load_state_dict(saved)  # makes a new map
     masters.leave()
     assert {id(key) for key in optimizer.state} == {id(p), id(q)}
@@ -217,8 +234,9 @@ def test_state_is_carried_from_step_to_step_wherever_it_came_from() -> None:
 @torch.no_grad()
 def test_a_written_parameter_is_the_truth_and_the_rest_keeps_its_bits(half: torch.dtype) -> None:
     p = param(dtype=half)
-    masters, optimizer = PlainMasters({id(p): torch.full((2,), FINE)}), sgd(p, lr=0.0)
-    masters.adopt(optimizer)
+    optimizer = sgd(p, lr=0.0)
+    masters = plain_masters(optimizer, {id(p): torch.full((2,), FINE)})
+    masters.adopt()
     p[0] = 5.0
     assert masters.of(p).tolist() == [5.0, FINE]
     p.data[0] = 6.0  # leaves no version
@@ -232,8 +250,9 @@ def test_a_written_parameter_is_the_truth_and_the_rest_keeps_its_bits(half: torc
 @torch.no_grad()
 def test_a_parameter_whose_data_was_only_looked_at_was_not_written() -> None:
     p = param()
-    masters, optimizer = PlainMasters({id(p): torch.full((2,), FINE)}), sgd(p, lr=0.0)
-    masters.adopt(optimizer)
+    optimizer = sgd(p, lr=0.0)
+    masters = plain_masters(optimizer, {id(p): torch.full((2,), FINE)})
+    masters.adopt()
     assert p.data[0] == 1.0
     p.add_(0.0)  # a new version and the same value
     assert master_of(masters, p) == FINE
@@ -246,8 +265,9 @@ def test_a_parameter_whose_data_was_only_looked_at_was_not_written() -> None:
 def test_a_write_sets_the_master_and_returns_what_is_to_be_written_to_the_parameter() -> None:
     for half in (BF16, FP16):
         p = param(dtype=half)
-        masters = PlainMasters()
-        masters.adopt(sgd(p))
+        optimizer = sgd(p)
+        masters = plain_masters(optimizer)
+        masters.adopt()
         rounded = masters.write(p, torch.tensor([2.0, 3.0 + 2.0**-11]))
         assert (rounded.dtype, rounded.tolist()) == (half, [2.0, 3.0])
         p.copy_(rounded)
@@ -270,10 +290,10 @@ WRITES: dict[str, Any] = {
 @torch.no_grad()
 def test_a_written_parameter_is_found_by_its_value(write: str, reader: str, half: torch.dtype) -> None:
     p, other = param(dtype=half), param(dtype=half)
-    masters = PlainMasters({id(q): torch.full((2,), FINE) for q in (p, other)})
     optimizer = sgd(p, other, lr=0.0)
+    masters = plain_masters(optimizer, {id(q): torch.full((2,), FINE) for q in (p, other)})
     for value in (5.0, 5.0):
-        masters.adopt(optimizer)
+        masters.adopt()
         WRITES[write](p)
         if reader == "of":
             assert [masters.of(q).tolist() for q in (p, other)] == [[value] * 2, [FINE] * 2]
@@ -289,8 +309,9 @@ def test_a_written_parameter_is_found_by_its_value(write: str, reader: str, half
 def test_layouts_and_dtypes_that_mix_are_found_too() -> None:
     wide = nn.Parameter(torch.ones(2, 3, dtype=BF16).t())  # not contiguous
     ps = [wide, param(dtype=FP16), nn.Parameter(torch.ones((), dtype=BF16)), nn.Parameter(torch.ones(0, dtype=BF16))]
-    masters = PlainMasters({id(p): torch.full(p.shape, FINE) for p in ps})
-    masters.adopt(sgd(*ps))
+    optimizer = sgd(*ps)
+    masters = plain_masters(optimizer, {id(p): torch.full(p.shape, FINE) for p in ps})
+    masters.adopt()
     wide[2, 1], ps[1][0] = 3.0, 4.0
     expected = torch.full((3, 2), FINE)
     expected[2, 1] = 3.0
@@ -319,7 +340,8 @@ class StepsOnItsOwnList(StepsOnData):
 
 def test_a_step_that_writes_through_data_moves_masters() -> None:
     p = param()
-    masters, optimizer = PlainMasters(), StepsOnData([p], lr=1.0)
+    optimizer = StepsOnData([p], lr=1.0)
+    masters = plain_masters(optimizer)
     for i in range(1, 33):
         step(masters, optimizer)
         assert master_of(masters, p) == 1.0 - i * 2.0**-12
@@ -328,7 +350,8 @@ def test_a_step_that_writes_through_data_moves_masters() -> None:
 
 def test_a_step_that_writes_through_data_of_a_list_of_its_own_is_honoured() -> None:
     p = param(8.0)
-    masters, optimizer = PlainMasters(), StepsOnItsOwnList([p])
+    optimizer = StepsOnItsOwnList([p])
+    masters = plain_masters(optimizer)
     for i in range(1, 4):
         step(masters, optimizer)
         assert p.tolist() == [8.0 - 0.5 * i] * 2
@@ -337,8 +360,9 @@ def test_a_step_that_writes_through_data_of_a_list_of_its_own_is_honoured() -> N
 
 def test_a_parameter_that_changed_its_dtype_is_refused() -> None:
     first, p = param(), param()
-    masters, optimizer = PlainMasters(), sgd(first, p)
-    masters.adopt(optimizer)
+    optimizer = sgd(first, p)
+    masters = plain_masters(optimizer)
+    masters.adopt()
     p.data = p.data.float()
     with pytest.raises(UsageError, match=r"weight of shape \(2,\) was bfloat16 .* is float32 now"):
         masters.pairs()
@@ -350,8 +374,9 @@ def test_a_parameter_that_changed_its_dtype_is_refused() -> None:
 def test_a_parameter_put_in_the_place_of_another_takes_no_part_in_its_steps() -> None:
     old, new, other = param(), param(), param(dtype=torch.float32)
     for replacement in (new, other):
-        masters, optimizer = PlainMasters({id(old): torch.full((2,), FINE)}), sgd(old, lr=0.25)
-        masters.adopt(optimizer)
+        optimizer = sgd(old, lr=0.25)
+        masters = plain_masters(optimizer, {id(old): torch.full((2,), FINE)})
+        masters.adopt()
         optimizer.param_groups[0]["params"][0] = replacement
         step(masters, optimizer)
         assert [id(p) for p, _ in masters.pairs()] == ([id(new)] if replacement is new else [])
@@ -362,8 +387,9 @@ def test_a_parameter_put_in_the_place_of_another_takes_no_part_in_its_steps() ->
 
 def test_a_resting_master_hears_of_writes_and_comes_back() -> None:
     p, q = param(), param()
-    masters, optimizer = PlainMasters({id(p): torch.full((2,), FINE)}), sgd(p, q)
-    masters.adopt(optimizer)
+    optimizer = sgd(p, q)
+    masters = plain_masters(optimizer, {id(p): torch.full((2,), FINE)})
+    masters.adopt()
     master = masters.of(p)
     optimizer.param_groups[0]["params"] = [q]
     step(masters, optimizer)
@@ -371,14 +397,15 @@ def test_a_resting_master_hears_of_writes_and_comes_back() -> None:
         p[0] = 5.0
     assert masters.of(p).tolist() == [5.0, FINE]
     optimizer.param_groups[0]["params"] = [q, p]
-    masters.adopt(optimizer)
+    masters.adopt()
     assert masters.of(p) is master
 
 
 def test_a_resting_master_goes_with_its_parameter() -> None:
     p, q = param(), param()
-    masters, optimizer = PlainMasters(), sgd(p, q)
-    masters.adopt(optimizer)
+    optimizer = sgd(p, q)
+    masters = plain_masters(optimizer)
+    masters.adopt()
     master = weakref.ref(masters.of(p))
     optimizer.param_groups[0]["params"] = [q]
     step(masters, optimizer)

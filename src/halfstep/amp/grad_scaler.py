@@ -161,7 +161,7 @@ class GradScaler(ScalerSettings):
         attached = self._attached_to(optimizer)
         if not self._enabled or attached_to(optimizer) is not None:
             self.unscale_(optimizer)
-            return attached.passes.gradients.clip(attached.passes.params(), max_norm, 2.0)
+            return attached.passes.gradients.clip(max_norm, 2.0)
         self._iteration.refuse_second(optimizer)
         params, scale, found_inf, done = self._begin_unscaling(optimizer, attached)
         attached.passes.records.append(BackwardRecord(found_inf, None, moves=self._scaler))
@@ -306,7 +306,7 @@ class GradScaler(ScalerSettings):
     ) -> torch.Tensor:
         """Unscale the gradients of an optimizer. Returns its flag."""
         params, scale, found_inf, done = self._begin_unscaling(optimizer, attached)
-        attached.unscale(params, scale, found_inf, self._scaler, done or None, may_defer=may_defer)
+        attached.unscale(scale, found_inf, self._scaler, done, may_defer=may_defer)
         self._iteration.note(params)
         return found_inf
 

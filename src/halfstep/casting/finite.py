@@ -13,6 +13,7 @@ import torch
 
 from ..core.compiler_compat import is_traced
 from ..core.dtypes import HALF_DTYPES
+from ..core.torch_compat import dispatch_mode_count
 from .containers import tensors_in
 from .dispatch import CastMode, Rule, note_meeting
 from .rules import to_float
@@ -29,10 +30,12 @@ FILLS = ("masked_fill", "index_fill", "fill")
 def narrow_finite(tensor: torch.Tensor, half: torch.dtype) -> torch.Tensor:
     """A tensor in 16 bits, in which finite numbers stay finite. Infinities stay infinite: masks hide with -inf.
 
-    The result does not depend on the look at the range, which is quicker on a CPU.
+    The result does not depend on the look at the range, which is quicker on a CPU. Where ops are recorded it is left
+    out, because later values may be others.
     """
     limits = torch.finfo(half)
-    if type(tensor) is torch.Tensor and tensor.is_cpu and not is_traced() and tensor.numel():
+    recorded = is_traced() or dispatch_mode_count()
+    if type(tensor) is torch.Tensor and tensor.is_cpu and not recorded and tensor.numel():
         lowest, highest = tensor.detach().aminmax()
         if limits.min <= float(lowest) and float(highest) <= limits.max:  # False for NaN
             return tensor.to(half)

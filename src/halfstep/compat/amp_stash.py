@@ -101,7 +101,7 @@ class Methods:
         """Set aside the present gradients, before a backward pass."""
         passes = self._attached.passes
         scaler: Any = self._attached.session.loss_scalers[0]
-        passes.begin(scaler.scale(passes.device), None, block=passes)
+        passes.begin(scaler.scale(passes.device), block=passes)
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Unscale what a backward pass brought, and add what was set aside.
@@ -112,7 +112,7 @@ class Methods:
         passes = self._attached.passes
         scale = scaler.scale(passes.device)
         found_inf = scaler.flag(passes.device)
-        passes.finish(scale, found_inf, None)
+        passes.finish(scale, found_inf)
         record_pass([passes], scaler, found_inf, scale, moves=False)
 
 

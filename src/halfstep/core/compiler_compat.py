@@ -101,7 +101,7 @@ def compile_with_autograd(method: F, backend: str = "inductor") -> F | None:
         gc.disable()
         try:
             with config.patch(trace_autograd_ops=True):
-                return compiled(*args)
+                return compiled(*args)  # type: ignore[no-untyped-call, unused-ignore]
         finally:
             restore()
 

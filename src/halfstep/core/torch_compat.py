@@ -93,6 +93,7 @@ __all__ = [
     "fused_sgd_",
     "has_comm_hook",
     "has_rebuilt_buckets",
+    "has_step_hooks",
     "hook_tables",
     "initial_scale",
     "is_any_autocast_enabled",
@@ -247,6 +248,13 @@ def node_sequence_number(node: Any) -> int:
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """The hooks on the step of an optimizer, without those on all optimizers."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """True if user code or a library, not halfstep itself, hears of the steps of an optimizer by torch's hooks."""
+    everywhere = sys.modules["torch.optim.optimizer"]
+    shared = (*everywhere._global_optimizer_pre_hooks.values(), *everywhere._global_optimizer_post_hooks.values())
+    return not all(hook.__module__.startswith("halfstep") for hook in (*shared, *step_hooks(optimizer)))
 
 
 def wrap_step(optimizer: torch.optim.Optimizer) -> None:

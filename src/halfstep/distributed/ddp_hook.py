@@ -30,8 +30,9 @@ from ..core.torch_compat import (
     queue_after_backward,
     rebuild_buckets,
 )
-from ..gradients.ledger import REDUCTIONS, Gradients, halves, set_grads
+from ..gradients.ledger import Gradients, set_grads
 from ..gradients.master_registry import keeper_of
+from ..gradients.table import REDUCTIONS, OptimizerTable, Slot, record_of
 from .joining import is_joining, share_masters_after_join
 
 __all__ = ["Reduction", "reduction_of"]
@@ -89,8 +90,7 @@ class Reduction:
         hooked: whether our communication hook is registered. It is not where a user has registered one, nor where
             torch's own all-reduce does what is needed.
         scale: by what the gradients of the present backward pass are to be divided; None if by nothing.
-        saved: for each optimizer with an open block, the gradients that are set aside, by the identity of the
-            parameter. While there is one, ranks send means.
+        open: the ``RankSync`` of each optimizer that has a block open. While there is one, ranks send means.
         allreduces: how many backward passes our hook has seen the ranks average.
     """
 
@@ -106,15 +106,15 @@ class Reduction:
         self.device = params[0].device
         self.hooked = False
         self.scale: torch.Tensor | None = None
-        self.saved: list[dict[int, torch.Tensor]] = []
+        self.open: set[object] = set()
         self.allreduces = 0
         self._fp32: set[int] = set()  # identities of parameters whose gradients are to be fp32
         self._unsynced_params: set[torch.Tensor] = set()
         self._is_averaging = False  # between the first bucket of a backward pass and its end
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters and their fp32 gradients in this pass
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._gradients = Gradients(halves)  # of the passes that no block is open for
-        self._plain: int | None = None  # the id of such a pass, while it runs
+        # While a pass runs that no block is open for, its id and the gradients of parameters with masters.
+        self._plain: tuple[int, Gradients] | None = None
         for param in params if HAS_GRAD_DTYPE else ():
             if param.grad is None and param.grad_dtype is not param.dtype:
                 param.grad_dtype = param.dtype
@@ -196,51 +196,55 @@ class Reduction:
 
     def _begin_plain(self, masters: list[torch.Tensor]) -> None:
         """A backward pass begins. If it has no block, do what a block does to gradients of parameters with masters."""
-        if self._plain is not None and self._plain != backward_pass_id():
-            self._drop_plain()  # that pass failed
-        if self.saved:
+        if self._plain is not None and self._plain[0] != backward_pass_id():
+            self.abandon_plain()
+        if self.open:
             return
-        self._gradients.begin(masters, None)
-        self.begin_backward(None, masters, self._gradients.saved)
-        self._plain = backward_pass_id()
+        gradients = Gradients(OptimizerTable.of_params(masters, reduced=True))
+        gradients.begin(None, set())  # a block that is gone at once: no optimizer waits for it
+        self.begin_backward(self, None, gradients.table.slots)
+        self._plain = backward_pass_id(), gradients
         before = self.allreduces
 
         def end() -> None:
             if self._plain is not None:
-                self._gradients.finish(masters, None, torch.zeros(()))
-                self._drop_plain()
+                gradients.finish(None, torch.zeros((), dtype=torch.float32, device=self.device))
+                self.abandon_plain()
             if self.allreduces > before:
                 self.rebuild_buckets()
 
         # After the reducer, and after ``_place_gradients``.
         queue_after_backward(lambda: queue_after_backward(lambda: queue_after_backward(end)))
 
-    def _drop_plain(self) -> None:
-        """Forget the pass without a block."""
-        self.end_backward(self._gradients.saved)
-        self._gradients.forget()
-        self._plain = None
-
-    def begin_backward(
-        self, scale: torch.Tensor | None, params: Iterable[torch.Tensor], saved: dict[int, torch.Tensor]
-    ) -> None:
-        """A backward pass of one optimizer begins; the arguments are those of ``RankSync.begin_backward``."""
+    def abandon_plain(self) -> None:
+        """Forget the pass without a block: it is over, or has failed."""
         if self._plain is not None:
-            self._drop_plain()  # that pass failed
+            self.end_backward(self)
+            self._plain[1].forget()
+            self._plain = None
+
+    def begin_backward(self, sync: object, scale: torch.Tensor | None, slots: Iterable[Slot]) -> None:
+        """A backward pass of one optimizer begins.
+
+        Args:
+            sync: the ``RankSync`` of the optimizer.
+            scale: see ``RankSync.begin_backward``.
+            slots: likewise.
+        """
         if not self.hooked and self.will_sync and self.changes_gradients:
             # Under a user's communication hook our gradients can only travel in ``p.grad``, in its dtype.
-            for param in params:
-                if id(param) in saved and self.holds(param):
-                    before = saved.pop(id(param))
+            for param, record in [(slot.param, slot.grad) for slot in slots if self.holds(slot.param)]:
+                if record.saved is not None:
+                    before, record.saved = record.saved, None
                     param.grad = (before if scale is None else before * scale).to(param.dtype)
         self.scale = scale
-        self.saved.append(saved)
+        self.open.add(sync)
         if self.will_sync:
             self._fill_missing_gradients()
 
-    def end_backward(self, saved: dict[int, torch.Tensor]) -> None:
-        """The backward pass is over, or it has failed."""
-        self.saved = [each for each in self.saved if each is not saved]
+    def end_backward(self, sync: object) -> None:
+        """The backward pass of an optimizer is over, or it has failed."""
+        self.open.discard(sync)
         self.scale = None
 
     def rebuild_buckets(self) -> None:
@@ -303,7 +307,7 @@ class Reduction:
                 self._sums.append((params[0], sent))
         elif takes_part and (fp32 or self._may_leave_unused):
             self._add(bucket, buffer, sent)
-        average = self.average or (bool(self.saved) and self._plain is None)
+        average = self.average or (bool(self.open) and self._plain is None)
         world = self._active_ranks(takes_part) if self.is_joining else self.world
         before = self.predivide or (world if average else 1.0)
         after = world / before if average else 1.0
@@ -364,8 +368,11 @@ class Reduction:
 
     def _take(self, param: torch.Tensor) -> torch.Tensor | None:
         """Remove and return the gradient that is set aside for a parameter with fp32 gradients; None without one."""
-        found = [saved.pop(id(param)) for saved in self.saved if id(param) in self._fp32 and id(param) in saved]
-        return found[0] if found else None
+        record = record_of(param)
+        if record.saved is None or id(param) not in self._fp32:
+            return None
+        saved, record.saved = record.saved, None
+        return saved
 
     def _first_bucket(self) -> None:
         """At the first bucket of a pass: have ``_place_gradients`` called when the reducer has filled ``p.grad``."""
@@ -381,7 +388,7 @@ class Reduction:
     def _place_gradients(self) -> None:
         """Put the averaged gradients into ``p.grad`` where the reducer has not, or has rounded them."""
         self._is_averaging = False
-        for param, total in self._sums if self.saved else ():
+        for param, total in self._sums if self.open else ():
             # A parameter that no rank has ever used has no gradient, rather than one of zeros.
             if param.grad is not None or total.any():
                 set_grads([param], [total])

@@ -48,8 +48,8 @@ import torch.distributed as dist
 
 from ..core.errors import UsageError
 from ..gradients.async_reader import AsyncReader, capturing
-from ..gradients.ledger import REDUCTIONS
 from ..gradients.loss_scaler import DeviceLossScaler
+from ..gradients.table import REDUCTIONS, Slot
 from .agreement import StepFacts, refuse_differences
 from .ddp_hook import Reduction
 from .flat_buckets import average_gradients, share_masters
@@ -106,7 +106,7 @@ class RankSync:
         self.reductions: list[Reduction] = []
         self._found: tuple[object, ...] = ()  # the wrappers and numbers that the latest search has seen
         self._open: list[_OpenPass] = []
-        self._saved: dict[int, torch.Tensor] = {}  # the gradients that are set aside for the open pass
+        self._slots: Sequence[Slot] = ()  # of the optimizer, in the open pass
         self._averages_in_place = False  # the open pass averages gradients of earlier ones where they lie
         self._unsynced: dict[Reduction, int] = {}  # the number of passes since the ranks have averaged its gradients
         self._had_pass = False
@@ -165,10 +165,10 @@ class RankSync:
         """Whether the ranks will average the next backward pass."""
         return any(reduction.will_sync for reduction in self.reductions)
 
-    def averaged_next(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of some parameters whose gradients the next backward pass averages, so that they must stay in place."""
+    def averaged_next(self, slots: Sequence[Slot]) -> list[Slot]:
+        """The rows whose gradients the next backward pass averages, so that they must stay in place."""
         syncing = [reduction for reduction in self.reductions if reduction.will_sync]
-        found = [p for p in params if any(reduction.holds(p) for reduction in syncing)]
+        found = [slot for slot in slots if any(reduction.holds(slot.param) for reduction in syncing)]
         self._averages_in_place = self._averages_in_place or bool(found)
         return found
 
@@ -198,47 +198,54 @@ class RankSync:
                 share_masters([p for p in mastered if reduction.holds(p)], reduction.group)
             reduction.hook(fp32)
 
-    def begin_backward(
-        self, scale: torch.Tensor | None, params: Sequence[torch.Tensor], saved: dict[int, torch.Tensor]
-    ) -> None:
+    def abandon_plain(self) -> None:
+        """A block is opened: a pass without a block that is still open has failed."""
+        for reduction in self.reductions:
+            reduction.abandon_plain()
+
+    def begin_backward(self, scale: torch.Tensor | None, slots: Sequence[Slot]) -> None:
         """A backward pass scaled by ``scale`` begins.
 
         Args:
             scale: by what its gradients are to be divided.
-            params: those of the optimizer.
-            saved: what is set aside of their gradients; what the ranks average in this pass is taken out of it.
+            slots: the rows of the optimizer. What ranks average in this pass of the gradients that are set aside is
+                taken out of them.
         """
         self._had_pass = True
-        self._saved, self._open = saved, []
+        self._slots, self._open = slots, []
         for reduction in self.reductions:
-            reduction.begin_backward(scale, params, saved)
-            self._open.append(_OpenPass(reduction, reduction.allreduces, _versions(reduction, params)))
+            reduction.begin_backward(self, scale, slots)
+            self._open.append(_OpenPass(reduction, reduction.allreduces, _versions(reduction, slots)))
 
-    def end_backward(self, params: Sequence[torch.Tensor]) -> None:
+    def end_backward(self) -> None:
         """The backward pass is over: find out whether the ranks averaged its gradients."""
-        for reduction, averaged, brought in self._close(params):
+        for reduction, averaged, brought in self._close():
             if averaged:
                 reduction.rebuild_buckets()
                 # A pass that began unsynced can be averaged all the same. Gradients set aside were not sent then.
-                if reduction.will_sync or reduction.params.isdisjoint(self._saved):
+                if reduction.will_sync or not self._has_saved(reduction):
                     self._unsynced.pop(reduction, None)
             elif brought or not reduction.will_sync:
                 self._unsynced[reduction] = self._unsynced.get(reduction, 0) + 1
 
-    def abandon_backward(self, params: Sequence[torch.Tensor]) -> bool:
+    def _has_saved(self, reduction: Reduction) -> bool:
+        """True if gradients of a wrapper's parameters are still set aside."""
+        return any(slot.grad.saved is not None and reduction.holds(slot.param) for slot in self._slots)
+
+    def abandon_backward(self) -> bool:
         """The backward pass failed; whether gradients accumulated before it are lost, for they were in a bucket."""
         lost = self._averages_in_place
-        for _, averaged, _ in self._close(params):
+        for _, averaged, _ in self._close():
             lost = lost or averaged
         return lost
 
-    def _close(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Reduction, bool, bool]]:
+    def _close(self) -> Iterator[tuple[Reduction, bool, bool]]:
         """Each wrapper of the open pass, whether the ranks averaged its gradients, and if not, whether it got any."""
         opened, self._open, self._averages_in_place = self._open, [], False
         for reduction, allreduces, before in opened:
-            reduction.end_backward(self._saved)
+            reduction.end_backward(self)
             averaged = reduction.allreduces > allreduces or (reduction.will_sync and not reduction.hooked)
-            after = {} if averaged else _versions(reduction, params)
+            after = {} if averaged else _versions(reduction, self._slots)
             brought = [param for param, version in after.items() if before.get(param) != version]
             reduction.remember_unsynced(brought)
             yield reduction, averaged, bool(brought)
@@ -343,6 +350,6 @@ def _distinct(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
     return list({id(group): group for group in groups}.values())
 
 
-def _versions(reduction: Reduction, params: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
+def _versions(reduction: Reduction, slots: Sequence[Slot]) -> dict[torch.Tensor, int]:
     """The version of each gradient of a wrapper, which changes when a backward pass adds to it."""
-    return {p: p.grad._version for p in params if p.grad is not None and reduction.holds(p)}
+    return {s.param: s.param.grad._version for s in slots if s.param.grad is not None and reduction.holds(s.param)}

@@ -30,20 +30,21 @@ clipping over ``model.parameters()``, the image becomes the gradient, and the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from typing import NamedTuple, Protocol
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.torch_compat import HAS_GRAD_DTYPE, is_view
 from ..kernels import multi_tensor
 from ..kernels.multi_tensor import TensorGroupsCache
-from ..kernels.shards import ORDINARY, is_sharded, local
+from ..kernels.shards import local
+from .table import OptimizerTable, Slot, record_of, reduced_params
 from .unscale import Unscaler, reciprocal, widened
 
-__all__ = ["Chooser", "Gradients", "get_grads", "halves", "set_grads", "widen"]
+__all__ = ["Gradients", "get_grads", "set_grads", "widen"]
 
 
 class _Image(NamedTuple):
@@ -54,15 +55,12 @@ class _Image(NamedTuple):
     version: int
 
 
-_IMAGES: MutableMapping[torch.Tensor, _Image] = WeakIdKeyDictionary()
-
-
 def get_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients of parameters."""
     grads = [p.grad for p in params]
-    if not HAS_GRAD_DTYPE and _IMAGES:
+    if not HAS_GRAD_DTYPE:
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            image = _IMAGES.get(param)
+            image = record_of(param).image
             if image is not None and grad is image.narrow and grad._version == image.version:
                 grads[i] = image.wide
     return grads
@@ -76,14 +74,13 @@ def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> 
                 param.grad = None
                 # Wrappers and shards take gradients of the parameter's dtype alone, and set it when a pass begins. For
                 # any other parameter later passes deliver the dtype that is there now, however gradients are cleared.
-                reduced = is_sharded(param) or any(id(param) in reduction.params for reduction in REDUCTIONS)
-                param.grad_dtype = None if reduced else grad.dtype
+                param.grad_dtype = None if reduced_params([param]) else grad.dtype
             param.grad = grad
         elif grad.dtype is param.dtype:
             param.grad = grad
         else:
             param.grad = narrow = grad.to(param.dtype)
-            _IMAGES[param] = _Image(grad, narrow, narrow._version)
+            record_of(param).image = _Image(grad, narrow, narrow._version)
 
 
 @torch.no_grad()
@@ -93,130 +90,95 @@ def widen(params: Sequence[torch.Tensor]) -> None:
     set_grads(half, [p.grad.float() for p in half])  # type: ignore[union-attr]
 
 
-Chooser = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-"""Picks some parameters out of a list."""
-
-
-class Reduces(Protocol):
-    """The all-reduce of one DistributedDataParallel wrapper, from ``distributed/ddp_hook.py``.
-
-    Attributes:
-        params: identities of the parameters whose gradients it averages, which live as long as the wrapper.
-    """
-
-    params: frozenset[int]
-
-
-def halves(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of some parameters that have 16 bits."""
-    return [p for p in params if p.dtype in HALF_DTYPES]
-
-
-REDUCTIONS: list[Reduces] = []
-"""The all-reduces of the living wrappers, in the order in which these were made, which is the same on every rank."""
-
-
-def reduced_params(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of some parameters whose gradients ranks reduce: in a wrapper, or sharded.
-
-    Their gradients must have the parameter's dtype, because buckets and shards take no other.
-    """
-    if not REDUCTIONS and ORDINARY.issuperset(map(type, params)):
-        return []
-    in_wrappers = frozenset[int]().union(*(reduction.params for reduction in REDUCTIONS))
-    return [p for p in params if id(p) in in_wrappers or is_sharded(p)]
-
-
 class Gradients:
     """The gradients of one optimizer's parameters.
 
     Args:
-        wide: picks the parameters whose gradients are to be fp32 although backward passes compute them in 16 bits; None
-            if there are none.
-        narrow: whether such a gradient may stay in 16 bits until the step if it is neither scaled nor added to another.
-        reduced: picks the parameters whose gradients must have the parameter's dtype.
+        table: the parameters.
+        narrow: True if a gradient that is to be fp32 may stay in 16 bits until the step when it is neither scaled nor
+            added to another.
 
     Attributes:
-        any_wide: whether ``wide`` may pick any.
-        wide: as given.
-        saved: the gradients that are set aside, by the identity of the parameter.
+        table, narrow: as given.
     """
 
-    def __init__(self, wide: Chooser | None, *, narrow: bool = False, reduced: Chooser = reduced_params) -> None:
-        self.any_wide = wide is not None
-        self.wide: Chooser = wide or (lambda _: [])
-        self.saved: dict[int, torch.Tensor] = {}
-        self._narrow = narrow
-        self._reduced = reduced
-        self._pending: list[torch.Tensor] = []  # had no gradient in their place when the block was opened
+    def __init__(self, table: OptimizerTable, *, narrow: bool = False) -> None:
+        self.table = table
+        self.narrow = narrow
+        self._rows: list[Slot] = []  # what this optimizer has taken for the open pass
+        self._pending: list[Slot] = []  # had no gradient in their place when the block was opened
         self._unscaler = Unscaler()
         self._clipper = Unscaler()
         self._checker = Unscaler()
         self._groups = TensorGroupsCache()
 
+    @property
+    def has_saved(self) -> bool:
+        """True if gradients of the open pass are set aside."""
+        return bool([None for slot in self._rows if slot.grad.saved is not None])
+
     # ---- around a backward pass
 
     def begin(
         self,
-        params: Sequence[torch.Tensor],
         scale: torch.Tensor | None,
-        seen: set[int] | None = None,
-        in_place: Chooser | None = None,
+        block: object,
+        in_place: Callable[[list[Slot]], list[Slot]] | None = None,
     ) -> None:
         """Set aside the present gradients, so that a pass scaled by ``scale`` brings only its own.
 
+        A parameter that another optimizer has taken for this pass is left to that optimizer.
+
         Args:
-            params: those of the optimizer.
             scale: by what the gradients of the pass are to be divided. With None nothing is set aside, unless
                 gradients are to become fp32.
-            seen: identities of parameters that another optimizer has set aside for this pass; extended.
-            in_place: picks those whose gradients stay in place, multiplied by ``scale``, because they are averaged
+            block: the block that is opened; not kept alive.
+            in_place: picks the rows whose gradients stay in place, multiplied by ``scale``, because they are averaged
                 there with what the pass brings; None if there are none.
         """
-        if scale is None and not self.any_wide:
-            params = []
-        if seen is not None:
-            params = [p for p in params if id(p) not in seen]
-            seen.update(map(id, params))
-        there = [p for p in params if p.grad is not None]
+        self.take()
+        ref = weakref.ref(block)
+        for slot in self._rows:
+            slot.grad.block = ref
+        if scale is None and not self.table.fp32_grads:
+            self._pending = []
+            return
+        there = [slot for slot in self._rows if slot.param.grad is not None]
         if there and in_place is not None:
             staying = in_place(there)
             if scale is not None:
-                self.multiply(staying, scale)
+                self.multiply([slot.param for slot in staying], scale)
             stays = set(map(id, staying))
-            there = [p for p in there if id(p) not in stays]
+            there = [slot for slot in there if id(slot) not in stays]
         if there:
-            for param, grad in zip(there, get_grads(there), strict=True):
+            for slot, grad in zip(there, get_grads([slot.param for slot in there]), strict=True):
                 assert grad is not None
                 # A view may lie in a bucket of DistributedDataParallel, which the pass overwrites.
-                self.saved[id(param)] = grad.clone() if is_view(grad) and grad.dtype is param.dtype else grad
+                copied = is_view(grad) and grad.dtype is slot.param.dtype
+                slot.grad.saved = grad.clone() if copied else grad
         # All are saved before the first is taken away, so that an interrupt anywhere leaves what `restore` needs.
-        self._pending = [p for p in params if p.grad is None or id(p) in self.saved]
-        for param in there:
-            param.grad = None
-        self.expect(self._pending, as_computed=scale is not None or self._narrow)
+        self._pending = [s for s in self._rows if s.param.grad is None or s.grad.saved is not None]
+        for slot in there:
+            slot.param.grad = None
+        self.expect(self._pending, as_computed=scale is not None or self.narrow)
 
-    def expect(self, params: Sequence[torch.Tensor], *, as_computed: bool = False) -> None:
+    def expect(self, slots: Iterable[Slot] | None = None, *, as_computed: bool = False) -> None:
         """Choose the dtype in which the next pass delivers gradients to the parameters that have none.
 
         Args:
-            params: those of the optimizer.
-            as_computed: leave it to the pass, because somebody makes them fp32, or uses them up, before a user can see
-                them.
+            slots: rows of the table; None for all.
+            as_computed: leave it to the pass, because the gradients become fp32, or are used up, before user code can
+                see them.
         """
-        if not HAS_GRAD_DTYPE or not self.any_wide:
+        if not HAS_GRAD_DTYPE or not self.table.fp32_grads:
             return
-        empty = [p for p in params if p.grad is None]
-        wide = self.wide(empty)
-        if own := set(map(id, self._reduced(wide))):
-            wide = [p for p in wide if id(p) not in own]
         dtype = None if as_computed else torch.float32
-        for param in [p for p in wide if p.grad_dtype is not dtype]:
-            param.grad_dtype = dtype
-        if len(wide) < len(empty):
-            chosen = set(map(id, wide))
-            for param in [p for p in empty if p.grad_dtype is not p.dtype and id(p) not in chosen]:
-                param.grad_dtype = param.dtype
+        for slot in self.table.slots if slots is None else slots:
+            param = slot.param
+            if param.grad is None:
+                chosen = dtype if slot.fp32 and not slot.reduced else param.dtype
+                if param.grad_dtype is not chosen:
+                    param.grad_dtype = chosen
 
     @torch.no_grad()
     def multiply(self, params: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
@@ -230,131 +192,137 @@ class Gradients:
                 set_grads([param], [grad * factor])  # type: ignore[operator]
 
     def arrived(self) -> bool:
-        """Whether the pass in the open block has brought any gradient to a parameter that had none."""
-        return any(p.grad is not None for p in self._pending)
+        """True if the pass in the open block has brought a gradient to a parameter that had none."""
+        return any(slot.param.grad is not None for slot in self._pending)
 
     def restore(self) -> None:
-        """After ``begin``, when the pass failed: drop its gradients and put back those that were set aside."""
-        for param in self._pending:
-            param.grad = None
-            if id(param) in self.saved:
-                set_grads([param], [self.saved[id(param)]])
+        """After ``begin``, when the pass failed: drop its gradients and put back the gradients that were set aside."""
+        for slot in self._pending:
+            slot.param.grad = None
+            if slot.grad.saved is not None:
+                set_grads([slot.param], [slot.grad.saved])
         self.forget()
 
     def forget(self) -> None:
-        """Drop what is saved."""
-        self.saved.clear()
-        self._pending = []
+        """Drop what is saved, and let other optimizers take the parameters."""
+        for slot in self._rows:
+            slot.grad.saved = slot.grad.block = None
+        self._rows, self._pending = [], []
+
+    def take(self, without: Collection[int] = ()) -> None:
+        """Take the parameters for a pass, all but those that an open block of another optimizer has.
+
+        Args:
+            without: identities of parameters to leave alone, too.
+        """
+        slots = [s for s in self.table.slots if s.grad.block is None or s.grad.block() is None]
+        self._rows = [s for s in slots if id(s.param) not in without] if without else slots
 
     def finish(
         self,
-        params: Sequence[torch.Tensor],
         scale: torch.Tensor | None,
         found_inf: torch.Tensor,
-        seen: set[int] | None = None,
-        *,
-        goes_on: bool = False,
+        params: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Unscale the new gradients, and add those that were set aside.
+        """Unscale the new gradients of the parameters that were taken, and add the gradients that were set aside.
 
         Args:
-            params: those of the optimizer.
             scale: 0-dim float32 tensor, by which the gradients are multiplied; None if they are not.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. Not looked at without scale.
-            seen: identities of parameters that another optimizer has served in this pass; extended.
-            goes_on: whether the pass brings more gradients.
+            params: finish these alone, while the pass goes on; None for all, at its end.
         """
-        if seen is not None:
-            params = [p for p in params if id(p) not in seen]
-            seen.update(map(id, params))
+        rows = self._rows
+        if params is not None:
+            chosen = set(map(id, params))
+            rows = [slot for slot in rows if id(slot.param) in chosen]
         inv_scale = None if scale is None else reciprocal(scale)
-        narrow: list[torch.Tensor] = []
-        if self.any_wide and (inv_scale is not None or self.saved or not self._narrow):
-            wide = self.wide([p for p in params if p.grad is not None])
-            narrow = [p for p in wide if p.grad.dtype in HALF_DTYPES]  # type: ignore[union-attr]
+        narrow: list[Slot] = []
+        saved = bool([None for slot in rows if slot.grad.saved is not None])
+        if self.table.fp32_grads and (inv_scale is not None or saved or not self.narrow):
+            narrow = [s for s in rows if s.fp32 and (g := s.param.grad) is not None and g.dtype in HALF_DTYPES]
         if narrow:
-            self._unscale_into(narrow, params, inv_scale, found_inf)
+            self._unscale_into(narrow, rows, inv_scale, found_inf)
         elif inv_scale is not None:
-            self._unscaler.unscale(self._unscaler.gather(params), inv_scale, found_inf)
-        if self.saved:
-            self._add_saved(params)
-        if not goes_on:
-            if left := [p for p in self._pending if p.grad is None]:
-                self.expect(left)
-            self._pending = []
+            self._unscaler.unscale(self._unscaler.gather([s.param for s in rows]), inv_scale, found_inf)
+        if saved:
+            self._add_saved(rows)
+        if params is None:
+            self.expect([slot for slot in self._pending if slot.param.grad is None])
+            self.forget()
 
     @torch.no_grad()
     def _unscale_into(
-        self,
-        narrow: list[torch.Tensor],
-        params: Sequence[torch.Tensor],
-        inv_scale: torch.Tensor | None,
-        found_inf: torch.Tensor,
+        self, narrow: list[Slot], rows: list[Slot], inv_scale: torch.Tensor | None, found_inf: torch.Tensor
     ) -> None:
-        """Unscale gradients, those of some parameters into fp32, where what was set aside is added to them.
+        """Unscale gradients, some of them into fp32, where what was set aside is added to them.
 
         Args:
-            narrow: the parameters whose 16-bit gradients become fp32.
-            params: all whose gradients are unscaled; these among them.
+            narrow: the rows whose 16-bit gradients become fp32.
+            rows: all rows whose gradients are unscaled.
             inv_scale: 0-dim float32 tensor; None if the gradients are not scaled.
             found_inf: as in ``finish``.
         """
         first: dict[int, torch.Tensor] = {}
-        again: list[torch.Tensor] = []
-        for param in narrow:
+        again: list[Slot] = []
+        for slot in narrow:
+            param, saved = slot.param, slot.grad.saved
             if param.grad.is_sparse:  # type: ignore[union-attr]
                 # Coalesced in fp32, where duplicates of an index cannot overflow.
                 set_grads([param], [param.grad.float().coalesce()])  # type: ignore[union-attr]
-            elif id(param) in self.saved and not self.saved[id(param)].is_sparse:
-                again.append(param)
-            elif inv_scale is not None or not self._narrow:
+            elif saved is not None and not saved.is_sparse:
+                again.append(slot)
+            elif inv_scale is not None or not self.narrow:
                 first[id(param)] = param
         if again:
-            grads: list[torch.Tensor] = [param.grad for param in again]  # type: ignore[misc]
-            sums = [self.saved.pop(id(param)).float() for param in again]
-            groups = self._groups.get("again", again, grads, sums)
+            owners = [slot.param for slot in again]
+            grads: list[torch.Tensor] = [param.grad for param in owners]  # type: ignore[misc]
+            sums = [slot.grad.saved.float() for slot in again]  # type: ignore[union-attr]
+            groups = self._groups.get("again", owners, grads, sums)
             multi_tensor.unscale_into(grads, sums, inv_scale, found_inf, accumulate=True, groups=groups)
-            set_grads(again, sums)
+            for slot, total in zip(again, sums, strict=True):
+                slot.grad.saved = None
+                set_grads([slot.param], [total])
         if inv_scale is None:
-            rows = list(first.values())
+            params = list(first.values())
         else:
             done = set(map(id, again))
-            rows = [p for p in params if p.grad is not None and id(p) not in done]
-        if rows:
-            grads = self._unscaler.gather(rows)
+            params = [s.param for s in rows if s.param.grad is not None and id(s) not in done]
+        if params:
+            grads = self._unscaler.gather(params)
             targets = [
                 torch.empty_like(grad, dtype=torch.float32) if id(param) in first else grad
-                for param, grad in zip(rows, grads, strict=True)
+                for param, grad in zip(params, grads, strict=True)
             ]
-            groups = self._groups.get("first", rows, grads, targets)
+            groups = self._groups.get("first", params, grads, targets)
             multi_tensor.unscale_into(grads, targets, inv_scale, found_inf, accumulate=False, groups=groups)
-            set_grads(first.values(), [t for param, t in zip(rows, targets, strict=True) if id(param) in first])
+            set_grads(first.values(), [t for param, t in zip(params, targets, strict=True) if id(param) in first])
 
     @torch.no_grad()
-    def _add_saved(self, params: Sequence[torch.Tensor]) -> None:
-        mine = [p for p in params if id(p) in self.saved]
-        for param, grad in zip(mine, get_grads(mine), strict=True):
-            before = self.saved.pop(id(param))
+    def _add_saved(self, rows: Sequence[Slot]) -> None:
+        mine = [slot for slot in rows if slot.grad.saved is not None]
+        for slot, grad in zip(mine, get_grads([slot.param for slot in mine]), strict=True):
+            param, before, slot.grad.saved = slot.param, slot.grad.saved, None
+            assert before is not None
             if grad is None:
                 set_grads([param], [before])
             elif grad.is_sparse or before.is_sparse or grad.dtype is not before.dtype:
                 # torch adds no sparse tensors of 16 bits, and nothing dense to a sparse one
                 first, second = (grad, before) if before.is_sparse else (before, grad)
                 total = widened(first) + widened(second)
-                set_grads([param], [total if is_half(param) and self.wide([param]) else total.to(before.dtype)])
+                set_grads([param], [total if slot.fp32 else total.to(before.dtype)])
             else:
                 grad.add_(before)
 
     # ---- between passes and step
 
     @torch.no_grad()
-    def clear_overflow(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def clear_overflow(self) -> torch.Tensor | None:
         """Set the gradients that are there to zero if one of them holds inf or NaN. Reads no device.
 
         Returns:
             0-dim float32 tensor, 1.0 if one does; None if there are no gradients.
         """
-        grads = self._checker.gather(params)
+        grads = self._checker.gather(self.table.params)
         if not grads:
             return None
         found_inf = torch.zeros((), dtype=torch.float32, device=grads[0].device)
@@ -363,14 +331,13 @@ class Gradients:
             grad.masked_fill_((found_inf != 0).to(grad.device, non_blocking=True), 0.0)
         return found_inf
 
-    def unscale_or_check(
-        self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor, *, step_checks: bool
-    ) -> bool:
+    def unscale_or_check(self, scale: torch.Tensor, found_inf: torch.Tensor, *, step_checks: bool) -> bool:
         """Unscale gradients in place. If any has 16 bits, only look for inf and NaN, unless the step does that, too.
 
         Returns:
-            Whether unscaling is left to the step, which does it in fp32.
+            True if unscaling is left to the step, which does it in fp32.
         """
+        params = self.table.params
         if step_checks and any(p.grad is not None and is_half(p.grad) for p in params):
             return True
         grads = self._unscaler.gather(params)
@@ -378,10 +345,10 @@ class Gradients:
         self._unscaler.unscale(grads, torch.ones_like(scale) if left else reciprocal(scale), found_inf)
         return left
 
-    def clip(self, params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip unscaled gradients to a total norm; see ``Unscaler.clip``."""
-        widen(self.wide(params))
-        return self._clipper.clip(params, max_norm, norm_type)
+        widen([slot.param for slot in self.table.slots if slot.fp32])
+        return self._clipper.clip(self.table.params, max_norm, norm_type)
 
     def unscale_and_clip(
         self, params: Sequence[torch.Tensor], scale: torch.Tensor, found_inf: torch.Tensor, max_norm: float
@@ -389,14 +356,16 @@ class Gradients:
         """Unscale and clip to a 2-norm, with one read of the gradients. Returns the norm before clipping."""
         return self._unscaler.unscale_and_clip(self._unscaler.gather(params), reciprocal(scale), found_inf, max_norm)
 
-    def clear(self, params: Sequence[torch.Tensor]) -> None:
-        """Called after the gradients were set to None or zero."""
-        self.saved.clear()
+    def clear(self) -> None:
+        """Called after the gradients were set to None or zero, perhaps inside of an open block."""
+        for slot in self._rows:
+            slot.grad.saved = None
         self._pending = []
-        if not self.any_wide:
+        if not self.table.fp32_grads:
             return
-        zeroed = [p for p in params if p.grad is not None and p.grad.dtype is not p.dtype]
-        # A wrapper takes only gradients of the parameter's dtype, also if they are zeros.
-        for param in self._reduced(self.wide(zeroed)) if zeroed else ():
-            set_grads([param], [torch.zeros_like(param)])
-        self.expect(params)
+        for slot in self.table.slots:
+            grad = slot.param.grad
+            if slot.fp32 and slot.reduced and grad is not None and grad.dtype is not slot.param.dtype:
+                # A wrapper takes only gradients of the parameter's dtype, also if they are zeros.
+                set_grads([slot.param], [torch.zeros_like(slot.param)])
+        self.expect()

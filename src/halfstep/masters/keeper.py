@@ -14,8 +14,9 @@ from ..core.errors import UsageError
 from ..core.torch_compat import HAS_GRAD_DTYPE
 from ..distributed.state_dict import patch_state_init
 from ..gradients.held_masters import WITH_MEMORY, HeldMasters, settle
-from ..gradients.ledger import Gradients, halves, widen
+from ..gradients.ledger import Gradients, widen
 from ..gradients.master_registry import keeper_of, register
+from ..gradients.table import OptimizerTable
 from .plain import PlainMasters
 
 __all__ = ["MasterKeeper"]
@@ -44,7 +45,8 @@ class MasterKeeper:
         any: whether there are masters.
         replicated: whether this keeper has all masters, which are then to be the same on every rank.
         saved_elsewhere: identities of parameters whose masters the optimizer does not save, but their model.
-        gradients: the gradients of the parameters.
+        table: the parameters of the optimizer.
+        gradients: their gradients.
         held: the masters that users hold.
     """
 
@@ -66,12 +68,19 @@ class MasterKeeper:
         weakref.finalize(self, _reset_grad_dtypes, self._half).atexit = False
         # Whoever clips by hand needs fp32 gradients: torch takes a norm in the dtype of the gradient.
         narrow = HAS_GRAD_DTYPE and getattr(getattr(optimizer, "options", None), "max_grad_norm", None) is not None
+        self.table = OptimizerTable.of(optimizer, fp32_grads=bool(masters))
         if masters is True and own and hasattr(optimizer, "keep_masters") and HAS_GRAD_DTYPE:
             optimizer.keep_masters(originals)
         elif masters is True:
-            self.plain, narrow = PlainMasters(originals), False
-        self.gradients = Gradients(halves if masters else None, narrow=narrow)
+            self.plain, narrow = PlainMasters(self.table, originals), False
+        self.gradients = Gradients(self.table, narrow=narrow)
         self.adopt()
+
+    def keep_plain(self, originals: dict[int, torch.Tensor]) -> None:
+        """Keep masters here from now on: the optimizer, which had them in its state, goes on without its fused step."""
+        if self.any:
+            self.plain, self.gradients.narrow = PlainMasters(self.table, originals), False
+            self.adopt()
 
     @property
     def optimizer(self) -> Any:
@@ -80,19 +89,20 @@ class MasterKeeper:
 
     def params(self) -> list[torch.Tensor]:
         """The parameters in the optimizer's groups."""
-        return [p for group in self._optimizer().param_groups for p in group["params"]]
+        self.table.refresh()
+        return self.table.params
 
     def adopt(self) -> None:
         """Take care of all parameters that the optimizer has now, new ones included."""
+        self.table.refresh()
         if not self.any:
             return
         if self.plain is not None:
-            self.plain.adopt(self.optimizer)
-        params = self.params()
-        half = halves(params)
+            self.plain.adopt()
+        half = self.table.halves()
         register(half, self)
         self._half[:] = [weakref.ref(p) for p in half]
-        self.gradients.expect(params)
+        self.gradients.expect()
         patch_state_init()
 
     # ---- masters
@@ -113,7 +123,7 @@ class MasterKeeper:
     def master_params(self) -> Iterator[torch.Tensor]:
         """The tensors that the step updates: of a parameter with a master its ``MasterParameter``, else itself."""
         if self.plain is not None:
-            self.plain.adopt(self.optimizer)
+            self.plain.adopt()
         settle()
         for param in self.params():
             yield self._held_master(param) if self.has(param) else param
@@ -183,10 +193,10 @@ class MasterKeeper:
                     settle()
             return
         optimizer: Any = self._optimizer()
-        widen([p for group in optimizer.param_groups for p in group["params"]])
+        widen(self.params())
         try:
             try:
-                self.plain.enter(optimizer)
+                self.plain.enter()
                 yield
             except KeyError as error:
                 if error.args and self.plain.has_in_place(error.args[0]):
@@ -212,4 +222,4 @@ class MasterKeeper:
         yield
         if self.plain is not None:
             widen(self.params())
-            self.plain.enter(self.optimizer)
+            self.plain.enter()

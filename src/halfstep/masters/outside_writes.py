@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import torch
 
 from ..core.errors import UsageError
+from ..gradients.table import Slot
 from ..kernels.expr import elementwise_kernel
 from ..kernels.launch import launch
 from ..kernels.multi_tensor import group_rows
@@ -33,54 +33,50 @@ def honour_kernel(master: Any, weight: Any) -> dict[str, Any]:
 class OutsideWrites:
     """Writes between two steps: one kernel for each kind of weights copies them into the masters.
 
-    The tables of the kernels are kept as long as the same tensors are given again.
+    The tables of the kernels are kept for a generation, unless a tensor moves in memory: ``p.data = x`` moves one.
     """
 
     def __init__(self) -> None:
-        self._weights: list[torch.Tensor] = []
-        self._masters: list[torch.Tensor] = []
+        self._generation = -1
         self._tables: list[tuple[list[torch.Tensor], TensorTable]] = []
 
     @torch.no_grad()
-    def honour(self, weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
-        """``master = honoured(master, weight)`` for each pair."""
-        same = len(weights) == len(self._weights) and all(map(is_, weights, self._weights))
-        if not (same and all(map(is_, masters, self._masters)) and self._renew()):
-            self._weights, self._masters = list(weights), list(masters)
-            self._tables = list(map(self._table, group_rows(self._weights)))
+    def honour(self, weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], generation: int) -> None:
+        """``master = honoured(master, weight)`` for each pair.
+
+        Args:
+            weights: 16-bit weights.
+            masters: the master of each.
+            generation: a number that changes when other tensors are given.
+        """
+        if generation != self._generation or not all(table.renew(mine) for mine, table in self._tables):
+            kinds = group_rows(weights)
+            self._tables = [_table([weights[i] for i in rows], [masters[i] for i in rows]) for rows in kinds]
+            self._generation = generation
         for _, table in self._tables:
             launch(table, honour_kernel, {})
 
-    def _table(self, rows: list[int]) -> tuple[list[torch.Tensor], TensorTable]:
-        weights, masters = [self._weights[i] for i in rows], [self._masters[i] for i in rows]
-        storage = plain(weights[0].dtype)
-        columns = {"master": (dense(torch.float32), (masters,)), "weight": (storage, (masters, weights))}
-        return masters, TensorTable(columns)
 
-    def _renew(self) -> bool:
-        """Renew the tables. False if a tensor has moved in memory: ``p.data = x`` moves a weight."""
-        return all(table.renew(masters) for masters, table in self._tables)
+def _table(weights: list[torch.Tensor], masters: list[torch.Tensor]) -> tuple[list[torch.Tensor], TensorTable]:
+    columns = {
+        "master": (dense(torch.float32), (masters,)),
+        "weight": (plain(weights[0].dtype), (masters, weights)),
+    }
+    return masters, TensorTable(columns)
 
 
 class StepWrites:
-    """Writes of a step to weights instead of masters: an optimizer that keeps its own list of weights makes them.
-
-    A step that has once written to a master does so always, so nothing is asked about that weight any more.
-    """
+    """Writes of a step to weights instead of masters: an optimizer that keeps its own list of weights makes them."""
 
     def __init__(self) -> None:
-        self._known: set[int] = set()  # weights whose masters a step has written to, by identity
         self._before: list[_Before] = []
+        self._steps_masters = False  # a step has written to some master
         self._idle = -1  # the first steps that changed no master; one may have changed no version all the same
 
-    def begin(
-        self, weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Before a step: note the weights that have gradients and are not known."""
-        if not self._known.issuperset(map(id, weights)):
-            rows = zip(weights, masters, grads, strict=True)
-            unknown = [(w, m) for w, m, grad in rows if grad is not None and id(w) not in self._known]
-            self._before = [_Before(w, m, by_value=w.device.type == "cpu" or self._idle >= 0) for w, m in unknown]
+    def begin(self, slots: Sequence[Slot], grads: Sequence[torch.Tensor | None]) -> None:
+        """Before a step: note the weights that have gradients, and masters that no step has written to yet."""
+        unknown = [s for s, grad in zip(slots, grads, strict=True) if grad is not None and not s.steps_master]
+        self._before = [_Before(s, by_value=s.param.device.type == "cpu" or self._idle >= 0) for s in unknown]
 
     def check(self, optimizer: Any) -> None:
         """After a step of an optimizer whose step is its own: it has to change masters.
@@ -99,7 +95,7 @@ class StepWrites:
                     "weights of its own, and small updates would be lost. Have it go through self.param_groups, or "
                     "train at O1, where the weights are fp32."
                 )
-        if any(moved) or self._known:  # a step may leave out some weights
+        if any(moved) or self._steps_masters:  # a step may leave out some weights
             return
         if any(group.get("lr") != 0.0 for group in optimizer.param_groups):
             self._idle += 1
@@ -117,7 +113,7 @@ class StepWrites:
         before, self._before = self._before, []
         for each in before:
             if each.master_has_moved():
-                self._known.add(id(each.weight))
+                each.slot.steps_master = self._steps_masters = True
             elif each.weight_has_moved():
                 each.master.copy_(honoured(each.master, each.weight))
 
@@ -129,8 +125,10 @@ class _Before:
     steps of torch. Values tell it always. On another device than a CPU a look at them waits for the device.
     """
 
-    def __init__(self, weight: torch.Tensor, master: torch.Tensor, *, by_value: bool) -> None:
-        self.weight, self.master = weight, master
+    def __init__(self, slot: Slot, *, by_value: bool) -> None:
+        assert slot.master is not None
+        weight, master = slot.param, slot.master
+        self.slot, self.weight, self.master = slot, weight, master
         self.versions = weight._version, master._version
         self._values: tuple[torch.Tensor, torch.Tensor] | None = None
         if by_value:

@@ -8,12 +8,11 @@ the master becomes the parameter. This is looked at before a step, and when some
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
 from operator import is_
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.errors import UsageError
@@ -21,6 +20,7 @@ from ..core.inner_optimizers import state_holders
 from ..gradients.held_masters import settle
 from ..gradients.ledger import get_grads, set_grads
 from ..gradients.master_registry import is_saved_elsewhere, keeper_of
+from ..gradients.table import OptimizerTable, Slot
 from ..kernels import multi_tensor
 from ..kernels.multi_tensor import TensorGroupsCache
 from ..kernels.storage import honoured
@@ -31,9 +31,10 @@ __all__ = ["PlainMasters", "without_masters"]
 
 
 class PlainMasters:
-    """The fp32 masters of one optimizer's 16-bit parameters.
+    """The fp32 masters of one optimizer's 16-bit parameters, in the rows of its table.
 
     Args:
+        table: the parameters of the optimizer.
         originals: the fp32 weights that parameters were rounded from, by the identity of the parameter. Masters start
             from these, or else from the parameter.
 
@@ -42,12 +43,12 @@ class PlainMasters:
         places: while masters have the places of their parameters, the lists of the groups and what was in them before.
     """
 
-    def __init__(self, originals: dict[int, torch.Tensor] | None = None) -> None:
+    def __init__(self, table: OptimizerTable, originals: dict[int, torch.Tensor] | None = None) -> None:
+        self.table = table
         self._originals = originals or {}
-        self._of: dict[int, torch.nn.Parameter] = {}
-        self._resting: MutableMapping[torch.Tensor, torch.nn.Parameter] = WeakIdKeyDictionary()
+        self._generation = -1  # of the table when the three lists were made
+        self._rows: list[Slot] = []  # that have a master
         self._params: list[torch.Tensor] = []
-        self._dtypes: list[torch.dtype] = []
         self._masters: list[torch.nn.Parameter] = []
         self._outside_writes = OutsideWrites()
         self.places: list[tuple[list[Any], list[Any]]] = []
@@ -58,83 +59,73 @@ class PlainMasters:
         self.step_writes = StepWrites()
 
     def keeps(self, param: torch.Tensor) -> bool:
-        """Whether there is a master of a parameter."""
-        return id(param) in self._of or param in self._resting
+        """True if there is a master of a parameter."""
+        return self.table.master_of(param) is not None
 
     @torch.no_grad()
     def of(self, param: torch.Tensor) -> torch.nn.Parameter | None:
         """The master of a parameter, up to date with what was written to the parameter; None if it has none."""
-        master = self._of.get(id(param))
-        in_place = master is not None and bool(self.places)
-        if master is None and self._resting:
-            master = self._resting.get(param)
-        if master is not None and not in_place:
+        master = self.table.master_of(param)
+        if master is not None and not (self.places and self.table.find(param) is not None):
             master.copy_(honoured(master, param))
         return master
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def adopt(self) -> None:
         """Give masters to the trainable 16-bit parameters that have none, and fp32 state to go with them.
 
         A frozen parameter with an original has a master, too: it was trainable before the optimizer was copied.
         Two optimizers that share a parameter share its master.
         """
-        new = [
-            p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if id(p) not in self._of and p.dtype in HALF_DTYPES and (p.requires_grad or id(p) in self._originals)
-        ]
-        for param in new:
+        slots = self.table.refresh()
+        optimizer = self.table.optimizer()
+        if self._generation == self.table.generation or optimizer is None:
+            return
+        for slot in slots:
+            param = slot.param
+            start = self._originals.get(id(param))
+            if slot.master is not None:
+                slot.cast_dtype = slot.cast_dtype or param.dtype  # the parameter has come back
+                continue
+            if param.dtype not in HALF_DTYPES or not (param.requires_grad or start is not None):
+                continue
             other = getattr(keeper_of(param), "plain", None) or self
-            master = other.of(param)
-            if master is None:
-                start = self._originals.get(id(param))
+            slot.master = other.of(param)
+            if slot.master is None:
                 weight = param.detach()
                 fp32 = weight.float() if start is None else honoured(start.to(param.device, torch.float32), weight)
-                master = torch.nn.Parameter(fp32)
-            self._of[id(param)] = master
-            self._params.append(param)
-            self._masters.append(master)
-            self._dtypes.append(param.dtype)
+                slot.master = torch.nn.Parameter(fp32)
+            slot.cast_dtype = param.dtype
             state = optimizer.state.get(param)
             for name, value in (state or {}).items():
                 if isinstance(value, torch.Tensor) and (is_half(value) or _is_float64_like(value, param)):
-                    state[name] = value.float()  # type: ignore[index]
+                    state[name] = value.float()
         self._originals = {}  # the rest belongs to other optimizers
-
-    def _forget(self, present: set[int]) -> None:
-        """Parameters were taken out of the optimizer. Keep their masters in case they come back."""
-        for param, master in zip(self._params, self._masters, strict=True):
-            if id(param) not in present:
-                self._resting[param] = master
-        kept = [i for i, param in enumerate(self._params) if id(param) in present]
-        self._params = [self._params[i] for i in kept]
-        self._masters = [self._masters[i] for i in kept]
-        self._dtypes = [self._dtypes[i] for i in kept]
-        self._of = {id(p): m for p, m in zip(self._params, self._masters, strict=True)}
+        self._rows = [slot for slot in slots if slot.master is not None]
+        self._params = [slot.param for slot in self._rows]
+        self._masters = [slot.master for slot in self._rows if slot.master is not None]
+        self._refuse_cast()
+        self._generation = self.table.generation
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter and its master, up to date with what was written to the parameter."""
+        self.adopt()
         self._honour_writes()
         return list(zip(self._params, self._masters, strict=True))
 
     # ---- around a step
 
-    def enter(self, optimizer: torch.optim.Optimizer) -> None:
+    def enter(self) -> None:
         """Let the optimizer see masters in place of parameters, with their gradients and their state."""
-        self.adopt(optimizer)
+        self.adopt()
         self._honour_writes()
+        optimizer = self.table.optimizer()
         lists = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
-        of = self._of
-        present = {id(p) for _, params in lists for p in params}
-        if len(of) > len(present) or not of.keys() <= present:
-            self._forget(present)
-            of = self._of
         grads = get_grads(self._params)
-        self.places = lists  # from here on there is something to undo
+        self.places, self.table.frozen = lists, True  # from here on there is something to undo
         for master, grad in zip(self._masters, grads, strict=True):
             master.grad = grad
-        self.step_writes.begin(self._params, self._masters, grads)
+        self.step_writes.begin(self._rows, grads)
+        of = dict(zip(map(id, self._params), self._masters, strict=True))
         for params, before in lists:
             params[:] = [of.get(id(p), p) for p in before]  # in place: LBFGS keeps the list
         self._holders = [(holder, self._states[id(holder)]) for holder in state_holders(optimizer)]
@@ -164,10 +155,10 @@ class PlainMasters:
             master.grad = None
         self.step_writes.end()
         if self._params:
-            masters: list[torch.Tensor] = list(self._masters)
+            masters: list[torch.Tensor] = [*self._masters]
             groups = self._groups.get("round", masters, masters, self._params)
             multi_tensor.copy(masters, self._params, groups=groups)
-        self.places = []
+        self.places, self.table.frozen = [], False
 
     def has_in_place(self, key: object) -> bool:
         """Whether something is a master that has the place of its parameter now."""
@@ -189,31 +180,32 @@ class PlainMasters:
         """Load the masters that ``save``, or a fused optimizer, has added."""
         for param, name in _names(optimizer, saved):
             state = saved["state"].get(name, {})
-            if id(param) in self._of and not is_saved_elsewhere(param) and _has_master(state):
-                self._of[id(param)].copy_(state["master"] if "master" in state else master_value(param, state))
+            slot = self.table.find(param)
+            if slot is not None and slot.master is not None and not is_saved_elsewhere(param) and _has_master(state):
+                slot.master.copy_(state["master"] if "master" in state else master_value(param, state))
 
     @torch.no_grad()
     def write(self, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Set the master of a parameter. Returns what it rounds to."""
-        master = self._of[id(param)]
+        master = self.table.master_of(param)
+        assert master is not None
         master.copy_(value)
         return master.to(param.dtype)
 
     def _honour_writes(self) -> None:
         """Copy what others have written to parameters into their masters."""
-        if [p.dtype for p in self._params] != self._dtypes:
-            self._refuse_cast()
         if not self.places:
-            self._outside_writes.honour(self._params, self._masters)
+            self._outside_writes.honour(self._params, self._masters, self._generation)
 
     def _refuse_cast(self) -> None:
-        i, param = next((i, p) for i, p in enumerate(self._params) if p.dtype is not self._dtypes[i])
-        raise UsageError(
-            f"A weight of shape {tuple(param.shape)} was {dtype_name(self._dtypes[i])} when its fp32 master was made "
-            f"and is {dtype_name(param.dtype)} now: model.float(), half() or to(dtype) was called after "
-            "amp.initialize or amp.decorate. Leave the dtypes to the level; model.state_dict() is fp32 as it is, and "
-            "amp.master_model(model) is the model in fp32."
-        )
+        for slot in self._rows:
+            if slot.cast_dtype is not None and slot.param.dtype is not slot.cast_dtype:
+                raise UsageError(
+                    f"A weight of shape {tuple(slot.param.shape)} was {dtype_name(slot.cast_dtype)} when its fp32 "
+                    f"master was made and is {dtype_name(slot.param.dtype)} now: model.float(), half() or to(dtype) "
+                    "was called after amp.initialize or amp.decorate. Leave the dtypes to the level; "
+                    "model.state_dict() is fp32 as it is, and amp.master_model(model) is the model in fp32."
+                )
 
 
 def _is_float64_like(value: torch.Tensor, param: torch.Tensor) -> bool:

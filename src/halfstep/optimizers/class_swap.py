@@ -41,8 +41,8 @@ def rebase(optimizer: Any, base: type, attached: Any = None) -> None:
         step = vars(optimizer).pop("step", None)
         stepping.instance_step = None if counted else step
     stepping.original_step, hooked = _unhooked(base)
-    # A step on the instance runs torch's hooks itself.
-    optimizer.__class__ = attached.class_over(base, hooked and stepping.instance_step is None)
+    stepping.hooked = hooked and stepping.instance_step is None  # a step on the instance runs torch's hooks itself
+    optimizer.__class__ = attached.class_over(base)
     optimizer._amp_stash = attached
 
 

@@ -17,7 +17,8 @@ import torch
 from ..core.errors import UsageError
 from ..core.scalars import in_scalar_dtype
 from ..core.torch_compat import backward_pass_id, found_inf_of, queue_after_backward, scale_of, tensor_hooks
-from ..gradients.ledger import REDUCTIONS, Gradients
+from ..gradients.ledger import Gradients
+from ..gradients.table import REDUCTIONS
 from ..kernels.tensor_table import Number
 from .param_rows import GroupRows, ParamRows
 from .release_checks import check, refuse_closure, refuse_gradient, refuse_ranks, refuse_second
@@ -177,7 +178,7 @@ class GradientRelease:
 
     def begin(self, gradients: Gradients, scale: torch.Tensor | None, *, delay: bool) -> None:
         """A ``scale_loss`` block was opened; see ``_Block``."""
-        self._block = _Block(scale, gradients, bool(gradients.saved), delay, len(self._stepped))
+        self._block = _Block(scale, gradients, gradients.has_saved, delay, len(self._stepped))
         self._found = self._skip = None
 
     def finish(self, found_inf: torch.Tensor) -> bool:
@@ -318,7 +319,7 @@ class GradientRelease:
             self._skip = torch.zeros_like(zero) if adds or self._found is None else self._found
         if block is None or not adds:
             return scale
-        block.gradients.finish(params, scale, zero if self._found is None else self._found, goes_on=True)
+        block.gradients.finish(scale, zero if self._found is None else self._found, params)
         return None
 
     def _factor(self, limit: float | None, rows: list[ParamRows], scale: torch.Tensor | None) -> Number:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, Protocol
 
@@ -21,16 +21,17 @@ from ..casting.current import thread
 from ..casting.scope import NO_CASTING, active_casting
 from ..core.errors import UsageError
 from ..core.inner_optimizers import bare
+from ..core.torch_compat import dispatch_mode_count, has_step_hooks
 from ..distributed.ddp_sync import BackwardRecord, share_overflow
 from ..gradients.held_masters import WITH_MEMORY, settle
-from ..gradients.ledger import REDUCTIONS
 from ..gradients.loss_scaler import DeviceLossScaler
+from ..gradients.table import REDUCTIONS
 from ..masters.keeper import MasterKeeper
 from ..optimizers.base import FusedOptimizer
 from ..optimizers.class_swap import rebase
 from ..optimizers.fuse import OfTorch, fused_base, unfuse
 from ..optimizers.param_rows import SparseGradient
-from .backward import BackwardPasses, any_overflow
+from .backward import WINDOWS, BackwardPasses, WindowState, any_overflow
 from .dynamic_class import add_names_of_apex, class_over
 from .replaced import ReplacedParameters
 from .step import ClosureOverflowed, Stepping, guarded
@@ -77,7 +78,9 @@ def attach(optimizer: torch.optim.Optimizer, *, fused: bool = False, **options: 
             f"This {type(optimizer).__name__} has been through amp.initialize, amp.decorate, FP16_Optimizer or "
             "amp.init once and can go only once; make a new optimizer to start over."
         )
-    return AttachedOptimizer(optimizer, base=fused_base(optimizer) if fused else type(optimizer), **options)
+    attached = AttachedOptimizer(optimizer, base=fused_base(optimizer) if fused else type(optimizer), **options)
+    WINDOWS[attached.passes] = None
+    return attached
 
 
 def share_overflows(attached: Sequence[AttachedOptimizer]) -> None:
@@ -86,7 +89,8 @@ def share_overflows(attached: Sequence[AttachedOptimizer]) -> None:
     for one, mine in zip(attached, params, strict=True):
         others = [other for other, its in zip(attached, params, strict=True) if other is not one and mine & its]
         one.passes.sharing = tuple(weakref.ref(other.passes) for other in others)
-        one.passes.unsettled = one.passes.unsettled or bool(others)  # it has not heard of passes before
+        if others:
+            one.passes.state = WindowState.DIRTY  # it has not heard of passes before
 
 
 class Observer(Protocol):
@@ -104,6 +108,12 @@ observers: list[Observer] = []
 
 creation_callbacks: list[Callable[[AttachedOptimizer], None]] = []
 """Called with each ``AttachedOptimizer`` that is made. Unlike observers they keep no step from being recorded."""
+
+
+@torch.optim.Optimizer.profile_hook_step
+def _run_hooked(optimizer: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Run the step of an attached optimizer with torch's hooks around it: none runs for a step that the host skips."""
+    return optimizer._amp_stash.run(closure, args, kwargs)
 
 
 class AttachedOptimizer:
@@ -161,22 +171,20 @@ class AttachedOptimizer:
 
     def unscale(
         self,
-        params: list[torch.Tensor],
         scale: torch.Tensor,
         found_inf: torch.Tensor,
         scaler: DeviceLossScaler,
-        seen: set[int] | None = None,
+        done: Collection[int] = (),
         *,
         may_defer: bool = False,
     ) -> None:
         """Unscale what backward passes without a block brought; the next step depends on it.
 
         Args:
-            params: those of the optimizer.
             scale: 0-dim tensor that all of their losses were multiplied by.
             found_inf: 0-dim float32 tensor, set to 1.0 if a gradient holds inf or NaN.
             scaler: whose scale it is.
-            seen: identities of parameters already unscaled; extended.
+            done: identities of parameters whose gradients are unscaled already.
             may_defer: leave it to a fused step where that loses less.
         """
         passes = self.passes
@@ -184,16 +192,17 @@ class AttachedOptimizer:
         if passes.scales and any(other is not scaler for other in passes.scales):
             scaling.say_twice("this GradScaler")
         scaling.scaled = True
-        scaling.look_for_clipping(params, scale, _UNSCALE_BEFORE)
-        may_defer = may_defer and seen is None and not gradients.any_wide and self.stepping.takes_flags
+        scaling.look_for_clipping(passes.params(), scale, _UNSCALE_BEFORE)
+        may_defer = may_defer and not done and not gradients.table.fp32_grads and self.stepping.takes_flags
         passes.scale = scaler.state(scale.device).scale  # which will be that of the next losses, too
         alone = not passes.ranks.reductions
         record = BackwardRecord(found_inf, None, shared=alone, moves=scaler)
         if may_defer:
-            if gradients.unscale_or_check(params, scale, found_inf, step_checks=self._step_checks()):
+            if gradients.unscale_or_check(scale, found_inf, step_checks=self._step_checks()):
                 self.stepping.grad_scale = scale
         else:
-            gradients.finish(params, scale, found_inf, seen)
+            gradients.take(done)
+            gradients.finish(scale, found_inf)
         passes.scales[scaler] = scale
         passes.records.append(record)
         if not alone:
@@ -215,7 +224,7 @@ class AttachedOptimizer:
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step on unscaled gradients. It is skipped, and changes nothing, if a pass overflowed."""
         passes = self.passes
-        if passes.unsafe and passes.recover():
+        if passes.is_open():
             raise UsageError(
                 f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
                 "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left."
@@ -240,7 +249,7 @@ class AttachedOptimizer:
         if closure is None and passes.records and not self.stepping.takes_flags:
             if any_overflow(passes.take_records()).item():
                 return self._observed(self._skip)
-            passes.unsettled = False
+            passes.state = WindowState.IDLE
         if getattr(self._optimizer(), "_amp_stash", None) is not self:
             return self.step(closure, *args, **kwargs)
         step = optimizer.step
@@ -262,34 +271,52 @@ class AttachedOptimizer:
         assert optimizer is not None
         if self.replaced.models:
             self.replaced.refuse(optimizer)
-        if passes.known is not None:
-            passes.drop_brought()
+        passes.drop_brought()
         records = passes.take_records(agreed=closure is None) if passes.records or REDUCTIONS else []
         casting = None if thread.current is None else active_casting()
         with NO_CASTING if casting is not None else nullcontext():
             found_inf = any_overflow(records) if records else None
-            if found_inf is None and closure is None and passes.unsettled:
-                found_inf = passes.settle(passes.params())
-            if found_inf is not None and (closure is not None or not self.stepping.takes_flags):
+            if found_inf is None and closure is None and passes.state is WindowState.DIRTY:
+                found_inf = passes.settle()
+            if found_inf is not None and (
+                closure is not None or not self.stepping.takes_flags or self._tells(found_inf)
+            ):
                 if found_inf.item():
                     return self._skip()
-                found_inf, passes.unsettled = None, False
+                found_inf, passes.state = None, WindowState.IDLE
             if closure is not None:
                 name = type(optimizer).__name__
                 closure = guarded(closure, keeper, casting, passes.take_records, name, self.verbose)
-            held = keeper.plain is not None or closure is not None or bool(WITH_MEMORY)
+            self.stepping.found_inf = found_inf
             try:
-                with keeper.in_place() if held else nullcontext():
-                    returned = self.stepping.take(closure, args, kwargs, found_inf, keeper.plain)
-                if WITH_MEMORY and not held:
-                    settle()  # the step itself has read some
-                return returned
+                if self.stepping.hooked:
+                    return _run_hooked(optimizer, *([] if closure is None else [closure]), *args, **kwargs)
+                return self.run(closure, args, kwargs)
             except ClosureOverflowed:
                 return self.stepping.skip()
             except SparseGradient:
-                if closure is not None or not (keeper.any and isinstance(optimizer, OfTorch)):
+                if not (keeper.any and isinstance(optimizer, OfTorch)):
                     raise
-                return self._step_unfused(found_inf, args, kwargs)
+                returned = self._step_unfused(found_inf, args, kwargs)
+                return returned if closure is None else vars(closure)["loss"]
+
+    def _tells(self, found_inf: torch.Tensor) -> bool:
+        """True if the host decides on the step of an optimizer that could skip itself, because hooks hear of it.
+
+        A hook must not run for a step that is skipped. On a CPU looking costs nothing; on another device it would wait,
+        and a hook asks ``optimizer.step_was_skipped``.
+        """
+        return found_inf.is_cpu and not dispatch_mode_count() and has_step_hooks(self.optimizer)
+
+    def run(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
+        """Run the step, with masters in their places, once it is decided that it is not skipped."""
+        keeper = self.keeper
+        held = keeper.plain is not None or closure is not None or bool(WITH_MEMORY)
+        with keeper.in_place() if held else nullcontext():
+            returned = self.stepping.take(closure, args, kwargs, keeper.plain)
+        if WITH_MEMORY and not held:
+            settle()  # the step itself has read some
+        return returned
 
     def _skip(self) -> None:
         release = self.passes.release
@@ -302,10 +329,7 @@ class AttachedOptimizer:
         optimizer: Any = self.optimizer
         logger.info("%s goes on without its fused step, which takes no sparse gradients", type(optimizer).__name__)
         started = [*self.keeper.started(), *unfuse(optimizer).items()]
-        held, elsewhere = self.keeper.held, self.keeper.saved_elsewhere
-        self.keeper = MasterKeeper(optimizer, self.keeper.any, {id(param): value for param, value in started})
-        self.keeper.held, self.keeper.saved_elsewhere = held, elsewhere
-        self.passes.keeper, self.passes.gradients = self.keeper, self.keeper.gradients
+        self.keeper.keep_plain({id(param): value for param, value in started})
         # Unlike the fused step, torch's own does not read flags on the device.
         if found_inf is not None and found_inf.item():
             return self.stepping.skip()
@@ -314,7 +338,8 @@ class AttachedOptimizer:
                 return self.stepping.skip()
             if scale is not None:
                 found = torch.zeros((), dtype=torch.float32, device=self.passes.device)
-                self.passes.gradients.finish(self.passes.params(), scale, found)
+                self.passes.gradients.take()
+                self.passes.gradients.finish(scale, found)
             return self._step(None, args, kwargs)
 
     # ---- copies

@@ -1,6 +1,6 @@
-"""The scaled backward passes of one optimizer since its last step, and what it needs before and after each.
+"""The window of one optimizer: its backward passes since the last step, and what it needs before and after each.
 
-``scaled_backward.py`` has the block in which a face runs one.
+``scaled_backward.py`` has the block in which a face runs a pass.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from operator import is_
+from enum import Enum
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -18,21 +19,54 @@ from ..core.callers import callers_level
 from ..core.errors import UsageError
 from ..core.text import counted
 from ..distributed.ddp_sync import BackwardRecord, RankSync, share_overflow
-from ..gradients.ledger import REDUCTIONS, halves
 from ..gradients.loss_scaler import DeviceLossScaler
+from ..gradients.table import REDUCTIONS, Slot
 from ..masters.keeper import MasterKeeper
 from ..optimizers.release import GradientRelease
 from .diagnosis import first_bad_gradient
 from .replaced import ReplacedParameters
 from .scaling_checks import ScalingChecks
 
-__all__ = ["BackwardPasses", "any_overflow", "sync_overflow"]
+__all__ = ["WINDOWS", "BackwardPasses", "WindowState", "any_overflow", "reachable", "sync_overflow"]
 
 _CLIP_AFTER = (
     "Clip after the block, where they are unscaled: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)."
 )
 
 logger = logging.getLogger("halfstep")
+
+
+class WindowState(Enum):
+    """How far the passes of an optimizer are.
+
+    ::
+
+                 begin         finish             close            step, zero_grad
+        IDLE -----------> OPEN -------> FINISHING ------> READY -------------------> IDLE
+                           ^                       |      | ^
+                           |          begin        |      | | close, of the next pass
+                           +-----------------------|------+ |
+                                                   v        |
+                                                 SCALED ----+
+        step of gradients with an overflow, or whose overflow only the device knows: DIRTY --begin, zero_grad--> IDLE
+
+    - **OPEN**: gradients are multiplied by the loss scale; what was there before is set aside. An optimizer never
+      steps. A second ``begin`` is an error, unless the block is gone: then an interrupt came before its exit, and the
+      pass is abandoned.
+    - **FINISHING**: gradients are unscaled in part, or inf without a record of it. After an interrupt they are dropped.
+    - **READY**: the next step may use the gradients. A GradScaler's window is opened and closed where it unscales.
+    - **SCALED**: as READY after a pass with ``delay_unscale=True``. The next pass adds to the gradients where they are,
+      because scripts average ``p.grad`` by hand in the block of the last pass of a window.
+    - **DIRTY**: the step was skipped, or may have been, and its gradients may still be there. Their values tell: they
+      are cleared before anything else uses them if one is inf or NaN.
+    """
+
+    IDLE = "idle"
+    OPEN = "open"
+    FINISHING = "finishing"
+    READY = "ready"
+    SCALED = "scaled"
+    DIRTY = "dirty"
 
 
 class BackwardPasses:
@@ -48,13 +82,12 @@ class BackwardPasses:
         scales: what the losses since the last step were multiplied by, 0-dim tensors, by the loss scale they came from.
         replaced: the parameters of the models that it trains, where these are known.
         sharing: weak references to the passes of other optimizers that share a parameter with this one.
-        unsettled: whether a step was skipped, or may have been, and nobody has cleared its gradients since.
+        state: how far the passes are.
+        thread: the thread that uses the optimizer.
         scaling: the warnings about gradients that went past the loss scale.
-        known: the parameters at the latest pass; None before a scaled one.
-        in_place: True if the next pass adds to the gradients where they are, because a pass with ``delay_unscale`` came
-            before it: some scripts add up a window of passes and average ``p.grad`` by hand in the block of the last.
+        scales_gradients: True once a scaled pass has begun.
+        known: the generation of the table when ``drop_brought`` last looked.
         scale: what the loss of the present pass, or of the latest, was multiplied by, a 0-dim tensor; None for none.
-        unsafe: whether gradients are in the middle of something: from ``begin`` to ``close``.
     """
 
     def __init__(self, keeper: MasterKeeper) -> None:
@@ -66,16 +99,17 @@ class BackwardPasses:
         self.scales: dict[DeviceLossScaler, torch.Tensor] = {}
         self.replaced = ReplacedParameters(())
         self.sharing: tuple[weakref.ref[BackwardPasses], ...] = ()
-        self.unsettled = False
+        self.state = WindowState.IDLE
         self.scaling = ScalingChecks()
-        self.in_place = False
         self.scale: torch.Tensor | None = None
-        self.unsafe = False
         # The open block. Nobody but its `with` statement holds it: it is gone if an interrupt came before its exit.
-        self._block: weakref.ref[object] | None = None
-        # While gradients are unscaled until their overflow is noted: whether older ones are among them.
-        self._finishing: bool | None = None
-        self.known: list[torch.Tensor] | None = None
+        self._block: weakref.ref[Any] | None = None
+        self._before = WindowState.IDLE  # when the block was opened
+        self._named = True  # False while a block of other optimizers is open
+        self.thread = get_ident()
+        self._mixes = False  # the open pass changes gradients of earlier passes, so that an interrupt loses these, too
+        self.scales_gradients = False
+        self.known = -1
 
     @property
     def release(self) -> GradientRelease | None:
@@ -85,8 +119,7 @@ class BackwardPasses:
 
     def params(self) -> list[torch.Tensor]:
         """The parameters in the optimizer's groups."""
-        optimizer: Any = self._optimizer()
-        return [p for group in optimizer.param_groups for p in group["params"]]
+        return self.keeper.params()
 
     @property
     def device(self) -> torch.device:
@@ -94,21 +127,18 @@ class BackwardPasses:
         return next((param.device for param in self.params()), torch.device("cpu"))
 
     @property
-    def block(self) -> object | None:
+    def block(self) -> Any:
         """The block that is open; None for none."""
         return None if self._block is None else self._block()
 
-    def close(self) -> None:
+    def close(self, state: WindowState = WindowState.READY) -> None:
         """The gradients are unscaled, and their overflow is noted."""
-        self._finishing = self._block = None
-        self.unsafe = False
+        self._block, self._mixes, self.state, self._named = None, False, state, True
 
-    def recover(self) -> bool:
-        """If gradients are ``unsafe``: abandon what an interrupt, such as Ctrl-C in a line of ours, has left half done.
-
-        Returns:
-            Whether a block is open, which was not interrupted.
-        """
+    def is_open(self) -> bool:
+        """True if a block is open. A pass that an interrupt, such as Ctrl-C, has left half done is abandoned."""
+        if self.state not in (WindowState.OPEN, WindowState.FINISHING):
+            return False
         if self.block is not None:
             return True
         logger.info("A scale_loss block was interrupted; its backward pass does not count")
@@ -118,42 +148,45 @@ class BackwardPasses:
     def begin(
         self,
         scale: torch.Tensor | None,
-        seen: set[int] | None,
         *,
-        block: object,
+        block: Any,
         guard: Callable[[], None] | None = None,
+        named: bool = True,
     ) -> None:
         """Set aside the present gradients, so that a backward pass scaled by ``scale`` brings only its own.
 
         Args:
             scale: the 0-dim tensor that the loss is multiplied by; None if it is not scaled.
-            seen: identities of parameters that another optimizer has set aside for this pass; extended. None if there
-                is no other optimizer.
             block: which is opened; not kept alive.
             guard: called before a gradient is used inside of the pass; raises an error if it must not be.
+            named: False if the block belongs to other optimizers, and its pass may reach parameters of this one, too.
+                If a block of this one is opened meanwhile, ``block.finish_reached`` ends this pass for it.
 
         Raises:
             UsageError: if a block is open already, or if the model was cut after its optimizer was attached.
         """
-        if self.unsafe and self.recover():
+        if not self._named and (open_block := self.block) is not None:
+            open_block.finish_reached(self)
+        if self.is_open():
             raise UsageError(
                 f"A scale_loss block of this {type(self._optimizer()).__name__} is open already, and two backward "
                 "passes at two scales would mix. Close the first block before the second; gradients add up across "
                 "blocks."
             )
         self.scale = scale
-        if self.replaced.unseen:
+        if named and self.replaced.unseen:
             self.replaced.refuse_cut(self.keeper.optimizer)
         release = self.release
-        if release is not None:
+        if release is not None and named:
             release.refuse_block()
         params = self.params()
-        if self.unsettled:
-            self.settle(params)
-        if self.known is not None:
-            self.drop_brought(params)
-        elif scale is not None:
-            self.known = params
+        if self.state is WindowState.DIRTY:
+            self.settle()
+        self.drop_brought()
+        if scale is not None:
+            self.scales_gradients = True
+            for slot in self.keeper.table.slots:
+                slot.passed = True
         alone = not (REDUCTIONS or self.ranks.reductions)
         if not alone:
             self._find_wrappers(params)
@@ -161,49 +194,61 @@ class BackwardPasses:
         gone = release is None or not release.has_stepped
         if gone and self.records and not self.ranks.reductions and all(param.grad is None for param in params):
             self.records = [record for record in self.records if record.scaler is None]  # of gradients that are gone
-        self.in_place = self.in_place and release is None and not self.ranks.will_sync
-        self._block, self.unsafe = weakref.ref(block), True
-        stay = list if self.in_place else None if alone else self._averaged_next
-        self.gradients.begin(params, scale, seen, stay)
+        self.thread, self._before, self._named = get_ident(), self.state, named
+        self._mixes = self.state is WindowState.SCALED and release is None and not self.ranks.will_sync and named
+        self._block, self.state = weakref.ref(block), WindowState.OPEN
+        stay = list if self._mixes else None if alone else self._averaged_next
+        if not alone:
+            self.ranks.abandon_plain()
+        self.gradients.begin(scale, block, stay)
         if release is not None:
             release.begin(self.gradients, scale, delay=False)
             release.guard = guard
-            self.gradients.expect(params, as_computed=True)
+            self.gradients.expect(as_computed=True)
         if not alone:
-            self.ranks.begin_backward(scale, params, self.gradients.saved)
+            self.ranks.begin_backward(scale, self.keeper.table.slots)
 
-    def settle(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def finish_reached(self, scaler: DeviceLossScaler, scale: torch.Tensor) -> None:
+        """After ``begin(named=False)`` and the pass: unscale what it brought here, if it brought anything.
+
+        An overflow is noted for this optimizer alone, whose ``zero_grad`` clears it: it skips no step of the optimizers
+        that the block belongs to. With wrappers the record is made in any case, because all ranks must send alike.
+        """
+        if not (self.gradients.arrived() or self.ranks.reductions):
+            self.abandon(self._before)
+            return
+        before, found_inf = self._before, torch.zeros_like(scale, dtype=torch.float32)
+        self.finish(scale, found_inf)
+        self.note(BackwardRecord(found_inf, None, shared=not self.ranks.reductions))
+        self.scales[scaler] = scale
+        self.close(before if before is WindowState.SCALED else WindowState.READY)
+
+    def settle(self) -> torch.Tensor | None:
         """Clear the gradients of a skipped step if they are still there, so that no later step takes them.
 
         Their values tell whether they are. The gradients may have been cleared in a way that nobody hears of, and after
         a step that skips itself on the device the host does not know whether it did.
 
-        Args:
-            params: those of the optimizer.
-
         Returns:
             0-dim float32 tensor, 1.0 if gradients were cleared; None if there are none.
         """
-        self.unsettled = False
-        return self.gradients.clear_overflow(params)
+        self.state = WindowState.IDLE
+        self.keeper.table.refresh()
+        return self.gradients.clear_overflow()
 
-    def drop_brought(self, params: list[torch.Tensor] | None = None) -> None:
+    def drop_brought(self) -> None:
         """Drop the gradients that parameters brought with them when they came to the optimizer after a scaled pass.
 
-        The passes that they were outside of have multiplied them by the loss scale, and nothing has divided them. This
-        cannot be seen from a gradient, so one that was not scaled is dropped too.
-
-        Args:
-            params: those of the optimizer; None to look them up.
+        The passes before they came have multiplied them by the loss scale, and nothing has divided them. This cannot
+        be seen from a gradient, so a gradient that was not scaled is dropped too.
         """
-        if self.known is None:
+        slots = self.keeper.table.refresh()
+        if not self.scales_gradients or self.known == self.keeper.table.generation:
             return
-        params = self.params() if params is None else params
-        known, self.known = self.known, params
-        if len(params) == len(known) and all(map(is_, params, known)):
-            return
-        before = set(map(id, known))
-        brought = [p for p in params if p.grad is not None and id(p) not in before]
+        self.known = self.keeper.table.generation
+        brought = [slot.param for slot in slots if not slot.passed and slot.param.grad is not None]
+        for slot in slots:
+            slot.passed = True
         if not brought:
             return
         for param in brought:
@@ -218,16 +263,15 @@ class BackwardPasses:
             stacklevel=callers_level(),
         )
 
-    def abandon(self) -> None:
+    def abandon(self, state: WindowState = WindowState.READY) -> None:
         """After ``begin``, when the backward pass failed: drop what it brought and put back what was set aside.
 
         If gradients went to other ranks, were added to others in place, or are unscaled in part, there is no way back:
         the next step is skipped.
         """
         params = self.params()
-        lost = self.ranks.abandon_backward(params) or self.in_place or bool(self._finishing)
-        self.in_place = False
-        if self._finishing is None:
+        lost = self.ranks.abandon_backward() or self._mixes
+        if self.state is WindowState.OPEN:
             self.gradients.restore()
         else:
             self.gradients.forget()
@@ -238,9 +282,9 @@ class BackwardPasses:
         if lost:
             found_inf = torch.ones((), dtype=torch.float32, device=self.device)
             self.note(BackwardRecord(found_inf, None, shared=not self.ranks.reductions))
-        self.close()
+        self.close(state)
 
-    def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor, seen: set[int] | None) -> bool:
+    def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor) -> bool:
         """After ``begin`` and the backward pass: unscale what it brought and add what was set aside.
 
         Until ``close`` an interrupt drops the gradients: they may be unscaled in part, or inf without a record.
@@ -248,29 +292,31 @@ class BackwardPasses:
         Args:
             scale: as given to ``begin``.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN.
-            seen: identities of parameters that another optimizer has finished in this pass; extended.
 
         Returns:
             Whether any parameter has a gradient, or has stepped with one.
         """
         params = self.params()
+        if self.state is not WindowState.OPEN:
+            self.gradients.take()
         if scale is not None:
             self.scaling.scaled = True
             self.scaling.look_for_clipping(params, scale, _CLIP_AFTER)
         release = self.release
         found = (release is not None and release.finish(found_inf)) or any(param.grad is not None for param in params)
         if self.ranks.reductions:
-            self.ranks.end_backward(params)
+            self.ranks.end_backward()
             scale = self.ranks.gradient_scale(scale)
-        self._finishing, self.unsafe = self.in_place or bool(self.gradients.saved), True
-        self.gradients.finish(params, scale, found_inf, seen)
+        self._mixes = self._mixes or self.gradients.has_saved
+        self.state = WindowState.FINISHING
+        self.gradients.finish(scale, found_inf)
         return found
 
     def multiply(self, scale: torch.Tensor) -> None:
         """Scale the gradients again, as ``finish`` unscales them. An interrupt meanwhile drops them."""
         divisor = self.ranks.gradient_scale(scale)
         assert divisor is not None
-        self._finishing = self.unsafe = True
+        self._mixes, self.state = True, WindowState.FINISHING
         self.gradients.multiply(self.params(), divisor)
         self.close()
 
@@ -314,19 +360,21 @@ class BackwardPasses:
             self.sync()
         records, self.records = self.records, []
         if records:
-            self.unsettled = True
+            self.state = WindowState.DIRTY
         if REDUCTIONS:
             self.ranks.end_window()
         return records
 
     def clear(self) -> None:
         """The gradients were cleared: forget what is known about them."""
-        if self.unsafe and self.block is None:
+        if self.state in (WindowState.OPEN, WindowState.FINISHING) and self.block is None:
             if self.release is not None:
                 self.release.abandon()
             self.close()
-        self.gradients.clear(self.params())
-        self.in_place = self.unsettled = False
+        self.keeper.table.refresh()
+        self.gradients.clear()
+        if self.block is None:
+            self.state = WindowState.IDLE
         self.records.clear()
         if REDUCTIONS:
             self.ranks.end_window()
@@ -347,19 +395,38 @@ class BackwardPasses:
             self.release.refuse_clipping("clip_master_grads")
         self.drop_brought()
         self.sync(steps=False)
-        norm = self.gradients.clip(self.params(), max_norm, norm_type)
+        norm = self.gradients.clip(max_norm, norm_type)
         return torch.where(any_overflow(self.records) != 0, -1.0, norm) if self.records else norm
 
-    def _averaged_next(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of some parameters whose gradients the ranks average in place; none that is to be fp32."""
-        wide = set(map(id, self.gradients.wide(params)))
-        return self.ranks.averaged_next([p for p in params if id(p) not in wide])
+    def _averaged_next(self, slots: Sequence[Slot]) -> list[Slot]:
+        """The rows whose gradients the ranks average in place; none whose gradient is to be fp32."""
+        return self.ranks.averaged_next([slot for slot in slots if not slot.fp32])
 
     def _find_wrappers(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Find the wrappers around the parameters. Returns the parameters that have masters."""
-        half = halves(params) if self.keeper.any else []
+        half = self.keeper.table.halves() if self.keeper.any else []
         self.ranks.find_wrappers(params, half, half if self.keeper.replicated else [])
         return half
+
+
+WINDOWS: weakref.WeakKeyDictionary[BackwardPasses, None] = weakref.WeakKeyDictionary()
+"""Of the optimizers that ``attach`` was called for, in that order, which is the same on every rank."""
+
+
+def reachable(named: Sequence[BackwardPasses]) -> list[BackwardPasses]:
+    """The windows of further optimizers whose parameters a pass in a block may reach.
+
+    A pass belongs to the parameters that it reaches, not to the optimizers that the block names: of two optimizers over
+    one trunk, or of a GAN's two networks, either loss brings gradients to both, and all are multiplied by the scale.
+
+    Args:
+        named: of the optimizers that the block belongs to.
+    """
+    if len(WINDOWS) <= len(named):
+        return []
+    here = get_ident()
+    beside = [one for one in WINDOWS if one not in named and one.thread == here and not one.ranks.inside]
+    return [one for one in beside if one.keeper.optimizer is not None and not one.is_open()]
 
 
 def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:

@@ -125,15 +125,9 @@ add_names_of_apex(
 )
 
 
-class _Hooked(_Attached):
-    """The same with torch's hooks around ``step``."""
-
-    step: Any = torch.optim.Optimizer.profile_hook_step(_Attached.step)
-
-
-def class_over(base: type, hooked: bool) -> type:
-    """A subclass of an optimizer class that has our methods, with torch's hooks around ``step`` or without."""
-    return subclass_with(_Hooked if hooked else _Attached, base, _with_masters(base))
+def class_over(base: type) -> type:
+    """A subclass of an optimizer class that has our methods."""
+    return subclass_with(_Attached, base, _with_masters(base))
 
 
 def _with_masters(base: type) -> dict[str, Any]:

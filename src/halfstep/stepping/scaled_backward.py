@@ -17,7 +17,7 @@ from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
 from ..distributed.ddp_sync import BackwardRecord
 from ..gradients.loss_scaler import DeviceLossScaler
-from .backward import BackwardPasses, sync_overflow
+from .backward import BackwardPasses, WindowState, reachable, sync_overflow
 from .diagnosis import first_bad_gradient
 
 __all__ = ["ScaledBackward", "before_unscaling", "check_loss", "record_pass"]
@@ -80,6 +80,7 @@ class ScaledBackward:
         self._found_inf = found_inf
         self._stay = stay
         self._check = check
+        self._beside: list[BackwardPasses] = []  # of further optimizers, whose parameters the pass may reach
         self._scale: torch.Tensor | None = None
         self._hooks: list[Any] = []  # on the loss and the scaled loss
         self._reached: set[str] = set()  # which of the two a backward pass has gone through
@@ -97,9 +98,11 @@ class ScaledBackward:
         try:
             scales = self._found_inf is not None or not self._scaler.neutral
             self._scale = scale = self._scaler.scale(loss.device) if scales else None
-            seen: set[int] | None = set() if len(self._passes) > 1 else None
             for passes in self._passes:
-                passes.begin(scale, seen, block=self, guard=guard)
+                passes.begin(scale, block=self, guard=guard)
+            self._beside = [] if scale is None else reachable(self._passes)
+            for passes in self._beside:
+                passes.begin(scale, block=self, guard=_refuse_release, named=False)
             wide = loss.float() if loss.dtype in HALF_DTYPES else loss
             if scale is None:
                 return wide
@@ -139,22 +142,26 @@ class ScaledBackward:
         found_inf = self._found_inf
         if found_inf is None:
             found_inf = torch.zeros((), dtype=torch.float32, device=self._loss.device)
-        seen: set[int] | None = set() if len(self._passes) > 1 else None
         # A pass without gradients does not count: under FSDP2 without synchronization they come later.
-        found = [passes.finish(self._scale, found_inf, seen) for passes in self._passes]
-        for passes in self._passes:
-            passes.in_place = self._stay
+        found = [passes.finish(self._scale, found_inf) for passes in self._passes]
+        for passes in list(self._beside):
+            self.finish_reached(passes)
         if self._scale is not None and self._check and any(found):
             record_pass(self._passes, self._scaler, found_inf, self._scale)
-        else:
-            for passes in self._passes:
-                passes.close()
+        for passes in self._passes:
+            passes.close(WindowState.SCALED if self._stay else WindowState.READY)
+
+    def finish_reached(self, passes: BackwardPasses) -> None:
+        """End the pass for one of the optimizers that this block does not name."""
+        assert self._scale is not None
+        self._beside.remove(passes)
+        passes.finish_reached(self._scaler, self._scale)
 
     def _abandon(self) -> None:
-        """Put back the gradients from before, for those optimizers that this block is open for."""
+        """Put back the gradients from before, of each optimizer that this block is open for."""
         while self._hooks:
             self._hooks.pop().remove()
-        for passes in self._passes:
+        for passes in (*self._passes, *self._beside):
             if passes.block is self:
                 passes.abandon()
 
@@ -175,6 +182,14 @@ def _refuse_unscaled(reached: set[str], face: str) -> None:
             f"`with {face}(loss, optimizer) as scaled_loss: scaled_loss.backward()`. The gradients are what they were "
             "before the block."
         )
+
+
+def _refuse_release() -> None:
+    """Refuse a pass that reaches parameters which step inside of backward passes, in a block of another optimizer."""
+    raise UsageError(
+        "The backward pass in this block reaches parameters that step inside of backward passes (attach), and their "
+        "optimizer is not one of the block. Name all optimizers: amp.scale_loss(loss, [first, second])."
+    )
 
 
 def record_pass(

@@ -42,6 +42,8 @@ class Stepping:
             if it was not. Bound to the optimizer, this would keep it alive until the garbage collector runs.
         instance_step: a ``step`` that somebody had put on the instance before; it is taken instead.
         calls: how many steps were taken or skipped.
+        hooked: True if torch's hooks run around a step.
+        found_inf: for a step that takes flags, 0-dim float32 tensor: if it is not 0, the step changes nothing.
         grad_scale: by what a step that takes flags divides its gradients; None if they are unscaled.
     """
 
@@ -49,7 +51,9 @@ class Stepping:
         self._optimizer = weakref.ref(optimizer)
         self.original_step: Callable[..., Any] | None = None
         self.instance_step: Callable[..., Any] | None = None
+        self.hooked = False
         self.calls = 0
+        self.found_inf: torch.Tensor | None = None
         self.grad_scale: torch.Tensor | None = None
         # In torch's older contract ``step`` gets the scaler itself; such an optimizer reads no flags.
         self._wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
@@ -80,7 +84,6 @@ class Stepping:
         closure: Callable[[], Any] | None,
         args: Any,
         kwargs: Any,
-        found_inf: torch.Tensor | None = None,
         plain: PlainMasters | None = None,
     ) -> Any:
         """Take the step.
@@ -89,13 +92,13 @@ class Stepping:
             closure: for the step, or None.
             args: further arguments of the step.
             kwargs: further keyword arguments of the step.
-            found_inf: 0-dim float32 tensor, for a step that takes flags: if it is not 0, nothing changes.
             plain: the masters that are in place; None for none.
 
         Returns:
             What the step returns.
         """
         optimizer: Any = self._optimizer()
+        found_inf, self.found_inf = self.found_inf, None
         step: Any = self.instance_step
         if step is None:
             step = optimizer.step if self.original_step is None else partial(self.original_step, optimizer)
@@ -180,6 +183,8 @@ def guarded(
 ) -> Callable[[], Any]:
     """A closure that sees up-to-date 16-bit weights and the casts, and is run again when it overflows.
 
+    Its attribute ``loss`` is what the user's closure returned last.
+
     A static loss scale would overflow again in the same way. There the step is skipped, if nothing has moved yet.
 
     Args:
@@ -200,7 +205,7 @@ def guarded(
                     loss = closure()
                 records = take_records()
                 if not records or not any_overflow(records).item():
-                    first = False
+                    first, vars(evaluate)["loss"] = False, loss
                     return loss
                 if not any(record.dynamic for record in records):
                     if first:

@@ -322,7 +322,7 @@ class FP16_Optimizer(ForwardingOptimizer, MasterGroups):  # noqa: N801 - Apex's 
             moves: whether the loss scale moves by it.
         """
         passes = self._attached.passes
-        passes.finish(scale, found_inf, None)
+        passes.finish(scale, found_inf)
         self._scale = None
         record_pass([passes], self.loss_scaler.engine, found_inf, scale, moves=moves)
 

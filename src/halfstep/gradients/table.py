@@ -1,0 +1,196 @@
+"""One table for each optimizer: a row for each parameter in its groups, with what is known about its gradient.
+
+``OptimizerTable.refresh`` is the one place that asks whether the parameters are still those of the last step. Whatever
+is derived from them (columns here, groups of tensors, rows of kernels) is kept for as long as ``generation`` stays the
+same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, is_
+from typing import Any, Protocol
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..core.dtypes import HALF_DTYPES
+from ..kernels.shards import ORDINARY, is_sharded
+
+__all__ = ["REDUCTIONS", "GradRecord", "OptimizerTable", "Reduces", "Slot", "record_of", "reduced_params"]
+
+
+class Reduces(Protocol):
+    """The all-reduce of one DistributedDataParallel wrapper, from ``distributed/ddp_hook.py``.
+
+    Attributes:
+        params: identities of the parameters whose gradients it averages, which live as long as the wrapper.
+    """
+
+    params: frozenset[int]
+
+
+REDUCTIONS: list[Reduces] = []
+"""The all-reduces of the living wrappers, in the order in which these were made, which is the same on every rank."""
+
+
+@dataclass(slots=True, eq=False)
+class GradRecord:
+    """What is known about the gradient of one parameter, whichever optimizers have the parameter.
+
+    Attributes:
+        saved: the gradient that is set aside while a block is open.
+        block: a weak reference to the open block in which one optimizer has taken the gradient. Until the block is
+            closed, or gone after an interrupt, other optimizers with the same parameter leave its gradient alone.
+        image: before torch 2.13, an fp32 gradient that stands behind the 16-bit ``p.grad``; see ``ledger``.
+    """
+
+    saved: torch.Tensor | None = None
+    block: weakref.ref[object] | None = None
+    image: Any = None
+
+
+_RECORDS: MutableMapping[torch.Tensor, GradRecord] = WeakIdKeyDictionary()
+
+
+def record_of(param: torch.Tensor) -> GradRecord:
+    """The record of a parameter's gradient; it lives as long as the parameter."""
+    found = _RECORDS.get(param)
+    if found is None:
+        found = _RECORDS[param] = GradRecord()
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One parameter of one optimizer.
+
+    Attributes:
+        param: the parameter.
+        group: the place of its group in ``param_groups``.
+        grad: the record of its gradient.
+        fp32: True if its gradient is to be fp32 although backward passes compute it in 16 bits.
+        reduced: True if ranks reduce its gradient, in a wrapper's bucket or because it is sharded. Buckets and shards
+            take gradients of the parameter's own dtype only.
+        passed: True if the parameter was in the optimizer when a scaled backward pass began.
+        master: the fp32 copy of a 16-bit parameter, where masters are kept beside the optimizer.
+        cast_dtype: the dtype that the parameter had when its master was made.
+        steps_master: True once a step has written to the master. A step that has done so always does, so nothing is
+            asked about this weight any more.
+    """
+
+    param: torch.Tensor
+    group: int
+    grad: GradRecord
+    fp32: bool = False
+    reduced: bool = False
+    passed: bool = False
+    master: torch.nn.Parameter | None = None
+    cast_dtype: torch.dtype | None = None
+    steps_master: bool = False
+
+
+_KIND = attrgetter("dtype", "requires_grad")
+_generations = itertools.count(1)
+
+
+@dataclass(eq=False)
+class OptimizerTable:
+    """The parameters of one optimizer.
+
+    Attributes:
+        optimizer: a weak reference to the optimizer.
+        fp32_grads: True if gradients of 16-bit parameters are to be fp32, because the parameters have masters.
+        slots: the rows, in the order of the groups.
+        params: the parameters of the rows.
+        generation: a number that is unique in the process; it is another one after each change.
+        frozen: True while masters are in the places of parameters: the groups do not say then which these are.
+
+    Masters of parameters that were taken out of the optimizer are kept, in case the parameters come back.
+    """
+
+    optimizer: Callable[[], Any]
+    fp32_grads: bool = False
+    slots: list[Slot] = field(default_factory=list)
+    params: list[torch.Tensor] = field(default_factory=list)
+    generation: int = 0
+    frozen: bool = False
+    _by_id: dict[int, Slot] = field(default_factory=dict)
+    _gone: MutableMapping[torch.Tensor, torch.nn.Parameter] = field(default_factory=WeakIdKeyDictionary)
+    _kinds: list[Any] = field(default_factory=list)
+    _wrappers: list[Reduces] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, optimizer: Any, *, fp32_grads: bool = False) -> OptimizerTable:
+        """The table of an optimizer, which may die before it."""
+        table = cls(weakref.ref(optimizer), fp32_grads)
+        table.refresh()
+        return table
+
+    @classmethod
+    def of_params(cls, params: Sequence[torch.Tensor], *, reduced: bool) -> OptimizerTable:
+        """The table of parameters with masters, whichever optimizers they are in. It never changes.
+
+        Args:
+            params: the parameters.
+            reduced: True if ranks reduce their gradients.
+        """
+        slots = [Slot(param, 0, record_of(param), fp32=True, reduced=reduced) for param in params]
+        return cls(lambda: None, True, slots, list(params))
+
+    def refresh(self) -> list[Slot]:
+        """Bring the rows up to date with the groups, and with the wrappers around parameters.
+
+        A parameter is compared by identity, dtype and ``requires_grad``. A slot stays the same object for as long as
+        its parameter is in the optimizer.
+        """
+        optimizer = None if self.frozen else self.optimizer()
+        if optimizer is None:
+            return self.slots
+        groups = [group["params"] for group in optimizer.param_groups]
+        params: list[torch.Tensor] = groups[0] if len(groups) == 1 else list(itertools.chain.from_iterable(groups))
+        same = len(params) == len(self.params) and all(map(is_, params, self.params))
+        kinds = list(map(_KIND, params))
+        if same and kinds == self._kinds and self._wrappers == REDUCTIONS:
+            return self.slots
+        known, found = self._by_id, {}
+        reduced = set(map(id, reduced_params(params)))
+        slots = []
+        for group, members in enumerate(groups):
+            for param in members:
+                slot = known.get(id(param)) or Slot(param, group, record_of(param), master=self._gone.pop(param, None))
+                slot.group, slot.reduced = group, id(param) in reduced
+                slot.fp32 = self.fp32_grads and param.dtype in HALF_DTYPES
+                slots.append(slot)
+                found[id(param)] = slot
+        for slot in self.slots:
+            if slot.master is not None and id(slot.param) not in found:
+                self._gone[slot.param] = slot.master
+        self.slots, self._by_id, self.params = slots, found, list(params)
+        self._kinds, self._wrappers = kinds, list(REDUCTIONS)
+        self.generation = next(_generations)
+        return slots
+
+    def find(self, param: torch.Tensor) -> Slot | None:
+        """The row of a parameter; None if it has none."""
+        return self._by_id.get(id(param))
+
+    def master_of(self, param: torch.Tensor) -> torch.nn.Parameter | None:
+        """The plain master of a parameter, also of one that was taken out of the optimizer; None without one."""
+        slot = self._by_id.get(id(param))
+        return slot.master if slot is not None else self._gone.get(param) if self._gone else None
+
+    def halves(self) -> list[torch.Tensor]:
+        """The parameters of 16 bits."""
+        return [param for param in self.params if param.dtype in HALF_DTYPES]
+
+
+def reduced_params(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters whose gradients ranks reduce: in a wrapper, or sharded."""
+    if not REDUCTIONS and ORDINARY.issuperset(map(type, params)):
+        return []
+    in_wrappers = frozenset[int]().union(*(reduction.params for reduction in REDUCTIONS))
+    return [p for p in params if id(p) in in_wrappers or is_sharded(p)]
