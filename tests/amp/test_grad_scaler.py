@@ -667,29 +667,30 @@ def test_closure_that_does_not_scale_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("own", [False, True], ids=["torch's clip", "our clip"])
-def test_clipping(fused: bool, own: bool) -> None:
+@pytest.mark.parametrize("by", ["torch", "scaler", "scaler after unscale_"])
+def test_clipping(fused: bool, by: str) -> None:
     scaler, param = amp.GradScaler(), nn.Parameter(torch.ones(2))
     optim = torch.optim.SGD([param], lr=1.0, fused=fused)
     scaler.scale((param * torch.tensor([3.0, 4.0])).sum()).backward()
-    if own:
-        norm = scaler.clip_grad_norm_(optim, 1.0)
-    else:
+    if by != "scaler":
         scaler.unscale_(optim)
-        norm = nn.utils.clip_grad_norm_([param], 1.0)
+    norm = nn.utils.clip_grad_norm_([param], 1.0) if by == "torch" else scaler.clip_grad_norm_(optim, 1.0)
     assert norm.item() == 5.0
     assert scaler.step(optim)
     assert torch.allclose(param, torch.tensor([0.4, 0.2]))
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_clipping_an_overflow_skips(level: str) -> None:
+def test_clipping_an_overflow_skips(level: str, unscaled: bool) -> None:
     model = nn.Linear(2, 2)
     optim = torch.optim.SGD(model.parameters(), lr=1.0)
     if level == "O2":
         model, optim = amp.decorate(model, optim, level="O2", dtype="bfloat16")
     scaler = amp.GradScaler()
     scaler.scale(model(torch.ones(1, 2, dtype=model.weight.dtype)).sum() * math.inf).backward()
+    if unscaled:
+        scaler.unscale_(optim)
     assert not math.isfinite(scaler.clip_grad_norm_(optim, 1.0).item())
     before = model.weight.detach().clone()
     assert not scaler.step(optim)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from halfstep import amp
+from halfstep.core.errors import UsageError
 from tests.distributed.test_sharded_levels import OPTIMIZERS, assert_near, batches, cut, loss_of, net, whole
 from tests.support.processes import Ranks
 
@@ -225,3 +226,17 @@ def test_what_communication_hooks_do_to_gradients(ranks: Ranks, level: str, dtyp
         # powerSGD adds to each gradient what it left out of the one before, also inf.
         assert math.isnan(last) == (hook == "powerSGD" and dtype is FP16), hook
         assert torch.equal(first[hook], second[hook]) == (hook not in ("post_localSGD", "noop")), hook
+
+
+def refused(rank: int) -> str:
+    model = nn.Linear(2, 2)
+    of_zero = of_distributed("ZeroRedundancyOptimizer")
+    optimizer = of_zero(model.parameters(), torch.optim.SGD, lr=0.1, parameters_as_bucket_view=True)
+    with pytest.raises(UsageError) as error:
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert model.weight.dtype is torch.float32
+    return str(error.value)
+
+
+def test_zero_with_views_of_the_weights_is_refused_where_weights_are_cast(ranks: Ranks) -> None:
+    assert "parameters_as_bucket_view=True" in ranks.run(refused)[0]

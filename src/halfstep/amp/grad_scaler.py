@@ -143,6 +143,8 @@ class GradScaler(ScalerSettings):
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
         """``unscale_`` and clip to a total 2-norm in one go: one read gives the norm and the check for inf and NaN.
 
+        After ``unscale_`` it only clips.
+
         Args:
             optimizer: as for ``unscale_``. With masters, their gradients are clipped.
             max_norm: the largest norm allowed.
@@ -152,15 +154,17 @@ class GradScaler(ScalerSettings):
             ``step`` then skips. No device is read.
 
         Raises:
-            UsageError: as ``unscale_``.
+            UsageError: as ``unscale_``, if that was not called before.
             ArgumentTypeError: for a ``max_norm`` that is no number.
             ArgumentValueError: if it is below 0 or NaN.
         """
         self._refuse_released(optimizer, "clip_grad_norm_")
         check_number("max_norm", max_norm, finite=False)
         attached = self._attached_to(optimizer)
-        if not self._enabled or attached_to(optimizer) is not None:
-            self.unscale_(optimizer)
+        unscaled = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+        if unscaled or not self._enabled or attached_to(optimizer) is not None:
+            if not unscaled:
+                self.unscale_(optimizer)
             return attached.passes.gradients.clip(max_norm, 2.0)
         self._iteration.refuse_second(optimizer)
         params, scale, found_inf, done = self._begin_unscaling(optimizer, attached)

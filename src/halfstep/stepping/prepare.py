@@ -233,6 +233,13 @@ def check(
         )
     if len(set(map(id, models))) < len(models) or len({id(bare(one)) for one in optimizers}) < len(optimizers):
         raise UsageError(f"A model or optimizer is in the list twice; {caller} takes each once.")
+    for optimizer in map(bare, optimizers) if dtype is not None else ():
+        if _sharded_state(optimizer) is not None and optimizer.parameters_as_bucket_view:
+            raise UsageError(
+                f"{caller}: the ZeroRedundancyOptimizer was made with parameters_as_bucket_view=True. It sends weights "
+                "from buckets that hold them in fp32, and casting takes the weights out of these: each rank would "
+                f"train a model of its own. Leave that argument out, or cast the weights to {dtype} before it is made."
+            )
     for model in models:
         if any(isinstance(part, torch.jit.ScriptModule) for part in (model.modules() if dtype else (model,))):
             raise UsageError(f"{caller} cannot change a torch.jit.ScriptModule; give it the module before tracing.")
