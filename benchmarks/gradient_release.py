@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     everything: list[Timing] = []
     for name in args.lists or DEFAULTS[device.type]:
         contenders = [
-            Contender(f"{way}{what}", _step(LISTS[name](), device, way == "released", clip, scale))
-            for what, clip, scale in (("", None, None), (", clipped", 1.0, None), (", loss scale", None, 64.0))
+            Contender(f"{way}{what}", _step(LISTS[name](), device, way == "released", scale))
+            for what, scale in (("", None), (", loss scale", 64.0))
             for way in (BASELINE, "released")
         ]
         timings = interleave(contenders, device=device, baseline=BASELINE, **limits)
@@ -59,11 +59,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _step(
-    shapes: list[tuple[int, ...]], device: torch.device, released: bool, clip: float | None, scale: float | None
+    shapes: list[tuple[int, ...]], device: torch.device, released: bool, scale: float | None
 ) -> Callable[[], None]:
     params = [nn.Parameter(torch.randn(shape, device=device).bfloat16()) for shape in shapes]
     grads = [torch.randn_like(param) for param in params]
-    optimizer = optimizers.FusedAdam(params, master_weights="split", state_dtype=torch.bfloat16, max_grad_norm=clip)
+    optimizer = optimizers.FusedAdam(params, master_weights="split", state_dtype=torch.bfloat16)
     scaler = amp.GradScaler(enable=scale is not None, init_loss_scaling=scale or 1.0)
     scaler.scale(torch.ones((), device=device))
     optimizer.attach(nn.ParameterList(params), release=released, scaler=scaler)

@@ -118,7 +118,7 @@ def test_sgd_takes_gradients_and_a_closure() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda p: ADAM([p], max_grad_norm=1.0).attach(nn.Module()), UsageError, "clips a group by them"),
+        (lambda p: ADAM([p], max_grad_norm=1.0).attach(nn.Module()), UsageError, "clips with max_grad_norm=1.0"),
         (lambda p: ADAM([p]).step(grads=[]), ArgumentValueError, r"grads has 0 tensors.* have 1 parameters"),
         (lambda p: ADAM([p]).step(output_params=[[p], [p]]), ArgumentValueError, r"output_params has 1 \+ 1 tensors"),
         (lambda p: ADAM([p], amsgrad=True), ArgumentValueError, "amsgrad=True.*use halfstep.optimizers.FusedAdam"),

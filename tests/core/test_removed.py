@@ -42,6 +42,11 @@ REMOVED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ArgumentTypeError,
         "attach no longer takes offload=.*torchao's CPUOffloadOptimizer",
     ),
+    "accumulate() of what attach returns": (
+        lambda: optimizers.FusedAdam((model := nn.Linear(2, 2)).parameters()).attach(model).accumulate(),
+        RemovedNameError,
+        "GradientRelease.accumulate was removed. A step has one backward pass. To accumulate, do not attach.",
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +135,34 @@ def fused() -> World:
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     return World(model=model, optimizer=optimizer)
+
+
+def released(level: str | None = None, scaler: Any = None) -> Callable[[], World]:
+    """The setup of a FusedAdam with gradient release."""
+
+    def setup() -> World:
+        world = plain()
+        world.optimizer, world.scaler = optimizers.FusedAdam(world.model.parameters()), scaler
+        if level is not None:
+            amp.initialize(world.model, world.optimizer, opt_level=level, dtype=torch.float16, verbosity=0)
+        world.optimizer.attach(world.model, scaler=scaler)
+        world.loss = world.model(world.x).float().square().mean()
+        return world
+
+    return setup
+
+
+def used_inside(scaler: Any = None) -> Callable[[], World]:
+    """The setup of a FusedAdam whose parameters have stepped in a backward pass."""
+
+    def setup() -> World:
+        world = released("O2" if scaler is None else None, scaler)()
+        loss = nullcontext(scaler.scale(world.loss)) if scaler else amp.scale_loss(world.loss, world.optimizer)
+        with loss as scaled_loss:
+            scaled_loss.backward()
+        return world
+
+    return setup
 
 
 def captured() -> World:

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from .. import optimizers
-from ..core.errors import ArgumentValueError, UsageError
+from ..core.errors import ArgumentValueError
 from ..kernels.expr import elementwise_kernel
 from ..kernels.tensor_table import Number
 from ..optimizers.base import FusedOptimizer, Hyper, Step
 from ..optimizers.param_rows import GroupRows, ParamRows
-from ..optimizers.release import GradientRelease
 
 __all__ = ["FusedAdam", "FusedAdamOf2018", "FusedSGD"]
 
@@ -164,15 +163,6 @@ class FusedAdamOf2018(FusedAdam):
         self.defaults["max_grad_norm"] = max_grad_norm
         for group in self.param_groups:
             group.setdefault("max_grad_norm", max_grad_norm)
-
-    def attach(self, *args: Any, **kwargs: Any) -> GradientRelease:
-        """As for any fused optimizer, where no group is clipped: that takes all gradients of a group."""
-        if any(group["max_grad_norm"] > 0 for group in self.param_groups):
-            raise UsageError(
-                "Gradient release steps parameters before all gradients of their group are there, and max_grad_norm "
-                "clips a group by them. Use halfstep.optimizers.FusedAdam(max_grad_norm=), or keep the gradients."
-            )
-        return super().attach(*args, **kwargs)
 
     def _take(self, groups: Iterable[tuple[Hyper, GroupRows]], factor: Number, skip: torch.Tensor | None) -> None:
         for group, rows in groups:

@@ -155,9 +155,7 @@ def as_number(name: str, value: Any) -> float:
     try:
         return float(one.item() if hasattr(one, "item") else one)
     except (TypeError, ValueError, RuntimeError):
-        raise ArgumentValueError(
-            f"{name}={value!r} must be a number, or an array or tensor with one element."
-        ) from None
+        raise ArgumentValueError(f"{name}={value!r} must be a number or an array or tensor of one element.") from None
 
 
 def check_optimizer_state(optimizer: object, state_dict: object) -> None:

@@ -16,6 +16,7 @@ _REMOVED: dict[str, str] = {
     "keep_casts=": 'Leave it out: forward passes cast fp32 weights. opt_level="O2" has 16-bit weights, and casts none.',
     "amp.clear_casts": "Leave the call out: no cast of a weight outlives an iteration.",
     "offload=": "Use torchao's CPUOffloadOptimizer under O2 with plain masters: docs/how-to/offload-state.md.",
+    "optimizers.GradientRelease.accumulate": "A step has one backward pass. To accumulate, do not attach.",
 }
 """Each removed argument (``"keep_casts="``) or name (``"amp.clear_casts"``), with what to use instead."""
 

@@ -218,23 +218,14 @@ class Gradients:
         slots = [s for s in self.table.slots if s.grad.block is None or s.grad.block() is None]
         self._rows = [s for s in slots if id(s.param) not in without] if without else slots
 
-    def finish(
-        self,
-        scale: torch.Tensor | None,
-        found_inf: torch.Tensor,
-        params: Sequence[torch.Tensor] | None = None,
-    ) -> None:
+    def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """Unscale the new gradients of the parameters that were taken, and add the gradients that were set aside.
 
         Args:
             scale: 0-dim float32 tensor, by which the gradients are multiplied; None if they are not.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. Not looked at without scale.
-            params: finish these alone, while the pass goes on; None for all, at its end.
         """
         rows = self._rows
-        if params is not None:
-            chosen = set(map(id, params))
-            rows = [slot for slot in rows if id(slot.param) in chosen]
         inv_scale = None if scale is None else reciprocal(scale)
         narrow: list[Slot] = []
         saved = bool([None for slot in rows if slot.grad.saved is not None])
@@ -246,9 +237,8 @@ class Gradients:
             self._unscaler.unscale(self._unscaler.gather([s.param for s in rows]), inv_scale, found_inf)
         if saved:
             self._add_saved(rows)
-        if params is None:
-            self.expect([slot for slot in self._pending if slot.param.grad is None])
-            self.forget()
+        self.expect([slot for slot in self._pending if slot.param.grad is None])
+        self.forget()
 
     @torch.no_grad()
     def _unscale_into(

@@ -166,16 +166,16 @@ class FusedOptimizer(FusedState):
     ) -> GradientRelease:
         """Step each parameter inside of the backward pass from now on, and free its gradient.
 
-        So no full set of gradients ever exists: those in memory are of one layer, or of 2**22 elements. ``step()`` is
-        still called after each backward pass. It ends the step, and steps what has a gradient left. Without clipping
-        (``FusedLAMB`` clips by default) and overflow every number is the same, to the bit.
+        So no full set of gradients ever exists: those in memory are of one layer, or take 8 MiB. ``step()`` is
+        still called after each backward pass. It ends the step, and steps what has a gradient left. Without overflow
+        every number is the same, to the bit.
 
         - Gradients are divided by the loss scale as ever: that of ``amp.scale_loss``, or of the ``scaler``. At the
           first gradient that is inf or NaN, stepping ends for this pass. Parameters that have stepped by then keep the
           step: their gradients were finite. The overflow lowers the scale as ever.
-        - ``max_grad_norm`` clips by the larger of two norms: that of the last step, and that of the gradients that have
-          come so far in this one. Other functions that clip find no gradients.
-        - Gradients of several passes are added up within ``accumulate()`` of what this returns.
+        - Nothing clips: the norm of all gradients is known when most of them are gone. ``FusedLAMB`` clips by default,
+          so it needs ``max_grad_norm=None`` here.
+        - A step has one backward pass. To accumulate, keep the gradients.
 
         Args:
             model: has all the parameters. Call ``amp.initialize`` or ``amp.decorate`` before.
@@ -183,12 +183,13 @@ class FusedOptimizer(FusedState):
             scaler: the ``amp.GradScaler`` or ``torch.amp.GradScaler`` that scales the losses, if one does.
 
         Returns:
-            A handle with ``accumulate()``, and ``remove()``, which ends it.
+            A handle whose ``remove()`` ends it.
 
         Raises:
-            UsageError: if it is attached already; for gradients that other ranks average (DistributedDataParallel,
-                FSDP); if masters are kept outside of this optimizer. From a backward pass: for a second gradient of a
-                parameter before ``step()``, for ``create_graph=True``, and for a sparse gradient.
+            UsageError: if it is attached already; with ``max_grad_norm``; for gradients that other ranks average
+                (DistributedDataParallel, FSDP); if masters are kept outside of this optimizer. From a backward pass:
+                for a second gradient of a parameter before ``step()``, for ``create_graph=True``, and for a sparse
+                gradient.
             ArgumentTypeError: for something else than a module.
             ArgumentValueError: if parameters are not in the model or are on several devices, or for a layer that makes
                 sparse gradients.
@@ -202,10 +203,14 @@ class FusedOptimizer(FusedState):
         return handle
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients: to None by default, or to zero if the optimizer was made with ``set_grad_none=False``."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        """Clear gradients: to None by default, or to zero if the optimizer was made with ``set_grad_none=False``.
+
+        With gradient release they become None in any case.
+        """
         if self.release is not None:
             self.release.forget()
+            set_to_none = True
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     # ---- inside
 

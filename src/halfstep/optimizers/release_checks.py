@@ -14,7 +14,7 @@ from ..gradients.table import reduced_params
 __all__ = ["check", "refuse_closure", "refuse_gradient", "refuse_ranks", "refuse_second"]
 
 
-def check(optimizer: torch.optim.Optimizer, model: nn.Module, is_released: Callable[[torch.Tensor], bool]) -> None:
+def check(optimizer: Any, model: nn.Module, is_released: Callable[[torch.Tensor], bool]) -> None:
     """Refuse an optimizer and a model whose gradients cannot be released.
 
     Args:
@@ -24,8 +24,17 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module, is_released: Calla
 
     Raises:
         ArgumentValueError: for parameters that are not in the model or on several devices, and for sparse layers.
-        UsageError: for parameters of two optimizers, for masters outside of the optimizer, for more than one rank.
+        UsageError: for an optimizer that clips, for parameters of two optimizers, for masters outside of the optimizer,
+            for more than one rank.
     """
+    own = [group.get("max_grad_norm") for group in optimizer.param_groups]  # as the optimizers of 2018 have
+    if limits := [limit for limit in (optimizer.options.max_grad_norm, *own) if limit]:
+        kind = type(optimizer).__name__
+        raise UsageError(
+            f"attach(model): this {kind} clips with max_grad_norm={limits[0]}, which needs the norm of all gradients, "
+            "and gradient release frees each gradient before the others are there. Make the optimizer with "
+            "max_grad_norm=None (FusedLAMB clips by default), or do not attach it."
+        )
     groups = enumerate(optimizer.param_groups)
     names = {id(p): f"parameter {i} of group {g}" for g, group in groups for i, p in enumerate(group["params"])}
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -95,8 +104,7 @@ def refuse_gradient(param: torch.Tensor) -> None:
     if param.grad is not None and param.grad.requires_grad:
         raise UsageError(
             "backward(create_graph=True) needs gradients and weights again, and gradient release frees the ones and "
-            "changes the others. Use torch.autograd.grad for it, or run this pass in `with handle.accumulate():`, "
-            "where handle is what attach() returned."
+            "changes the others. Use torch.autograd.grad for it, or end the release with remove()."
         )
 
 
@@ -108,8 +116,7 @@ def refuse_second(param: torch.Tensor) -> None:
     """
     raise UsageError(
         f"A second gradient came to a parameter of shape {tuple(param.shape)} before optimizer.step(), and with "
-        "gradient release it has stepped with the first. Call step() after each backward pass. To accumulate, run all "
-        "passes but the last in `with handle.accumulate():`, where handle is what attach() returned. After a pass that "
-        "failed call zero_grad(). A parameter in two checkpoints with use_reentrant=True gets two gradients in one "
-        "pass: use False."
+        "gradient release each step has one backward pass. Call step() after each pass; to accumulate, end the release "
+        "with remove(). After a pass that failed, call optimizer.zero_grad(). A parameter in two checkpoints with "
+        "use_reentrant=True gets two gradients in one pass: use False."
     )

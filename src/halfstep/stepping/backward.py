@@ -196,15 +196,13 @@ class BackwardPasses:
             self.records = [record for record in self.records if record.scaler is None]  # of gradients that are gone
         self.thread, self._before, self._named = get_ident(), self.state, named
         self._mixes = self.state is WindowState.SCALED and release is None and not self.ranks.will_sync and named
+        if release is not None:
+            release.begin(params, scale, guard)
         self._block, self.state = weakref.ref(block), WindowState.OPEN
         stay = list if self._mixes else None if alone else self._averaged_next
         if not alone:
             self.ranks.abandon_plain()
         self.gradients.begin(scale, block, stay)
-        if release is not None:
-            release.begin(self.gradients, scale, delay=False)
-            release.guard = guard
-            self.gradients.expect(as_computed=True)
         if not alone:
             self.ranks.begin_backward(scale, self.keeper.table.slots)
 

@@ -99,6 +99,8 @@ class ScaledBackward:
             scales = self._found_inf is not None or not self._scaler.neutral
             self._scale = scale = self._scaler.scale(loss.device) if scales else None
             for passes in self._passes:
+                if self._stay and passes.release is not None:
+                    passes.release.refuse_delay()
                 passes.begin(scale, block=self, guard=guard)
             self._beside = [] if scale is None else reachable(self._passes)
             for passes in self._beside:

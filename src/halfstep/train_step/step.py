@@ -6,8 +6,8 @@ This file has the step as a loop would write it. ``program`` compiles its forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ class TrainStep:
     Raises:
         ArgumentTypeError: for an argument of the wrong type, or an optimizer that needs a closure.
         ArgumentValueError: for a number out of range, or a model none of whose parameters the optimizer has.
+        UsageError: for ``max_grad_norm`` or ``accumulate`` with an optimizer that releases its gradients.
     """
 
     def __init__(
@@ -126,8 +127,7 @@ class TrainStep:
             The loss, a detached 0-dim tensor on its device. Nothing waits for it.
 
         Raises:
-            UsageError: where gradients are off, or the loss requires none; for ``max_grad_norm`` with an optimizer
-                that releases its gradients.
+            UsageError: where gradients are off, or the loss requires none.
             ArgumentTypeError: without a target for ``loss_fn``.
         """
         if not torch.is_grad_enabled():
@@ -139,11 +139,7 @@ class TrainStep:
                 f"TrainStep: a batch is the arguments of the model and then the target for loss_fn; {len(batch)} came. "
                 "Write step(x, y), or step(*batch)."
             )
-        if self.max_grad_norm is not None and release_of(self.optimizer) is not None:
-            raise UsageError(
-                "TrainStep: max_grad_norm would clip gradients that the optimizer has released (attach(release=True)). "
-                "Give max_grad_norm to the optimizer instead, which clips by the norm of the step before."
-            )
+        _refuse_release(self.optimizer, self.max_grad_norm, self.accumulate)  # it may have been attached meanwhile
         settle(refresh=False)  # a recorded step runs no hooks of the model
         signature = self._signature(batch)
         last = self._calls + 1 >= self.accumulate  # which may have become less
@@ -187,7 +183,8 @@ class TrainStep:
 
     def backward(self, batch: tuple[Any, ...], signature: Signature, *, last: bool) -> torch.Tensor:
         """Forward and backward passes; returns the detached loss."""
-        with nullcontext() if last else self._accumulating():
+        model = self.model
+        with nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync():
             if self._program is not None:
                 return self._program.backward(batch, signature, self._trained(), self._scaled, self.accumulate)
             loss = self.loss(batch)
@@ -257,17 +254,6 @@ class TrainStep:
             return scale_loss(loss, self.optimizer)
         return nullcontext(loss)
 
-    @contextmanager
-    def _accumulating(self) -> Iterator[None]:
-        """A block for a pass before the last of its window: ranks exchange no gradients, and released ones are kept."""
-        release, model = release_of(self.optimizer), self.model
-        with ExitStack() as around:
-            if release is not None:
-                around.enter_context(release.accumulate())
-            if isinstance(model, DistributedDataParallel):
-                around.enter_context(model.no_sync())
-            yield
-
     def _params(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -314,6 +300,16 @@ class TrainStep:
         return signature
 
 
+def _refuse_release(optimizer: torch.optim.Optimizer, max_grad_norm: float | None, accumulate: Any) -> None:
+    """Refuse gradient release where gradients must outlive their pass."""
+    if release_of(optimizer) is not None and (max_grad_norm is not None or accumulate > 1):
+        what = f"accumulate={accumulate}" if max_grad_norm is None else f"max_grad_norm={max_grad_norm}"
+        raise UsageError(
+            f"TrainStep: {what} needs the gradients after their backward pass, and this {type(optimizer).__name__} has "
+            "released them by then (attach). Leave it out, or end the release with remove()."
+        )
+
+
 def _check(
     model: Any, loss_fn: Any, optimizer: Any, scaler: Any, max_grad_norm: float | None, accumulate: object
 ) -> None:
@@ -339,6 +335,7 @@ def _check(
     ):
         raise ArgumentValueError(f"TrainStep: max_grad_norm={max_grad_norm!r} must be a number above 0, or None.")
     check_count("TrainStep: accumulate", accumulate)
+    _refuse_release(optimizer, max_grad_norm, accumulate)
     if isinstance(model, nn.Module):
         mine = {id(p) for p in model.parameters()}
         if mine and not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
