@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
-from tests.support.python import python
+from tests.support.sweeps import Found, run
 
 SCALED = "torch multiplies 8-bit floats only"
 LAYOUT = "torch cannot cast the dense gradient of a sparse 16-bit matrix"
@@ -42,17 +41,14 @@ LEVELS = ("O1", "O2")
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> Any:
-    """What the sweep finds: of one sample and form of each op, or with ``--combinations all`` of several and all."""
-    every = ["--all"] if request.config.getoption("combinations") == "all" else []
-    result = python("-m", "tests.support.op_sweep", *LEVELS, *every, quiet=True, timeout=3000.0 if every else 280.0)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+def found(request: pytest.FixtureRequest) -> Found:
+    """Of one sample and form of each op, or with ``--combinations all`` of several and all."""
+    return run("op_sweep", LEVELS, request)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_op_is_right_or_refused(found: Any, level: str) -> None:
+def test_every_op_is_right_or_refused(found: Found, level: str) -> None:
     assert found[level]["cases"] > 1000
     wrong = {name: problems for name, problems in found[level]["wrong"].items() if name not in EXCEPTIONS | WHOLE}
     assert not wrong, json.dumps(wrong, indent=1)
@@ -60,11 +56,11 @@ def test_every_op_is_right_or_refused(found: Any, level: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
-def test_no_exception_is_needed_no_more(found: Any, level: str) -> None:
+def test_no_exception_is_needed_no_more(found: Found, level: str) -> None:
     assert EXCEPTIONS.keys() <= found[level]["wrong"].keys()
 
 
 @pytest.mark.exhaustive
-def test_what_halfstep_refuses(found: Any) -> None:
+def test_what_halfstep_refuses(found: Found) -> None:
     refused = {name for level in found.values() for name in level["refused"]}
     assert refused <= {"nn.functional.binary_cross_entropy"}

@@ -1,8 +1,7 @@
 """Every op of torch that has an ``OpInfo``, called with 16-bit tensors alone and with some tensors in fp32.
 
 What it should give is what the op gives in fp32 on the same numbers. How far it may be off is measured: the inputs and
-the gradients that come in are moved by the rounding of the dtype, and the result by what it says. It runs in a process
-of its own, since ``torch.testing._internal`` changes settings of torch when it is imported:
+the gradients that come in are moved by the rounding of the dtype, and the result by what it says.
 
     python -m tests.support.op_sweep O1
     python -m tests.support.op_sweep native --all
@@ -10,14 +9,10 @@ of its own, since ``torch.testing._internal`` changes settings of torch when it 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 import itertools
-import json
-import sys
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +23,7 @@ from torch.utils import _pytree
 from halfstep.casting.current import thread
 from halfstep.casting.scope import OpCasting
 from halfstep.core.errors import HalfstepError
+from tests.support.sweeps import Found, command
 
 __all__ = ["SCOPES", "Case", "Reference", "problem_of"]
 
@@ -283,13 +279,8 @@ def _compare(
 # ---- all
 
 
-def sweep(hows: list[str], names: frozenset[str], every: bool) -> dict[str, Any]:
-    """Run the cases.
-
-    Returns:
-        For each of the scopes how many there were, the names of ops that halfstep refuses (in place an op of the fp32
-        list is always refused), and for each other op that is wrong its problems.
-    """
+def sweep(hows: list[str], names: frozenset[str], every: bool) -> Found:
+    """Run the cases. In place an op of the fp32 list is always refused, and not named."""
     found: dict[str, Any] = {how: {"cases": 0, "refused": set(), "wrong": {}} for how in hows}
     for case in cases(names, every):
         # One dtype in turn by the name, so that a run is the same as the one before.
@@ -311,18 +302,5 @@ def sweep(hows: list[str], names: frozenset[str], every: bool) -> dict[str, Any]
     return {how: {**row, "refused": sorted(row["refused"])} for how, row in found.items()}
 
 
-def main(arguments: list[str]) -> None:
-    """Print what ``sweep`` returns, as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m tests.support.op_sweep")
-    parser.add_argument("how", choices=SCOPES, nargs="+")
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--ops", default="")
-    options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    names = frozenset(filter(None, options.ops.split(",")))
-    json.dump(sweep(options.how, names, options.all), sys.stdout, indent=1)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command(sweep, SCOPES)
