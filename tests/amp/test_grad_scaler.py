@@ -409,20 +409,6 @@ def test_loading_what_paddle_saved() -> None:
     assert state["scale"] == 64.0
 
 
-def test_state_dicts_are_read_both_ways_with_torch() -> None:
-    ours = used_scaler()
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(ours.state_dict())
-    assert theirs.get_scale() == ours.get_scale()
-    assert theirs.get_growth_factor() == ours.get_growth_factor()
-    assert theirs.get_backoff_factor() == ours.get_backoff_factor()
-    assert theirs.get_growth_interval() == ours.get_growth_interval()
-    theirs = torch.amp.GradScaler("cpu", init_scale=128.0, growth_factor=4.0, backoff_factor=0.125, growth_interval=9)
-    again = amp.GradScaler()
-    again.load_state_dict(theirs.state_dict())
-    assert {name: again.state_dict()[name] for name in theirs.state_dict()} == theirs.state_dict()
-
-
 @pytest.mark.parametrize(
     ("kept", "changed", "message"),
     [
@@ -460,73 +446,6 @@ def test_it_is_a_torch_scaler() -> None:
     assert public <= set(dir(amp.GradScaler))
 
 
-PRIVATE = [
-    "_enabled",
-    "_init_scale",
-    "_scale",
-    "_growth_factor",
-    "_backoff_factor",
-    "_growth_interval",
-    "_init_growth_tracker",
-    "_growth_tracker",
-]
-
-
-def private(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """What trainers read of a scaler under torch's private names."""
-    found = {name: getattr(scaler, name) for name in PRIVATE}
-    tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
-    kinds = {name: (each.dtype, each.shape, each.device.type, each.item()) for name, each in tensors.items()}
-    states = [
-        (state["stage"], [(device.type, flag.item()) for device, flag in state["found_inf_per_device"].items()])
-        for state in scaler._per_optimizer_states.values()
-    ]
-    return {**found, **kinds, "states": states, "tracker": scaler._get_growth_tracker()}
-
-
-def same_scalers() -> tuple[torch.amp.GradScaler, amp.GradScaler]:
-    settings_ = {"init_scale": 2.0**10, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
-    return torch.amp.GradScaler("cpu", **settings_), amp.GradScaler("cpu", **settings_, decr_every_n_nan_or_inf=1)
-
-
-def test_private_names_of_torch() -> None:
-    pair, seen = same_scalers(), []
-    for scaler in pair:
-        param = weight()
-        optim, rows = sgd(param), [private(scaler)]
-        for letter in "FIFFNF":
-            scaler.scale((param * FACTORS[letter]).sum()).backward()
-            rows.append(private(scaler))
-            scaler.unscale_(optim)
-            rows.append(private(scaler))
-            scaler.step(optim)
-            rows.append(private(scaler))
-            scaler.update()
-            optim.zero_grad()
-            rows.append(private(scaler))
-        saved = scaler.state_dict()
-        scaler.load_state_dict(pair[0].state_dict())
-        rows.append(private(scaler))
-        assert saved["_growth_tracker"] == scaler._init_growth_tracker == 1
-        seen.append(rows)
-    assert seen[0] == seen[1]
-
-
-def test_private_names_are_set_as_in_torch() -> None:
-    seen = []
-    for scaler in same_scalers():
-        scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval = 3.0, 0.125, 1
-        param = weight()
-        optim = sgd(param)
-        backward(scaler, param)
-        scaler.step(optim)
-        scaler.update()
-        seen.append((private(scaler), scaler.get_growth_factor(), scaler.get_backoff_factor()))
-    assert seen[0] == seen[1]
-    with pytest.raises(ArgumentValueError, match=r"growth_factor=1.0 must be .* above 1"):
-        scaler._growth_factor = 1.0
-
-
 def test_device_of_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfstep.amp.scaler_settings.accelerator", lambda: "cuda")
     for scaler in (amp.GradScaler(), amp.GradScaler(enabled=False)):
@@ -538,28 +457,6 @@ def test_device_of_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     assert amp.GradScaler()._device == "cpu"
 
 
-def test_what_trainers_read() -> None:
-    """As Accelerate asks whether a step was skipped, and as FSDP's trainers look at flags and counts."""
-    scaler, param = amp.GradScaler(init_scale=8.0, decr_every_n_nan_or_inf=1), weight()
-    optim = sgd(param)
-    assert scaler._scale is None
-    assert scaler._growth_tracker is None
-    for letter, skipped in [("F", False), ("I", True)]:
-        backward(scaler, param, letter)
-        before = scaler.get_scale()
-        assert scaler._scale is not None
-        scaler.step(optim)
-        flags = scaler._per_optimizer_states[id(optim)]["found_inf_per_device"]
-        assert [flag.item() > 0 for flag in flags.values()] == [skipped]
-        assert [flag.item() > 0 for flag in scaler._found_inf_per_device(optim).values()] == [skipped]
-        scaler.update()
-        assert (scaler.get_scale() < before) == skipped
-        assert (scaler._scale.item(), scaler._growth_tracker.item()) == ((4.0, 0) if skipped else (8.0, 1))
-        optim.zero_grad()
-    copied = copy.deepcopy(scaler)
-    assert (copied._init_growth_tracker, copied._scale) == (0, None)
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu", torch.device("cpu")])
 def test_torch_passes_a_device_first(device: Any) -> None:
     scaler = amp.GradScaler(device, init_scale=4.0, enabled=True)
@@ -569,52 +466,13 @@ def test_torch_passes_a_device_first(device: Any) -> None:
     assert scaler._growth_tracker.item() == 0
 
 
-@settings(max_examples=60)
-@given(flags=FLAGS, interval=st.integers(1, 4))
-def test_same_scales_as_torch(flags: list[bool], interval: int) -> None:
-    arguments = {"init_scale": 2.0**10, "growth_interval": interval}
-    ours = amp.GradScaler(**arguments, decr_every_n_nan_or_inf=1, collapse_after=None)
-    theirs = torch.amp.GradScaler("cpu", **arguments)
-    for found in flags:
-        for scaler in (ours, theirs):
-            param = weight()
-            optim = sgd(param)
-            scaler.scale(param.sum()).backward()
-            param.grad.mul_(math.inf if found else 1.0)
-            scaler.step(optim)
-            scaler.update()
-        assert (ours.get_scale(), ours._get_growth_tracker()) == (theirs.get_scale(), theirs._get_growth_tracker())
-
-
 # ---- the rest of the interface
-
-
-def test_disabled() -> None:
-    scaler, param = amp.GradScaler(enable=False), weight()
-    optim, loss = sgd(param), (param * 1.0).sum()
-    assert scaler.scale(loss) is loss
-    loss.backward()
-    scaler.unscale_(optim)
-    assert scaler.step(optim)
-    scaler.update()
-    assert (param.item(), scaler.get_scale(), scaler.state_dict(), scaler.is_enable()) == (0.875, 1.0, {}, False)
-    scaler.load_state_dict({"scale": 4.0})
-    assert not scaler.is_use_dynamic_loss_scaling()
 
 
 @pytest.mark.parametrize("outputs", [3.0, torch.tensor(3), "loss", None])
 def test_scale_refuses(outputs: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="scale needs"):
         amp.GradScaler().scale(outputs)
-
-
-def test_scale_of_collections() -> None:
-    one = torch.ones(())
-    scaled = amp.GradScaler(init_loss_scaling=4.0).scale([one, (one.double(), one.half())])
-    assert isinstance(scaled, list)
-    assert isinstance(scaled[1], tuple)
-    assert [t.item() for t in (scaled[0], *scaled[1])] == [4.0, 4.0, 4.0]
-    assert scaled[1][0].dtype is torch.float64
 
 
 def test_scheduler_follows_the_step() -> None:
