@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import halfstep
+from halfstep import amp
 from halfstep.core.errors import ArgumentValueError
 from halfstep.model import CheckPrecision
 from tests.support.python import python
@@ -227,3 +228,24 @@ def test_the_traceback_of_a_script_that_fails_has_no_frames_of_ours(tmp_path: Pa
     assert "fails.py" in lines[0]
     assert all(f"{os.sep}torch{os.sep}" in line for line in lines[1:])
     assert found.stderr.rstrip().endswith("shapes cannot be multiplied (3x3 and 2x2)")
+
+
+# ---- an optimizer that decorate was not given
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_forgotten_optimizer_is_named_after_its_first_step(
+    scaled: bool, given: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    amp.decorate(model, optimizer if given else None, level="O2", dtype="bfloat16")
+    scaler = amp.GradScaler(enable=scaled)
+    for _ in range(2):
+        scaler.scale(model(torch.ones(2, 8)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    lines = [record.getMessage() for record in caplog.records if "HS101" in record.getMessage()]
+    assert len(lines) == (not given)
+    assert all("bfloat16 weights, AdamW keeps no masters" in line for line in lines)

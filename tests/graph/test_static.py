@@ -539,6 +539,38 @@ def test_hysteresis_of_the_older_signature() -> None:
     assert scales == pytest.approx([100.0, 80.0, 80.0, 64.0])
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_state_of_a_decorated_optimizer_resumes_its_training(level: str, tmp_path: Path) -> None:
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+
+    def decorated(program: static.Program) -> static.amp.MixedPrecisionOptimizer:
+        adam = torch.optim.AdamW(program.graph_module.parameters(), lr=0.1)
+        found: static.amp.MixedPrecisionOptimizer = static.amp.decorate(
+            adam, level=level, init_loss_scaling=8.0, incr_every_n_steps=1
+        )
+        found.minimize(program.loss)
+        found.prepare()
+        return found
+
+    def train(program: static.Program) -> None:
+        for _ in range(3):
+            static.Executor().run(program, {"input": x, "label": y})
+
+    _, first, _ = ready()
+    one = decorated(first)
+    train(first)
+    first.save(tmp_path / "program")
+    second = static.load(tmp_path / "program")
+    two = decorated(second)
+    two.set_state_dict(one.state_dict())
+    assert two.get_loss_scaling() == one.get_loss_scaling() == 64.0
+    train(first)
+    train(second)
+    assert all(map(torch.equal, first.graph_module.parameters(), second.graph_module.parameters()))
+    with pytest.raises(HalfstepError, match="has no param_groups"):
+        two.set_state_dict({"state": {}})
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -119,6 +119,8 @@ def use(see: Any) -> None:
         optimizer.step()
     with amp.auto_cast(dtype="bfloat16"):
         see()
+    amp.decorate(nn.Linear(1, 1), level="O2")
+    see()
     handle = amp.init()
     see()
     handle._deactivate()

@@ -10,7 +10,7 @@ import torch
 
 from ..casting.dynamo import eager
 from ..core.checks import as_number, check_number
-from ..core.dtypes import HALF_DTYPES, is_half
+from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
 from ..core.inner_optimizers import inner_optimizer
 from ..core.loss_scale import DynamicLossScale
@@ -204,11 +204,10 @@ class GradScaler(ScalerSettings):
             self._unscale(optimizer, attached, may_defer=True)
         returned = attached.call(optimizer, closure, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        first = attached.stepping.calls == 1 and optimizer in self._known  # of a model that was cast without it
-        if first and any(map(is_half, params := attached.passes.params())):
-            from ..findings.checking import log_findings  # imported when asked for
+        if attached.stepping.calls == 1 and optimizer in self._known:  # its model may have been cast without it
+            from ..findings.checking import log_first_step  # imported when asked for
 
-            log_findings([torch.nn.ParameterList(params)], [optimizer], scaling_is_known=False)
+            log_first_step(optimizer)
         (found_inf,) = state["found_inf_per_device"].values()
         return StepResult(found_inf, returned)
 

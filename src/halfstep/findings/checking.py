@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from types import NoneType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core.checks import check_count, check_kind
+from ..core.dtypes import is_half
 from ..core.inner_optimizers import bare
 from ..core.policy import Policy
 from ..gradients.loss_scaler import DeviceLossScaler
+from ..stepping.attached import attached_to
 from .facts import Facts
 from .finding import Finding, Found, log
 from .forward import run
 from .rules_of_model import RULES as OF_MODEL
 from .rules_of_optimizer import RULES as OF_OPTIMIZER
 
-__all__ = ["RULES", "check", "finding", "findings_of", "log_findings"]
+__all__ = ["RULES", "check", "finding", "findings_of", "log_findings", "log_first_step"]
 
 RULES = {**OF_MODEL, **OF_OPTIMIZER}
 """All rules by their codes."""
+
+_seen: WeakSet[Any] = WeakSet()  # optimizers whose first step has been looked at
+_waiting: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # models without optimizers, with their weights
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 
@@ -92,16 +100,41 @@ def log_findings(
 
     Args:
         models: the models. Each is looked at with the optimizers that train something of it.
-        optimizers: all optimizers.
+        optimizers: all optimizers. If there are none, the first step of any that is not prepared is looked at.
         policy: that of the models.
         scaling_is_known: whether the losses have no other scalers than those of ``amp.initialize``.
     """
+    if not optimizers:  # one may have been forgotten
+        _hear_of_steps()
+        _waiting.update({model: set(map(id, model.parameters())) for model in models})
     for model in models:
         own = set(map(id, model.parameters()))
         trains = [one for one in optimizers if any(id(p) in own for g in one.param_groups for p in g["params"])]
         if trains:
             found = findings_of(Facts(model, trains, policy=policy, scaling_is_known=scaling_is_known))
             log(finding for finding in found if finding.code != "HS111")
+
+
+@cache
+def _hear_of_steps() -> None:
+    register_optimizer_step_post_hook(_look_for_forgotten)
+
+
+def _look_for_forgotten(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Log what an optimizer loses that has stepped a model in ``_waiting``. A look costs one id for each group."""
+    firsts = {id(p) for group in optimizer.param_groups for p in group["params"][:1]} if _waiting else ()
+    for model in [model for model, own in _waiting.items() if not own.isdisjoint(firsts)]:
+        del _waiting[model]
+        log_first_step(optimizer)
+
+
+def log_first_step(optimizer: Any) -> None:
+    """After the first step of an optimizer, log what it loses if its weights are 16-bit and it was never prepared."""
+    if optimizer not in _seen:
+        _seen.add(optimizer)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(map(is_half, params)) and attached_to(optimizer) is None:
+            log_findings([nn.ParameterList(params)], [optimizer], scaling_is_known=False)
 
 
 def finding(code: str, found: Found) -> Finding:

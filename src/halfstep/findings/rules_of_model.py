@@ -51,29 +51,17 @@ def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Found]:
         if is_norm(module) or is_router(name, facts.module_names):
             weights += [p for p in parameters_of(module).values() if p is not None and id(p) in bare]
     if positions:
-        yield Found(
-            "error",
-            grouped(positions),
-            "Frequencies or positions are in 16 bits: at position 4,096 an angle may be off by more than a radian.",
-            {"tensors": list(positions)},
-            "Compute them in fp32 in forward, or give their module fp32: module_filter= of amp.initialize.",
-        )
+        text = "Frequencies or positions are in 16 bits: at position 4,096 an angle may be off by more than a radian."
+        fix = "Compute them in fp32 in forward, or give their module fp32: module_filter= of amp.initialize."
+        yield Found("error", grouped(positions), text, {"tensors": list(positions)}, fix)
     if weights:
-        yield Found(
-            "warning",
-            facts.where(weights),
-            f"Weights of norms or routers are {dtype_name(weights[0].dtype)} and have no masters.",
-            {"tensors": len(weights)},
-            "Keep them in fp32 (amp.decorate does so for norms), or use masters: amp.initialize(..., opt_level='O2').",
-        )
+        text = f"Weights of norms or routers are {dtype_name(weights[0].dtype)} and have no masters."
+        fix = "Keep them in fp32 (amp.decorate does so for norms), or use masters: amp.initialize(..., opt_level='O2')."
+        yield Found("warning", facts.where(weights), text, {"tensors": len(weights)}, fix)
     if statistics:
-        yield Found(
-            "warning",
-            grouped(statistics),
-            "Running statistics of BatchNorm are in 16 bits.",
-            {"tensors": list(statistics)},
-            "Leave BatchNorm in fp32: keep_batchnorm_fp32=True.",
-        )
+        text = "Running statistics of BatchNorm are in 16 bits."
+        fix = "Leave BatchNorm in fp32: keep_batchnorm_fp32=True."
+        yield Found("warning", grouped(statistics), text, {"tensors": list(statistics)}, fix)
     yield from _sensitive_ops(facts)
 
 
@@ -220,13 +208,9 @@ def fp32_in_name_only(facts: Facts) -> Iterator[Found]:
             "Look for what copies 16-bit weights into them: load_state_dict, .half(), a 16-bit twin of the model.",
         )
     if facts.outputs_on_grid:
-        yield Found(
-            "warning",
-            listed(facts.outputs_on_grid),
-            "fp32 in name only: every value lies on a 16-bit grid, so it was rounded before it became fp32.",
-            {"outputs": facts.outputs_on_grid},
-            "Cast to fp32 before the computation, not after it.",
-        )
+        text = "fp32 in name only: every value lies on a 16-bit grid, so it was rounded before it became fp32."
+        fix = "Cast to fp32 before the computation, not after it."
+        yield Found("warning", listed(facts.outputs_on_grid), text, {"outputs": facts.outputs_on_grid}, fix)
 
 
 def fsdp_reduces_in_16_bits(facts: Facts) -> Iterator[Found]:
@@ -239,9 +223,8 @@ def fsdp_reduces_in_16_bits(facts: Facts) -> Iterator[Found]:
         if policy.param_dtype in HALF_DTYPES and policy.reduce_dtype in (None, *HALF_DTYPES):
             modules.append(facts.name_of(module))
     if modules:
-        yield Found(
-            "warning", listed(modules), "FSDP2 adds up the gradients of all ranks in 16 bits.", {"modules": modules}
-        )
+        text = "FSDP2 adds up the gradients of all ranks in 16 bits."
+        yield Found("warning", listed(modules), text, {"modules": modules})
 
 
 RULES: Rules = {

@@ -56,8 +56,7 @@ def lost_updates(facts: Facts) -> Iterator[Found]:
     of the updates are lost, a warning from one in ten. Before the first step only Adam's is known, which moves every
     weight by the learning rate. Source: NVIDIA-NeMo/Automodel#3875.
     """
-    for entry in facts.lost:
-        yield from filter(None, [_lost_of(facts, entry)])
+    yield from filter(None, (_lost_of(facts, entry) for entry in facts.lost))
 
 
 def _lost_of(facts: Facts, entry: LostUpdates) -> Found | None:
@@ -212,12 +211,8 @@ def accumulation_in_16_bits(facts: Facts) -> Iterator[Found]:
         return
     params = [p for p in facts.halves if getattr(p, "grad_dtype", p.dtype) in HALF_DTYPES]
     if params:
-        yield Found(
-            "warning",
-            facts.where(params),
-            f"Gradients of {facts.accumulate} passes are added up in {dtype_name(params[0].dtype)}.",
-            {"passes": facts.accumulate},
-        )
+        text = f"Gradients of {facts.accumulate} passes are added up in {dtype_name(params[0].dtype)}."
+        yield Found("warning", facts.where(params), text, {"passes": facts.accumulate})
 
 
 def fused_and_foreach_differ(facts: Facts) -> Iterator[Found]:
@@ -283,12 +278,8 @@ def zero_gradients(facts: Facts) -> Iterator[Found]:
     untouched = not any(grad._version for _, grad in pairs)
     if any(bool(each.any()) for each in kept) or not (kept or untouched or _would_keep(facts)):
         return
-    yield Found(
-        "error",
-        facts.where([p for p, _ in pairs]),
-        f"All gradients are 0: those of {len(pairs)} parameters.",
-        {"tensors": len(pairs)},
-    )
+    text = f"All gradients are 0: those of {len(pairs)} parameters."
+    yield Found("error", facts.where([p for p, _ in pairs]), text, {"tensors": len(pairs)})
 
 
 def _moments(facts: Facts, param: torch.Tensor) -> Iterator[torch.Tensor]:

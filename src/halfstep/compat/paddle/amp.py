@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.fx.traceback import annotate
 
 from ...amp.grad_scaler import GradScaler
 from ...casting.emulation import Emulate, check_emulate
-from ...core.checks import check_flag, check_kind
+from ...core.checks import check_flag, check_kind, check_optimizer_state
 from ...core.dtypes import parse_dtype, parse_half
 from ...core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from ...core.oplists import OpLists
@@ -144,15 +144,8 @@ def _decorate_old(
 ) -> MixedPrecisionOptimizer:
     half = torch.bfloat16 if use_bf16 else torch.float16
     guarded = use_pure_fp16 if use_fp16_guard is None else use_fp16_guard
-    scaler = GradScaler(
-        not use_bf16,
-        init_loss_scaling,
-        incr_ratio,
-        decr_ratio,
-        incr_every_n_steps,
-        decr_every_n_nan_or_inf,
-        use_dynamic_loss_scaling,
-    )
+    rule = (init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf)
+    scaler = GradScaler(not use_bf16, *rule, use_dynamic_loss_scaling)
     level = "O2" if use_pure_fp16 else "O1"
     return MixedPrecisionOptimizer(optimizer, amp_lists, scaler, half, level, guarded and use_pure_fp16, use_promote)
 
@@ -179,15 +172,8 @@ def _decorate_new(
     if half not in (torch.float16, torch.bfloat16):
         raise ArgumentValueError(f"dtype={dtype!r} should be 'float16' or 'bfloat16'.")
     scaled = half is torch.float16 if use_dynamic_loss_scaling is None else True
-    scaler = GradScaler(
-        scaled and level != "O0",
-        init_loss_scaling,
-        incr_ratio,
-        decr_ratio,
-        incr_every_n_steps,
-        decr_every_n_nan_or_inf,
-        use_dynamic_loss_scaling is not False,
-    )
+    rule = (init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf)
+    scaler = GradScaler(scaled and level != "O0", *rule, use_dynamic_loss_scaling is not False)
     masters = master_weight is not False
     return MixedPrecisionOptimizer(optimizer, amp_lists, scaler, half, level, use_amp_guard, use_promote, masters)
 
@@ -297,3 +283,19 @@ class MixedPrecisionOptimizer(Trainer):
         """Call ``amp_init`` at O2; a second call does nothing."""
         if self._level == "O2":
             self.amp_init()
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the decorated optimizer, at O2 with its masters, and that of the loss scale as ``"scaler"``."""
+        return {**self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned; at O2 after ``amp_init``. Without ``"scaler"`` the loss scale stays.
+
+        Raises:
+            ArgumentTypeError: if it is no mapping.
+            ArgumentValueError: if it has no ``state`` or ``param_groups``. Nothing is loaded then.
+        """
+        check_optimizer_state(self.optimizer, state_dict)
+        self.optimizer.load_state_dict(dict(state_dict))
+        if state_dict.get("scaler"):
+            self.scaler.load_state_dict(state_dict["scaler"])
