@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -562,7 +563,7 @@ def test_the_state_of_a_decorated_optimizer_resumes_its_training(level: str, tmp
     first.save(tmp_path / "program")
     second = static.load(tmp_path / "program")
     two = decorated(second)
-    two.set_state_dict(one.state_dict())
+    two.set_state_dict(deepcopy(one.state_dict()))
     assert two.get_loss_scaling() == one.get_loss_scaling() == 64.0
     train(first)
     train(second)
