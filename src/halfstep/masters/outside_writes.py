@@ -21,7 +21,8 @@ __all__ = ["OutsideWrites", "StepWrites"]
 
 logger = logging.getLogger("halfstep")
 
-_IDLE = 3  # steps that change no master, after which this is said
+_IDLE = 60  # steps that change nothing, after which this is said: an optimizer may accumulate gradients, or warm up
+_WRITING = 20  # so many of them does a step stand for that writes to weights, and not to their masters
 
 
 @elementwise_kernel()
@@ -71,7 +72,7 @@ class StepWrites:
     def __init__(self) -> None:
         self._before: list[_Before] = []
         self._steps_masters = False  # a step has written to some master
-        self._idle = -1  # the first steps that changed no master; one may have changed no version all the same
+        self._idle = -1  # grows with steps that changed no master; the first may have changed no version all the same
 
     def begin(self, slots: Sequence[Slot], grads: Sequence[torch.Tensor | None]) -> None:
         """Before a step: note the weights that have gradients, and masters that no step has written to yet."""
@@ -84,7 +85,7 @@ class StepWrites:
         Raises:
             UsageError: if the step wrote to a parameter that has a gradient and not to its master.
         """
-        if not self._before or self._idle == _IDLE:
+        if not self._before or self._idle >= _IDLE:
             return
         moved = [each.master_has_moved() for each in self._before]
         for each, has_moved in zip(self._before, moved, strict=True):
@@ -97,13 +98,12 @@ class StepWrites:
                 )
         if any(moved) or self._steps_masters:  # a step may leave out some weights
             return
-        if any(group.get("lr") != 0.0 for group in optimizer.param_groups):
-            self._idle += 1
-        if self._idle == _IDLE:
+        self._idle += _WRITING if any(each.weight_has_moved() for each in self._before) else 1
+        if self._idle >= _IDLE:
             logger.warning(
-                "%d steps of %s had gradients and changed no fp32 master. If it steps weights by a list or a copy of "
-                "its own, have it go through self.param_groups, where the masters are while it steps.",
-                _IDLE,
+                "No step of %s has changed an fp32 master so far, although there were gradients. If it steps weights "
+                "by a list or a copy of its own, have it go through self.param_groups, where the masters are while it "
+                "steps. If its learning rate is still 0, or it is still accumulating gradients, all is well.",
                 type(optimizer).__name__,
             )
 

@@ -227,7 +227,8 @@ class AttachedOptimizer:
         if passes.is_open():
             raise UsageError(
                 f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
-                "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left."
+                "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left. In hooks "
+                "of a backward pass use attach(model, release=True) instead; in bfloat16 leave out the block."
             )
         if closure is None and not passes.scaling.settled:
             passes.check_scaling()

@@ -251,7 +251,8 @@ def check(
             )
         if not again and modules.has_casting(model):
             raise UsageError(
-                "This model has been through amp.initialize or amp.decorate once, and once is all it can. In a "
+                "This model has been through amp.initialize or amp.decorate once, and once is all it can. To train "
+                "layers that were frozen, call optimizer.add_param_group({'params': layer.parameters()}). In a "
                 "notebook, run the cell again that makes the model and the optimizer, and then this one."
             )
     check_sharded(models, dtype, trains=bool(optimizers))
