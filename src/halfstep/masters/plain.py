@@ -25,7 +25,7 @@ from ..kernels import multi_tensor
 from ..kernels.multi_tensor import TensorGroupsCache
 from ..kernels.storage import honoured
 from .outside_writes import OutsideWrites, StepWrites
-from .split import master_value
+from .split import entries, master_value
 
 __all__ = ["PlainMasters", "without_masters"]
 
@@ -277,13 +277,16 @@ def _same(now: Iterable[Any], before: list[Any]) -> bool:
 
 def without_masters(saved: dict[str, Any]) -> dict[str, Any]:
     """A state dict of an optimizer as torch's own has it."""
-    if not any(map(_has_master, saved["state"].values())):
+    kept = entries(saved["state"])
+    if not any(map(_has_master, kept.values())):
         return saved
+    others = {name: value for name, value in saved["state"].items() if name not in kept}
     apart = {
-        name: {key: value for key, value in state.items() if key not in _MASTERS}
-        for name, state in saved["state"].items()
+        name: own
+        for name, state in kept.items()
+        if (own := {key: value for key, value in state.items() if key not in _MASTERS})
     }
-    return {**saved, "state": {name: state for name, state in apart.items() if state}}
+    return {**saved, "state": {**apart, **others}}
 
 
 _MASTERS = {"master", "remainder"}

@@ -7,6 +7,7 @@ remainder is ``optimizer.state[p]["remainder"]``, so checkpoints hold it. ``kern
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,15 @@ import torch
 from ..kernels.shards import local, rewrapped
 from ..kernels.storage import Storage, honoured, join, split, split_of
 
-__all__ = ["adapt", "master_value", "take_back_rounding"]
+__all__ = ["adapt", "entries", "master_value", "take_back_rounding"]
+
+
+def entries(state: Mapping[Any, Any]) -> dict[Any, dict[str, Any]]:
+    """The entries of ``optimizer.state``, or of the state in a state dict, that are kept for parameters.
+
+    torch allows others: a hook may write ``optimizer.state["calls"] = 1``, and torch saves and loads it as it is.
+    """
+    return {key: kept for key, kept in state.items() if isinstance(kept, dict)}
 
 
 def adapt(param: torch.Tensor, state: dict[str, Any], storage: Storage) -> None:

@@ -15,7 +15,7 @@ from ..core.dtypes import HALF_DTYPES, StateForm
 from ..core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError
 from ..core.torch_compat import is_traceable_wrapper_subclass
 from ..kernels.shards import is_sharded
-from ..masters.split import master_value
+from ..masters.split import entries, master_value
 from .adagrad import FusedAdagrad
 from .adam import FusedAdam
 from .base import FusedOptimizer, Hyper
@@ -72,7 +72,7 @@ class OfTorch(FusedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's: nothing for a parameter of which nothing is kept."""
         saved = super().state_dict()
-        saved["state"] = {key: kept for key, kept in saved["state"].items() if kept}
+        saved["state"] = {key: kept for key, kept in saved["state"].items() if kept != {}}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ class OfTorch(FusedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if self._counts:
-            for kept in state.get("state", {}).values():
+            for kept in entries(state.get("state", {})).values():
                 if kept:  # perhaps only a master, from before the first step
                     kept.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
         super().__setstate__(state)
@@ -299,7 +299,7 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> HalfstepError | None:
 
 def _drop_spoilt_masters(optimizer: torch.optim.Optimizer) -> None:
     """Forget masters that torch's class has carried along, and cast, while it stepped on the weights themselves."""
-    for state in optimizer.state.values():
+    for state in entries(optimizer.state).values():
         for name, dtype in _MASTERS.items():
             if name in state and state[name].dtype is not dtype:
                 del state[name]

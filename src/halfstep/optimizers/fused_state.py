@@ -18,7 +18,7 @@ from ..gradients.held_masters import settle
 from ..gradients.master_registry import is_saved_elsewhere
 from ..kernels.shards import is_sharded, local, rewrapped
 from ..kernels.storage import honoured, join, split, split_of
-from ..masters.split import master_value, take_back_rounding
+from ..masters.split import entries, master_value, take_back_rounding
 from . import moments
 from .options import FusedOptions
 from .param_rows import GroupRows, StateLayout, codes_of
@@ -295,7 +295,7 @@ class FusedState(torch.optim.Optimizer):
 
 def _refuse_lost(state: Any, *, masters: bool) -> None:
     """Refuse to lose what a flattened state dict has by other names: torch has put {} for it."""
-    names = {name for kept in state.values() for name, value in kept.items() if value == {}}
+    names = {name for kept in entries(state).values() for name, value in kept.items() if value == {}}
     lost = sorted(name for name in names if name.endswith("_codes") or (masters and name == "remainder"))
     if lost:
         raise UsageError(

@@ -27,8 +27,8 @@ def check(optimizer: Any, model: nn.Module, is_released: Callable[[torch.Tensor]
         UsageError: for an optimizer that clips, for parameters of two optimizers, for masters outside of the optimizer,
             for more than one rank.
     """
-    own = [group.get("max_grad_norm") for group in optimizer.param_groups]  # as the optimizers of 2018 have
-    if limits := [limit for limit in (optimizer.options.max_grad_norm, *own) if limit]:
+    own = [group.get("max_grad_norm") or None for group in optimizer.param_groups]  # optimizers of 2018 have it there
+    if limits := [limit for limit in (optimizer.options.max_grad_norm, *own) if limit is not None]:
         kind = type(optimizer).__name__
         raise UsageError(
             f"attach(model): this {kind} clips with max_grad_norm={limits[0]}, which needs the norm of all gradients, "
