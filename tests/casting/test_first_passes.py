@@ -526,6 +526,56 @@ def test_buffers_that_a_cast_would_destroy_stay_fp32(name: str, half: torch.dtyp
         assert named == ([[name]] if kept else [])
 
 
+class Updating(nn.Module):
+    """Updates a buffer in training as it is told, and has another one that stays as it is."""
+
+    def __init__(self, update: str) -> None:
+        super().__init__()
+        self.layer, self.update = nn.Linear(4, 4), update
+        self.register_buffer("state", torch.full((4,), 300.25))
+        self.register_buffer("table", torch.full((4,), 300.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        with torch.no_grad():
+            UPDATES[self.update](self, y) if self.training else None
+        return self.layer((y - self.state) / self.table)  # type: ignore[no-any-return]
+
+
+UPDATES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "running variance": lambda model, y: model.state.lerp_(y.var(0), 0.001),
+    "counter": lambda model, y: model.state.add_(1),
+    "codebook": lambda model, y: model.state.copy_(0.999 * model.state + 0.001 * y.mean(0)),
+    "assigned": lambda model, y: setattr(model, "state", 0.999 * model.state + 0.001 * y.mean(0)),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("other", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_buffers_that_a_model_updates_are_fp32_after_the_first_training_pass(
+    half: torch.dtype, update: str, other: Callable[[nn.Module], Any]
+) -> None:
+    plain, model = Updating(update), other(at_o2(Updating(update), half))
+    state = model.state
+    for training in (False,) * 4 + (True,) * 20:
+        for each in (plain, model):
+            each.train(training)(X).sum().backward()
+    torch.testing.assert_close(model.state, plain.state, rtol=0, atol=2.0)  # the first update is rounded
+    assert model.table.dtype is half
+    assert (model.state is state) == (update != "assigned")  # DistributedDataParallel holds it
+    assert [f.evidence["buffers"] for f in halfstep.check(model) if f.code == "HS119"] == [["state"]]
+
+
+def test_buffers_keep_their_digits_until_the_first_training_pass() -> None:
+    model = at_o2(Updating("counter"))
+    saved = model.state_dict()
+    assert torch.equal(saved["state"], amp.master_model(model).state)
+    assert saved["state"][0] == 300.25
+    model.load_state_dict({**saved, "state": saved["state"] + 1})
+    assert model.state_dict()["state"][0] == 301.25
+
+
 @pytest.mark.parametrize("half", HALVES)
 def test_a_whole_casting_replaces_that_of_the_model(half: torch.dtype) -> None:
     model = at_o2(Late(), half)

@@ -209,10 +209,10 @@ def set_current(
         session: the session whose casting it is; every op asks if it is over.
         in_op: True if the mode runs an op, after which it is on torch's stack again.
     """
-    off = native_state(device for device in devices if device not in casting.native)
-    set_native(
-        [(device, False, dtype) for device, _, dtype in off] + [(d, True, casting.dtype) for d in casting.native]
-    )
+    for device in devices:
+        torch.set_autocast_enabled(device, device in casting.native)
+        if device in casting.native:
+            torch.set_autocast_dtype(device, casting.dtype)
     thread.current, thread.key = casting, "" if casting.is_noop else casting.key
     follow(thread.mode, casting, session)
     if casting.enabled:
@@ -236,7 +236,7 @@ def follow(
             mode, where this is so for ``torch.export``: its graph must hold every cast, and native autocast leaves no
             trace in it.
     """
-    recorded = explicit is not None or is_recorded()
+    recorded = explicit is not None or (casting is not None and is_recorded())
     mode.explicit = torch.compiler.is_exporting() if explicit is None else explicit
     mode.config, mode.session = casting or NOTHING, session
     mode.recorded = {} if casting is None else build_table(*casting.rules, mode.explicit, True)

@@ -232,7 +232,7 @@ def place(mode: CastMode, wanted: bool) -> None:
     pushes one that was not entered, and takes off whatever is on top (torch 2.11 to 2.13).
     """
     modes = function_modes()
-    placed = without_ours(modes)
+    placed = [each for each in modes if not isinstance(each, CastMode)]
     if wanted:
         at = 1 if placed and isinstance(placed[0], DeviceContext) and hasattr(placed[0], "old_device") else 0
         placed.insert(at, mode)

@@ -22,7 +22,7 @@ from ..core.torch_compat import BatchNorm, forward_hooks, hook_tables, jit_traci
 from ..gradients.held_masters import WITH_MEMORY, settle
 from ..kernels.shards import is_sharded
 from . import dynamo
-from .buffers import buffers_to_keep
+from .buffers import UpdatedBuffers, buffers_to_keep
 from .containers import cast_tree
 from .current import clear_cache, leave_traced, thread
 from .dynamo import not_by_itself
@@ -70,6 +70,7 @@ class ModuleHooks:
         inputs: dtype of floating tensors among the arguments; None leaves them.
         outputs: dtype of floating tensors in what the module returns; None leaves them.
         passes: what the first passes have shown; None where ops do not meet.
+        updated: finds the buffers that the model updates itself; None after its first training passes.
         given: how the inputs are cast that are not activations; None for a module inside of the model.
     """
 
@@ -81,6 +82,7 @@ class ModuleHooks:
         self.outputs: torch.dtype | None = None
         self.passes: FirstPasses | None = None
         self.given: ModelInputs | None = None
+        self.updated: UpdatedBuffers | None = None
 
     @property
     def __name__(self) -> str:
@@ -94,6 +96,7 @@ class ModuleHooks:
     def __deepcopy__(self, memo: Any) -> ModuleHooks:
         """Those of a copied module. The session of the original lasts as long as its copies."""
         copied = copy.copy(self)
+        copied.updated = copy.deepcopy(self.updated, memo)  # nobody asks it for masters: a copy has none
         if self.casting is not None:
             keep_session(self.casting, copied)
         return copied
@@ -128,6 +131,8 @@ class ModuleHooks:
             foreign = _check_weight(module, *self.weight, meets=passes is not None and not compiling)
         if passes is not None and (compiling or jit_tracing_state() is not None):
             casting, passes = passes.recorded(), None
+        if passes is not None and self.updated is not None and module.training and self.updated.begin(module, passes):
+            self.updated = None
         if self.inputs is not None:
             given, cast = self.given, None
             if given is not None:
@@ -158,6 +163,8 @@ class ModuleHooks:
                     if self.passes is not None and (latest.watched is not None or output is None):
                         self.passes.end(latest, sys.exc_info()[1] if output is None else None)
                     write_back(latest.casts)
+                    if self.updated is not None and module.training and output is not None:
+                        self.updated.end(module)
         return None if self.outputs is None else cast_tree(output, self.outputs)
 
     def _move(self, module: nn.Module) -> None:
@@ -248,7 +255,7 @@ def cast_module(
         module_filter: asked for each submodule with its qualified name ("" for the model); a dtype it returns is
             used for that module's own parameters and buffers instead, and its inputs and outputs are cast. None
             leaves the choice to the other arguments.
-        spare_buffers: leave ``buffers_to_keep`` as they are.
+        spare_buffers: leave ``buffers_to_keep`` as they are, and make those fp32 later that the model updates.
 
     Returns:
         The qualified names of those.
@@ -271,6 +278,7 @@ def cast_module(
         check_groups(model, shards)
     names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
     spared: list[str] = []
+    values: dict[torch.Tensor, torch.Tensor] = {}
     for module, target in targets:
         for name, buffer in buffers_to_keep(module, target).items() if spare_buffers else ():
             spared += [names[module] + name] if id(buffer) not in kept else []
@@ -281,6 +289,8 @@ def cast_module(
         for tensor in _own_tensors(module):
             stays = id(tensor) in kept or id(tensor) in shards
             if tensor.is_floating_point() and tensor.dtype != target and not stays:
+                if spare_buffers and type(tensor) is torch.Tensor and tensor.dtype is torch.float32:
+                    values[tensor] = tensor.data
                 tensor.data = tensor.data.to(target)
                 if tensor.grad is not None:
                     tensor.grad = tensor.grad.to(target)
@@ -294,6 +304,8 @@ def cast_module(
     probe = next((name for name, p in model.named_parameters() if id(p) in cast and p.dtype is dtype), None)
     if probe is not None and dtype.itemsize == 2:
         hooks_of(model).attach_to(model).weight = probe, dtype
+    if values:
+        hooks_of(model).attach_to(model).updated = UpdatedBuffers(values)
     return spared
 
 

@@ -48,6 +48,8 @@ class SaveAs:
 def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
     """A load-state-dict pre-hook of one module: masters are loaded too, with the values before they are rounded.
 
+    So are the fp32 values that are kept of buffers (``buffers.UpdatedBuffers``).
+
     Raises:
         UsageError: if torch is set to swap parameters, which it refuses for those with masters.
     """
@@ -58,7 +60,7 @@ def load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
             "torch.__future__.set_swap_module_params_on_conversion(True) asks for that. Set it to False before "
             "load_state_dict(): then the values are copied into the parameters and their masters. Nothing was loaded."
         )
-    for name, param in parameters_of(module).items():
+    for name, param in [*parameters_of(module).items(), *buffers_of(module).items()]:
         value = state_dict.get(prefix + name)
         if param is None or param.is_meta:  # a master on the meta device has no value either
             continue

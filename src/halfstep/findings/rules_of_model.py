@@ -185,11 +185,11 @@ def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
 
 
 def buffers_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
-    """HS119: buffers that have stayed fp32, because numbers in them would be 0 or inf, or are frequencies."""
+    """HS119: fp32 buffers: numbers in them would be 0 or inf, or are frequencies, or the model updates them."""
     passes = hooks_of(facts.model).passes
     if passes is not None and passes.spared:
         dtype = dtype_name(passes.casting.dtype)
-        text = f"Buffers stay float32: {dtype} would destroy what they hold."
+        text = f"Buffers stay float32: {dtype} would destroy what they hold, or what the model adds to them."
         yield Found("note", listed(list(passes.spared)), text, {"buffers": list(passes.spared)})
 
 
