@@ -102,22 +102,36 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_a_weight_of_an_rnn_cell_is_cast_once_in_an_iteration(caching: bool) -> None:
-    cell = nn.RNNCell(4, 8)  # called once for each timestep with the same fp32 weights
-    optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
-    handle = amp.init(enable_caching=caching, dtype=torch.bfloat16)
-    timesteps = 3
-    for _ in range(2):
+class Unrolled(nn.Module):
+    """An RNN cell, called once for each timestep with the same fp32 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(4, 8)
+
+    def forward(self, xs: torch.Tensor) -> torch.Tensor:
         hidden = torch.zeros(2, 8)
+        for x in xs:
+            hidden = self.cell(x, hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("by", ["initialize", "init"])
+def test_a_weight_of_an_rnn_cell_is_cast_once_in_a_call_of_its_model(by: str) -> None:
+    model = Unrolled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if by == "initialize":
+        amp.initialize(model, optimizer, dtype=torch.bfloat16, verbosity=0)
+    else:  # knows no model, so nothing says when a weight may be written
+        handle = amp.init(dtype=torch.bfloat16)
+    for _ in range(2):
         with Casts() as casts:
-            for x in torch.randn(timesteps, 2, 4):
-                hidden = cell(x, hidden)
-        for weight in (cell.weight_ih, cell.weight_hh):
-            assert casts.of[tuple(weight.shape)] == (1 if caching else timesteps)
-        # The context manager around the backward pass says when to clear the cache.
-        with handle.scale_loss(hidden.float().sum(), optimizer) as scaled_loss:
+            hidden = model(torch.randn(3, 2, 4))
+        for weight in (model.cell.weight_ih, model.cell.weight_hh):
+            assert casts.of[tuple(weight.shape)] == (1 if by == "initialize" else 3)
+        with (amp if by == "initialize" else handle).scale_loss(hidden.float().sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    handle._deactivate()
+    if by == "init":
+        handle._deactivate()

@@ -13,7 +13,7 @@ import torch
 
 from ..core.compiler_compat import is_traced
 from ..core.dtypes import HALF_DTYPES
-from ..core.torch_compat import dispatch_mode_count
+from ..core.torch_compat import DisableTorchDispatch, has_recording_mode
 from .containers import tensors_in
 from .dispatch import CastMode, Rule, note_meeting
 from .rules import to_float
@@ -34,9 +34,10 @@ def narrow_finite(tensor: torch.Tensor, half: torch.dtype) -> torch.Tensor:
     out, because later values may be others.
     """
     limits = torch.finfo(half)
-    recorded = is_traced() or dispatch_mode_count()
+    recorded = is_traced() or has_recording_mode()
     if type(tensor) is torch.Tensor and tensor.is_cpu and not recorded and tensor.numel():
-        lowest, highest = tensor.detach().aminmax()
+        with DisableTorchDispatch():  # a mode that watches the user's ops does not see the look
+            lowest, highest = tensor.detach().aminmax()
         if limits.min <= float(lowest) and float(highest) <= limits.max:  # False for NaN
             return tensor.to(half)
     return torch.where(tensor.isinf(), tensor, tensor.clamp(limits.min, limits.max)).to(half)

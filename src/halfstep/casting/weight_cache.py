@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core.torch_compat import dispatch_mode_at, dispatch_mode_count, functorch_level, jit_tracing_state
+from ..core.torch_compat import dispatch_mode_count, functorch_level, has_recording_mode, jit_tracing_state
 from .operands import MIN_ELEMENTS, Kept, Operand
 
 __all__ = ["WeightCache"]
@@ -23,12 +23,6 @@ _MOST = 4096
 """The number of entries at which all are forgotten: the graph of a cast keeps alive a weight that nobody else has."""
 
 _is_grad_enabled = torch.is_grad_enabled
-
-
-def _is_recorded() -> bool:
-    """Whether a dispatch mode may record ops. The modes of ``numerics`` only watch them."""
-    modes = (dispatch_mode_at(i) for i in range(dispatch_mode_count()))
-    return any(not getattr(mode, "only_watches", False) for mode in modes)
 
 
 class WeightCache:
@@ -72,7 +66,7 @@ class WeightCache:
             kept: gets the operand of the product that reads them; None keeps them in fp32.
         """
         key, entries = (id(weight), wide), self._entries
-        recording = (dispatch_mode_count() and _is_recorded()) or jit_tracing_state()
+        recording = (dispatch_mode_count() and has_recording_mode()) or jit_tracing_state()
         entry = None if recording else entries.get(key)
         if entry is not None:
             version, address, cast_to, has_graph, inference, cast, _ = entry

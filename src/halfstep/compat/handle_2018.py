@@ -66,7 +66,8 @@ def init(
         enabled: False returns a handle that does nothing, so that one script serves both.
         loss_scale: "dynamic" (from 2**16, doubled after 2,000 good passes, 2**24 at most), a number above zero, or
             a ``halfstep.DynamicLossScale`` or ``StaticLossScale``.
-        enable_caching: cast each weight at most once between two ``scale_loss`` blocks.
+        enable_caching: cast each weight at most once in an ``auto_cast`` block. Outside of blocks nothing says when the
+            weights may be written, so each op casts them.
         verbose: log each cast, as ``Float->Half (conv2d)``, at level INFO of the logger "halfstep". It writes to stderr
             where a program has not set up logging.
         allow_banned: run ops that are refused on 16-bit input in fp32 instead.

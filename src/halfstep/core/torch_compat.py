@@ -17,6 +17,7 @@ import torch
 from torch._C import DisableTorchFunction, FunctionSchema
 from torch._C import _current_autograd_node as current_node
 from torch._C import _current_graph_task_id as backward_pass_id
+from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C import _dispatch_get_all_op_names as all_op_names
 from torch._C import _get_dispatch_stack_at as dispatch_mode_at
 from torch._C import _get_function_stack_at as function_mode_at
@@ -58,6 +59,7 @@ __all__ = [
     "BatchNorm",
     "DeviceContext",
     "Dirichlet",
+    "DisableTorchDispatch",
     "DisableTorchFunction",
     "FunctionSchema",
     "InstanceNorm",
@@ -93,6 +95,7 @@ __all__ = [
     "fused_sgd_",
     "has_comm_hook",
     "has_rebuilt_buckets",
+    "has_recording_mode",
     "has_step_hooks",
     "hook_tables",
     "initial_scale",
@@ -291,6 +294,12 @@ def qualified_name(op: OpOverload | OpOverloadPacket) -> str:
 def is_torchs_mode(mode: Any) -> bool:
     """Whether a dispatch mode is one of torch's own, such as FakeTensorMode."""
     return getattr(mode, "_mode_key", None) is not None
+
+
+def has_recording_mode() -> bool:
+    """True if a dispatch mode may record ops. The modes of ``numerics`` only watch them."""
+    modes = (dispatch_mode_at(i) for i in range(dispatch_mode_count()))
+    return any(not getattr(mode, "only_watches", False) for mode in modes)
 
 
 def is_view(tensor: torch.Tensor) -> bool:
