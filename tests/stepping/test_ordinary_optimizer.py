@@ -766,6 +766,8 @@ def test_fused_sgd_of_torch_moves_all_weights(masters: bool | None, half: torch.
             options["master_weights"] = masters
         amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0, **options)
         broken = level == "O3" or (level == "O2" and masters is False)
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], "fused": fused}]})
         assert optimizer.param_groups[0]["fused"] is optimizer.defaults["fused"] is (fused and not broken)
         for factor in (1.0, 1.0, float("inf"), 1.0):
             with amp.scale_loss(model(torch.ones(4, 12)).float().square().mean() * factor, optimizer) as scaled_loss:

@@ -196,6 +196,7 @@ def prepare_optimizer(
     )
     if not masters and isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, FusedOptimizer):
         _leave_broken_step(optimizer)
+        optimizer.register_load_state_dict_post_hook(_leave_broken_step)  # which brings the options that were saved
     if policy.state_dtype is not None and isinstance(optimizer, FusedOptimizer):
         optimizer.keep_moments(policy.state_dtype)
     if not masters and optimizer.state:
@@ -337,7 +338,7 @@ def _gains(optimizer: torch.optim.Optimizer, smaller: bool = False) -> bool:
     )
 
 
-def _leave_broken_step(optimizer: torch.optim.SGD) -> None:
+def _leave_broken_step(optimizer: torch.optim.Optimizer) -> None:
     """Without ``fused=True``, which leaves most 16-bit weights on a CPU as they are (as of torch 2.13)."""
     groups = [group for group in optimizer.param_groups if group.get("fused")]
     if any(is_half(p) and p.is_cpu for group in groups for p in group["params"]):
