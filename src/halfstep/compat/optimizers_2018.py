@@ -12,6 +12,7 @@ import torch
 
 from .. import optimizers
 from ..core.errors import ArgumentValueError
+from ..gradients.unscale import clip_factor
 from ..kernels.expr import elementwise_kernel
 from ..kernels.tensor_table import Number
 from ..optimizers.base import FusedOptimizer, Hyper, Step
@@ -194,7 +195,7 @@ def _clipped(limit: float, rows: GroupRows, factor: Number) -> Number:
     device = rows.rows[0].device
     squares = [each.squared_norms().sum().to(device, non_blocking=True) for each in rows.rows]
     norm = sum(squares[1:], squares[0]).sqrt() * factor
-    return factor * (limit / (norm + 1e-6)).clamp(max=1.0)
+    return factor * clip_factor(norm, limit)
 
 
 class FusedSGD(_StepOf2018, optimizers.FusedSGD):

@@ -15,13 +15,18 @@ from ..core.torch_compat import values_of
 from ..kernels import multi_tensor
 from ..kernels.multi_tensor import TensorGroupsCache
 
-__all__ = ["Unscaler", "dense_view", "reciprocal", "widened"]
+__all__ = ["Unscaler", "clip_factor", "dense_view", "reciprocal", "widened"]
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """``1 / scale`` rounded once to float32, as a tensor on the same device."""
     # Division on a GPU may be approximate in fp32.
     return scale.reciprocal() if scale.is_cpu else in_scalar_dtype(scale).reciprocal().float()
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The factor that makes the norm of gradients at most ``max_norm``, as in ``torch.nn.utils.clip_grad_norm_``."""
+    return (max_norm / (norm + 1e-6)).clamp_(max=1.0)
 
 
 def widened(grad: torch.Tensor) -> torch.Tensor:
@@ -76,7 +81,7 @@ class Unscaler:
             return torch.zeros((), dtype=torch.float32, device="cpu")
         groups = self._cache.get("grads", self._owners, grads)
         norm = multi_tensor.norm(grads, norm_type, groups=groups)
-        multi_tensor.scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0), groups=groups)
+        multi_tensor.scale_(grads, clip_factor(norm, max_norm), groups=groups)
         return norm
 
     @torch.no_grad()
@@ -99,8 +104,7 @@ class Unscaler:
         groups = self._cache.get("grads", self._owners, grads)
         norm = multi_tensor.norm(grads, groups=groups).to(found_inf.device) * inv_scale
         found_inf.logical_or_(norm.isfinite().logical_not_())
-        factor = inv_scale * (max_norm / (norm + 1e-6)).clamp_(max=1.0)
-        multi_tensor.scale_(grads, factor, groups=groups)
+        multi_tensor.scale_(grads, inv_scale * clip_factor(norm, max_norm), groups=groups)
         return norm
 
     def unscale(self, grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from ..core.errors import ArgumentTypeError
 from ..core.removed import removed_arguments
 from ..core.scalars import in_scalar_dtype
 from ..core.torch_compat import dispatch_mode_count, scale_of, set_found_inf
+from ..gradients.unscale import clip_factor
 from ..kernels.tensor_table import Number
 from .fused_state import FusedState, Hyper
 from .options import warn_of_lost_updates
@@ -340,13 +341,10 @@ class FusedOptimizer(FusedState):
             return inverse, skip
         norm = sum(sums[1:], sums[0]).sqrt()
         # Each op on a GPU costs the host as much as a hundred lines of Python.
-        if not isinstance(inverse, torch.Tensor):
-            factor: Number = (limit / (norm + 1e-6)).clamp(max=1.0)
-        else:
-            norm = norm * inverse
-            factor = inverse * (limit / (norm + 1e-6)).clamp(max=1.0)
-        self.grad_norm = norm.float()
-        return factor, skip
+        scaled = isinstance(inverse, torch.Tensor)
+        norm = norm * inverse if scaled else norm
+        self.grad_norm, factor = norm.float(), clip_factor(norm, limit)
+        return (inverse * factor if scaled else factor), skip
 
     def _take(self, groups: Iterable[tuple[Hyper, GroupRows]], factor: Number, skip: torch.Tensor | None) -> None:
         """Step the rows of some groups, and let go of their gradients."""

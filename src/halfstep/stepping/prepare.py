@@ -338,7 +338,7 @@ def _gains(optimizer: torch.optim.Optimizer, smaller: bool = False) -> bool:
     )
 
 
-def _leave_broken_step(optimizer: torch.optim.Optimizer) -> None:
+def _leave_broken_step(optimizer: Any) -> None:
     """Without ``fused=True``, which leaves most 16-bit weights on a CPU as they are (as of torch 2.13)."""
     groups = [group for group in optimizer.param_groups if group.get("fused")]
     if any(is_half(p) and p.is_cpu for group in groups for p in group["params"]):
