@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -92,6 +93,35 @@ def test_a_container_without_anything_to_cast_is_the_same_object(kind: str) -> N
 )
 def test_anything_else_passes(value: object) -> None:
     assert cast_tree(value, BF16) is value
+
+
+class Filling(nn.Linear):
+    """Puts its output into what it is given."""
+
+    def forward(self, given: Any, put: Callable[[Any, torch.Tensor], Any]) -> torch.Tensor:  # type: ignore[override]
+        put(given, y := super().forward(torch.ones(2, dtype=BF16)))
+        return y
+
+
+PUTS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "list": lambda c, y: c.append(y),
+    "dict": lambda c, y: c.update(y=y),
+    "ordered dict": lambda c, y: c.update(y=y),
+    "data class": lambda c, y: vars(c).update(y=y),
+    "nest": lambda c, y: c[0].update(y=y),
+}
+
+
+@pytest.mark.parametrize("kind", PUTS)
+def test_what_a_model_puts_into_a_container_is_in_the_one_that_was_given(kind: str) -> None:
+    make, get = CONTAINERS[kind]
+    given = make(x := torch.ones(2))
+    model = amp.initialize(Filling(2, 2), opt_level="O2", dtype="bfloat16", verbosity=0)
+    y = model(given, PUTS[kind])
+    items = given[0] if kind == "nest" else given
+    put = items[-1] if kind == "list" else vars(items)["y"] if kind == "data class" else items["y"]
+    assert torch.equal(put.float(), y)
+    assert get(given) is x
 
 
 def test_tensors_are_found_and_replaced_in_nests() -> None:

@@ -12,7 +12,11 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["cast_tree", "map_tensors", "tensors_in"]
+__all__ = ["Made", "cast_tree", "items_of", "map_tensors", "tensors_in"]
+
+
+Made = list[tuple[Any, Any, Any]]
+"""An object, its cast, and the items of the cast of a container."""
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -36,7 +40,14 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
     return found
 
 
-def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[..., torch.Tensor] | None = None) -> Any:
+def items_of(container: Any) -> dict[Any, Any]:
+    """The items of a list, or a mapping, by index or key; the attributes of any other object."""
+    if isinstance(container, list):
+        return dict(enumerate(container))
+    return dict(container if isinstance(container, Mapping) else getattr(container, "__dict__", {}))
+
+
+def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[..., Any] | None = None, made: Made | None = None) -> Any:
     """Cast every floating tensor in a nest of containers; what holds none comes back as the same object.
 
     Containers keep their type: lists, tuples, named tuples, sets, mappings of any class, dataclasses,
@@ -47,7 +58,22 @@ def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[..., torch.Tensor] 
         dtype: of the results.
         cast: called with each floating tensor of another dtype, after the number or key at which each container has
             what is inside; None is ``tensor.to(dtype)``.
+        made: gets each container of which a copy is made, the copy, and the items of the copy. What is in it already
+            is not copied again.
     """
+    for given, copied, _ in made or ():
+        if given is value:
+            return copied
+    result = _cast(value, dtype, cast, made)
+    if made is not None and result is not value and not isinstance(value, torch.Tensor):
+        made.append((value, result, items_of(result)))
+    return result
+
+
+def _cast(value: Any, dtype: torch.dtype, cast: Callable[..., Any] | None, made: Made | None) -> Any:
+    def inner(key: Any, item: Any) -> Any:
+        return cast_tree(item, dtype, cast and functools.partial(cast, key), made)
+
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point() or value.dtype == dtype:
             return value
@@ -57,11 +83,11 @@ def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[..., torch.Tensor] 
     if value is None or isinstance(value, (str, bytes, int, float, complex, nn.Module, type)):
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [cast_tree(item, dtype, cast and functools.partial(cast, i)) for i, item in enumerate(value)]
+        items = [inner(i, item) for i, item in enumerate(value)]
         changed = any(new is not old for new, old in zip(items, value, strict=True))
         return _sequence(type(value), items) if changed else value
     if isinstance(value, Mapping):
-        changes = _changed(value, dtype, cast)
+        changes = _changed(value, inner)
         if not (changes and isinstance(value, MutableMapping)):  # types.MappingProxyType can be made, not written to
             return type(value)({**value, **changes}) if changes else value  # type: ignore[call-arg]
         mapping: Any = copy.copy(value)
@@ -70,7 +96,7 @@ def cast_tree(value: Any, dtype: torch.dtype, cast: Callable[..., torch.Tensor] 
         return mapping
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changes = _changed(fields, dtype, cast)
+        changes = _changed(fields, inner)
         other = copy.copy(value) if changes else value
         for name, item in changes.items():
             object.__setattr__(other, name, item)
@@ -83,7 +109,7 @@ def _sequence(kind: Any, items: list[Any]) -> Any:
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
-def _changed(items: Mapping[Any, Any], dtype: torch.dtype, cast: Callable[..., torch.Tensor] | None) -> dict[Any, Any]:
+def _changed(items: Mapping[Any, Any], cast: Callable[[Any, Any], Any]) -> dict[Any, Any]:
     """The items that a cast makes other objects of, cast."""
-    changes = {key: cast_tree(item, dtype, cast and functools.partial(cast, key)) for key, item in items.items()}
+    changes = {key: cast(key, item) for key, item in items.items()}
     return {key: item for key, item in changes.items() if item is not items[key]}

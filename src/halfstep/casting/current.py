@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pkgutil import resolve_name
 from types import FrameType
@@ -25,7 +25,8 @@ from ..core.compiler_compat import exit_autocast
 from ..core.oplists.tables import NATIVE
 from ..core.torch_compat import jit_tracing_state
 from .config import NOTHING, CastingConfig
-from .dispatch import CastMode, SessionEnd, function_modes, place, set_function_modes, without_ours
+from .containers import Made
+from .dispatch import CastMode, SessionEnd, function_modes, place, set_function_modes
 from .meeting import call_again
 from .rule_table import build_table
 from .weight_cache import WeightCache
@@ -150,7 +151,7 @@ class Scope:
     saved: Saved | None = None
     patches: list[Patches] = dataclasses.field(default_factory=list)
     watched: tuple[Any, int] | None = None
-    casts: Sequence[tuple[Any, torch.Tensor, torch.Tensor]] = ()
+    casts: Made = dataclasses.field(default_factory=list)
 
 
 class ThreadState(threading.local):
@@ -335,7 +336,7 @@ def push_traced(mode: CastMode, key: str, explicit: bool, native: list[Any]) -> 
     """Put a mode in force while Dynamo traces; what it has entered of native autocast ends with it."""
     before = function_modes()
     thread.traced.append((before, thread.key, thread.explicit, native))
-    set_function_modes([*without_ours(before), mode])
+    set_function_modes([*(each for each in before if not isinstance(each, CastMode)), mode])
     thread.key, thread.explicit = key, explicit
 
 

@@ -39,7 +39,6 @@ __all__ = [
     "note_meeting",
     "place",
     "set_function_modes",
-    "without_ours",
 ]
 
 Rule = Callable[["CastMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -217,11 +216,6 @@ def set_function_modes(modes: list[TorchFunctionMode]) -> None:
         pop_function_mode()
     for mode in modes:
         push_function_mode(mode)
-
-
-def without_ours(modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:
-    """The modes that are not ours."""
-    return [mode for mode in modes if not isinstance(mode, CastMode)]
 
 
 def place(mode: CastMode, wanted: bool) -> None:

@@ -7,16 +7,17 @@ input that requires gradients is an activation of another model: its overflow be
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 
 from ..core.compiler_compat import is_traced
 from ..core.dtypes import HALF_DTYPES, dtype_name
+from .containers import Made, items_of
 from .finite import narrow_finite
 
-__all__ = ["Cast", "ModelInputs", "write_back"]
+__all__ = ["ModelInputs", "write_back"]
 
 logger = logging.getLogger("halfstep")
 
@@ -28,9 +29,6 @@ _LARGEST_INTEGER = 2.0**24
 
 Place = tuple[tuple[Any, ...], int]
 """The place of an input: a number or name for each container around it; and its number of dimensions."""
-
-Cast = tuple[Any, torch.Tensor, torch.Tensor]
-"""The place of an input, the input, and its cast."""
 
 
 class ModelInputs:
@@ -46,19 +44,16 @@ class ModelInputs:
         self.stays: set[Place] = set()
         self.looked: set[bool] = set()
 
-    def cast(self, casts: list[Cast], dtype: torch.dtype, look: bool, *place_and_tensor: Any) -> torch.Tensor:
+    def cast(self, casts: Made, dtype: torch.dtype, look: bool, *place_and_tensor: Any) -> torch.Tensor:
         """A floating tensor among the arguments in the dtype of the weights, or as it is if it stays fp32.
 
         Args:
-            casts: gets the tensor and its cast, for ``write_back``. A tensor that is given twice has one cast.
+            casts: gets the tensor and its cast, for ``write_back``.
             dtype: of the weights.
             look: True to look for integers that the dtype does not have.
             place_and_tensor: a number or name for each container around it, and then the tensor.
         """
         tensor: torch.Tensor = place_and_tensor[-1]
-        for _, given, cast in casts:
-            if given is tensor:
-                return cast
         key = place_and_tensor[:-1], tensor.dim()
         own = type(tensor) is torch.Tensor and not (is_traced() or tensor.is_meta)
         narrow: Callable[..., torch.Tensor] = torch.Tensor.to
@@ -77,7 +72,7 @@ class ModelInputs:
                 cast = narrow(tensor.detach(), dtype)
         else:
             cast = narrow(tensor, dtype)
-        casts.append((key, tensor, cast))
+        casts.append((tensor, cast, None))
         return cast
 
 
@@ -90,15 +85,24 @@ def _holds_large_integers(values: torch.Tensor, dtype: torch.dtype) -> bool:
     return 2 / torch.finfo(dtype).eps < largest <= _LARGEST_INTEGER and values.equal(values.round())
 
 
-def write_back(casts: Iterable[Cast]) -> None:
+def write_back(casts: Made) -> None:
     """After a pass: what the model has written to casts of its inputs goes to the inputs, and nothing else does.
 
-    An empty input becomes as large as its cast, as that of ``out=`` does. No other input gets another shape.
+    An empty input becomes as large as its cast, as that of ``out=`` does. No other input gets another shape. Items that
+    the model has put into a list, a mapping or a data class are put into the one that was given, as they are.
     """
-    for _, tensor, cast in casts:
-        if cast._version and not (tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()):
-            if cast.numel() and not tensor.numel():
-                tensor.resize_(cast.shape)
-            if cast.shape == tensor.shape:
-                unwritten = cast == narrow_finite(tensor, cast.dtype)
-                tensor.copy_(torch.where(unwritten, tensor, cast.to(tensor.dtype)))
+    given = {id(cast): value for value, cast, _ in casts}
+    for value, cast, before in casts:
+        if before is not None:
+            now = items_of(cast).items()
+            new = {key: given.get(id(item), item) for key, item in now if before.get(key, before) is not item}
+            if isinstance(value, list) and (new or len(now) != len(before)):
+                value[:] = [given.get(id(item), item) for item in cast]
+            elif new:
+                (value if isinstance(value, MutableMapping) else value.__dict__).update(new)
+        elif cast._version and not (value.is_leaf and value.requires_grad and torch.is_grad_enabled()):
+            if cast.numel() and not value.numel():
+                value.resize_(cast.shape)
+            if cast.shape == value.shape:
+                unwritten = cast == narrow_finite(value, cast.dtype)
+                value.copy_(torch.where(unwritten, value, cast.to(value.dtype)))

@@ -23,11 +23,11 @@ from ..gradients.held_masters import WITH_MEMORY, settle
 from ..kernels.shards import is_sharded
 from . import dynamo
 from .buffers import UpdatedBuffers, buffers_to_keep
-from .containers import cast_tree
+from .containers import Made, cast_tree
 from .current import clear_cache, leave_traced, thread
 from .dynamo import not_by_itself
 from .first_passes import FirstPasses
-from .inputs import Cast, ModelInputs, write_back
+from .inputs import ModelInputs, write_back
 from .methods import unwatch_methods, watch_methods
 from .saved import SaveAs, load_masters
 from .scope import OpCasting, enter, keep_session, leave, moved_to
@@ -124,7 +124,7 @@ class ModuleHooks:
                 clear_cache()
             if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in self.casting.devices:
                 self._move(module)
-        casting, passes, foreign, casts = self.casting, self.passes, False, list[Cast]()
+        casting, passes, foreign, casts = self.casting, self.passes, False, Made()
         if self.weight is not None:
             if WITH_MEMORY and not torch.compiler.is_compiling():
                 settle(refresh=False)
@@ -138,8 +138,9 @@ class ModuleHooks:
             if given is not None:
                 look = passes is not None and module.training not in given.looked
                 cast = partial(given.cast, casts, self.inputs, look)
-            args = tuple([cast_tree(a, self.inputs, cast and partial(cast, i)) for i, a in enumerate(args)])
-            kwargs = cast_tree(kwargs, self.inputs, cast) if kwargs else kwargs
+            made = None if given is None or compiling else casts
+            args = tuple([cast_tree(a, self.inputs, cast and partial(cast, i), made) for i, a in enumerate(args)])
+            kwargs = cast_tree(kwargs, self.inputs, cast, made) if kwargs else kwargs
             if given is not None and look:
                 given.looked.add(module.training)
         if passes is not None:
