@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,16 @@ def test_ranks_train_one_model(ranks: Any, level: str, dtype: str) -> None:
 def test_a_policy_is_what_initialize_makes_of_it(level: str) -> None:
     policy = Policy.from_level(level, "bfloat16").replace(loss_scale=DynamicLossScale(init_scale=64.0))
     direct.same(fit(Classifier(), HalfstepPrecision(policy=policy)), direct.train_by_policy(policy))
+
+
+@pytest.mark.parametrize(("level", "refused"), [("O1", False), ("O2", True)])
+def test_an_average_of_16_bit_weights_is_refused(level: str, refused: bool) -> None:
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    if not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("this Lightning averages no weights")
+    average = callbacks.EMAWeightAveraging(decay=0.99)
+    expected = (
+        pytest.raises(UsageError, match=r"EMAWeightAveraging would average.*master_model") if refused else nullcontext()
+    )
+    with expected:
+        fit(Classifier(), HalfstepPrecision(level, "bfloat16"), callbacks=[average])

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
@@ -51,8 +51,15 @@ class HalfstepPrecision(RecipePrecision, Precision):
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise UsageError("LBFGS evaluates its closure many times a step, which Lightning's hooks do not allow.")
             self._recipe.give_masters(optimizer)
+        module = getattr(model, "module", model)
+        averages = [c for c in module.trainer.callbacks if isinstance(c, getattr(callbacks, "WeightAveraging", ()))]
+        if averages and any(map(amp.has_masters, optimizers)):
+            raise UsageError(
+                f"{type(averages[0]).__name__} would average 16-bit weights and not their fp32 masters. Use O1, or a "
+                "callback of your own that averages amp.master_model(module) in on_train_batch_end."
+            )
         if lr_schedulers:
-            self._hold_schedules(getattr(model, "module", model), lr_schedulers)
+            self._hold_schedules(module, lr_schedulers)
         return model, optimizers, lr_schedulers
 
     def _hold_schedules(self, module: Any, configs: list[Any]) -> None:
@@ -92,7 +99,7 @@ class HalfstepPrecision(RecipePrecision, Precision):
         return loss
 
 
-class HalfstepCallback(Callback):
+class HalfstepCallback(callbacks.Callback):
     """Log ``halfstep.integrations.figures`` to the loggers of a Trainer: TensorBoard, wandb, CSV and so on.
 
     Args:
