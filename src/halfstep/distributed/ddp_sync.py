@@ -120,9 +120,16 @@ class RankSync:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups that something can be sent to outside of a backward pass."""
+        """The process groups that something can be sent to outside of a backward pass.
+
+        Raises:
+            RuntimeError: torch's, if a reduction has not finished, because a rank left out parameters. The other ranks
+                wait in it, and a message of ours would meet it.
+        """
         if self._parted or self.joining:
             return []
+        for reduction in self.reductions:
+            reduction.rebuild_buckets()
         return _distinct(reduction.group for reduction in self.reductions if reduction.wrapper() is not None)
 
     @property
