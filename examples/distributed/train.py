@@ -7,6 +7,7 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -76,13 +77,26 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def join(args: argparse.Namespace, world: int, rank: int) -> None:
+    """Meet the other processes. A process whose peer has died gives up after 30 seconds, and torchrun starts it again."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    store: dist.Store | None = None
+    if run != "none":  # torchrun --standalone
+        # A file for each start: nothing is left in it of processes that were killed. torch's TCP store may wait for them.
+        start = f"{run}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        store = dist.FileStore(str(args.checkpoint.with_name(f"{args.checkpoint.name}.{start}")), world)
+    backend, patience = "nccl" if args.device == "cuda" else "gloo", timedelta(seconds=30)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
+
+
 def main(argv: Sequence[str] | None = None) -> float:
     """Train, and return the loss of the last step, in nats a character."""
     args = parse(argv)
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
     if world > 1:
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        join(args, world, rank)
     data = text(args.characters)
 
     torch.manual_seed(args.seed)
