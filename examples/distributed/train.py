@@ -78,11 +78,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def join(args: argparse.Namespace, world: int, rank: int) -> None:
-    """Meet the other processes. A process whose peer has died gives up after 30 seconds, and torchrun starts it again."""
+    """Meet the other processes. A process whose peer has died gives up after 30 seconds, and is started again."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     store: dist.Store | None = None
     if run != "none":  # torchrun --standalone
-        # A file for each start: nothing is left in it of processes that were killed. torch's TCP store may wait for them.
+        # A file for each start, which has nothing of processes that were killed. torch's TCP store may wait for them.
         start = f"{run}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
         args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         store = dist.FileStore(str(args.checkpoint.with_name(f"{args.checkpoint.name}.{start}")), world)

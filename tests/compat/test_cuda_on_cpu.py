@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from halfstep import amp
 from halfstep.compat import cuda_shim
 from halfstep.compat.cuda_shim import cuda_on_cpu
+from tests.support.processes import Ranks
 
 
 @pytest.fixture
@@ -201,6 +203,24 @@ def test_what_cannot_be_answered_says_so_once(on_cpu: None, caplog: pytest.LogCa
         "torch.cuda.max_memory_allocated is always 0 on the CPU.",
         "torch.cuda.memory_summary is always '' on the CPU.",
     ]
+
+
+def share_statistics(rank: int) -> None:
+    """What torch's SyncBatchNorm in a group of NCCL's gives, against one BatchNorm over both batches."""
+    x = torch.arange(16.0).view(4, 2, 2)
+    with cuda_on_cpu():
+        group = dist.new_group(backend="nccl")
+        norm = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), group).cuda()
+        assert isinstance(norm[0], nn.SyncBatchNorm)
+        assert (
+            nn.SyncBatchNorm(2, process_group=group, device="cuda", dtype=torch.float64).weight.dtype is torch.float64
+        )
+        found = nn.parallel.DistributedDataParallel(norm, device_ids=[0])(x[2 * rank :][:2])
+    torch.testing.assert_close(found, nn.BatchNorm1d(2)(x)[2 * rank :][:2])
+
+
+def test_groups_of_nccl_and_torchs_sync_batchnorm(ranks: Ranks) -> None:
+    ranks.run(share_statistics)
 
 
 def test_everything_is_given_back() -> None:

@@ -38,7 +38,7 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
     "compat": ("compat",),
     "observers": ("observe", "numerics", "findings", "debugging", "pages"),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_100, "compat": 4_515, "observers": 4_252}
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_100, "compat": 4_497, "observers": 4_252}
 ALL_CODE_LINES = 23_333
 ALL_TEST_LINES = 42_503
 

@@ -8,6 +8,7 @@ how much memory is used, logs so once.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -21,6 +22,8 @@ import torch.cuda.nccl
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+
+from .sync_batchnorm import SyncBatchNorm, convert_syncbn_model
 
 __all__ = ["cuda_on_cpu"]
 
@@ -217,11 +220,42 @@ class _ToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _on_gloo(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a process group, with gloo in the place of NCCL."""
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        given.pop("device_id", None)
+        if "nccl" in (given.get("backend") or "nccl"):
+            given["backend"] = "gloo"
+        return own(**given)
+
+    return make
+
+
+class _SyncBatchNorm(SyncBatchNorm):
+    """``torch.nn.SyncBatchNorm``, which ``DistributedDataParallel`` refuses on a CPU."""
+
+    def __init__(self, *args: Any, device: Any = None, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.to(dtype=dtype)
+
+    @staticmethod
+    def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+        """As torch's."""
+        converted = convert_syncbn_model(module, process_group)
+        for part in converted.modules():
+            part.__class__ = _SyncBatchNorm if type(part) is SyncBatchNorm else part.__class__
+        return converted
+
+
 @contextmanager
 def cuda_on_cpu() -> Iterator[None]:
     """A block in which CUDA means the CPU; it says so once, through the logger "halfstep"."""
     logger.warning("Everything that asks for CUDA runs on the CPU: this tries a script, it does not time it.")
-    own_load, own_group, own_ddp = torch.load, dist.init_process_group, DistributedDataParallel.__init__
+    own_load, own_ddp = torch.load, DistributedDataParallel.__init__
     own_to, own_autocast = torch.nn.Module.to, torch.autocast.__init__
 
     @functools.wraps(own_load)
@@ -230,11 +264,6 @@ def cuda_on_cpu() -> Iterator[None]:
         if not callable(where):
             args, kwargs["map_location"] = args[:1] + args[2:], "cpu"
         return own_load(*args, **kwargs)
-
-    @functools.wraps(own_group)
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_id", None)
-        return own_group("gloo" if backend in (None, "nccl") else backend, *args, **kwargs)
 
     @functools.wraps(own_ddp)
     def ddp(
@@ -272,7 +301,8 @@ def cuda_on_cpu() -> Iterator[None]:
         (torch.autocast, "__init__", autocast),
         (torch.nn.DataParallel, "__init__", data_parallel),
         (torch, "load", load),
-        (dist, "init_process_group", init_process_group),
+        (torch.nn, "SyncBatchNorm", _SyncBatchNorm),
+        *((dist, name, _on_gloo(getattr(dist, name))) for name in ("init_process_group", "new_group")),
         (DistributedDataParallel, "__init__", ddp),
     ]
     missing = object()

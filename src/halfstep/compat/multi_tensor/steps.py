@@ -91,44 +91,16 @@ def multi_tensor_adam(
     ops.run(adam, scalars, skip=skip_of(noop_flag, params), grad=grads, param=params, **state)
 
 
-def multi_tensor_adam_capturable(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    lists: Lists,
-    lr: Number,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: Number,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Number,
-) -> None:
-    """``multi_tensor_adam`` that multiplies the gradients by ``inv_scale`` first, and leaves them so. Obeys."""
+def multi_tensor_adam_capturable(chunk_size: int, noop_flag: torch.Tensor, lists: Lists, *numbers: Any) -> None:
+    """``multi_tensor_adam`` that multiplies the gradients by a last number first, and leaves them so. Obeys."""
     found = take(lists, 4)
-    unscale(noop_flag, found[0], inv_scale)
-    numbers = (lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
-    multi_tensor_adam(chunk_size, noop_flag, found, *numbers)
+    unscale(noop_flag, found[0], numbers[-1])
+    multi_tensor_adam(chunk_size, noop_flag, found, *numbers[:-1])
 
 
-def multi_tensor_adam_capturable_master(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    lists: Lists,
-    lr: Number,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: Number,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Number,
-) -> None:
+def multi_tensor_adam_capturable_master(chunk_size: int, noop_flag: torch.Tensor, lists: Lists, *numbers: Any) -> None:
     """``multi_tensor_adam_capturable`` with a fifth list of fp32 masters, which the parameters follow. Obeys."""
     grads, params, exp_avg, exp_avg_sq, masters = take(lists, 5)
-    numbers = (lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, inv_scale)
     multi_tensor_adam_capturable(chunk_size, noop_flag, [grads, masters, exp_avg, exp_avg_sq], *numbers)
     ops.copy(masters, params)
 
