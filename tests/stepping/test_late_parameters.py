@@ -92,6 +92,17 @@ def test_a_parameter_that_comes_between_pass_and_step_does_not_move(level: str, 
 
 
 @at_each_level
+def test_a_parameter_that_comes_in_an_open_block_has_its_gradient_unscaled(level: str, fused: bool) -> None:
+    training, named = Training(level, fused), Training(level, fused)
+    named.add()
+    named.backward()
+    with amp.scale_loss(training.loss(), training.optimizer) as scaled_loss:
+        training.add()
+        scaled_loss.backward()
+    assert torch.equal(training.body.weight.grad, named.body.weight.grad)  # type: ignore[arg-type]
+
+
+@at_each_level
 def test_its_gradient_is_not_in_the_norm_by_which_others_are_clipped(level: str, fused: bool) -> None:
     training, without = Training(level, fused), Training(level, fused)
     for each in (training, without):

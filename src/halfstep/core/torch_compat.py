@@ -256,8 +256,9 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if user code or a library, not halfstep itself, hears of the steps of an optimizer by torch's hooks."""
     everywhere = sys.modules["torch.optim.optimizer"]
-    shared = (*everywhere._global_optimizer_pre_hooks.values(), *everywhere._global_optimizer_post_hooks.values())
-    return not all(hook.__module__.startswith("halfstep") for hook in (*shared, *step_hooks(optimizer)))
+    hooks = [*everywhere._global_optimizer_pre_hooks.values(), *everywhere._global_optimizer_post_hooks.values()]
+    hooks += [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    return bool([hook for hook in hooks if not hook.__module__.startswith("halfstep")])
 
 
 def wrap_step(optimizer: torch.optim.Optimizer) -> None:

@@ -68,13 +68,15 @@ def get_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
 
 def set_grads(params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor]) -> None:
     """Give parameters gradients, which may have another dtype than the parameters."""
+    params = list(params)
+    reduced = set(map(id, reduced_params(params)))
     for param, grad in zip(params, grads, strict=True):
         if HAS_GRAD_DTYPE:
             if param.grad_dtype is not grad.dtype:
                 param.grad = None
                 # Wrappers and shards take gradients of the parameter's dtype alone, and set it when a pass begins. For
                 # any other parameter later passes deliver the dtype that is there now, however gradients are cleared.
-                param.grad_dtype = None if reduced_params([param]) else grad.dtype
+                param.grad_dtype = None if id(param) in reduced else grad.dtype
             param.grad = grad
         elif grad.dtype is param.dtype:
             param.grad = grad
@@ -100,22 +102,20 @@ class Gradients:
 
     Attributes:
         table, narrow: as given.
+        has_saved: True if gradients were set aside when the open block was opened.
     """
 
     def __init__(self, table: OptimizerTable, *, narrow: bool = False) -> None:
         self.table = table
         self.narrow = narrow
         self._rows: list[Slot] = []  # what this optimizer has taken for the open pass
+        self._generation = -1  # of the table then
+        self.has_saved = False
         self._pending: list[Slot] = []  # had no gradient in their place when the block was opened
         self._unscaler = Unscaler()
         self._clipper = Unscaler()
         self._checker = Unscaler()
         self._groups = TensorGroupsCache()
-
-    @property
-    def has_saved(self) -> bool:
-        """True if gradients of the open pass are set aside."""
-        return bool([None for slot in self._rows if slot.grad.saved is not None])
 
     # ---- around a backward pass
 
@@ -141,7 +141,7 @@ class Gradients:
         for slot in self._rows:
             slot.grad.block = ref
         if scale is None and not self.table.fp32_grads:
-            self._pending = []
+            self._pending, self.has_saved = [], False
             return
         there = [slot for slot in self._rows if slot.param.grad is not None]
         if there and in_place is not None:
@@ -150,6 +150,7 @@ class Gradients:
                 self.multiply([slot.param for slot in staying], scale)
             stays = set(map(id, staying))
             there = [slot for slot in there if id(slot) not in stays]
+        self.has_saved = bool(there)
         if there:
             for slot, grad in zip(there, get_grads([slot.param for slot in there]), strict=True):
                 assert grad is not None
@@ -217,6 +218,7 @@ class Gradients:
         """
         slots = [s for s in self.table.slots if s.grad.block is None or s.grad.block() is None]
         self._rows = [s for s in slots if id(s.param) not in without] if without else slots
+        self._generation = self.table.generation
 
     def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """Unscale the new gradients of the parameters that were taken, and add the gradients that were set aside.
@@ -225,6 +227,10 @@ class Gradients:
             scale: 0-dim float32 tensor, by which the gradients are multiplied; None if they are not.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. Not looked at without scale.
         """
+        if self._generation != self.table.generation:  # parameters were added while the block was open
+            mine = self._rows
+            self.take(set(map(id, [slot.param for slot in mine])))
+            self._rows = mine + self._rows
         rows = self._rows
         inv_scale = None if scale is None else reciprocal(scale)
         narrow: list[Slot] = []
@@ -237,7 +243,8 @@ class Gradients:
             self._unscaler.unscale(self._unscaler.gather([s.param for s in rows]), inv_scale, found_inf)
         if saved:
             self._add_saved(rows)
-        self.expect([slot for slot in self._pending if slot.param.grad is None])
+        if left := [slot for slot in self._pending if slot.param.grad is None]:
+            self.expect(left)
         self.forget()
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from ..core.errors import UsageError
 from ..core.torch_compat import HAS_GRAD_DTYPE
 from ..distributed.state_dict import patch_state_init
 from ..gradients.held_masters import WITH_MEMORY, HeldMasters, settle
-from ..gradients.ledger import Gradients, widen
+from ..gradients.ledger import Gradients
 from ..gradients.master_registry import keeper_of, register
 from ..gradients.table import OptimizerTable
 from .plain import PlainMasters
@@ -193,7 +193,6 @@ class MasterKeeper:
                     settle()
             return
         optimizer: Any = self._optimizer()
-        widen(self.params())
         try:
             try:
                 self.plain.enter()
@@ -221,5 +220,4 @@ class MasterKeeper:
             self.plain.leave()
         yield
         if self.plain is not None:
-            widen(self.params())
             self.plain.enter()

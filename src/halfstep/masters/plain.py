@@ -18,7 +18,7 @@ from ..core.dtypes import HALF_DTYPES, dtype_name, is_half
 from ..core.errors import UsageError
 from ..core.inner_optimizers import state_holders
 from ..gradients.held_masters import settle
-from ..gradients.ledger import get_grads, set_grads
+from ..gradients.ledger import get_grads, set_grads, widen
 from ..gradients.master_registry import is_saved_elsewhere, keeper_of
 from ..gradients.table import OptimizerTable, Slot
 from ..kernels import multi_tensor
@@ -117,6 +117,7 @@ class PlainMasters:
     def enter(self) -> None:
         """Let the optimizer see masters in place of parameters, with their gradients and their state."""
         self.adopt()
+        widen(self.table.params)
         self._honour_writes()
         optimizer = self.table.optimizer()
         lists = [(group["params"], list(group["params"])) for group in optimizer.param_groups]

@@ -192,7 +192,7 @@ class AttachedOptimizer:
         if passes.scales and any(other is not scaler for other in passes.scales):
             scaling.say_twice("this GradScaler")
         scaling.scaled = True
-        scaling.look_for_clipping(passes.params(), scale, _UNSCALE_BEFORE)
+        scaling.look_for_clipping(passes.keeper.table.params, scale, _UNSCALE_BEFORE)
         may_defer = may_defer and not done and not gradients.table.fp32_grads and self.stepping.takes_flags
         passes.scale = scaler.state(scale.device).scale  # which will be that of the next losses, too
         alone = not passes.ranks.reductions
@@ -279,9 +279,11 @@ class AttachedOptimizer:
             found_inf = any_overflow(records) if records else None
             if found_inf is None and closure is None and passes.state is WindowState.DIRTY:
                 found_inf = passes.settle()
-            if found_inf is not None and (
-                closure is not None or not self.stepping.takes_flags or self._tells(found_inf)
-            ):
+            # A hook must not run for a step that is skipped. On a CPU the host looks, which costs nothing; on another
+            # device it would wait, and a hook asks ``optimizer.step_was_skipped``.
+            tells = self.stepping.hooked and found_inf is not None and found_inf.is_cpu and has_step_hooks(optimizer)
+            tells = tells and not dispatch_mode_count()
+            if found_inf is not None and (closure is not None or tells or not self.stepping.takes_flags):
                 if found_inf.item():
                     return self._skip()
                 found_inf, passes.state = None, WindowState.IDLE
@@ -300,14 +302,6 @@ class AttachedOptimizer:
                     raise
                 returned = self._step_unfused(found_inf, args, kwargs)
                 return returned if closure is None else vars(closure)["loss"]
-
-    def _tells(self, found_inf: torch.Tensor) -> bool:
-        """True if the host decides on the step of an optimizer that could skip itself, because hooks hear of it.
-
-        A hook must not run for a step that is skipped. On a CPU looking costs nothing; on another device it would wait,
-        and a hook asks ``optimizer.step_was_skipped``.
-        """
-        return found_inf.is_cpu and not dispatch_mode_count() and has_step_hooks(self.optimizer)
 
     def run(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         """Run the step, with masters in their places, once it is decided that it is not skipped."""

@@ -179,10 +179,10 @@ class BackwardPasses:
         release = self.release
         if release is not None and named:
             release.refuse_block()
-        params = self.params()
         if self.state is WindowState.DIRTY:
             self.settle()
         self.drop_brought()
+        params = self.keeper.table.params
         if scale is not None:
             self.scales_gradients = True
             for slot in self.keeper.table.slots:
@@ -294,7 +294,7 @@ class BackwardPasses:
         Returns:
             Whether any parameter has a gradient, or has stepped with one.
         """
-        params = self.params()
+        params = [slot.param for slot in self.keeper.table.refresh()]
         if self.state is not WindowState.OPEN:
             self.gradients.take()
         if scale is not None:
@@ -371,7 +371,7 @@ class BackwardPasses:
             self.close()
         self.keeper.table.refresh()
         self.gradients.clear()
-        if self.block is None:
+        if self.state not in (WindowState.OPEN, WindowState.FINISHING):
             self.state = WindowState.IDLE
         self.records.clear()
         if REDUCTIONS:
@@ -420,8 +420,6 @@ def reachable(named: Sequence[BackwardPasses]) -> list[BackwardPasses]:
     Args:
         named: of the optimizers that the block belongs to.
     """
-    if len(WINDOWS) <= len(named):
-        return []
     here = get_ident()
     beside = [one for one in WINDOWS if one not in named and one.thread == here and not one.ranks.inside]
     return [one for one in beside if one.keeper.optimizer is not None and not one.is_open()]

@@ -17,7 +17,7 @@ from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
 from ..distributed.ddp_sync import BackwardRecord
 from ..gradients.loss_scaler import DeviceLossScaler
-from .backward import BackwardPasses, WindowState, reachable, sync_overflow
+from .backward import WINDOWS, BackwardPasses, WindowState, reachable, sync_overflow
 from .diagnosis import first_bad_gradient
 
 __all__ = ["ScaledBackward", "before_unscaling", "check_loss", "record_pass"]
@@ -102,7 +102,7 @@ class ScaledBackward:
                 if self._stay and passes.release is not None:
                     passes.release.refuse_delay()
                 passes.begin(scale, block=self, guard=guard)
-            self._beside = [] if scale is None else reachable(self._passes)
+            self._beside = [] if scale is None or len(WINDOWS) <= len(self._passes) else reachable(self._passes)
             for passes in self._beside:
                 passes.begin(scale, block=self, guard=_refuse_release, named=False)
             wide = loss.float() if loss.dtype in HALF_DTYPES else loss
@@ -150,8 +150,12 @@ class ScaledBackward:
             self.finish_reached(passes)
         if self._scale is not None and self._check and any(found):
             record_pass(self._passes, self._scaler, found_inf, self._scale)
-        for passes in self._passes:
-            passes.close(WindowState.SCALED if self._stay else WindowState.READY)
+        else:
+            for passes in self._passes:
+                passes.close()
+        if self._stay:
+            for passes in self._passes:
+                passes.state = WindowState.SCALED
 
     def finish_reached(self, passes: BackwardPasses) -> None:
         """End the pass for one of the optimizers that this block does not name."""
