@@ -413,7 +413,5 @@ def _watch_outputs(wrapper: torch.nn.Module, _: Any, outputs: Any) -> None:
 
 def _communicate(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """The communication hook. Its state is weak: the wrapper owns the reducer, which owns the hook."""
-    reduction: Reduction | None = state()
-    if reduction is None:
-        raise AssertionError("the wrapper is gone and its reducer still works")
+    reduction: Reduction = state()
     return reduction.communicate(bucket)

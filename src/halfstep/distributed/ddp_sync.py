@@ -11,7 +11,7 @@ a backward pass that torch       its buckets, with the gradients that earlier pa
 synchronizes                     of this rank have left
 the end of such a pass, if       one number for each loss scale: the pass overflowed    ``share_overflow``
 the loss is scaled
-every step, and                  the facts: a few numbers that are to be the same on    ``StepFacts.differences``
+every step, and                  the facts: a few numbers that are to be the same on    ``RankSync._compare``
 ``clip_master_grads`` after a    every rank
 pass that was not synchronized
 then, after such a pass          for each parameter, whether it has a gradient, and     ``average_gradients``
@@ -50,7 +50,6 @@ from ..core.errors import UsageError
 from ..gradients.async_reader import AsyncReader, capturing
 from ..gradients.loss_scaler import DeviceLossScaler
 from ..gradients.table import REDUCTIONS, Slot
-from .agreement import StepFacts, refuse_differences
 from .ddp_hook import Reduction
 from .flat_buckets import average_gradients, share_masters
 
@@ -302,16 +301,48 @@ class RankSync:
     def _compare(self, steps: bool, scales: int) -> None:
         """Exchange the facts, and raise an error on every rank if they differ."""
         for before in self._late.poll(wait=True):
-            refuse_differences(before, late=True)
+            _refuse(before, "Before the previous step", _LATE)
         for group in self.groups:
             mine = [reduction for reduction in self.reductions if reduction.group is group]
-            facts = StepFacts(int(steps), scales, tuple(self._unsynced.get(reduction, 0) for reduction in mine))
-            differences = facts.differences(group, mine[0].message_device)
+            facts = [int(steps), scales, *(self._unsynced.get(reduction, 0) for reduction in mine)]
+            both = [*facts, *(-fact for fact in facts)]
+            largest = torch.tensor(both, dtype=torch.float32, device=mine[0].message_device)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            differences = largest.view(2, -1).sum(0)
+            found = (differences[2:].amax(), differences[0], differences[1])
             if mine[0].has_cpu:
-                refuse_differences(differences.tolist())
+                _refuse(found)
             else:
-                self._late.post(*differences.unbind())
+                self._late.post(*found)
                 self._parted = bool(self._unsynced) and bool(differences.any())
+
+
+_PROBLEMS = (
+    (
+        "had different numbers of backward passes in no_sync() after the last synced pass",
+        "Give every rank as many passes as the others; without a batch, a pass on any loss times zero.",
+    ),
+    ("called clip_master_grads, and others went on to the step", "Call it on every rank."),
+    (
+        "had backward passes of different numbers of loss scales",
+        "Call scale_loss for every loss on every rank; without a batch, on any loss times zero.",
+    ),
+)
+_LATE = (
+    " The ranks have taken that step, so their weights differ now. Ranks hear of it in time over the CPU: "
+    'init_process_group("cpu:gloo,cuda:nccl").'
+)
+
+
+def _refuse(differences: Iterable[float | torch.Tensor], when: str = "Before this step", then: str = "") -> None:
+    """Refuse to go on if ranks differ in any of ``_PROBLEMS``.
+
+    Raises:
+        UsageError: on every rank.
+    """
+    for (problem, remedy), difference in zip(_PROBLEMS, differences, strict=True):
+        if difference:
+            raise UsageError(f"{when} some ranks {problem}. {remedy}{then}")
 
 
 def share_overflow(
