@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,20 +77,6 @@ class BackwardRecord:
         return self.moves is not None and self.moves.dynamic
 
 
-class _OpenPass(NamedTuple):
-    """A wrapper at the beginning of a backward pass.
-
-    Attributes:
-        reduction: that of the wrapper.
-        allreduces: how many passes the ranks had averaged before.
-        versions: the version of each gradient that was there, which changes when a pass adds to it.
-    """
-
-    reduction: Reduction
-    allreduces: int
-    versions: dict[torch.Tensor, int]
-
-
 class RankSync:
     """The state of one optimizer towards the other ranks.
 
@@ -104,7 +89,8 @@ class RankSync:
         self.inside = False
         self.reductions: list[Reduction] = []
         self._found: tuple[object, ...] = ()  # the wrappers and numbers that the latest search has seen
-        self._open: list[_OpenPass] = []
+        # In a backward pass: each wrapper, how many passes ranks had averaged before, and the versions of gradients.
+        self._open: list[tuple[Reduction, int, dict[torch.Tensor, int]]] = []
         self._slots: Sequence[Slot] = ()  # of the optimizer, in the open pass
         self._averages_in_place = False  # the open pass averages gradients of earlier ones where they lie
         self._unsynced: dict[Reduction, int] = {}  # the number of passes since the ranks have averaged its gradients
@@ -221,7 +207,7 @@ class RankSync:
         self._slots, self._open = slots, []
         for reduction in self.reductions:
             reduction.begin_backward(self, scale, slots)
-            self._open.append(_OpenPass(reduction, reduction.allreduces, _versions(reduction, slots)))
+            self._open.append((reduction, reduction.allreduces, _versions(reduction, slots)))
 
     def end_backward(self) -> None:
         """The backward pass is over: find out whether the ranks averaged its gradients."""
@@ -240,10 +226,9 @@ class RankSync:
 
     def abandon_backward(self) -> bool:
         """The backward pass failed; whether gradients accumulated before it are lost, for they were in a bucket."""
-        lost = self._averages_in_place
-        for _, averaged, _ in self._close():
-            lost = lost or averaged
-        return lost
+        carried = self._averages_in_place
+        closed = list(self._close())
+        return carried or any(averaged for _, averaged, _ in closed)
 
     def _close(self) -> Iterator[tuple[Reduction, bool, bool]]:
         """Each wrapper of the open pass, whether the ranks averaged its gradients, and if not, whether it got any."""
