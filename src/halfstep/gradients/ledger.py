@@ -208,7 +208,7 @@ class Gradients:
         """Drop what is saved, and let other optimizers take the parameters."""
         for slot in self._rows:
             slot.grad.saved = slot.grad.block = None
-        self._rows, self._pending = [], []
+        self._rows, self._pending, self.has_saved = [], [], False
 
     def take(self, without: Collection[int] = ()) -> None:
         """Take the parameters for a pass, all but those that an open block of another optimizer has.
@@ -245,7 +245,9 @@ class Gradients:
             self._add_saved(rows)
         if left := [slot for slot in self._pending if slot.param.grad is None]:
             self.expect(left)
-        self.forget()
+        for slot in rows:
+            slot.grad.saved = slot.grad.block = None
+        self._rows, self._pending, self.has_saved = [], [], False
 
     @torch.no_grad()
     def _unscale_into(

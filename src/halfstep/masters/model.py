@@ -10,6 +10,7 @@ from torch import nn
 
 from ..casting.modules import remove_hooks
 from ..core.checks import check_kind
+from ..core.errors import UsageError
 from ..gradients.master_registry import keeper_of
 
 __all__ = ["master_model"]
@@ -37,8 +38,14 @@ def master_model(model: nn.Module) -> nn.Module:
 
     Raises:
         ArgumentTypeError: for something else than a module.
+        UsageError: for a model that ``fully_shard`` has cut.
     """
     check_kind("amp.master_model: model", model, nn.Module, "a torch.nn.Module")
+    if any(hasattr(type(module), "unshard") for module in model.modules()):
+        raise UsageError(
+            "amp.master_model was given a model that fully_shard (FSDP2) has cut, and torch copies no such model. Its "
+            "fp32 values are in model.state_dict(), and amp.master_params(optimizer) has the masters of this rank."
+        )
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         memo[id(tensor)] = _wide(tensor)

@@ -31,7 +31,7 @@ from ..optimizers.base import FusedOptimizer
 from ..optimizers.class_swap import rebase
 from ..optimizers.fuse import OfTorch, fused_base, unfuse
 from ..optimizers.param_rows import SparseGradient
-from .backward import WINDOWS, BackwardPasses, WindowState, any_overflow
+from .backward import UNSAFE, WINDOWS, BackwardPasses, WindowState, any_overflow
 from .dynamic_class import add_names_of_apex, class_over
 from .replaced import ReplacedParameters
 from .step import ClosureOverflowed, Stepping, guarded
@@ -224,7 +224,7 @@ class AttachedOptimizer:
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step on unscaled gradients. It is skipped, and changes nothing, if a pass overflowed."""
         passes = self.passes
-        if passes.is_open():
+        if passes.state in UNSAFE and passes.is_open():
             raise UsageError(
                 f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
                 "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left. In hooks "
@@ -272,7 +272,8 @@ class AttachedOptimizer:
         assert optimizer is not None
         if self.replaced.models:
             self.replaced.refuse(optimizer)
-        passes.drop_brought()
+        if passes.scales_gradients:
+            passes.drop_brought()
         records = passes.take_records(agreed=closure is None) if passes.records or REDUCTIONS else []
         casting = None if thread.current is None else active_casting()
         with NO_CASTING if casting is not None else nullcontext():

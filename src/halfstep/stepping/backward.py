@@ -27,7 +27,7 @@ from .diagnosis import first_bad_gradient
 from .replaced import ReplacedParameters
 from .scaling_checks import ScalingChecks
 
-__all__ = ["WINDOWS", "BackwardPasses", "WindowState", "any_overflow", "reachable", "sync_overflow"]
+__all__ = ["UNSAFE", "WINDOWS", "BackwardPasses", "WindowState", "any_overflow", "reachable", "sync_overflow"]
 
 _CLIP_AFTER = (
     "Clip after the block, where they are unscaled: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)."
@@ -67,6 +67,10 @@ class WindowState(Enum):
     READY = "ready"
     SCALED = "scaled"
     DIRTY = "dirty"
+
+
+UNSAFE = (WindowState.OPEN, WindowState.FINISHING)
+"""The states in which gradients are in the middle of something."""
 
 
 class BackwardPasses:
@@ -119,7 +123,8 @@ class BackwardPasses:
 
     def params(self) -> list[torch.Tensor]:
         """The parameters in the optimizer's groups."""
-        return self.keeper.params()
+        self.keeper.table.refresh()
+        return self.keeper.table.params
 
     @property
     def device(self) -> torch.device:
@@ -137,7 +142,7 @@ class BackwardPasses:
 
     def is_open(self) -> bool:
         """True if a block is open. A pass that an interrupt, such as Ctrl-C, has left half done is abandoned."""
-        if self.state not in (WindowState.OPEN, WindowState.FINISHING):
+        if self.state not in UNSAFE:
             return False
         if self.block is not None:
             return True
@@ -167,7 +172,7 @@ class BackwardPasses:
         """
         if not self._named and (open_block := self.block) is not None:
             open_block.finish_reached(self)
-        if self.is_open():
+        if self.state in UNSAFE and self.is_open():
             raise UsageError(
                 f"A scale_loss block of this {type(self._optimizer()).__name__} is open already, and two backward "
                 "passes at two scales would mix. Close the first block before the second; gradients add up across "
@@ -365,13 +370,13 @@ class BackwardPasses:
 
     def clear(self) -> None:
         """The gradients were cleared: forget what is known about them."""
-        if self.state in (WindowState.OPEN, WindowState.FINISHING) and self.block is None:
+        if self.state in UNSAFE and self.block is None:
             if self.release is not None:
                 self.release.abandon()
             self.close()
         self.keeper.table.refresh()
         self.gradients.clear()
-        if self.state not in (WindowState.OPEN, WindowState.FINISHING):
+        if self.state not in UNSAFE:
             self.state = WindowState.IDLE
         self.records.clear()
         if REDUCTIONS:
