@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from halfstep import amp
 from halfstep.core.dtypes import dtype_name
 from tests.support.apex_recording import assert_near, batch, branch, flat, golden, grid, net, numbers, optimizer
+from tests.support.worlds import advance, scaled_backward, step_and_clear
 
 FACTS = golden("apex_amp")
 
@@ -70,8 +71,7 @@ def train(case: dict[str, Any], level: str, opt: str, loss_name: str, inject: li
                     # Apex left a 16-bit gradient of the model beside its master's; here there is one gradient.
                     kind = "float32" if master is not param else case["step0_model_grad_dtypes"][name]
                     assert dtype_name(param.grad.dtype) == kind
-        optim.step()
-        optim.zero_grad()
+        step_and_clear(optim)
         unchanged = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert unchanged == (t in skips), f"step {t}"
         assert scaler_entry() == {"loss_scale": case["scale_after"][t], "unskipped": case["unskipped"][t]}
@@ -174,8 +174,7 @@ def test_several_losses_and_optimizers(key: str) -> None:
             if (i, t) in inject:
                 loss = loss * math.inf
             assert_near([loss.item()], [case["losses"][t][i]], 2e-3, f"loss {i} of step {t}")
-            with amp.scale_loss(loss, served[i], loss_id=i if num_losses > 1 else 0) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss, served[i], loss_id=i if num_losses > 1 else 0)
         skipped = [amp.steps_skipped(o) for o in optimizers]
         for o in optimizers:
             o.step()
@@ -221,8 +220,7 @@ def test_accumulation(key: str) -> None:
             t = 3 * s + j
             x, y, _ = batch(t)
             loss = F.cross_entropy(model(x), y)
-            with amp.scale_loss(loss, optim, delay_unscale=how == "delay" and j < 2) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss, optim, delay_unscale=how == "delay" and j < 2)
             if right is None:
                 assert_near([loss.item()], [case["loss"][t]], loose)
                 if s == 0:
@@ -264,8 +262,7 @@ def test_the_accumulation_article_in_one_process(key: str) -> None:
     for i, row in enumerate(FACTS["accumulation"]["accumulation_article"][key]):
         loss = model(x).mean()
         last = (i + 1) % int(window) == 0
-        with amp.scale_loss(loss, optim, delay_unscale=how == "delay" and not last) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, optim, delay_unscale=how == "delay" and not last)
         assert_near([loss.item()], [row["loss"]])
         waits = how == "delay" and not last  # Apex left these scaled, and not on masters
         one_gradient = row["model_grad" if waits else "master_grad"]
@@ -279,8 +276,7 @@ def test_the_accumulation_article_in_one_process(key: str) -> None:
                 assert_near(flat(tensor), values)
         assert row["steps_now"] == last
         if last:
-            optim.step()
-            optim.zero_grad()
+            step_and_clear(optim)
 
 
 @pytest.mark.parametrize("key", FACTS["clip"]["cases"])
@@ -300,12 +296,10 @@ def test_clip(key: str) -> None:
     loose = 2e-2 if level == "O3" else 1e-3
     for t, recorded in enumerate(case["steps"]):
         x, y, _ = batch(t)
-        with amp.scale_loss(F.cross_entropy(model(x), y), optim) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(F.cross_entropy(model(x), y), optim)
         norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optim), max_norm, norm_type)
         assert_near([norm.item()], [recorded["norm"]], loose, f"norm of step {t}")
-        optim.step()
-        optim.zero_grad()
+        step_and_clear(optim)
     for master, values in zip(amp.master_params(optim), case["final_masters"], strict=True):
         assert_near(flat(master), values, loose)
 
@@ -333,10 +327,7 @@ def test_checkpoint(key: str) -> None:
             x, y, _ = batch(t)
             loss = F.cross_entropy(model(x), y)
             losses.append(loss.item())
-            with amp.scale_loss(loss * math.inf if t == 1 else loss, optim) as scaled_loss:
-                scaled_loss.backward()
-            optim.step()
-            optim.zero_grad()
+            advance(loss * math.inf if t == 1 else loss, optim)
         return losses
 
     loose = 1e-2 if level == "O3" else 1e-3

@@ -14,10 +14,10 @@ from halfstep import amp
 from halfstep.core.dtypes import dtype_name
 from halfstep.stepping.attached import attached_to
 from tests.support.apex_recording import golden
+from tests.support.worlds import FP32, advance, unscaled_step
 
 DTYPES = golden("paddle_decorate")["decorate"]
 HALVES = [torch.float16, torch.bfloat16]
-FP32 = torch.float32
 
 
 class Layers(nn.Module):
@@ -222,9 +222,7 @@ def test_masters_move_where_weights_alone_do_not(half: torch.dtype, master_weigh
     _, optimizer = amp.decorate(*pair(model, lr=1e-4), level="O2", dtype=half, master_weight=master_weight)
     assert [p.dtype for p in amp.master_params(optimizer)] == [half if master_weight is False else FP32] * 2
     for t, (weight, *master) in enumerate(recorded):
-        model(torch.ones(1, 1, dtype=half)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(model(torch.ones(1, 1, dtype=half)).sum(), optimizer)
         ours = next(amp.master_params(optimizer)).item()
         assert model.weight.item() == weight
         if master_weight is False:
@@ -239,9 +237,7 @@ def test_optimizer_state_follows_the_parameters() -> None:
     for master_weight, expected in ((None, FP32), (False, torch.bfloat16)):
         model = nn.Linear(2, 2)
         optimizer = torch.optim.Adam(model.parameters())
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(model(torch.ones(1, 2)).sum(), optimizer)
         amp.decorate(model, optimizer, level="O2", dtype="bfloat16", master_weight=master_weight)
         model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
@@ -270,9 +266,7 @@ def test_several_models_and_optimizers() -> None:
 def test_saves_the_masters_by_default_and_loads_them_back(half: torch.dtype) -> None:
     model, optimizer = amp.decorate(*pair(lr=1e-4), level="O2", dtype=half)
     for _ in range(3):
-        model(torch.tensor([[1.0, 3.0]], dtype=half)).float().square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(model(torch.tensor([[1.0, 3.0]], dtype=half)).float().square().sum(), optimizer)
     saved = model.state_dict()
     assert {value.dtype for value in saved.values()} == {FP32}
     masters = list(amp.master_params(optimizer))
@@ -389,9 +383,7 @@ def train(half: torch.dtype | None, steps: int = 40, lr: float = 0.02, **options
     losses = []
     for _ in range(steps):
         loss = F.cross_entropy(model(X.to(half or FP32)).float(), Y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(loss, optimizer)
         losses.append(loss.item())
     return model, losses
 
@@ -443,10 +435,7 @@ def test_an_embedding_with_sparse_gradients_trains(half: torch.dtype) -> None:
             with amp.auto_cast(level="O2", dtype=dtype_name(half)):
                 assert model[0](torch.tensor([1])).dtype is torch.float32
                 loss = model(torch.arange(8)).float().square().mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            advance(loss, optimizer, scaler)
         assert attached_to(optimizer)
         weights.append(model.state_dict()["0.weight"].float())
     torch.testing.assert_close(*weights, rtol=1e-2, atol=1e-3)

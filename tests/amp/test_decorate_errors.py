@@ -12,9 +12,9 @@ from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, HalfstepError, UsageError
 from halfstep.stepping.attached import attached_to
 from tests.support.apex_recording import golden
+from tests.support.worlds import FP32
 
 ERRORS = golden("paddle_decorate")["errors"]
-FP32 = torch.float32
 
 
 def pair() -> tuple[nn.Module, torch.optim.Optimizer]:

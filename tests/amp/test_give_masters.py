@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, UsageError
+from tests.support.worlds import unscaled_step
 
 OPTIMIZERS = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, optimizers.FusedAdam]
 
@@ -25,9 +26,7 @@ def trained(net: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     for _ in range(5):
         with amp.auto_cast(level="O2", dtype="bfloat16"):
             loss = F.cross_entropy(net(torch.randn(6, 5)), torch.randint(3, (6,)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(loss, optimizer)
     return [p.detach().clone() for p in amp.master_params(optimizer)]
 
 

@@ -14,6 +14,7 @@ from halfstep import amp
 from halfstep.amp.loss_scaler import LossScaler
 from halfstep.core.errors import ArgumentValueError, UsageError
 from halfstep.core.loss_scale import DynamicLossScale, StaticLossScale
+from tests.support.worlds import advance
 
 
 def brought_up(**options: Any) -> tuple[LossScaler, Any]:
@@ -25,10 +26,7 @@ def brought_up(**options: Any) -> tuple[LossScaler, Any]:
 
     def backward(overflows: bool = False) -> None:
         loss = model(torch.ones(1, 2)).float().sum() * 1e-6
-        with amp.scale_loss(loss * float("inf") if overflows else loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(loss * float("inf") if overflows else loss, optimizer)
 
     (scaler,) = amp._amp_state.loss_scalers
     return scaler, backward

@@ -19,8 +19,8 @@ from halfstep.casting.scope import OpCasting
 from halfstep.core import hardware
 from halfstep.core.errors import ArgumentValueError
 from halfstep.core.oplists.tables import OP_CLASSES
+from tests.support.worlds import BF16, FP16, FP32, scaled_backward, step_and_clear
 
-FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HALVES = [FP16, BF16]
 INDUCTOR = "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"  # torch 2.13 says so of itself
 
@@ -192,14 +192,12 @@ def run(level: str, dtype: torch.dtype, emulate: bool, face: str) -> tuple[list[
     for _ in range(3):
         if face == "initialize":
             loss = F.cross_entropy(model(x).float(), y)
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(loss, optimizer)
         else:
             with amp.auto_cast(level="O2", dtype=dtype, emulate=emulate):
                 loss = F.cross_entropy(model(x), y)
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     seen.extend((name, p.dtype) for name, p in model.named_parameters())
     return seen, [loss, *(p.detach().float() for p in model.parameters())]
 
@@ -238,8 +236,7 @@ def test_no_product_runs_in_16_bits(emulate: bool, level: str, dtype: torch.dtyp
     x, y = data()
     with Products() as products:
         loss = F.cross_entropy(model(x).float(), y)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(loss, optimizer)
     assert products.dtypes == ({FP32} if emulate else {dtype})
 
 

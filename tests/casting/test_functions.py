@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
+from tests.support.worlds import BF16, FP32
 
-BF16, FP32 = torch.bfloat16, torch.float32
 X, H = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bfloat16)
 
 

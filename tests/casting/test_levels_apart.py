@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import itertools
 import sys
 import threading
@@ -27,8 +26,8 @@ from halfstep.casting.dispatch import function_modes
 from halfstep.casting.scope import NO_CASTING, OpCasting, leave, session_casting
 from halfstep.core.compiler_compat import tracer_follows_autocast
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from tests.support.worlds import BF16, FP16, FP32, advance, in_a_thread, read_back, scaled_step
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALVES = [BF16, FP16]
 X = torch.linspace(-1, 1, 12).view(3, 4)
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -94,16 +93,13 @@ def test_two_models_after_each_other(
             model.seen.clear()
             (optimizer,) = model.optimizer
             loss = model(X).float().square().mean()
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
+            scaled_step(loss, optimizer)
             assert model.seen == computes(level, dtype)
     latest = [dtype for level, dtype in ((first, first_dtype), (second, second_dtype)) if level == "O1"]
     assert outside() is (latest[-1] if latest else FP32)
 
 
 def test_an_o0_baseline_is_fp32_to_the_bit() -> None:
-    torch.manual_seed(0)
     expected = Net()(X)
     _alive = bring_up("O1")
     assert torch.equal(bring_up("O0")(X), expected)
@@ -160,10 +156,7 @@ def test_explicit_scopes_have_their_way(level: str) -> None:
 def test_copies_and_pickles(level: str) -> None:
     model = bring_up(level)
     model.optimizer = []
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    twins = [copy.deepcopy(model), torch.load(file, weights_only=False)]
+    twins = [copy.deepcopy(model), read_back(model, weights_only=False)]
     _alive = bring_up("O1", FP16)
     for twin in (model, *twins):
         assert seen(twin) == computes(level, BF16)
@@ -177,9 +170,7 @@ def test_threads(level: str) -> None:
     def work() -> None:
         found.append((list(seen(model)), seen(session), outside()))
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    in_a_thread(work)
     assert found == [(computes(level, BF16), [FP16, FP32], FP16)]
 
 
@@ -513,9 +504,7 @@ def test_a_fused_step_in_another_thread() -> None:
         model(X).float().square().sum().backward()
         optimizer.step()
 
-    thread = threading.Thread(target=step)
-    thread.start()
-    thread.join()
+    in_a_thread(step)
     assert (model(X) - before).abs().max() > 0.5
 
 
@@ -701,9 +690,7 @@ def test_whoever_comes_next_finds_that_a_session_is_over(ask: str, lists: OpList
         loss.backward()
     elif ask == "another thread":
         found: list[Any] = []
-        worker = threading.Thread(target=lambda: found.append((seen(other) == [FP32, FP32], outside())))
-        worker.start()
-        worker.join()
+        in_a_thread(lambda: found.append((seen(other) == [FP32, FP32], outside())))
         assert found == [(True, FP32)]
     assert outside() is FP32
     assert torch_is_untouched()
@@ -762,11 +749,7 @@ def test_models_and_optimizers_go_with_their_last_reference(level: str, optimize
     model, stepping = amp.initialize(model, stepping, opt_level=level, dtype=BF16, verbosity=0)
     assert outside() is (BF16 if level == "O1" else FP32)
     if trained:
-        with amp.scale_loss(model(X).float().sum(), stepping) as scaled:
-            scaled.backward()
-        stepping.step()
-        stepping.zero_grad()
-        del scaled
+        advance(model(X).float().sum(), stepping)
     gone = [weakref.ref(model), weakref.ref(stepping)]
     del model, stepping
     assert [each() for each in gone] == [None, None]

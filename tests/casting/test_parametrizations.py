@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from halfstep import amp
+from tests.support.worlds import scaled_backward
 
 KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "orthogonal, matrix_exp": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="matrix_exp"),
@@ -40,8 +41,7 @@ def test_a_computed_weight_trains_at_o2(name: str, half: torch.dtype) -> None:
             optimizer.zero_grad()
             loss = F.mse_loss(model(x).float(), y)
             if mixed:
-                with amp.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
+                scaled_backward(loss, optimizer)
             else:
                 loss.backward()
             optimizer.step()

@@ -30,6 +30,7 @@ from halfstep.cli.demo.training import EPOCH_STEPS, LOSS_SCALE, Run, Settings
 from halfstep.core import hardware
 from halfstep.core.text import install_line
 from tests.numerics.test_report import Reader
+from tests.support.worlds import scaled_backward
 
 pytestmark = pytest.mark.timeout(900)  # the demo trains; on a busy machine that takes ten times as long
 
@@ -311,8 +312,7 @@ def test_module_and_version() -> None:
 def test_demo_leaves_amp_usable(demo_output: tuple[str, str]) -> None:
     model = torch.nn.Linear(4, 4)
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(torch.ones(1, 4)).sum(), optimizer)
     before = model.weight.detach().clone()
     optimizer.step()
     assert torch.equal(model.weight, before - 0.1)

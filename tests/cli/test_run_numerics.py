@@ -15,6 +15,7 @@ from halfstep.cli.run import command
 from halfstep.cli.run_numerics import Monitors
 from halfstep.numerics import Row, load_rows
 from tests.support.python import python
+from tests.support.worlds import scaled_step
 
 MODEL = """
 import torch
@@ -213,9 +214,7 @@ def test_models_that_amp_prepares_are_seen_from_their_first_step() -> None:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        scaled_step(model(torch.ones(1, 2)).sum(), optimizer)
     finally:
         creation_callbacks.remove(monitors.see_created)
     assert {row.step for row in monitors.rows() if row.tensor == "output"} == {0}

@@ -14,6 +14,7 @@ from torch import nn
 
 from halfstep import optimizers
 from halfstep.apex import amp
+from tests.support.worlds import step_and_clear
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
@@ -33,8 +34,7 @@ def build(name: str = "SGD", **options: Any) -> tuple[Any, Any]:
 def step(model: Any, optimizer: Any, x: torch.Tensor, block: Any = amp.scale_loss) -> None:
     with block(model(x).float().pow(2).mean(), optimizer) as scaled_loss:
         scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_clear(optimizer)
 
 
 def masters(optimizer: Any) -> list[torch.Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import itertools
 import pickle
 import warnings
@@ -26,6 +25,7 @@ from torch.nn import functional as F
 from halfstep import HalfstepError, amp
 from halfstep.core.errors import LossScaleCollapsed, UnsafeOpError
 from halfstep.fp16_utils import DynamicLossScaler, FP16_Optimizer, LossScaler
+from tests.support.worlds import advance, read_back, scaled_backward, scaled_step
 
 HALF, BF16 = torch.float16, torch.bfloat16
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -46,10 +46,7 @@ def train(model: Any, optimizer: Any, x: torch.Tensor, steps: int = 1) -> float:
     loss = torch.zeros(())
     for _ in range(steps):
         loss = (model(x).float() - 1).square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(loss, optimizer)
     return loss.item()
 
 
@@ -59,10 +56,7 @@ def test_a_weight_used_twice() -> None:
     linear.weight = embed.weight
     model, optimizer = ready("O1", nn.Sequential(embed, linear, nn.Linear(5, 4), nn.Tanh(), linear))
     for _ in range(2):
-        with amp.scale_loss(model(torch.arange(5)).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(model(torch.arange(5)).float().square().mean(), optimizer)
     assert embed.weight is linear.weight
 
 
@@ -75,8 +69,7 @@ def test_recurrent_layers_under_o1(kind: Any, bidirectional: bool) -> None:
     for dtype in (torch.float32, HALF):
         out = model(torch.randn(5, 4, dtype=dtype) if cell else torch.randn(6, 5, 4, dtype=dtype))
         out = out if isinstance(out, torch.Tensor) else out[0]
-        with amp.scale_loss(out.float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(out.float().square().mean(), optimizer)
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -87,8 +80,7 @@ def test_batchnorm_gradients_accumulate(loss_scale: Any) -> None:
     model.eval()
     x = torch.randn(8, 4)
     for count in (1, 2, 3):
-        with amp.scale_loss(model(x).square().mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(x).square().mean(), optimizer)
         if count == 1:
             once = model[1].weight.grad.clone()
     torch.testing.assert_close(model[1].weight.grad, 3 * once)
@@ -105,10 +97,7 @@ def test_resuming_in_any_order(order: tuple[str, ...]) -> None:
     train(model, optimizer, x, 3)
     for state in optimizer.state.values():
         state["exp_avg_sq"].mul_(1e-6)  # as small as they are late in a training
-    saved = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, saved)
-    saved.seek(0)
-    state = torch.load(saved, weights_only=True)
+    state = read_back({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})
     second: Any = net()
     other: Any = torch.optim.Adam(second.parameters(), lr=1e-3, eps=1e-4)
     for what in order:
@@ -253,8 +242,7 @@ def test_scale_loss_survives_exceptions(level: str) -> None:
     model, optimizer = ready(level, loss_scale=128.0)
     model.eval()
     x = torch.randn(8, 4)
-    with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(x).float().square().mean(), optimizer)
     before = [p.grad.clone() for p in amp.master_params(optimizer)]
 
     def failing() -> None:
@@ -281,9 +269,7 @@ def test_finite_gradients_whose_sum_overflows(face: str) -> None:
     model.weight = param
     optimizer = torch.optim.SGD([param], lr=1e-38)
     initialize(model, optimizer, opt_level="O0", loss_scale=2.0, verbosity=0)
-    with amp.scale_loss((param * 1e38).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    scaled_step((param * 1e38).sum(), optimizer)
     assert amp.steps_skipped(optimizer) == 0
     torch.testing.assert_close(param.detach(), torch.full((4,), -1.0))
 
@@ -333,7 +319,6 @@ def test_two_models_of_which_one_is_under_amp() -> None:
 @pytest.mark.parametrize("level", LEVELS[:3])
 def test_gradient_penalty(level: str) -> None:
     """ "Not possible with amp" (#215, #873): a loss made of gradients, backward through a backward pass."""
-    torch.manual_seed(0)
     model, optimizer = ready(level, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), loss_scale=128.0)
     reference = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     reference.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
@@ -344,8 +329,7 @@ def test_gradient_penalty(level: str) -> None:
         (grad,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
         return (grad.to(torch.promote_types(grad.dtype, torch.float32)).norm(dim=1) - 1).square().mean()
 
-    with amp.scale_loss(penalty(model, x), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(penalty(model, x), optimizer)
     amp.deactivate()
     penalty(reference, x.double()).backward()
     masters = list(amp.master_params(optimizer))

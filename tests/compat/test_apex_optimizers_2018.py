@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from halfstep import optimizers as ours
 from halfstep.apex import optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from tests.support.worlds import step_and_clear
 
 ADAM: Any = contrib.FusedAdam
 SGD: Any = contrib.FusedSGD
@@ -62,7 +63,6 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("how", ["grads", "param.grad", "fp16 grads and output"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_adam_of_2018(settings: dict[str, Any], how: str) -> None:
-    torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(7))]
     steps = [[torch.randn_like(p).half().float() for p in params] for _ in range(4)]
     expected = adam_of_2018([p.detach() for p in params], steps, **{"lr": 1e-2, **settings})
@@ -86,7 +86,6 @@ def test_adam_of_2018(settings: dict[str, Any], how: str) -> None:
 
 
 def test_groups_are_clipped_apart() -> None:
-    torch.manual_seed(0)
     one, two = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(4))
     grads = [torch.randn(5) * 10, torch.randn(4) * 10]
     groups = [{"params": [one], "max_grad_norm": 1.0}, {"params": [two]}]
@@ -166,8 +165,7 @@ def train(model: nn.Module, optimizer: Any, steps: int, *, overflow_at: int = -1
         x = torch.randn(16, 4, generator=torch.Generator().manual_seed(i))
         loss = F.mse_loss(model(x.to(next(model.parameters()).dtype)).float(), x[:, :2])
         optimizer.backward(loss * float("inf") if i == overflow_at else loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
         seen.append(loss.item())
     return seen
 

@@ -15,6 +15,7 @@ from torch import nn
 from halfstep import amp
 from halfstep.apex import RNN
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
+from tests.support.worlds import advance
 
 T, B, IN, H = 5, 3, 4, 6
 KINDS = {"LSTM": (RNN.LSTM, nn.LSTM, {}), "GRU": (RNN.GRU, nn.GRU, {})}
@@ -261,10 +262,7 @@ def test_levels(name: str, level: str, dtype: torch.dtype, bidirectional: bool) 
     losses = []
     for _ in range(30):
         loss = (net(x).float() - 1).square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(loss, optimizer)
         model["rnn"].reset_hidden(B)
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 3

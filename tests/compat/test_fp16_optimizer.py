@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import math
 import pickle
@@ -33,6 +32,7 @@ from tests.support.fp16_training import (
     values,
     wrapped,
 )
+from tests.support.worlds import read_back
 
 FACTS = golden("apex_fp16_utils")
 
@@ -238,6 +238,12 @@ def make(model: nn.Module, lr: float = 0.1, **args: Any) -> FP16_Optimizer:
     return FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), verbose=False, **args)
 
 
+def once(optim: FP16_Optimizer, loss: torch.Tensor) -> None:
+    optim.zero_grad()
+    optim.backward(loss)
+    optim.step()
+
+
 def grads(optim: FP16_Optimizer) -> torch.Tensor:
     return torch.cat([g.flatten() for group in optim.inspect_master_grad_data() for g in group])
 
@@ -432,9 +438,7 @@ def test_fused_optimizers_skip_on_the_device(fused: bool) -> None:
     optim.backward(loss_on(model) * float("inf"))
     optim.step()
     assert torch.equal(values(amp.master_params(optim)), before)
-    optim.zero_grad()
-    optim.backward(loss_on(model))
-    optim.step()
+    once(optim, loss_on(model))
     assert not torch.equal(values(amp.master_params(optim)), before)
 
 
@@ -447,9 +451,7 @@ def test_dynamic_defaults_are_those_documented() -> None:
     assert (optim.loss_scale, optim.loss_scaler.scale_window, optim.loss_scaler.scale_factor) == (2.0**32, 1000, 2.0)
     skipped = 0
     while True:
-        optim.zero_grad()
-        optim.backward(loss_on(model))
-        optim.step()
+        once(optim, loss_on(model))
         if not optim.overflow:
             break
         skipped += 1
@@ -469,9 +471,7 @@ def test_dynamic_args_reach_the_scaler() -> None:
     optim = make(model := linear(), dynamic_loss_scale=True, dynamic_loss_args=args)
     scales = []
     for overflow in (0, 0, 0, 0, 0, 0, 1, 1, 1, 1):
-        optim.zero_grad()
-        optim.backward(loss_on(model) * (float("inf") if overflow else 1.0))
-        optim.step()
+        once(optim, loss_on(model) * (float("inf") if overflow else 1.0))
         scales.append(optim.loss_scale)
     assert scales == pytest.approx([100, 1000, 1000, 2000, 2000, 2000, 200, 20, 5, 5])
     with pytest.raises(ArgumentTypeError, match=r"'growth'.*init_scale, scale_factor, scale_window"):
@@ -483,9 +483,7 @@ def test_a_collapsed_scale_names_the_parameter() -> None:
 
     def train() -> None:
         for _ in range(40):
-            optim.zero_grad()
-            optim.backward(loss_on(model) * float("nan"))
-            optim.step()
+            once(optim, loss_on(model) * float("nan"))
 
     with pytest.raises(LossScaleCollapsed, match=r"parameter 0 of group 0 of SGD"):
         train()
@@ -624,9 +622,7 @@ def test_verbose_is_a_choice_but_skips_are_told(caplog: pytest.LogCaptureFixture
     optim = make(model := linear(), dynamic_loss_scale=True, dynamic_loss_args=DYNAMIC)
     assert not caplog.text
     for factor in (float("inf"), 1.0):
-        optim.zero_grad()
-        optim.backward(loss_on(model) * factor)
-        optim.step()
+        once(optim, loss_on(model) * factor)
     assert "Skipping step, FP16_Optimizer reducing loss scale to 512" in caplog.text
 
 
@@ -667,10 +663,7 @@ def trained(steps: int, start: int = 0, state: dict[str, Any] | None = None) -> 
 
 def saved(model: nn.Module, optim: FP16_Optimizer) -> dict[str, Any]:
     """Through a file, with the loader that takes nothing but plain data."""
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optim.state_dict()}, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    return read_back({"model": model.state_dict(), "optimizer": optim.state_dict()})
 
 
 def test_resume_is_bit_exact() -> None:
@@ -792,9 +785,7 @@ def test_compiled_model() -> None:
     ours, expected = make(compiled, static_loss_scale=64.0), make(eager, static_loss_scale=64.0)
     for t in range(3):
         for optim, model in ((ours, fast), (expected, eager)):
-            optim.zero_grad()
-            optim.backward(loss_on(model, t))
-            optim.step()
+            once(optim, loss_on(model, t))
     assert torch.equal(values(compiled.parameters()), values(eager.parameters()))
 
 

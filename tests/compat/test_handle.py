@@ -19,6 +19,7 @@ from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, LossScaleCollapsed, UsageError
 from tests.support.apex_recording import batch, fill, grid
 from tests.support.fp16_training import values
+from tests.support.worlds import scaled_backward, scaled_step
 
 HALF = torch.float16 if torch.cuda.is_available() else torch.bfloat16
 
@@ -103,9 +104,7 @@ def test_weights_written_between_forwards_are_seen(init: Callable[..., Any]) -> 
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(2):
-        with handle.scale_loss(loss_on(model), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        scaled_step(loss_on(model), optimizer, by=handle)
         expected = F.linear(torch.ones(1, 3).to(HALF), model.weight.to(HALF), model.bias.to(HALF))
         assert torch.equal(model(torch.ones(1, 3)), expected)
         handle._clear_cache()
@@ -151,8 +150,7 @@ def test_deactivating_in_any_order(order: tuple[int, ...]) -> None:
     dtypes = [torch.float16, torch.bfloat16, torch.float16]
     opened = [amp.init(dtype=dtype) for dtype in dtypes]
     for handle in opened:
-        with handle.scale_loss(torch.ones(1, requires_grad=True).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(torch.ones(1, requires_grad=True).sum(), optimizer, by=handle)
     alive = [0, 1, 2]
     for i in order:
         assert computes_in() == dtypes[alive[-1]]
@@ -194,8 +192,7 @@ def test_a_scheduler_that_wrapped_step_keeps_working(init: Callable[..., Any]) -
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = init()
-    with handle.scale_loss(loss_on(model), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss_on(model), optimizer, by=handle)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     handle._deactivate()
     before = values(model.parameters())
@@ -251,8 +248,7 @@ def test_training_follows_fp32(init: Callable[..., Any]) -> None:
             if handle is None:
                 loss.backward()
             else:
-                with handle.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                scaled_backward(loss, optimizer, by=handle)
             optimizer.step()
         return values(model.parameters())
 
@@ -309,9 +305,7 @@ def test_a_collapse_names_the_parameter(init: Callable[..., Any]) -> None:
     def train() -> None:
         for _ in range(200):
             optimizer.zero_grad()
-            with handle.scale_loss(loss_on(model) * float("nan"), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            scaled_step(loss_on(model) * float("nan"), optimizer, by=handle)
 
     with pytest.raises(LossScaleCollapsed, match="parameter 0 of group 0 of SGD"):
         train()
@@ -321,13 +315,11 @@ def test_several_optimizers_and_a_wrapper_in_scale_loss(init: Callable[..., Any]
     handle = init(loss_scale=8.0)
     one, two = linear(), linear()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two)]
-    with handle.scale_loss(loss_on(one) + loss_on(two), optimizers) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss_on(one) + loss_on(two), optimizers, by=handle)
     assert torch.equal(one.weight.grad, two.weight.grad)
     wrapper = handle.wrap_optimizer(optimizers[0])
     wrapper.zero_grad()
-    with handle.scale_loss(loss_on(one), wrapper) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss_on(one), wrapper, by=handle)
     assert torch.equal(one.weight.grad, two.weight.grad)
 
 

@@ -18,6 +18,7 @@ from halfstep.kernels.backends import compiler as cxx
 from halfstep.multi_tensor import multi_tensor_applier
 from tests.support import optimizer_references as papers
 from tests.support.backends import skip_without_compiler
+from tests.support.worlds import scaled_step
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(3, 4), (), (0,), (5000,)]
@@ -307,9 +308,7 @@ def test_masters_that_a_fused_optimizer_keeps(dtype: torch.dtype) -> None:
     model: Any = nn.Linear(8, 4)
     optimizer: Any = optimizers.FusedAdam(model.parameters(), lr=1e-2)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=dtype, verbosity=0)
-    with amp.scale_loss(model(torch.ones(2, 8)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    scaled_step(model(torch.ones(2, 8)).sum(), optimizer)
     masters = list(amp.master_params(optimizer))
     before = [master.detach().clone() for master in masters]
     flag = torch.zeros(1, dtype=torch.int32)

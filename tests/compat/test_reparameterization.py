@@ -19,6 +19,7 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
+from tests.support.worlds import advance
 
 MODULES = {
     "linear": (lambda: nn.Linear(4, 3), "weight", (2, 4)),
@@ -190,9 +191,6 @@ def test_levels(level: str, dtype: torch.dtype) -> None:
     losses = []
     for _ in range(40):
         loss = (model(x).float() - 1).square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(loss, optimizer)
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 5

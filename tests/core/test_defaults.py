@@ -16,6 +16,7 @@ from torch.utils._device import _device_constructors
 import halfstep
 from halfstep import amp, numerics, optimizers
 from tests.support.defaults import DEFAULTS, OtherDefaults
+from tests.support.worlds import advance
 
 SOURCES = Path(halfstep.__file__).parent
 FACTORIES = {function.__name__ for function in _device_constructors()} - {"fill"}
@@ -42,10 +43,7 @@ def scale_loss(level: str, kind: Any, *, release: bool = False, **options: Any) 
     if release:
         optim.attach(model)
     for loss in losses(model):
-        with amp.scale_loss(loss, optim) as scaled:
-            scaled.backward()
-        optim.step()
-        optim.zero_grad()
+        advance(loss, optim)
     return [master.detach().numpy().tolist() for master in amp.master_params(optim)]
 
 
@@ -53,10 +51,7 @@ def grad_scaler() -> list[Any]:
     optim = torch.optim.AdamW((model := net()).parameters())
     scaler = amp.GradScaler(init_loss_scaling=1024.0)
     for loss in losses(model):
-        scaler.scale(loss).backward()
-        scaler.step(optim)
-        scaler.update()
-        optim.zero_grad()
+        advance(loss, optim, scaler)
     return [p.tolist() for p in model.parameters()]
 
 

@@ -18,6 +18,7 @@ from halfstep import Model, amp, optimizers
 from halfstep.core.files import save_whole
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.parallel import save_checkpoint
+from tests.support.worlds import scaled_step
 
 SAVES: list[Callable[[Any, Path], None]] = [save_whole, save_checkpoint]
 saves = pytest.mark.parametrize("save", SAVES)
@@ -126,9 +127,7 @@ def trained(level: str, made: Any) -> tuple[Any, Any]:
     model, optimizer = amp.initialize(
         model, made(model.parameters()), opt_level=level, dtype=torch.bfloat16, loss_scale="dynamic", verbosity=0
     )
-    with amp.scale_loss(model(torch.randn(3, 4)).float().square().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    scaled_step(model(torch.randn(3, 4)).float().square().mean(), optimizer)
     return model, optimizer
 
 

@@ -14,8 +14,8 @@ import halfstep
 from halfstep import amp
 from halfstep.core import hardware
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
+from tests.support.worlds import BF16, FP16
 
-FP16, BF16 = torch.float16, torch.bfloat16
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 UNITS = {"none": [], "avx512": ["avx512_bf16"], "arm": ["fp16_arith", "bf16"], "amx": ["amx_bf16", "avx512_fp16"]}
 

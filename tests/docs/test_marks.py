@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from halfstep.core.torch_compat import HAS_GRAD_DTYPE
 from tests.support.backends import needs_compiler
 from tests.support.design_tables import differences
 from tests.support.marks import Mark, came, marks, on_module
+from tests.support.worlds import read_back
 
 TABLE = "Marks on the objects of users"
 X, Y = torch.ones(4, 8), torch.arange(4) % 3
@@ -174,10 +174,7 @@ def copied() -> set[Mark]:
         stage.by_scale_loss()
         stage.model, stage.optimizer = copy.deepcopy((stage.model, stage.optimizer))
         stage.see()
-        saved = io.BytesIO()
-        torch.save((stage.model, stage.optimizer), saved)
-        saved.seek(0)
-        stage.model, stage.optimizer = torch.load(saved, weights_only=False)
+        stage.model, stage.optimizer = read_back((stage.model, stage.optimizer), weights_only=False)
         stage.see()
         amp.master_model(stage.model)
         list(amp.master_params(stage.optimizer))

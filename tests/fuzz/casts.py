@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from halfstep import OpLists, amp
 from halfstep.core.errors import ArgumentValueError, UnsafeOpError
+from tests.support.worlds import FP32
 
 __all__ = ["Casts"]
 
-FP32 = torch.float32
 LEVELS = ["O1", "O2", "OD"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from typing import Any
 
@@ -16,10 +15,10 @@ from torch import nn
 from halfstep import optimizers
 from halfstep.kernels import backend
 from halfstep.kernels.backends import compiler
+from tests.support.worlds import BF16, FP16, FP32, FP64, read_back
 
 __all__ = ["Fused"]
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ULPS = 64  # a case has up to 20 steps, and torch's own implementations differ by a few in each
 
 ADAM = {"lr": 0.01, "eps": 1e-6}
@@ -158,10 +157,7 @@ class Fused(RuleBasedStateMachine):
             return
         saved = self.a.state_dict()
         if way == "file":
-            file = io.BytesIO()
-            torch.save(saved, file)
-            file.seek(0)
-            saved = torch.load(file, weights_only=True)
+            saved = read_back(saved)
         self.a = self.make([{"params": group["params"]} for group in self.a.param_groups], ours=True)
         self.a.load_state_dict(saved)
 

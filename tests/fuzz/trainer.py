@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from halfstep import DynamicLossScale, amp, optimizers
 from halfstep.kernels import backend_for
+from tests.support.worlds import scaled_backward
 
 from .by_hand import ByHand, Net
 
@@ -207,8 +208,7 @@ class Trainer(RuleBasedStateMachine):
             # After a clip at a scale of 1.0 passes go on, and autograd adds each of them to what was clipped.
             self.hand.backward(expected * factor, which, delay=not self.setup.neutral)
             return
-        with amp.scale_loss(loss * factor, self.optimizer, loss_id=which, delay_unscale=delay) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss * factor, self.optimizer, loss_id=which, delay_unscale=delay)
         self.hand.backward(expected * factor, which, stay=delay)
         self.compare_gradients()
 

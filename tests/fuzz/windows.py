@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import DynamicLossScale, amp
 from tests.support.processes import Ranks
+from tests.support.worlds import scaled_backward, step_and_clear
 
 from .by_hand import ByHand
 
@@ -122,10 +123,8 @@ def train(rank: int, plan: Plan, dies: tuple[int, int, int] | None = None) -> tu
             net.uses_extra = micro.extra[rank] or not plan.finds_unused
             with nullcontext() if micro.synced else model.no_sync():
                 loss = loss_of(model(inputs(w, m, rank, micro.sizes[rank]))) * factor(plan, w, m, rank)
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+                scaled_backward(loss, optimizer)
+        step_and_clear(optimizer)
         saved = net.state_dict()
         weights.append(torch.cat([saved[name].float().flatten() for name, _ in net.named_parameters()]))
         scales.append(amp.state_dict(optimizer=optimizer)["loss_scaler0"]["loss_scale"])

@@ -12,8 +12,8 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.gradients.unscale import Unscaler
+from tests.support.worlds import BF16, FP16, FP32
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SCALE = 128.0
 
 

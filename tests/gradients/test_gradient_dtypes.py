@@ -10,8 +10,7 @@ from torch import nn
 
 from halfstep import amp, optimizers
 from tests.support.backends import skip_without_compiler
-
-FP32 = torch.float32
+from tests.support.worlds import FP32, scaled_backward, step_and_clear
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -30,12 +29,10 @@ def test_the_gradient_after_a_block_is_fp32(
     )
     for _ in range(2):
         for _ in range(passes):
-            with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(model(torch.ones(2, 4)).float().sum(), optimizer)
         assert model.weight.grad.dtype is FP32
         assert torch.equal(model.weight.grad.float(), torch.full((3, 4), 2.0 * passes))
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -49,8 +46,7 @@ def test_it_stays_in_16_bits_where_the_optimizer_clips_by_itself(scale: float, p
     )
     for _ in range(2):
         for _ in range(passes):
-            with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(model(torch.ones(2, 4)).float().sum(), optimizer)
         assert model.weight.grad.dtype is (torch.bfloat16 if passes == 1 and scale == 1.0 else FP32)
         optimizer.step()
         assert optimizer.grad_norm.item() == pytest.approx(passes * (15 * 4) ** 0.5, rel=1e-6)

@@ -19,6 +19,7 @@ from halfstep.gradients import ledger as gradients
 from halfstep.masters import keeper
 from halfstep.stepping import prepare
 from tests.support.backends import skip_without_compiler
+from tests.support.worlds import advance, scaled_backward
 
 HALVES = [torch.bfloat16, torch.float16]
 in_both_halves = pytest.mark.parametrize("half", HALVES, ids=["bf16", "fp16"])
@@ -96,8 +97,7 @@ def test_gradients_are_the_sum_of_the_passes(
                 fail_in_a_block(model, optimizer, t)
         elif how in ("block", "delayed"):
             delayed = how == "delayed"
-            with amp.scale_loss(loss_of(model, t), optimizer, delay_unscale=delayed) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss_of(model, t), optimizer, delay_unscale=delayed)
             expected = expected + alone(half, t)
     before = torch.cat([m.detach().flatten() for m in amp.master_params(optimizer)])
     optimizer.step()
@@ -115,8 +115,7 @@ def test_a_torch_without_grad_dtype(without_grad_dtype: None, door: str, half: t
     model, optimizer = start(half, fused=True)
     listed = list(amp.master_params(optimizer))
     for t in range(2):
-        with amp.scale_loss(loss_of(model, t), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss_of(model, t), optimizer)
     assert {p.grad.dtype for p in model.parameters()} == {half}
     assert {m.grad.dtype for m in amp.master_params(optimizer)} == {torch.float32}
     whole = alone(half, 0) + alone(half, 1)
@@ -143,10 +142,7 @@ def test_a_batch_makes_few_python_calls(half: torch.dtype, make: Any, fused: boo
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=half, fused=fused, verbosity=0)
 
     def batch(loss: torch.Tensor) -> None:
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(loss, optimizer)
 
     for t in range(3):
         batch(loss_of(model, t))

@@ -34,6 +34,7 @@ from halfstep.gradients.loss_scaler import DeviceLossScaler
 from tests.support.apex_recording import golden, grid
 from tests.support.fake_cuda import fake_cuda
 from tests.support.scaling_reference import FLAGS, RULES, SMALLEST, reference
+from tests.support.worlds import advance, scaled_backward, step_and_clear
 
 CPU = torch.device("cpu")
 YES, NO = torch.ones(()), torch.zeros(())
@@ -96,8 +97,7 @@ def test_scale_loss(rule: dict[str, Any], flags: list[bool]) -> None:
             scaled.backward()
             if found:
                 param.grad[1] = math.inf
-        optim.step()
-        optim.zero_grad()
+        step_and_clear(optim)
         saved = scaler.state_dict()
         trace.append((saved["loss_scale"], saved["unskipped"], saved.get("bad", 0)))
         skips += found
@@ -126,8 +126,7 @@ def test_fp16_optimizer(flags: list[bool], init: int, factor: float, window: int
     for found in flags[:19]:  # one more in a row at the floor is a collapse
         before = param.detach().clone()
         optim.backward((param.float() * torch.tensor([1.0, math.nan if found else 1.0])).sum())
-        optim.step()
-        optim.zero_grad()
+        step_and_clear(optim)
         assert torch.equal(before, param) == found
         scales.append(optim.loss_scale)
     rule = {
@@ -156,8 +155,7 @@ def test_handle(flags: list[bool]) -> None:
                 scales.append((scaled / param[0]).item())
                 scaled.backward()
                 param.grad[1] = math.inf if found else 0.0
-            optim.step()
-            optim.zero_grad()
+            step_and_clear(optim)
             assert torch.equal(before, param) == found
     finally:
         handle._deactivate()
@@ -379,8 +377,7 @@ def test_nested_passes_of_one_scaler_keep_their_scale() -> None:
     _, (a, b) = amp.initialize(nn.Module(), [a, b], opt_level="O0", loss_scale="dynamic", verbosity=0)
     (p,), (q,) = (o.param_groups[0]["params"] for o in (a, b))
     with amp.scale_loss(p.sum(), a) as outer:
-        with amp.scale_loss(q.sum() * math.inf, b) as inner:
-            inner.backward()
+        scaled_backward(q.sum() * math.inf, b)
         outer.backward()
     assert float(p.grad) == 1.0
 
@@ -567,13 +564,9 @@ def test_collapse_names_the_parameter(caplog: pytest.LogCaptureFixture) -> None:
 
     def train() -> None:
         for _ in range(100):
-            with amp.scale_loss(model(torch.ones(1, 2)).sum(), optim) as scaled:
-                scaled.backward()
+            scaled_backward(model(torch.ones(1, 2)).sum(), optim)
             model[1][1].weight.grad[0, 1] = math.inf  # too late for this pass, which is over
-            with amp.scale_loss(model[1][1].weight.float().sum() * math.nan, optim) as scaled:
-                scaled.backward()
-            optim.step()
-            optim.zero_grad()
+            advance(model[1][1].weight.float().sum() * math.nan, optim)
 
     amp._amp_state.loss_scalers[0].rule = DynamicLossScale(init_scale=1.0, min_scale=1.0, collapse_after=1)
     amp._amp_state.loss_scalers[0].set_scale(1.0)

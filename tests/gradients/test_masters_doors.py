@@ -15,8 +15,8 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.optimizers.fuse import OfTorch, fuse
 from tests.support.backends import skip_without_compiler
+from tests.support.worlds import BF16, FP16, advance, scaled_backward, scaled_step, step_and_clear
 
-BF16, FP16 = torch.bfloat16, torch.float16
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
 in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
@@ -41,14 +41,12 @@ def start(
 
 
 def backward(model: Any, optimizer: Any, factor: float = 1.0) -> None:
-    with amp.scale_loss(model(X).float().square().mean() * factor, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(X).float().square().mean() * factor, optimizer)
 
 
 def step(model: Any, optimizer: Any) -> None:
     backward(model, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
+    step_and_clear(optimizer)
 
 
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -178,14 +176,12 @@ def test_state_can_be_moved_to_a_parameter_in_the_place_of_another(make: Any, fu
 
 @in_both_halves
 def test_fused_optimizers_that_share_a_parameter_share_its_master(half: torch.dtype) -> None:
-    torch.manual_seed(0)
     model: Any = nn.Linear(8, 4, bias=False)
     before = model.weight.detach().clone()
     both: Any = [optimizers.FusedSGD(model.parameters(), lr=1e-5) for _ in range(2)]
     model, both = amp.initialize(model, both, opt_level="O2", dtype=half, loss_scale=128.0, verbosity=0)
     for _ in range(50):
-        with amp.scale_loss(model(X).float().sum(), both) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(model(X).float().sum(), both)
         for optimizer in both:
             optimizer.step()
         for optimizer in both:
@@ -196,7 +192,6 @@ def test_fused_optimizers_that_share_a_parameter_share_its_master(half: torch.dt
 
 
 def test_masters_outlive_the_first_of_two_optimizers() -> None:
-    torch.manual_seed(0)
     model: Any = nn.Linear(8, 4)
     before = model.weight.detach().clone()
     first, second = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters(), lr=1e-4)
@@ -274,13 +269,9 @@ def test_a_first_sparse_gradient_that_overflows_changes_nothing(face: str, half:
             before = {name: value.clone() for name, value in model.state_dict().items()}
             loss = model(torch.arange(16).view(4, 4) % 8).float().sum() * factor
             if face == "scale_loss":
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
+                scaled_step(loss, optimizer)
             else:
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
+                scaled_step(loss, optimizer, scaler)
             if told:
                 assert bool(optimizer.step_was_skipped) is (factor != 1.0)
             for name, value in model.state_dict().items():
@@ -310,10 +301,7 @@ def test_an_optimizer_that_goes_on_unfused_keeps_what_is_on_it(counted: bool) ->
     assert isinstance(optimizer, OfTorch)
     for _ in range(3):
         before = model.state_dict()["0.weight"].clone()
-        with amp.scale_loss(model(torch.arange(4)).float().square().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(model(torch.arange(4)).float().square().sum(), optimizer)
         assert not torch.equal(model.state_dict()["0.weight"], before)
         assert not isinstance(optimizer, OfTorch)
         if scheduler is not None:
@@ -435,8 +423,7 @@ def test_a_block_that_cannot_open_for_one_optimizer_leaves_the_others_as_they_we
     def loss() -> torch.Tensor:
         return sum(model(X).float().sum() for model in models)  # type: ignore[return-value]
 
-    with amp.scale_loss(loss(), both) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss(), both)
     before = [p.grad.clone() for model in models for p in model.parameters()]
     with amp.scale_loss(models[1](X).float().sum(), both[1]) as scaled_loss:
         with pytest.raises(UsageError, match="is open already"), amp.scale_loss(loss(), both):
@@ -460,8 +447,7 @@ def test_a_block_without_gradients_is_closed_for_all_its_optimizers() -> None:
             nn.Parameter(model.bias.detach().clone()),
         )
     loss = sum(model(X).float().sum() for model in models)
-    with amp.scale_loss(loss, both) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss, both)
     for optimizer in both:  # no block is open any more, and what is wrong is another thing
         with pytest.raises(UsageError, match="fully_shard"):
             optimizer.step()
@@ -490,9 +476,7 @@ def test_what_has_replaced_the_parameters_of_an_optimizer_is_named(
     replace(model, weights)
 
     def batch() -> None:
-        with amp.scale_loss(model(X).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        scaled_step(model(X).float().sum(), optimizer)
 
     with pytest.raises(UsageError, match=r"load_state_dict\(assign=True\)"):
         batch()

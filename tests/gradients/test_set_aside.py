@@ -13,8 +13,8 @@ from torch import nn
 from halfstep.gradients import ledger, table
 from halfstep.gradients.ledger import Gradients, get_grads, set_grads, widen
 from halfstep.gradients.table import OptimizerTable, Slot, record_of, reduced_params
+from tests.support.worlds import BF16, FP16, FP32
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SCALE = torch.tensor(128.0)
 TINY = 2.0**-12  # 1 + TINY needs more bits than 16-bit formats have
 

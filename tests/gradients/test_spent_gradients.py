@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from halfstep import amp, kernels, optimizers
+from tests.support.worlds import scaled_backward
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -25,8 +26,7 @@ def test_cleared_gradients_are_freed(half: torch.dtype, level: str, backend: str
     with kernels.backend(backend):
         for _ in range(2):  # in the first step tables are made, in the second they are used again
             for _ in range(2):  # the second pass adds to what the first one left
-                with amp.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                scaled_backward(model(torch.ones(3, 4)).float().sum(), optimizer)
             optimizer.step()
             grads = [weakref.ref(p.grad) for p in model.parameters()]
             optimizer.zero_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 from halfstep import HalfstepError, amp, optimizers, static
 from halfstep.core.errors import ArgumentValueError, UsageError
 from tests.graph.test_static import MODELS
+from tests.support.worlds import in_a_thread, unscaled_step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The tensor attribute"),  # torch.export, of nn.LSTM's list of weights
@@ -57,9 +57,7 @@ def train_eagerly(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tens
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for x, y in batches:
         loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(loss, optimizer)
         losses.append(loss.item())
     return losses
 
@@ -266,9 +264,7 @@ def test_data_after_minimize_begins_the_program_anew() -> None:
 def test_programs_of_threads_are_apart() -> None:
     static.data("x", [1])
     seen: list[Any] = []
-    thread = threading.Thread(target=lambda: seen.append(static.data("x", [2]).sizes))
-    thread.start()
-    thread.join()
+    in_a_thread(lambda: seen.append(static.data("x", [2]).sizes))
     assert seen == [(2,)]
 
 

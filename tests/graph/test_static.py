@@ -22,6 +22,7 @@ from halfstep.core.hardware import has_units
 from halfstep.core.oplists import OpLists
 from halfstep.graph.cast_pass import cast_graph
 from halfstep.graph.min_cut import fewest_casts
+from tests.support.worlds import unscaled_step
 
 BF16, HALF = torch.bfloat16, torch.float16
 
@@ -353,7 +354,6 @@ def test_the_cut_is_a_minimum(data: st.DataObject) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_training_learns_and_trains_the_models_own_parameters(level: str, compiled: bool) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     program = static.capture(model, nn.MSELoss(), (torch.randn(4, 8), torch.randn(4, 1)))
     assert [id(p) for p in program.parameters()] == [id(p) for p in model.parameters()]
@@ -376,16 +376,13 @@ def test_fp32_training_is_eager_training() -> None:
     for _ in range(3):
         (loss,) = static.Executor().run(program, dict(zip(program.feed_names, inputs, strict=True)), [program.loss])
         expected = F.cross_entropy(reference(inputs[0]), inputs[1])
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(expected, optimizer)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
     for a, b in zip(program.graph_module.buffers(), reference.buffers(), strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_o2_steps_are_those_of_amp_decorate() -> None:
-    torch.manual_seed(0)
     model, other = SimpleNet(16), SimpleNet(16)
     other.load_state_dict(model.state_dict())
     x, y = torch.rand(8, 16), torch.rand(8, 16)
@@ -399,9 +396,7 @@ def test_o2_steps_are_those_of_amp_decorate() -> None:
         (loss,) = static.Executor().run(program, {"x": x, "label": y}, [program.loss])
         with amp.auto_cast(level="O2", dtype="bfloat16", use_promote=False):
             expected = F.mse_loss(other(x), y)
-        expected.backward()
-        eager.step()
-        eager.zero_grad()
+        unscaled_step(expected, eager)
         torch.testing.assert_close(loss.float(), expected.detach().float(), rtol=2**-7, atol=0)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-9)
@@ -453,7 +448,6 @@ def test_a_16_bit_loss_is_scaled_in_fp32() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_training_on_a_gpu(level: str, compiled: bool) -> None:
-    torch.manual_seed(0)
     model = Transformer().cuda()
     ids, labels = words(8).cuda(), words(8).flatten().cuda()
     program = static.capture(model, nn.CrossEntropyLoss(), (ids, labels))
@@ -629,7 +623,6 @@ def test_the_backend_with_convolutions_and_other_batch_sizes(emulate: bool) -> N
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("inductor", [False, True])
 def test_the_pass_as_a_backend_of_torch_compile(inductor: bool) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
     compiled = torch.compile(model, backend="halfstep", options={"inductor": inductor, "dtype": "bfloat16"})
     x = torch.randn(6, 8)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from halfstep.kernels import backend, multi_tensor
 from halfstep.kernels.multi_tensor import TensorGroups, TensorGroupsCache
+from tests.support.worlds import BF16, FP16, FP32, FP64
 
-FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = [FP16, BF16, FP32, FP64]
 LAYOUTS = ["contiguous", "transposed", "every second", "reversed dims", "offset"]
 

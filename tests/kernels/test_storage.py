@@ -20,8 +20,8 @@ from halfstep.kernels.storage import (
     split_of,
     stochastic,
 )
+from tests.support.worlds import BF16, FP16, FP32
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOWS = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
 
 

@@ -18,8 +18,8 @@ from halfstep.core.errors import UsageError
 from halfstep.gradients import held_masters
 from halfstep.masters.keeper import MasterKeeper
 from tests.support.backends import skip_without_compiler
+from tests.support.worlds import BF16, FP16, advance, scaled_backward
 
-BF16, FP16 = torch.bfloat16, torch.float16
 FINE = 1.0 + 2.0**-20  # rounds to 1 in 16 bits
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
@@ -35,10 +35,7 @@ def start(half: torch.dtype = BF16, fused: bool = True, lr: float = 0.0, **optio
 
 
 def step(model: Any, optimizer: Any) -> None:
-    with amp.scale_loss(model(X).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(model(X).float().sum(), optimizer)
 
 
 def master_of(optimizer: Any) -> Any:
@@ -213,8 +210,7 @@ def test_a_sign_of_zero_and_what_is_not_finite_arrive(fused: bool, half: torch.d
 @with_both_masters
 def test_clipping_reads_no_master(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = start(fused=fused)
-    with amp.scale_loss(model(X).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(X).float().sum(), optimizer)
     monkeypatch.setattr(MasterKeeper, "stored", lambda *_: pytest.fail("a master was read"))
     masters = list(amp.master_params(optimizer))
     norm = nn.utils.clip_grad_norm_(masters, 0.5)
@@ -277,7 +273,6 @@ def test_a_saved_forward_pass_of_the_masters_or_the_model_survives_a_read(fused:
 
 
 def test_a_step_inside_of_the_backward_pass_is_not_taken_for_a_write() -> None:
-    torch.manual_seed(0)
     models: Any = [nn.Linear(4, 3) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     found = []
@@ -369,7 +364,6 @@ def test_an_average_written_into_the_masters_is_evaluated_and_taken_back(fused: 
 
 
 def test_an_optimizer_that_goes_on_unfused_keeps_the_masters_that_are_held() -> None:
-    torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, loss_scale=1.0, verbosity=0)
@@ -377,10 +371,7 @@ def test_an_optimizer_that_goes_on_unfused_keeps_the_masters_that_are_held() -> 
     with torch.no_grad():
         table.fill_(FINE)
     for _ in range(2):
-        with amp.scale_loss(model(torch.arange(4)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(model(torch.arange(4)).float().sum(), optimizer)
     assert master_of(optimizer) is table
     assert torch.equal(table, model.state_dict()["0.weight"])
     assert table[-1].tolist() == [FINE] * 4

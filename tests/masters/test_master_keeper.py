@@ -22,8 +22,8 @@ from halfstep.kernels.storage import SPLIT, Storage, plain
 from halfstep.masters.keeper import MasterKeeper
 from halfstep.masters.outside_writes import StepWrites
 from halfstep.masters.split import adapt, master_value
+from tests.support.worlds import BF16, FP32, scaled_step
 
-BF16, FP32 = torch.bfloat16, torch.float32
 needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 
 
@@ -136,9 +136,7 @@ def test_masters_are_loaded_from_values_of_any_dtype(saved: torch.dtype, fused: 
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, fused=fused, verbosity=0)
     if stepped:
-        with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        scaled_step(model(torch.ones(1, 2)).float().sum(), optimizer)
     values = {name: (torch.arange(v.numel()).view_as(v) / 3).to(saved) for name, v in model.state_dict().items()}
     model.load_state_dict(values)
     for value, master in zip(values.values(), amp.master_params(optimizer), strict=True):

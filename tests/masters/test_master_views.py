@@ -12,8 +12,8 @@ from torch import nn
 
 from halfstep import amp
 from tests.support.backends import skip_without_compiler
+from tests.support.worlds import BF16, FP16, scaled_backward
 
-BF16, FP16 = torch.bfloat16, torch.float16
 in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
 with_both_masters = pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 
@@ -26,8 +26,7 @@ def start(half: torch.dtype, fused: bool, **options: Any) -> tuple[Any, Any]:
 
 
 def backward(model: Any, optimizer: Any) -> None:
-    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(torch.ones(2, 4)).float().sum(), optimizer)
 
 
 @in_both_halves

@@ -14,8 +14,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from halfstep import amp, optimizers
 from tests.support.processes import Ranks
+from tests.support.worlds import BF16, scaled_backward
 
-BF16 = torch.bfloat16
 FINE = 1.0 + 2.0**-20  # rounds to 1 in 16 bits
 
 
@@ -31,8 +31,7 @@ def clipped(rank: int, zero: bool) -> Any:
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype=BF16, loss_scale=4.0, verbosity=0)
     parallel = DistributedDataParallel(model)
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
-    with amp.scale_loss(parallel(x).float().square().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(parallel(x).float().square().sum(), optimizer)
     norm = float(clip_grad_norm_(amp.master_params(optimizer), 0.25))
     found = [p.grad.float().clone() for p in model.parameters()]
     for master in amp.master_params(optimizer):

@@ -15,8 +15,8 @@ from halfstep.gradients import master_registry as holders
 from halfstep.gradients.ledger import get_grads, set_grads
 from halfstep.gradients.table import OptimizerTable
 from halfstep.masters.plain import PlainMasters
+from tests.support.worlds import BF16, FP16
 
-BF16, FP16 = torch.bfloat16, torch.float16
 FINE = 1.0 + 2.0**-12  # rounds to 1 in 16 bits
 in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from halfstep import amp
+from tests.support.worlds import advance, read_back
 
 from ..support.backends import needs_compiler
 
@@ -55,21 +54,11 @@ def train(prepared: Prepared, dtype: str, seed: int, steps: int = 5) -> None:
     scaler = amp.GradScaler(enable=dtype == "float16", init_loss_scaling=128.0)
     for _ in range(steps):
         x = torch.randn(8, 16, generator=generator).to(getattr(torch, dtype))
-        scaler.scale(model(x).float().square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        advance(model(x).float().square().mean(), optimizer, scaler)
 
 
 def masters(prepared: Prepared) -> list[torch.Tensor]:
     return [master.detach().clone() for master in amp.master_params(prepared[1])]
-
-
-def read_back(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.every_combination

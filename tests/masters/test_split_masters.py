@@ -12,8 +12,8 @@ from torch import nn
 from halfstep import amp, optimizers
 from halfstep.kernels.storage import SPLIT, dense, plain, split
 from halfstep.masters.split import adapt, master_value, take_back_rounding
+from tests.support.worlds import BF16, FP16
 
-BF16, FP16 = torch.bfloat16, torch.float16
 FP32 = torch.tensor([1.0 + 2.0**-8, -3.1415926, 2.0**-30, 0.0])  # the first one is a tie in bfloat16
 
 

@@ -22,6 +22,20 @@ def next_token_loss(model, x):
     return F.cross_entropy(logits.reshape(-1, logits.size(-1)), x[:, 1:].reshape(-1))
 
 
+def next_token(name, *size, **options):
+    """A kind of model that predicts the next of tokens of a size: a decorator of its class."""
+
+    def add(model_class):
+        @kind(name, **options)
+        def make():
+            model, x = model_class(), tokens(*size)
+            return model, lambda: next_token_loss(model, x)
+
+        return model_class
+
+    return add
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, n_embd, n_head, block_size):
         super().__init__()
@@ -140,6 +154,7 @@ class T5LayerNorm(nn.Module):
         return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
 
 
+@next_token("T5, relative bias", steps=20)
 class T5(nn.Module):
     def __init__(self, dim=16, heads=2):
         super().__init__()
@@ -170,13 +185,6 @@ class T5(nn.Module):
         return self.head(self.final_norm(x))
 
 
-@kind("T5, relative bias", steps=20)
-def t5():
-    model = T5()
-    x = tokens()
-    return model, lambda: next_token_loss(model, x)
-
-
 class PositionalEncoding(nn.Module):
     def __init__(self, d_model, max_len=64):
         super().__init__()
@@ -191,6 +199,7 @@ class PositionalEncoding(nn.Module):
         return x + self.pe[: x.size(0)]
 
 
+@next_token("nn.Transformer with a sinusoidal buffer", steps=15)
 class TransformerModel(nn.Module):
     """That of PyTorch's tutorial on language models."""
 
@@ -206,13 +215,6 @@ class TransformerModel(nn.Module):
         src = self.pos_encoder(self.embedding(src.t()) * math.sqrt(self.d_model))
         src_mask = nn.Transformer.generate_square_subsequent_mask(len(src))
         return self.linear(self.transformer_encoder(src, src_mask)).transpose(0, 1)
-
-
-@kind("nn.Transformer with a sinusoidal buffer", steps=15)
-def transformer():
-    model = TransformerModel()
-    x = tokens()
-    return model, lambda: next_token_loss(model, x)
 
 
 class RMSNorm(nn.Module):
@@ -286,6 +288,7 @@ def llama():
     return model, loss
 
 
+@next_token("rotary embedding of complex numbers", steps=20)
 class Rotary(nn.Module):
     """LLaMA's first code: complex rotations from a plain attribute."""
 
@@ -306,13 +309,6 @@ class Rotary(nn.Module):
         q, k, v = self.wqkv(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
         return self.wo(y.transpose(1, 2).flatten(2) + x)
-
-
-@kind("rotary embedding of complex numbers", steps=20)
-def rotary():
-    model = Rotary()
-    x = tokens()
-    return model, lambda: next_token_loss(model, x)
 
 
 class FNet(nn.Module):
@@ -340,6 +336,7 @@ def alibi_slopes(heads):
     return torch.tensor([2.0 ** (-8.0 * (i + 1) / heads) for i in range(heads)])
 
 
+@next_token("RetNet", steps=20)
 class RetNet(nn.Module):
     """Retention with decay masks, and group norm of the heads."""
 
@@ -364,13 +361,7 @@ class RetNet(nn.Module):
         return self.out(F.silu(self.gate(x)) * y + x)
 
 
-@kind("RetNet", steps=20)
-def retnet():
-    model = RetNet()
-    x = tokens()
-    return model, lambda: next_token_loss(model, x)
-
-
+@next_token("ALiBi in nn.MultiheadAttention", steps=20)
 class Alibi(nn.Module):
     def __init__(self, dim=16, heads=2):
         super().__init__()
@@ -385,10 +376,3 @@ class Alibi(nn.Module):
         mask = (self.bias + causal).repeat(len(ids), 1, 1)
         y, _ = self.attn(x, x, x, attn_mask=mask, need_weights=False)
         return self.out(x + y)
-
-
-@kind("ALiBi in nn.MultiheadAttention", steps=20)
-def alibi():
-    model = Alibi()
-    x = tokens()
-    return model, lambda: next_token_loss(model, x)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from .kinds import kind
-from .language import next_token_loss, tokens
+from .language import next_token, next_token_loss, tokens
 
 
 class LSTMModel(nn.Module):
@@ -69,6 +69,7 @@ class GRUCell(nn.Module):
         return new + update * (hidden - new)
 
 
+@next_token("GRU by hand", 8, 6, steps=15, lr=2e-2)
 class GRUByHand(nn.Module):
     def __init__(self):
         super().__init__()
@@ -83,13 +84,7 @@ class GRUByHand(nn.Module):
         return outputs
 
 
-@kind("GRU by hand", steps=15, lr=2e-2)
-def gru():
-    model = GRUByHand()
-    x = tokens(8, 6)
-    return model, lambda: next_token_loss(model, x)
-
-
+@next_token("RNN cells", 8, 6, steps=15, lr=2e-2)
 class Cells(nn.Module):
     def __init__(self):
         super().__init__()
@@ -105,13 +100,6 @@ class Cells(nn.Module):
             rx = self.rnn(gx, rx)
             outputs.append(self.out(rx + gx))
         return torch.stack(outputs, 1)
-
-
-@kind("RNN cells", steps=15, lr=2e-2)
-def cells():
-    model = Cells()
-    x = tokens(8, 6)
-    return model, lambda: next_token_loss(model, x)
 
 
 class EncoderRNN(nn.Module):
@@ -163,6 +151,7 @@ def seq2seq():
     return model, lambda: F.nll_loss(model(source, target, True).flatten(0, 1), target.flatten())
 
 
+@next_token("Mamba scan", 8, 8, steps=15, lr=3e-2)
 class Mamba(nn.Module):
     """The selective scan of the reference code: fp32 for ``A``, a state that starts with zeros."""
 
@@ -190,13 +179,6 @@ class Mamba(nn.Module):
             ys.append(torch.einsum("bdn,bn->bd", state, C[:, i]))
         y = torch.stack(ys, dim=1) + x * self.D
         return self.out_proj(y * F.silu(z))
-
-
-@kind("Mamba scan", steps=15, lr=3e-2)
-def mamba():
-    model = Mamba()
-    x = tokens(8, 8)
-    return model, lambda: next_token_loss(model, x)
 
 
 class MixtureOfExperts(nn.Module):
@@ -286,6 +268,7 @@ def crf():
     return model, lambda: sum(model(row, 1 + row % 3) for row in x) / 3
 
 
+@next_token("linear attention", steps=20)
 class LinearAttention(nn.Module):
     """Performer's: positive random features in a buffer, sums along the sequence."""
 
@@ -306,10 +289,3 @@ class LinearAttention(nn.Module):
         sums = torch.einsum("btd,bte->btde", k, v).cumsum(1)
         y = torch.einsum("btd,btde->bte", q, sums) / normalizer[..., None]
         return self.out(x + y)
-
-
-@kind("linear attention", steps=20)
-def linear_attention():
-    model = LinearAttention()
-    x = tokens()
-    return model, lambda: next_token_loss(model, x)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .generative import mlp, moons
 from .kinds import kind
-from .language import next_token_loss, tokens
+from .language import next_token, tokens
 
 
 class Spectrogram(nn.Module):
@@ -39,6 +39,7 @@ def spectrogram():
     return model, lambda: F.cross_entropy(model(x), y)
 
 
+@next_token("RWKV", 8, 6, steps=15, lr=2e-2)
 class RWKV(nn.Module):
     """The loop of its numerically stable formula, whose largest exponent so far starts at -1e38."""
 
@@ -64,12 +65,6 @@ class RWKV(nn.Module):
             e1, e2 = torch.exp(ww - p), torch.exp(k[:, t] - p)
             aa, bb, pp = e1 * aa + e2 * v[:, t], e1 * bb + e2, p
         return self.output(x + r * torch.stack(out, 1))
-
-
-@kind("RWKV", steps=15, lr=2e-2)
-def rwkv():
-    model, x = RWKV(), tokens(8, 6)
-    return model, lambda: next_token_loss(model, x)
 
 
 @kind("Gumbel-softmax", steps=40, lr=3e-2, noise=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from .generative import mlp
 from .kinds import kind
-from .vision import pictures
+from .vision import classifies, pictures
 
 
 class PointNet(nn.Module):
@@ -95,6 +95,7 @@ def style_gan():
     return model, lambda: F.mse_loss(model(z), wanted)
 
 
+@classifies("Swin", steps=20, lr=1e-2)
 class Swin(nn.Module):
     """Shifted windows: a mask of -100, a table of relative positions, and the depth dropped by a random mask."""
 
@@ -128,12 +129,6 @@ class Swin(nn.Module):
         y = self.proj(y).view(len(x), 2, 2, 2, 2, -1).permute(0, 1, 3, 2, 4, 5).reshape(x.shape).roll((1, 1), (1, 2))
         keep = x.new_empty(len(x), 1, 1, 1).bernoulli_(1 - drop)
         return self.head((x + y * keep / (1 - drop)).mean((1, 2)) + self.norm(y).amax((1, 2)))
-
-
-@kind("Swin", steps=20, lr=1e-2)
-def swin():
-    model, (x, y) = Swin(), pictures()
-    return model, lambda: F.cross_entropy(model(x), y)
 
 
 class CLIP(nn.Module):

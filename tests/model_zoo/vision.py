@@ -20,6 +20,20 @@ def pictures(n=16, size=8, classes=4, channels=3):
     return x, y
 
 
+def classifies(name, **options):
+    """A kind of model that classifies pictures: a decorator of what makes it."""
+
+    def add(make_model):
+        @kind(name, **options)
+        def make():
+            model, (x, y) = make_model(), pictures()
+            return model, lambda: F.cross_entropy(model(x), y)
+
+        return make_model
+
+    return add
+
+
 class SELayer(nn.Module):
     def __init__(self, channel, reduction=4):
         super().__init__()
@@ -38,6 +52,7 @@ class SELayer(nn.Module):
         return x * y.expand_as(x)
 
 
+@classifies("CNN with squeeze-excitation", steps=20, lr=5e-3)
 class SENet(nn.Module):
     def __init__(self):
         super().__init__()
@@ -52,13 +67,6 @@ class SENet(nn.Module):
         x = F.relu(self.bn1(self.conv1(x)))
         x = F.relu(self.se(self.bn2(self.conv2(x))) + x)
         return self.fc(F.adaptive_avg_pool2d(x, 2).flatten(1))
-
-
-@kind("CNN with squeeze-excitation", steps=20, lr=5e-3)
-def senet():
-    model = SENet()
-    x, y = pictures()
-    return model, lambda: F.cross_entropy(model(x), y)
 
 
 class UNet(nn.Module):
@@ -282,6 +290,7 @@ def arcface():
     return model, lambda: F.cross_entropy(model(x, y), y)
 
 
+@classifies("spatial transformer", steps=15, lr=2e-3)
 class STN(nn.Module):
     def __init__(self):
         super().__init__()
@@ -297,13 +306,6 @@ class STN(nn.Module):
         )
 
 
-@kind("spatial transformer", steps=15, lr=2e-3)
-def spatial_transformer():
-    model = STN()
-    x, y = pictures()
-    return model, lambda: F.cross_entropy(model(x), y)
-
-
 @kind("spectral norm", steps=8, lr=4e-3)
 def spectral_norm():
     model = nn.Sequential(
@@ -316,21 +318,19 @@ def spectral_norm():
     return model, lambda: F.cross_entropy(4 * model(x), y)
 
 
-@kind("weight norm", steps=20, lr=5e-3)
+@classifies("weight norm", steps=20, lr=5e-3)
 def weight_norm():
-    model = nn.Sequential(
+    return nn.Sequential(
         parametrizations.weight_norm(nn.Conv2d(3, 8, 3, 2, 1)),
         nn.GELU(),
         nn.Flatten(),
         parametrizations.weight_norm(nn.Linear(128, 4), dim=None),
     )
-    x, y = pictures()
-    return model, lambda: F.cross_entropy(model(x), y)
 
 
-@kind("orthogonal weights", steps=15, lr=6e-3)
+@classifies("orthogonal weights", steps=15, lr=6e-3)
 def orthogonal():
-    model = nn.Sequential(
+    return nn.Sequential(
         nn.Conv2d(3, 4, 4, 4),
         nn.Flatten(),
         parametrizations.orthogonal(nn.Linear(16, 16), orthogonal_map="matrix_exp"),
@@ -338,8 +338,6 @@ def orthogonal():
         parametrizations.orthogonal(nn.Linear(16, 16), orthogonal_map="cayley"),
         nn.Linear(16, 4),
     )
-    x, y = pictures()
-    return model, lambda: F.cross_entropy(model(x), y)
 
 
 class ConvLSTMCell(nn.Module):

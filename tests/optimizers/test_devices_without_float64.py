@@ -20,6 +20,7 @@ from halfstep.core import scalars
 from halfstep.kernels import multi_tensor
 from halfstep.numerics import Monitor
 from halfstep.optimizers.base import one_minus_power
+from tests.support.worlds import scaled_step
 
 
 class RefusesFloat64(TorchDispatchMode):
@@ -69,9 +70,7 @@ def scaled(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]:
     amp.initialize(model, optimizer, opt_level="O2", dtype=torch.float16, loss_scale="dynamic", verbosity=0)
 
     def step(loss: torch.Tensor) -> None:
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        scaled_step(loss, optimizer)
 
     return step
 
@@ -92,9 +91,7 @@ def deferred(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]
     scaler = amp.GradScaler(init_loss_scaling=1024.0)
 
     def step(loss: torch.Tensor) -> None:
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(loss, optimizer, scaler)
 
     return step
 
@@ -104,9 +101,7 @@ def released(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], None]
     optimizer.attach(model, release=True, scaler=scaler)
 
     def step(loss: torch.Tensor) -> None:
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(loss, optimizer, scaler)
 
     return step
 

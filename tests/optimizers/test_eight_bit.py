@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from halfstep import HalfstepError, Policy, amp, optimizers
 from halfstep.kernels import backend
 from halfstep.kernels.blockwise import BLOCK, SIGNED, UNSIGNED, dynamic_map, quantize
 from tests.support.optimizer_references import CASES, Case
+from tests.support.worlds import advance, read_back
 
 F32, BF16, FP16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SMALL = [(10,), (1, 4095), (5000,)]
@@ -173,10 +173,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 
 def through_a_file(saved: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    return read_back(saved)
 
 
 @each_class
@@ -358,10 +355,7 @@ def test_amp_initialize_at_o2(cls: Any, settings: dict[str, Any], dtype: torch.d
         model, optimizer, verbosity=0, **(options if through == "argument" else {"policy": policy})
     )
     for _ in range(2):
-        with amp.scale_loss(model(torch.randn(4, 64)).square().mean(), optimizer) as loss:
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(model(torch.randn(4, 64)).square().mean(), optimizer)
     coded = [any(key.endswith("_codes") for key in optimizer.state[p]) for p in model.parameters()]
     assert coded == [True, False, False, False, True, False]
     saved = copy.deepcopy((optimizer.state_dict(), amp.state_dict()))

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import inspect
-import io
 import pickle
 import subprocess
 import sys
@@ -25,8 +24,8 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.optimizers import can_fuse, fuse, unfuse
 from tests.support.backends import skip_without_compiler
+from tests.support.worlds import BF16, FP16, FP32, read_back
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OURS = {
     torch.optim.Adam: optimizers.FusedAdam,
     torch.optim.AdamW: optimizers.FusedAdam,
@@ -189,10 +188,7 @@ def test_checkpoints_go_both_ways(cls: Any, settings: dict[str, Any], way: str) 
             fuse(optim)
     train(a, 5)
     a.state["note"] = 0  # type: ignore[index,assignment]  # as hooks write them
-    file = io.BytesIO()
-    torch.save([a.state_dict(), [p.data for p in first]], file)
-    file.seek(0)
-    saved, values = torch.load(file, weights_only=True)
+    saved, values = read_back([a.state_dict(), [p.data for p in first]])
     for p, value in zip(second, values, strict=True):
         p.data.copy_(value)
     b.load_state_dict(saved)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,8 +17,8 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageErr
 from halfstep.kernels import backend_for
 from halfstep.kernels.storage import join
 from tests.support.backends import needs_compiler
+from tests.support.worlds import BF16, FP16, FP32, read_back, scaled_backward, step_and_clear
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALVES = [BF16, FP16]
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -34,8 +33,7 @@ def make(dtype: torch.dtype | None, optimizer: Callable[..., Any], **arguments: 
 
 
 def backward(model: nn.Module, optim: Any, x: torch.Tensor = X, factor: float = 1.0, **arguments: Any) -> None:
-    with amp.scale_loss(model(x).square().mean() * factor, optim, **arguments) as scaled:
-        scaled.backward()
+    scaled_backward(model(x).square().mean() * factor, optim, **arguments)
 
 
 def masters(optim: Any) -> list[torch.Tensor]:
@@ -66,8 +64,7 @@ def test_trains_as_plain_masters_do(dtype: torch.dtype, loss_scale: Any) -> None
     for _ in range(20):
         for model, optim in runs:
             backward(model, optim)
-            optim.step()
-            optim.zero_grad()
+            step_and_clear(optim)
     for ours, theirs in zip(*(masters(optim) for _, optim in runs), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
@@ -80,8 +77,7 @@ def test_an_overflow_changes_nothing(dtype: torch.dtype, bad: float) -> None:
         before = copy.deepcopy([list(model.parameters()), optim.state_dict()["state"]])
         scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
         backward(model, optim, factor=factor)
-        optim.step()
-        optim.zero_grad()
+        step_and_clear(optim)
         leaves = [
             torch.utils._pytree.tree_leaves(x)
             for x in (before, [list(model.parameters()), optim.state_dict()["state"]])
@@ -102,8 +98,7 @@ def test_passes_add_up_in_fp32(dtype: torch.dtype, loss_scale: Any) -> None:
     optim = optimizers.FusedSGD([param], lr=1.0)
     amp.initialize(module, optim, opt_level="O2", dtype=dtype, loss_scale=loss_scale, verbosity=0)
     for factor in (1.0, 2.0**-10, 2.0**-10):
-        with amp.scale_loss((param * factor).sum(), optim) as scaled:
-            scaled.backward()
+        scaled_backward((param * factor).sum(), optim)
     assert param.grad.item() == 1.0 + 2.0**-9
     assert param.grad.dtype is FP32
     optim.zero_grad()
@@ -151,14 +146,9 @@ def test_resuming_is_exact(dtype: torch.dtype) -> None:
     model, optim = make(dtype, optimizers.FusedAdam)
     for _ in range(3):
         backward(model, optim)
-        optim.step()
-        optim.zero_grad()
-    buffer = io.BytesIO()
-    torch.save(
-        {"model": model.state_dict(), "optim": optim.state_dict(), "amp": amp.state_dict(optimizer=optim)}, buffer
-    )
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=True)
+        step_and_clear(optim)
+    scales = amp.state_dict(optimizer=optim)
+    saved = read_back({"model": model.state_dict(), "optim": optim.state_dict(), "amp": scales})
     again, other = make(dtype, optimizers.FusedAdam)
     again.load_state_dict(saved["model"])
     other.load_state_dict(saved["optim"])
@@ -166,8 +156,7 @@ def test_resuming_is_exact(dtype: torch.dtype) -> None:
     for m, o in ((model, optim), (again, other)):
         for _ in range(3):
             backward(m, o)
-            o.step()
-            o.zero_grad()
+            step_and_clear(o)
     assert all(torch.equal(a, b) for a, b in zip(masters(optim), masters(other), strict=True))
 
 
@@ -189,8 +178,7 @@ def test_weights_that_were_float64_have_fp32_masters(optimizer: Any, dtype: torc
     def train(model: nn.Module, optim: Any) -> None:
         for _ in range(3):
             backward(model, optim)
-            optim.step()
-            optim.zero_grad()
+            step_and_clear(optim)
 
     single, half_way, resumed = made(False), made(True), made(True)
     assert all(torch.equal(a, b) for a, b in zip(masters(single[1]), masters(half_way[1]), strict=True))
@@ -336,8 +324,7 @@ def test_a_flattened_state_dict_of_torch_loads_or_is_refused(kept: str) -> None:
         for _ in range(steps):
             for param in model.parameters():
                 param.grad = torch.linspace(-1, 1, param.numel(), dtype=param.grad_dtype).view_as(param)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_clear(optimizer)
 
     saved, other = make(2), make(1)
     weights, state = get_state_dict(*saved, options=options)

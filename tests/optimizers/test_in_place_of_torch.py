@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import pickle
 import warnings
@@ -21,8 +20,8 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageErr
 from halfstep.kernels import backend
 from halfstep.kernels.backends import compiler
 from halfstep.kernels.storage import join, round_half_away, split
+from tests.support.worlds import BF16, FP16, FP32, advance, read_back
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Optimizer = torch.optim.Optimizer
 BACKENDS = ["eager", "torch", "compiled"]
 
@@ -118,10 +117,7 @@ def test_resuming_is_exact(way: str, masters: Any) -> None:
     b: Any = optimizers.FusedAdam(again, lr=0.01, master_weights=masters)
     saved = a.state_dict()
     if way == "torch.save":
-        buffer = io.BytesIO()
-        torch.save(saved, buffer)
-        buffer.seek(0)
-        saved = torch.load(buffer, weights_only=True)
+        saved = read_back(saved)
     if way in ("deepcopy", "pickle"):
         again, b = copy.deepcopy((ours, a)) if way == "deepcopy" else pickle.loads(pickle.dumps((ours, a)))
     else:
@@ -281,10 +277,7 @@ def test_with_a_grad_scaler(masters: str, kind: Callable[[], Any]) -> None:
     for step in range(6):
         before = copy.deepcopy([*model.parameters(), optim.state_dict()["state"]])
         loss = model(torch.ones(3, 4, dtype=BF16)).float().square().sum() * (torch.inf if step == 3 else 1.0)
-        scaler.scale(loss).backward()
-        scaler.step(optim)
-        scaler.update()
-        optim.zero_grad()
+        advance(loss, optim, scaler)
         after = [*model.parameters(), optim.state_dict()["state"]]
         leaves = [torch.utils._pytree.tree_leaves(x) for x in (before, after)]
         if step == 3:

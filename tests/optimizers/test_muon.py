@@ -18,6 +18,7 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, Halfstep
 from halfstep.kernels import backend
 from halfstep.optimizers import FusedMuon, can_fuse, fuse, muon, newton_schulz, unfuse
 from tests.support.backends import needs_compiler, skip_without_compiler
+from tests.support.worlds import advance, scaled_step
 
 F64, F32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 BACKENDS = ["eager", "torch", pytest.param("compiled", marks=needs_compiler)]
@@ -347,10 +348,7 @@ def iterate(model: Any, optimizer: Any, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     x = torch.randint(7, (8, 5), generator=generator)
     loss = nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.flatten())
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(loss, optimizer)
 
 
 def named(model: Net) -> Any:
@@ -381,9 +379,7 @@ def test_bytes_of_a_parameter() -> None:
     model = nn.Linear(128, 128, bias=False)
     optimizer = torch.optim.Muon(model.parameters())
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16")
-    with amp.scale_loss(model(torch.ones(2, 128)).float().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    scaled_step(model(torch.ones(2, 128)).float().mean(), optimizer)
     found = halfstep.memory(model, optimizer)
     assert (found.weights + found.masters + found.state) / found.parameters == 8
 

@@ -17,8 +17,8 @@ from halfstep.kernels.expr import ElementwiseKernel
 from halfstep.kernels.launch import launch
 from halfstep.kernels.storage import dense, honoured, join, plain, round_half_away, split
 from halfstep.kernels.tensor_table import TensorTable
+from tests.support.worlds import BF16, FP16, FP32, FP64, advance
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 HALVES = [BF16, FP16]
 TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or torch.cuda.is_available(), reason="Triton's interpreter, on a CPU"
@@ -279,10 +279,7 @@ def test_a_model_loaded_between_two_steps_of_o2(dtype: torch.dtype) -> None:
     optim = optimizers.FusedAdam(model.parameters(), lr=1e-4)
     model, optim = amp.initialize(model, optim, opt_level="O2", dtype=dtype, loss_scale=128.0, verbosity=0)
     for _ in range(2):
-        with amp.scale_loss(model(torch.ones(2, 4)).square().mean(), optim) as scaled:
-            scaled.backward()
-        optim.step()
-        optim.zero_grad()
+        advance(model(torch.ones(2, 4)).square().mean(), optim)
         near = model.weight.detach().float()
         model.load_state_dict({"weight": torch.full((4, 4), 5.0), "bias": torch.zeros(4)})
     torch.testing.assert_close(near, torch.full((4, 4), 5.0), atol=0.05, rtol=0)

@@ -12,6 +12,7 @@ from torch import nn
 import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import LossScaleCollapsed
+from tests.support.worlds import scaled_backward, scaled_step
 
 SENTENCE = r"[12] of 2 parameters of \w+ are float16 and have no fp32 masters.*HS101.*HS106.*model\.float\(\).*O2"
 
@@ -41,12 +42,9 @@ def test_16_bit_weights_without_masters_are_named_as_a_cause(case: str, scaler: 
     def train() -> None:
         if scaler:
             grad_scaler = amp.GradScaler.from_loss_scale(rule)
-            grad_scaler.scale(loss).backward()
-            grad_scaler.step(optimizer)
-            grad_scaler.update()
+            scaled_step(loss, optimizer, grad_scaler)
             return
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, optimizer)
 
     with pytest.raises(LossScaleCollapsed, match=r"First gradient that is not finite: ") as error:
         train()

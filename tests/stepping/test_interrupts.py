@@ -18,6 +18,7 @@ import halfstep
 from halfstep import DynamicLossScale, amp, optimizers
 from halfstep.amp.session import master_params
 from halfstep.core.errors import UsageError
+from tests.support.worlds import scaled_backward, step_and_clear
 
 _ROOT = str(Path(halfstep.__file__).parent)
 _ROOMS = tuple(f"{_ROOT}/{room}/" for room in ("amp", "stepping", "gradients", "masters", "optimizers", "distributed"))
@@ -77,8 +78,7 @@ class World:
             model, optimizer, opt_level=level, dtype=dtype, loss_scale=DynamicLossScale(init_scale=1024.0), verbosity=0
         )
         self.block(1)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        step_and_clear(self.optimizer)
 
     def loss(self, seed: int) -> torch.Tensor:
         """That of a batch; an odd seed above 10 makes it overflow."""
@@ -90,8 +90,7 @@ class World:
         """A backward pass, with an interrupt anywhere in it."""
         loss = self.loss(seed)
         if interrupter is None:
-            with amp.scale_loss(loss, self.optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss, self.optimizer)
         else:
             with interrupter, amp.scale_loss(loss, self.optimizer) as scaled_loss:
                 scaled_loss.backward()

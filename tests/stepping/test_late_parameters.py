@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from halfstep import amp
+from tests.support.worlds import scaled_backward
 
 KINDS = [("O0", True), ("O1", True), ("O2", True), ("O2", False), ("O3", True)]
 at_each_level = pytest.mark.parametrize(("level", "fused"), KINDS, ids=["O0", "O1", "O2", "O2-plain", "O3"])
@@ -37,8 +38,7 @@ class Training:
         return loss
 
     def backward(self, **options: Any) -> None:
-        with amp.scale_loss(self.loss(), self.optimizer, **options) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(self.loss(), self.optimizer, **options)
 
     def add(self) -> None:
         self.optimizer.add_param_group({"params": [self.body.weight]})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep import OpLists, Policy, amp, fp16_utils, multi_tensor, optimizers, static
+from tests.support.worlds import read_back, scaled_backward, scaled_step, step_and_clear, unscaled_step
 
 pytestmark = pytest.mark.exhaustive
 
@@ -56,11 +56,9 @@ def by_level(level: str, make: Any = adam, overflows: bool = False, step: bool =
 
     def iterate(i: int) -> None:
         loss = loss_of(model) * (float("inf") if overflows and i % 2 else 1.0)
-        with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, optimizer, **options)
         if step:
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_clear(optimizer)
 
     return iterate
 
@@ -87,9 +85,7 @@ def by_scaler(level: str, decorated: bool) -> Iteration:
 def sessions() -> Iteration:
     def iterate(i: int) -> None:
         model, optimizer = initialized(f"O{i % 4}")
-        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        scaled_step(loss_of(model), optimizer)
 
     return iterate
 
@@ -115,8 +111,7 @@ def by_one_handle() -> Iteration:
     def iterate(i: int) -> None:
         with optimizer.scale_loss(loss_of(model)) as scaled_loss:
             scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
         if i == WARM_UP + ITERATIONS - 1:
             handle._deactivate()
 
@@ -142,9 +137,7 @@ def fused(make: Any, **options: Any) -> Iteration:
     optimizer = make(model.parameters(), master_weights=True, max_grad_norm=1.0, **options)
 
     def iterate(i: int) -> None:
-        F.cross_entropy(model(X.bfloat16()).float(), Y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(F.cross_entropy(model(X.bfloat16()).float(), Y), optimizer)
 
     return iterate
 
@@ -154,9 +147,7 @@ def released() -> Iteration:
     optimizer.attach(model)
 
     def iterate(i: int) -> None:
-        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        scaled_step(loss_of(model), optimizer)
 
     return iterate
 
@@ -204,9 +195,7 @@ def watched() -> Iteration:
     watch = halfstep.watch(optimizer, every=2)
 
     def iterate(i: int) -> None:
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(loss_of(model), optimizer)
         halfstep.watch(optimizer).remove()
         watch.findings()
 
@@ -218,10 +207,8 @@ def saved_and_loaded() -> Iteration:
     by_level("O2")(0)
 
     def iterate(i: int) -> None:
-        file = io.BytesIO()
-        torch.save((model.state_dict(), optimizer.state_dict(), amp.state_dict(optimizer=optimizer)), file)
-        file.seek(0)
-        weights, state, scales = torch.load(file, weights_only=True)
+        saved = model.state_dict(), optimizer.state_dict(), amp.state_dict(optimizer=optimizer)
+        weights, state, scales = read_back(saved)
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
         amp.load_state_dict(scales, optimizer=optimizer)

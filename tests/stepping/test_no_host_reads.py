@@ -18,6 +18,7 @@ from halfstep import amp, kernels, optimizers, scaling
 from halfstep.gradients import async_reader as late
 from tests.support.device_work import record_launches
 from tests.support.fake_cuda import READS_THE_HOST, fake_cuda
+from tests.support.worlds import step_and_clear
 
 # Fused optimizers compare addresses of weights on the host, which no device has to tell.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -77,8 +78,7 @@ def steps_of_scale_loss(level: str, scale: Any, make: Callable[[Any], torch.opti
         for _ in range(2):  # the second is added to what the first brought
             with amp.scale_loss(loss(), optimizer):
                 backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     assert_has_stepped(optimizer, model)
 
 

@@ -13,6 +13,7 @@ from halfstep.core.errors import UsageError
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.numerics import Monitor
 from halfstep.stepping.attached import AttachedOptimizer, creation_callbacks, observers
+from tests.support.worlds import advance, scaled_step
 
 
 class Noting:
@@ -56,10 +57,7 @@ def test_the_scale_of_each_loss_and_each_skipped_step_are_seen_with_a_grad_scale
     scaler = amp.GradScaler(init_loss_scaling=64.0, decr_every_n_nan_or_inf=1)
     with noting() as noted:
         for factor in FACTORS:
-            scaler.scale(model(torch.ones(2, 4)).mean() * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            advance(model(torch.ones(2, 4)).mean() * factor, optimizer, scaler)
     assert noted.scales == [[64.0], [64.0], [32.0]]
     assert noted.skipped == [0, 1, 1]
 
@@ -69,10 +67,7 @@ def test_a_monitor_knows_the_scale_after_it_has_moved() -> None:
     scaler = amp.GradScaler(init_loss_scaling=64.0, decr_every_n_nan_or_inf=1)
     with Monitor(model, optimizer, every=1) as monitor:
         for factor in FACTORS:
-            scaler.scale(model(torch.ones(2, 4)).mean() * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            advance(model(torch.ones(2, 4)).mean() * factor, optimizer, scaler)
     rows = [row for row in monitor.rows() if row.tensor == "output_grad"]
     assert [(row.scale, row.amax) for row in rows] == [(64.0, 0.5), (64.0, float("inf")), (32.0, 0.5)]
 
@@ -83,9 +78,7 @@ def test_the_scale_is_the_one_before_the_update_in_a_scale_loss_block() -> None:
     (amp._amp_state.loss_scalers[0])._loss_scale = 64.0
     with noting() as noted:
         for factor in FACTORS:
-            with amp.scale_loss(model(torch.ones(2, 4)).mean() * factor, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
+            scaled_step(model(torch.ones(2, 4)).mean() * factor, optimizer)
     assert noted.scales == [[64.0], [64.0], [32.0]]
     assert noted.skipped == [0, 1, 1]
     assert optimizer._amp_stash.stepping.calls == 3
@@ -106,9 +99,7 @@ def test_a_loss_without_a_scale_has_none() -> None:
     model, optimizer = model_and_optimizer(torch.optim.SGD)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
     with noting() as noted:
-        with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        scaled_step(model(torch.ones(2, 4)).float().mean(), optimizer)
     assert noted.scales == [[]]
 
 

@@ -19,8 +19,8 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.stepping.attached import attached_to
 from tests.support.backends import needs_compiler
+from tests.support.worlds import BF16, FP16, advance, scaled_backward, scaled_step, step_and_clear
 
-BF16, FP16 = torch.bfloat16, torch.float16
 LEVELS = ["O0", "O1", "O2", "O3"]
 in_both_halves = pytest.mark.parametrize("half", [BF16, FP16], ids=["bf16", "fp16"])
 with_both_masters = pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
@@ -66,15 +66,13 @@ def start(
 
 
 def backward(model: Any, optimizer: Any, t: int = 0, factor: float = 1.0) -> None:
-    with amp.scale_loss(loss_of(model, t) * factor, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss_of(model, t) * factor, optimizer)
 
 
 def train(model: Any, optimizer: Any, steps: Iterable[int]) -> None:
     for t in steps:
         backward(model, optimizer, t)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
 
 
 def truth(model: Any) -> torch.Tensor:
@@ -173,8 +171,7 @@ def test_the_step_takes_the_gradient_once_also_when_clipped_at_a_scale_of_one(
         before = truth(model)
         backward(model, optimizer)
         clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
         assert float((before - truth(model)).norm()) == pytest.approx(0.1, rel=0.01)
 
 
@@ -424,9 +421,7 @@ def test_the_optimizer_says_whether_its_latest_step_was_skipped(
     grad_scaler, answers = amp.GradScaler(init_loss_scaling=64.0), []
     for factor in (1.0, float("inf"), float("inf"), 1.0):
         if scaler:
-            grad_scaler.scale(loss_of(model) * factor).backward()
-            grad_scaler.step(optimizer)
-            grad_scaler.update()
+            scaled_step(loss_of(model) * factor, optimizer, grad_scaler)
         else:
             backward(model, optimizer, factor=factor)
             optimizer.step()
@@ -592,10 +587,7 @@ def test_a_16_bit_parameter_added_later_gets_a_master(fused: bool, half: torch.d
     optimizer.add_param_group({"params": [extra], "lr": 0.5})
     assert optimizer.param_groups[1]["params"][0] is extra
     for t in range(4):
-        with amp.scale_loss(loss_of(model, t) + extra.float().sum() * 2.0**-11, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(loss_of(model, t) + extra.float().sum() * 2.0**-11, optimizer)
     *_, master = amp.master_params(optimizer)
     assert torch.equal(master.detach(), torch.full((3,), 1 - 4 * 2.0**-12)), "each step is below half a bfloat16 ulp"
 
@@ -770,10 +762,7 @@ def test_fused_sgd_of_torch_moves_all_weights(masters: bool | None, half: torch.
         optimizer.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], "fused": fused}]})
         assert optimizer.param_groups[0]["fused"] is optimizer.defaults["fused"] is (fused and not broken)
         for factor in (1.0, 1.0, float("inf"), 1.0):
-            with amp.scale_loss(model(torch.ones(4, 12)).float().square().mean() * factor, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(model(torch.ones(4, 12)).float().square().mean() * factor, optimizer)
         assert amp.steps_skipped(optimizer) == 1
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert weights[0].isfinite().all()

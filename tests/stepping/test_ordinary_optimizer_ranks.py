@@ -39,6 +39,7 @@ from tests.stepping.test_ordinary_optimizer import (
     with_both_masters,
 )
 from tests.support.processes import Ranks
+from tests.support.worlds import advance, step_and_clear, unscaled_step
 
 # ---- rows 9 to 11: ranks and shards
 
@@ -57,8 +58,7 @@ def trained_on_ranks(rank: int, zero: bool, half: torch.dtype, fused: bool) -> d
     parallel = DistributedDataParallel(model)
     for t in range(4):
         backward(parallel, optimizer, 2 * t + rank)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     return {"weights": torch.cat([p.detach().flatten() for p in model.parameters()]), "start": truth(net())}
 
 
@@ -84,10 +84,7 @@ def sharded_after_initialize(rank: int, half: torch.dtype, fused: bool) -> Any:
         for _ in range(6):
             loss = loss_of(model)
             losses.append(float(loss.detach()))
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(loss, optimizer)
     except UsageError as error:
         return len(losses), str(error)
     return losses
@@ -131,9 +128,9 @@ def sharded_pair(kind: str) -> tuple[Any, Any]:
 
 def sharded_steps(model: Any, optimizer: Any, steps: range) -> None:
     for t in steps:
-        (model(data(10 * t + dist.get_rank()).to(model[0].weight.dtype)).float() - 1).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(
+            (model(data(10 * t + dist.get_rank()).to(model[0].weight.dtype)).float() - 1).square().mean(), optimizer
+        )
 
 
 def saved_whole(rank: int, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -178,8 +175,7 @@ def test_a_scheduler_follows_the_steps_that_were_taken(when: str, fused: bool, h
     near(truth(model), truth(net()), 0.0)
     for factor in (float("inf"), 1.0, float("inf"), 1.0):
         backward(model, optimizer, factor=factor)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
         if not optimizer.step_was_skipped:
             scheduler.step()
         if factor == 1.0 and scheduler.last_epoch == 1:
@@ -288,9 +284,7 @@ def test_a_copy_of_model_and_optimizer_trains(
     train(*pair, range(2, 4))
     assert not torch.equal(truth(twins[0]), truth(pair[0]))
     for t in range(2, 4):  # a copy that has lost its session would still train like this
-        loss_of(twins[0], t).backward()
-        twins[1].step()
-        twins[1].zero_grad()
+        unscaled_step(loss_of(twins[0], t), twins[1])
     near(truth(twins[0]) - truth(net()), truth(pair[0]) - truth(net()), 0.02)
 
 
@@ -354,9 +348,7 @@ def test_larc_is_taken_at_every_level(wrapper: Any, level: str, fused: bool, hal
     plain = net()
     reference = larc(plain.parameters())
     for t in range(5):
-        loss_of(plain, t).backward()
-        reference.step()
-        reference.zero_grad()
+        unscaled_step(loss_of(plain, t), reference)
     model, optimizer = start(half, fused, larc, level=level)
     assert type(optimizer) is wrapper
     train(model, optimizer, range(5))
@@ -400,10 +392,7 @@ def test_a_compiled_step_is_the_eager_one(backend: str, level: str, fused: bool,
         model, optimizer = start(half, fused, lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4), level=level)
 
         def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
-            with amp.scale_loss((model(x).float() - 1).square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance((model(x).float() - 1).square().mean(), optimizer)
 
         torch._dynamo.reset()
         run = torch.compile(step, backend=backend) if compiled else step

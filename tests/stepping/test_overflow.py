@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep import amp, optimizers
 from halfstep.fp16_utils import FP16_Optimizer
 from tests.support.backends import skip_without_compiler
+from tests.support.worlds import advance, scaled_backward, scaled_step, step_and_clear
 
 BAD = [math.inf, -math.inf, math.nan]
 
@@ -180,7 +181,6 @@ def test_nothing_moves(face: type[Face], position: str, bad: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW, fused"])
 def test_masters_do_not_move(optimizer: str, dtype: torch.dtype, bad: float) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     x = torch.randn(3, 4)
     name, _, fused = optimizer.partition(", ")
@@ -188,10 +188,7 @@ def test_masters_do_not_move(optimizer: str, dtype: torch.dtype, bad: float) -> 
     model, optim = amp.initialize(model, optim, opt_level="O2", dtype=dtype, loss_scale=128.0, verbosity=0)
 
     def train(factor: float) -> None:
-        with amp.scale_loss(model(x).square().sum() * factor, optim) as scaled:
-            scaled.backward()
-        optim.step()
-        optim.zero_grad()
+        advance(model(x).square().sum() * factor, optim)
 
     train(1.0)
     before = copy.deepcopy([list(model.parameters()), list(amp.master_params(optim)), optim.state_dict()["state"]])
@@ -210,9 +207,7 @@ def by_scale_loss(level: str, scale: Any) -> Callable[[nn.Module, Any], Callable
         amp.initialize(model, optim, opt_level=level, dtype=torch.bfloat16, fused=False, loss_scale=scale, verbosity=0)
 
         def train(x: torch.Tensor) -> None:
-            with amp.scale_loss(model(x).float().square().mean(), optim) as scaled:
-                scaled.backward()
-            optim.step()
+            scaled_step(model(x).float().square().mean(), optim)
 
         return train
 
@@ -299,11 +294,9 @@ def test_only_in_the_second_optimizer(level: str, together: bool, bad: float) ->
                 assert all(p.grad.isfinite().all() for p in models[0].parameters())
         else:
             for i, (loss, optim) in enumerate(zip(losses, optims, strict=True)):
-                with amp.scale_loss(loss, optim, loss_id=i) as scaled:
-                    scaled.backward()
+                scaled_backward(loss, optim, loss_id=i)
         for optim in optims:
-            optim.step()
-            optim.zero_grad()
+            step_and_clear(optim)
 
     def states() -> list[list[torch.Tensor]]:
         trees = [(list(m.parameters()), o.state_dict()["state"]) for m, o in zip(models, optims, strict=True)]
@@ -392,11 +385,9 @@ def test_reads_of_a_step_of_scale_loss(name: str, level: str) -> None:
     for step in range(6):
         with reads() as counted:
             loss = model(torch.full((1, 3), 0.5)).sum() * (math.inf if step == 5 else 1.0)
-            with amp.scale_loss(loss, optim) as scaled:
-                scaled.backward()
+            scaled_backward(loss, optim)
             nn.utils.clip_grad_norm_(amp.master_params(optim), 1.0)
-            optim.step()
-            optim.zero_grad()
+            step_and_clear(optim)
         counts.append(counted.count)
     assert counts[4:] == [OPTIMIZERS[name]] * 2  # the first that is taken may plan, and some passes look at inputs
 
@@ -414,8 +405,7 @@ def test_reads_of_a_step_of_fp16_optimizer(name: str, dtype: torch.dtype) -> Non
         with reads() as counted:
             optim.backward(model(torch.ones(1, 3, dtype=dtype)).float().sum() * (math.inf if step == 3 else 1.0))
             optim.clip_master_grads(1.0)
-            optim.step()
-            optim.zero_grad()
+            step_and_clear(optim)
         counts.append(counted.count)
     assert counts[2:] == [OPTIMIZERS[name]] * 2  # the first step that is taken may plan, and it is the second at most
 
@@ -432,8 +422,7 @@ def test_reads_of_a_step_of_the_handle(name: str) -> None:
                     model(torch.ones(1, 3)).float().sum() * (math.inf if step == 3 else 1.0)
                 ) as scaled:
                     scaled.backward()
-                optim.step()
-                optim.zero_grad()
+                step_and_clear(optim)
             counts.append(counted.count)
     finally:
         handle._deactivate()

@@ -15,9 +15,9 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from halfstep.stepping import replaced
 from halfstep.stepping.replaced import modules_in
+from tests.support.worlds import BF16, advance, scaled_backward
 
 LEVELS = ["O0", "O1", "O2", "O3"]
-BF16 = torch.bfloat16
 
 
 class Net(nn.Module):
@@ -42,10 +42,7 @@ def start(level: str, params: Callable[[Any], Any] = nn.Module.parameters) -> tu
 
 def step(model: Any, optimizer: Any) -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(next(model.parameters()).dtype)
-    with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(model(x).float().square().mean(), optimizer)
 
 
 def like(model: Any) -> Any:
@@ -306,7 +303,6 @@ def test_an_optimizer_of_a_part_minds_that_part_alone(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_each_of_two_optimizers_minds_its_own(level: str) -> None:
-    torch.manual_seed(0)
     model: Any = Net()
     both: Any = [
         torch.optim.SGD([*model.first.parameters(), *model.second.parameters()], lr=0.1),
@@ -315,8 +311,7 @@ def test_each_of_two_optimizers_minds_its_own(level: str) -> None:
     model, both = amp.initialize(model, both, opt_level=level, dtype=BF16, verbosity=0)
     new_layer(model)
     x = torch.ones(4, 6, **like(model))
-    with amp.scale_loss(model(x).float().square().mean(), both) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(x).float().square().mean(), both)
     both[0].step()
     with pytest.raises(UsageError, match="no longer in its model"):
         both[1].step()

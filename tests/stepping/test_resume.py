@@ -16,6 +16,7 @@ import torch
 from halfstep import amp
 from halfstep.core.files import save_whole
 from halfstep.parallel import save_checkpoint
+from tests.support.worlds import advance
 
 pytestmark = pytest.mark.exhaustive  # each test starts torchrun, several times
 
@@ -145,10 +146,7 @@ def test_what_torch_distributed_checkpoint_loads_in_place_arrives(name: str, lev
     def steps(model: Any, optimizer: Any, first: int, last: int) -> list[torch.Tensor]:
         for i in range(first, last):
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(i))
-            with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(model(x).float().square().mean(), optimizer)
         return [p.detach().clone() for p in amp.master_params(optimizer)]
 
     model, optimizer, _ = begun()

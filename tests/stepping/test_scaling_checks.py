@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from halfstep import amp, fp16_utils, optimizers
+from tests.support.worlds import BF16, FP16
 
-FP16, BF16 = torch.float16, torch.bfloat16
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from halfstep import amp
+from tests.support.worlds import scaled_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,9 +46,7 @@ def training(face: str) -> tuple[nn.Parameter, torch.Tensor, Callable[[], None],
     amp.initialize(nn.Module(), optim, opt_level="O0", loss_scale="dynamic", verbosity=0)
 
     def step_of_scale_loss() -> None:
-        with amp.scale_loss((param * factor).sum(), optim) as scaled:
-            scaled.backward()
-        optim.step()
+        scaled_step((param * factor).sum(), optim)
         optim.zero_grad(set_to_none=False)
 
     return param, factor, step_of_scale_loss, lambda: amp.state_dict()["loss_scaler0"]["loss_scale"]

@@ -18,6 +18,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import LossScaleCollapsed
 from halfstep.fp16_utils import FP16_Optimizer
 from tests.stepping.test_overflow import reads
+from tests.support.worlds import scaled_backward, scaled_step, step_and_clear
 
 BAD = [math.inf, -math.inf, math.nan]
 STEPS = 8
@@ -126,8 +127,7 @@ def test_clearing_only_after_a_step_that_was_taken_is_clearing_always(
 def test_a_step_without_a_block_does_not_take_them(face: str, optimizer: str, plain: bool, bad: float) -> None:
     run = Run(face, OPTIMIZERS[optimizer], torch.float16)
     run.backward(run.loss(0))
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    step_and_clear(run.optimizer)
     before = run.weights()
     run.backward(run.loss(1, bad))
     for _ in range(2):
@@ -272,13 +272,9 @@ def test_a_block_does_not_take_what_a_grad_scaler_left(fused: bool) -> None:
         model, optimizer, opt_level="O2", dtype=torch.float16, fused=fused, loss_scale=64.0, verbosity=0
     )
     scaler = amp.GradScaler(init_loss_scaling=256.0)
-    scaler.scale(model(torch.ones(4, 8)).float().sum() * math.nan).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    scaled_step(model(torch.ones(4, 8)).float().sum() * math.nan, optimizer, scaler)
     for _ in range(2):
-        with amp.scale_loss(model(torch.ones(4, 8)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        scaled_step(model(torch.ones(4, 8)).float().sum(), optimizer)
     assert not optimizer.step_was_skipped
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -331,7 +327,6 @@ ORDERS = {  # what happens, to which optimizer; "!" is a pass that overflows
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("level", ["O1", "O2", "handle"])
 def test_an_overflow_in_a_shared_parameter_counts_for_both(level: str, order: str, fused: bool) -> None:
-    torch.manual_seed(0)
     model: Any = TwoHeads()
     made: Any = [
         torch.optim.SGD([*model.body.parameters(), *head.parameters()], lr=0.1, fused=fused) for head in model.heads
@@ -378,8 +373,7 @@ def test_an_overflow_of_one_loss_skips_the_step_of_all_and_is_cleared() -> None:
         for i in range(4):
             for loss_id in (0, 1):
                 factor = math.inf if (i, loss_id) == (1, 0) else 1.0
-                with amp.scale_loss(model(torch.ones(2, 8)).float().mean() * factor, optimizer, loss_id) as scaled_loss:
-                    scaled_loss.backward()
+                scaled_backward(model(torch.ones(2, 8)).float().mean() * factor, optimizer, loss_id)
             optimizer.step()
             if always or not optimizer.step_was_skipped:
                 optimizer.zero_grad()

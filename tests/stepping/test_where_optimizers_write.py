@@ -13,6 +13,7 @@ from torch import nn
 
 from halfstep import amp
 from halfstep.core.errors import UsageError
+from tests.support.worlds import scaled_backward
 
 in_both_halves = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
@@ -91,8 +92,7 @@ def start(make: Callable[[Any], Any], half: torch.dtype | None) -> tuple[Any, An
 
 def backward(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
-    with amp.scale_loss(model(torch.ones(2, 8)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(torch.ones(2, 8)).float().sum(), optimizer)
 
 
 def truth(model: Any) -> torch.Tensor:

@@ -15,14 +15,13 @@ from halfstep import amp, kernels, optimizers
 from halfstep.gradients import async_reader
 from tests.support.device_work import DeviceWork, record_launches
 from tests.support.fake_cuda import READS_THE_HOST, fake_cuda
+from tests.support.worlds import BF16
 
 # Fused optimizers compare addresses of weights on the host, which no device has to tell.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
     pytest.mark.timeout(900),  # counting goes through every op in Python
 ]
-
-BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)

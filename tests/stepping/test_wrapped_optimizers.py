@@ -14,6 +14,7 @@ from torch import nn
 import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
+from tests.support.worlds import scaled_step
 
 RATE, STEPS = 1e-4, 20  # 16-bit weights of 1.0 would lose each of these updates
 
@@ -162,13 +163,9 @@ def train(model: Any, optimizer: Any, door: str, steps: int = STEPS) -> None:
     for _ in range(steps):
         loss = model(torch.ones(2, 8)).float().sum()
         if door == "GradScaler":
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            scaled_step(loss, optimizer, scaler)
         else:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            scaled_step(loss, optimizer)
         optimizer.zero_grad()
 
 
@@ -195,9 +192,7 @@ def test_a_skipped_step_changes_nothing_in_a_wrapper_either(wrapper: str) -> Non
     model, optimizer = start(wrapper, "AdamW", "O2", dtype=torch.float16, loss_scale="dynamic")
     train(model, optimizer, "scale_loss", 3)
     before = truth(model)
-    with amp.scale_loss(model(torch.ones(2, 8)).float().sum() * float("inf"), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    scaled_step(model(torch.ones(2, 8)).float().sum() * float("inf"), optimizer)
     assert torch.equal(truth(model), before)
 
 

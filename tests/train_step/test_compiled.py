@@ -21,13 +21,12 @@ from torch.nn import functional as F
 from halfstep import TrainStep, amp, optimizers
 from halfstep.core.compiler_compat import compile_with_autograd
 from halfstep.train_step import program
+from tests.support.worlds import BF16, FP16, FP32
 
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),  # Inductor calls it
 ]
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Block(nn.Module):

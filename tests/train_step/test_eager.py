@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import HalfstepError, TrainStep, amp, optimizers
 from tests.support.processes import Ranks
+from tests.support.worlds import BF16, FP16, scaled_backward
 
-BF16, FP16 = torch.bfloat16, torch.float16
 SCALERS: dict[str, Callable[[], Any]] = {
     "no scaler": lambda: None,
     "amp.GradScaler": lambda: amp.GradScaler(init_loss_scaling=2.0**10, decr_every_n_nan_or_inf=1),
@@ -98,8 +98,7 @@ def test_it_is_the_loop(level: str | None, dtype: Any, make: Any, scaler: str, a
         if their_scaler is not None:
             their_scaler.scale(part).backward()
         elif level is not None and level != "decorate":
-            with amp.scale_loss(part, their_optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(part, their_optimizer)
         else:
             part.backward()
         if (i + 1) % accumulate == 0:
@@ -264,8 +263,7 @@ def test_a_window_that_is_not_full_can_be_finished() -> None:
     assert all(map(torch.equal, model.parameters(), theirs.parameters()))
     for i in range(2):
         step(*batch(i, False))
-        with amp.scale_loss(loss_of(theirs(batch(i, False)[0]), batch(i, False)[1]) / 4, their_optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(loss_of(theirs(batch(i, False)[0]), batch(i, False)[1]) / 4, their_optimizer)
     step.finish()
     their_optimizer.step()
     assert all(map(torch.equal, model.parameters(), theirs.parameters()))

@@ -22,8 +22,7 @@ from halfstep.stepping.attached import observers
 from halfstep.train_step import graphed_steps
 from tests.support.backends import skip_without_compiler
 from tests.support.tape import imitation
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+from tests.support.worlds import BF16, FP16, FP32, advance, scaled_backward
 
 
 @pytest.fixture
@@ -154,10 +153,7 @@ def freeze(one: Any) -> None:
 
 def step_by_hand(one: Any) -> None:
     model, optimizer, _ = one
-    with amp.scale_loss(loss_of(model(batch(77)[0]), batch(77)[1]), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(loss_of(model(batch(77)[0]), batch(77)[1]), optimizer)
 
 
 def write_weight(one: Any) -> None:
@@ -167,8 +163,7 @@ def write_weight(one: Any) -> None:
 
 def gradient_before(one: Any) -> None:
     model, optimizer, _ = one
-    with amp.scale_loss(loss_of(model(batch(78)[0]), batch(78)[1]), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(loss_of(model(batch(78)[0]), batch(78)[1]), optimizer)
 
 
 def look_at_the_model(one: Any) -> None:
