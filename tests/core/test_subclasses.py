@@ -108,6 +108,9 @@ def test_two_instances_have_one_subclass_while_it_lives() -> None:
     assert superclass_of(first, Greeting) is Theirs
     assert superclass_of(Theirs, Greeting) is Theirs
     assert first not in Theirs.register
+    base: Any = type("Base", (Theirs,), {})
+    kid = type("Kid", (base,), {})
+    assert subclass_with(Greeting, base, {}) is not kid
 
 
 class Loud:

@@ -72,6 +72,8 @@ def test_what_is_shared_counts_once_and_what_is_not_there_does_not_count() -> No
     F.mse_loss(model(torch.ones(2, 4)), torch.ones(2, 4)).backward()
     assert halfstep.memory(model).gradients == found.weights
     assert "32 parameters" in str(found)
+    model[1].register_buffer("seen", model[0].weight.detach())
+    assert halfstep.memory(model).buffers == found.buffers
 
 
 def of_meta() -> nn.Module:
