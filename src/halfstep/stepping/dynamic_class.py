@@ -41,7 +41,7 @@ class _Attached(Mixin):
         if self._amp_stash.stepping.runs:  # the user's step has called super(type(self), self).step()
             mro = type(self).__mro__
             owner = next(cls for cls in mro[mro.index(base_of(self)) :] if "step" in vars(cls))
-            return super(owner, self).step(*([] if closure is None else [closure]), *args, **kwargs)  # type: ignore[misc, arg-type]
+            return super(owner, self).step(*([] if closure is None else [closure]), *args, **kwargs)  # type: ignore[arg-type]
         self._opt_called = True  # for schedulers, which warn of a forgotten step
         return self._amp_stash.step(closure, *args, **kwargs)
 
