@@ -108,21 +108,26 @@ torch.library.register_autograd(
 )
 
 
+def _is_compiled() -> bool:
+    """True while ``torch.compile`` traces. ONNX has no ops of ours, and what runs its graphs keeps casts."""
+    return torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export()
+
+
 def narrow(x: Tensor, dtype: torch.dtype, opaque: bool | None = None) -> Tensor:
     """An fp32 tensor rounded to a 16-bit dtype, to nearest even; differentiable.
 
     Args:
         x: on any device.
         dtype: torch.float16 or torch.bfloat16.
-        opaque: whether a compiler must not see through it; None means while ``torch.compile`` traces.
+        opaque: whether a compiler must not see through it; None means ``_is_compiled``.
     """
-    if torch.compiler.is_compiling() if opaque is None else opaque:
+    if _is_compiled() if opaque is None else opaque:
         return _narrow(x, dtype)  # type: ignore[no-any-return]
     return x.to(dtype)
 
 
 def widen(x: Tensor, opaque: bool | None = None) -> Tensor:
     """A 16-bit tensor in fp32, exactly; its gradient is rounded to the dtype of ``x``. Arguments as of ``narrow``."""
-    if torch.compiler.is_compiling() if opaque is None else opaque:
+    if _is_compiled() if opaque is None else opaque:
         return _widen(x)  # type: ignore[no-any-return]
     return x.float()
