@@ -130,22 +130,25 @@ def test_fp32_training_mode_of_static_graph() -> None:
     assert train_time > 0
 
 
-def test_amp_o1_training_mode_of_static_graph() -> None:
-    """Section 3.2.2."""
-    main_program = static.default_main_program()
-    startup_program = static.default_startup_program()
-    model = SimpleNet(input_size, output_size)
-    mse_loss = nn.MSELoss()
-
-    # Define training data and labels
+def built(kind: type[SimpleNet]) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Any]:
+    """The network as in section 3.2.1, what it predicts, the loss and the optimizer."""
+    model = kind(input_size, output_size)
     data = static.data(name="data", shape=[batch_size, input_size], dtype="float32")
     label = static.data(name="label", shape=[batch_size, input_size], dtype="float32")
-    # forward
     predict = model(data)
-    # compute loss
-    loss = mse_loss(predict, label)
-    # Define optimizer
-    optimizer: Any = torch.optim.SGD(lr=0.05, params=model.parameters())
+    return model, predict, nn.MSELoss()(predict, label), torch.optim.SGD(lr=0.05, params=model.parameters())
+
+
+def trained(exe: static.Executor, loss: torch.Tensor) -> list[torch.Tensor]:
+    """The losses of the training of section 3.2.1."""
+    program = static.default_main_program()
+    feeds = [{"data": x, "label": y} for _epoch in range(epochs) for x, y in loader]
+    return [exe.run(program, feed=feed, fetch_list=[loss.name], use_program_cache=True)[0] for feed in feeds]
+
+
+def test_amp_o1_training_mode_of_static_graph() -> None:
+    """Section 3.2.2."""
+    _, predict, loss, optimizer = built(SimpleNet)
 
     # 1) use `CustomOpLists` to define Black and white lists
     amp_list = static.amp.CustomOpLists(custom_white_list=["elementwise_add"])
@@ -158,41 +161,21 @@ def test_amp_o1_training_mode_of_static_graph() -> None:
     optimizer.minimize(loss)
     # Define static diagram executor
     exe = static.Executor(place)
-    exe.run(startup_program)
+    exe.run(static.default_startup_program())
 
-    losses = []
-    for _epoch in range(epochs):
-        for train_data, train_label in loader:
-            train_loss = exe.run(
-                main_program,
-                feed={data.name: train_data, label.name: train_label},
-                fetch_list=[loss.name],
-                use_program_cache=True,
-            )
-            losses.append(train_loss[0].item())
-
-    assert train_loss[0].dtype is torch.float32
-    assert losses == pytest.approx(eager_fp32_losses(lr=0.05), rel=0.01)
+    losses = trained(exe, loss)
+    assert losses[-1].dtype is torch.float32
+    assert [loss.item() for loss in losses] == pytest.approx(eager_fp32_losses(lr=0.05), rel=0.01)
     assert optimizer.get_loss_scaling() == 128.0
-    (output,) = exe.run(main_program, {"data": train_data, "label": train_label}, [predict], train=False)
+    feed = dict(zip(("data", "label"), next(iter(loader)), strict=True))
+    (output,) = exe.run(static.default_main_program(), feed, [predict], train=False)
     assert output.dtype is torch.float16
 
 
 @pytest.mark.parametrize("use_fp16_guard", [False, True])
 def test_amp_o2_training_mode_of_static_graph(use_fp16_guard: bool) -> None:
     """Section 3.2.3, without and with fp16_guard."""
-    main_program = static.default_main_program()
-    startup_program = static.default_startup_program()
-    model = (GuardedNet if use_fp16_guard else SimpleNet)(input_size, output_size)
-    mse_loss = nn.MSELoss()
-
-    data = static.data(name="data", shape=[batch_size, input_size], dtype="float32")
-    label = static.data(name="label", shape=[batch_size, input_size], dtype="float32")
-
-    predict = model(data)
-    loss = mse_loss(predict, label)
-
-    optimizer: Any = torch.optim.SGD(lr=0.05, params=model.parameters())
+    model, _, loss, optimizer = built(GuardedNet if use_fp16_guard else SimpleNet)
 
     # 1)decorate the optimizer for amp:
     optimizer = static.amp.decorate(
@@ -206,24 +189,14 @@ def test_amp_o2_training_mode_of_static_graph(use_fp16_guard: bool) -> None:
     optimizer.minimize(loss)
 
     exe = static.Executor(place)
-    exe.run(startup_program)
+    exe.run(static.default_startup_program())
 
     # 2) use `amp_init` convert FP32 parameters of the network to FP16
     optimizer.amp_init(place, scope=static.global_scope())
 
-    losses = []
-    for _epoch in range(epochs):
-        for train_data, train_label in loader:
-            train_loss = exe.run(
-                main_program,
-                feed={data.name: train_data, label.name: train_label},
-                fetch_list=[loss.name],
-                use_program_cache=True,
-            )
-            losses.append(train_loss[0].item())
-
-    assert losses == pytest.approx(eager_fp32_losses(lr=0.05), rel=0.02)
+    losses = trained(exe, loss)
+    assert [loss.item() for loss in losses] == pytest.approx(eager_fp32_losses(lr=0.05), rel=0.02)
     expected = torch.float32 if use_fp16_guard else torch.float16  # as the guide prints them
-    assert train_loss[0].dtype is expected
+    assert losses[-1].dtype is expected
     half = 16 if use_fp16_guard else 18
     assert [p.dtype for p in model.parameters()] == [torch.float32] * (18 - half) + [torch.float16] * half
