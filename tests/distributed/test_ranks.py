@@ -165,6 +165,16 @@ def unsynced_pass(ranks: RankSync, *params: torch.Tensor) -> None:
     ranks.end_backward()
 
 
+def test_a_synced_pass_that_brings_nothing_fills_gradients_and_leaves_nothing_behind() -> None:
+    p, filled = param(1.0), []
+    wrapper: Any = Wrapper(p)
+    wrapper._fill_missing_gradients = lambda: filled.append(p)
+    ranks = with_wrappers(wrapper)
+    ranks.begin_backward(None, slots(p))
+    ranks.end_backward()
+    assert (len(filled), ranks.has_unsynced) == (1, False)
+
+
 @pytest.mark.parametrize(
     ("syncs", "unsent", "behind"), [(True, True, False), (False, False, False), (False, True, True)]
 )
