@@ -124,7 +124,8 @@ class ModuleHooks:
                 clear_cache()
             if args and isinstance(args[0], torch.Tensor) and args[0].device.type not in self.casting.devices:
                 self._move(module)
-        casting, passes, foreign, casts = self.casting, self.passes, False, Made()
+        casting, passes, foreign = self.casting, self.passes, False
+        casts: Made = []  # Dynamo traces no call of an alias of a list
         if self.weight is not None:
             if WITH_MEMORY and not torch.compiler.is_compiling():
                 settle(refresh=False)
