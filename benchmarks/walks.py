@@ -1,6 +1,6 @@
 """The functions of halfstep that one batch calls, in their order and with their files, for seven usual loops.
 
-Calls, files and returns are counted. A return is a call in a room (a folder of ``src/halfstep``) that the walk has left
+Calls, files, returns and the lines of the files are counted. A return is a call in a room (a folder of ``src/halfstep``) that the walk has left
 before: a reader has to go back there. What differs between machines is asked for by name: with ``emulate=True`` and
 ``False`` a walk is the same with 16-bit units and without them. Only the kernels need a C++ compiler to be so.
 """
@@ -47,15 +47,20 @@ class Walk:
         stays = [room for room, _ in groupby(file.partition("/")[0] for file, _ in self.calls)]
         return len(stays) - len(set(stays))
 
+    @property
+    def lines(self) -> int:
+        """The lines of the files that the walk enters: what a reader passes over to follow it."""
+        return sum(len(Path(SOURCE, file).read_text().splitlines()) for file in {file for file, _ in self.calls})
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--brief", action="store_true", help="print only the numbers of calls, files and returns")
+    parser.add_argument("--brief", action="store_true", help="print only the numbers of calls, files, returns and lines")
 
 
 def run(args: argparse.Namespace) -> int:
     for name, prepare in WALKS.items():
         way = walk(prepare())
-        print(f"{name}: {len(way.calls)} calls in {way.files} files, {way.returns} returns to a room")
+        print(f"{name}: {len(way.calls)} calls in {way.files} files, {way.returns} returns to a room; {way.lines} lines")
         for (file, function), same in groupby([] if args.brief else way.calls):
             count = len(list(same))
             print(f"    {file}:{function}" + (f" x{count}" if count > 1 else ""))

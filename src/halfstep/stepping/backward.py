@@ -299,13 +299,13 @@ class BackwardPasses:
         Returns:
             Whether any parameter has a gradient, or has stepped with one.
         """
+        if scale is not None:
+            self.scaling.scaled = True
+            self.scaling.look_for_clipping(self.keeper.table.params, scale, _CLIP_AFTER)
+        release = self.release
         params = [slot.param for slot in self.keeper.table.refresh()]
         if self.state is not WindowState.OPEN:
             self.gradients.take()
-        if scale is not None:
-            self.scaling.scaled = True
-            self.scaling.look_for_clipping(params, scale, _CLIP_AFTER)
-        release = self.release
         found = (release is not None and release.finish(found_inf)) or any(param.grad is not None for param in params)
         if self.ranks.reductions:
             self.ranks.end_backward()
