@@ -1,7 +1,7 @@
 """The functions of halfstep that one batch calls, in their order and with their files, for seven usual loops.
 
-Calls, files, returns and the lines of the files are counted. A return is a call in a room (a folder of ``src/halfstep``) that the walk has left
-before: a reader has to go back there. What differs between machines is asked for by name: with ``emulate=True`` and
+Calls, files, returns and the lines of the files are counted. A return is a call in a room (a folder of
+``src/halfstep``) that the walk has left before: a reader has to go back there. What differs between machines is asked for by name: with ``emulate=True`` and
 ``False`` a walk is the same with 16-bit units and without them. Only the kernels need a C++ compiler to be so.
 """
 
@@ -54,13 +54,17 @@ class Walk:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--brief", action="store_true", help="print only the numbers of calls, files, returns and lines")
+    parser.add_argument(
+        "--brief", action="store_true", help="print only the numbers of calls, files, returns and lines"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     for name, prepare in WALKS.items():
         way = walk(prepare())
-        print(f"{name}: {len(way.calls)} calls in {way.files} files, {way.returns} returns to a room; {way.lines} lines")
+        print(
+            f"{name}: {len(way.calls)} calls in {way.files} files, {way.returns} returns to a room; {way.lines} lines"
+        )
         for (file, function), same in groupby([] if args.brief else way.calls):
             count = len(list(same))
             print(f"    {file}:{function}" + (f" x{count}" if count > 1 else ""))
