@@ -1,8 +1,9 @@
 """The functions of halfstep that one batch calls, in their order and with their files, for seven usual loops.
 
 Calls, files, returns and the lines of the files are counted. A return is a call in a room (a folder of
-``src/halfstep``) that the walk has left before: a reader has to go back there. What differs between machines is asked for by name: with ``emulate=True`` and
-``False`` a walk is the same with 16-bit units and without them. Only the kernels need a C++ compiler to be so.
+``src/halfstep``) that the walk has left before: a reader has to go back there. What differs between machines is asked
+for by name: with ``emulate=True`` and ``False`` a walk is the same with 16-bit units and without them. Only the kernels
+need a C++ compiler to be so.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ ALLOWED = {
     "_wrapped_by_lr_sched": "the same; torch's schedulers put it on the step of any optimizer",
     "_fields": "Python's documented name of the fields of a named tuple",
     "_asdict": "Python's documented method of a named tuple",
+    "_replace": "the same",
     "_getframe": "Python's; the documentation of sys has it",
     "_NamedFuncPointer": "a type of ctypes, for mypy only",
     "_original_forward": "Accelerate's, in its adapter",

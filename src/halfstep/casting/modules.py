@@ -288,10 +288,12 @@ def cast_module(
         if target != dtype:
             hooks = hooks_of(module).attach_to(module)
             hooks.inputs, hooks.outputs = target, dtype
+        # Whether BatchNorm has its statistics in 16 bits is what the level says, or keep_batchnorm_fp32.
+        keeps_updated = spare_buffers and not isinstance(module, BatchNorm)
         for tensor in _own_tensors(module):
             stays = id(tensor) in kept or id(tensor) in shards
             if tensor.is_floating_point() and tensor.dtype != target and not stays:
-                if spare_buffers and type(tensor) is torch.Tensor and tensor.dtype is torch.float32:
+                if keeps_updated and type(tensor) is torch.Tensor and tensor.dtype is torch.float32:
                     values[tensor] = tensor.data
                 tensor.data = tensor.data.to(target)
                 if tensor.grad is not None:
