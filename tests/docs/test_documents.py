@@ -39,7 +39,7 @@ EXAMPLES = {
         "three steps": "test_three_steps",
         "whitelist, blacklist and everything else": "test_three_sets_of_functions",
         "wrapped_linear": "test_linear_casts_its_arguments_as_the_wrapper_of_the_article",
-        "one cast of each weight of nn.RNNCell": "test_a_weight_of_an_rnn_cell_is_cast_once_in_an_iteration",
+        "one cast of each weight of nn.RNNCell": "test_a_weight_of_an_rnn_cell_is_cast_once_in_a_call_of_its_model",
     },
     (PADDLE, "amp/test_paddle_amp_guide.py"): {
         "1.2.2 grad_scaler": "test_the_loss_scale_moves_as_in_section_1_2_2",
