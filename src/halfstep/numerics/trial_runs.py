@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..core.policy import Policy
 from ..core.torch_compat import buffers_of, hook_tables, parameters_of
 from ..gradients.master_registry import master_of
 from ..kernels.shards import is_sharded
+from ..stepping.attached import observers
 from ..stepping.prepare import prepare_model
 from ..stepping.scaled_backward import before_unscaling
 
@@ -144,9 +146,12 @@ def _ending_early() -> Iterator[None]:
     unscale, scaler.unscale_ = scaler.unscale_, _end
     before_unscaling.append(_end)
     hook = register_optimizer_step_pre_hook(_end)
+    ender: Any = SimpleNamespace(before_step=_end, after_step=_end)
+    observers.append(ender)  # of attached optimizers, whose step looks at the model before torch's hooks run
     try:
         yield
     finally:
+        observers.remove(ender)
         hook.remove()
         before_unscaling.remove(_end)
         scaler.unscale_ = unscale
