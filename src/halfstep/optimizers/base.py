@@ -144,21 +144,24 @@ class FusedOptimizer(FusedState):
         if kwargs or closure is not None:
             self._check_arguments(closure, kwargs)
         fused, with_grad, loss = self._fused, torch.is_grad_enabled(), None
-        torch.set_grad_enabled(False)  # a context manager costs the host twice as much
         try:
-            if fused.release is not None:
-                fused.release.begin_step(closure, scaler)
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            groups = self._gather()
-            if groups:
-                factor, skip = self._factor(groups, scaler)
-                self._take(groups, factor, skip)
-            if fused.release is not None:
-                fused.release.end_step()
+            try:
+                torch.set_grad_enabled(False)  # a context manager costs the host twice as much
+                if fused.release is not None:
+                    fused.release.begin_step(closure, scaler)
+                if closure is not None:
+                    with torch.enable_grad():
+                        loss = closure()
+                groups = self._gather()
+                if groups:
+                    factor, skip = self._factor(groups, scaler)
+                    self._take(groups, factor, skip)
+                if fused.release is not None:
+                    fused.release.end_step()
+            finally:
+                torch.set_grad_enabled(with_grad)
         finally:
-            torch.set_grad_enabled(with_grad)
+            torch.set_grad_enabled(with_grad)  # Ctrl-C has come before the first line of the other `finally`
         return loss
 
     @removed_arguments("offload")
