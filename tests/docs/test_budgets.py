@@ -38,9 +38,9 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
     "compat": ("compat",),
     "observers": ("observe", "numerics", "findings", "debugging", "pages"),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_253, "compat": 4_497, "observers": 4_255}
-ALL_CODE_LINES = 23_455
-ALL_TEST_LINES = 42_407
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_250, "compat": 4_497, "observers": 4_255}
+ALL_CODE_LINES = 23_452
+ALL_TEST_LINES = 42_389
 
 
 def above(what: str, found: Sequence[int], budget: Sequence[int], units: Sequence[str], advice: str) -> str:

@@ -38,10 +38,6 @@ class _Attached(Mixin):
     @eager
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """One step, unless a scaled backward pass overflowed."""
-        if self._amp_stash.stepping.runs:  # the user's step has called super(type(self), self).step()
-            mro = type(self).__mro__
-            owner = next(cls for cls in mro[mro.index(base_of(self)) :] if "step" in vars(cls))
-            return super(owner, self).step(*([] if closure is None else [closure]), *args, **kwargs)  # type: ignore[arg-type]
         self._opt_called = True  # for schedulers, which warn of a forgotten step
         return self._amp_stash.step(closure, *args, **kwargs)
 

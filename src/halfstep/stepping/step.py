@@ -43,7 +43,6 @@ class Stepping:
         instance_step: a ``step`` that somebody had put on the instance before; it is taken instead.
         calls: how many steps were taken or skipped.
         hooked: True if torch's hooks run around a step.
-        runs: True while the step of the optimizer's own class runs.
         found_inf: for a step that takes flags, 0-dim float32 tensor: if it is not 0, the step changes nothing.
         grad_scale: by what a step that takes flags divides its gradients; None if they are unscaled.
     """
@@ -52,7 +51,7 @@ class Stepping:
         self._optimizer = weakref.ref(optimizer)
         self.original_step: Callable[..., Any] | None = None
         self.instance_step: Callable[..., Any] | None = None
-        self.hooked = self.runs = False
+        self.hooked = False
         self.calls = 0
         self.found_inf: torch.Tensor | None = None
         self.grad_scale: torch.Tensor | None = None
@@ -116,13 +115,11 @@ class Stepping:
             others = {name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
             optimizer.grad_scale = given if scale is None else scale if given is None else scale * given
             optimizer.found_inf = found_inf
-        self.runs = True
         try:
             returned = step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
             if closure is None and plain is not None and self._is_foreign:
                 plain.step_writes.check(optimizer)
         finally:
-            self.runs = False
             if found_inf is not None:
                 del optimizer.grad_scale, optimizer.found_inf
                 vars(optimizer).update(others)
