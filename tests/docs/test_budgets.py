@@ -40,7 +40,7 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
 }
 CODE_LINES_OF_GROUPS = {"engine and amp": 11_250, "compat": 4_497, "observers": 4_255}
 ALL_CODE_LINES = 23_452
-ALL_TEST_LINES = 42_389
+ALL_TEST_LINES = 42_390
 
 
 def above(what: str, found: Sequence[int], budget: Sequence[int], units: Sequence[str], advice: str) -> str:
