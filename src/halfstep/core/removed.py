@@ -41,7 +41,7 @@ def removed_arguments(*names: str) -> Callable[[_Function], _Function]:
 
 
 def what_replaces(name: str) -> str | None:
-    """What to use instead of a removed argument, such as ``"keep_casts="``, or name; None if it was not removed."""
+    """Advice for a removed argument, such as ``"keep_casts="``, or name; None if it was not removed."""
     return _REMOVED.get(name)
 
 

@@ -136,7 +136,7 @@ class Reduction:
 
     @property
     def message_device(self) -> torch.device:
-        """Where to put numbers that the ranks exchange, and that the host reads."""
+        """Device for numbers that the ranks exchange, and that the host reads."""
         return torch.device("cpu") if self.has_cpu else self.device
 
     @property

@@ -39,7 +39,7 @@ REDUCTIONS: list[Reduces] = []
 
 @dataclass(slots=True, eq=False)
 class GradRecord:
-    """What is known about the gradient of one parameter, whichever optimizers have the parameter.
+    """State of the gradient of one parameter, whichever optimizers have the parameter.
 
     Attributes:
         saved: the gradient that is set aside while a block is open.

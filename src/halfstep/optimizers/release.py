@@ -287,7 +287,7 @@ class GradientRelease:
             param.grad = None
 
     def _inverse_scale(self, device: torch.device) -> Number:
-        """What the gradients of this pass are multiplied by. A pass that is scaled has a flag for inf and NaN, too."""
+        """Factor that multiplies the gradients of this pass. A pass that is scaled has a flag for inf and NaN, too."""
         scale = self._scale
         if self.scaler is not None:
             scale = scale_of(self.scaler)

@@ -37,7 +37,7 @@ logger = logging.getLogger("halfstep")
 
 
 class WindowState(Enum):
-    """How far the passes of an optimizer are.
+    """Progress of the backward passes of an optimizer.
 
     ::
 

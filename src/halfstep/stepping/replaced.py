@@ -30,7 +30,7 @@ __all__ = ["ReplacedParameters", "Replacement", "modules_in"]
 Ref = weakref.ref[torch.Tensor]
 
 _registered = [0]
-"""How many modules and parameters were put into any module of the process."""
+"""Number of modules and parameters that were put into any module of the process."""
 
 
 def _count_registration(*_: object) -> None:

@@ -285,7 +285,7 @@ class MixedPrecisionOptimizer(Trainer):
             self.amp_init()
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the decorated optimizer, at O2 with its masters, and that of the loss scale as ``"scaler"``."""
+        """State of the decorated optimizer, at O2 with its masters, and of the loss scale as ``"scaler"``."""
         return {**self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How a Triton kernel is divided into programs and threads."""
+"""Division of a Triton kernel into programs and threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DEFAULT", "READING", "LaunchConfig", "default"]
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How a kernel is divided into programs.
+    """Division of a kernel into programs.
 
     Attributes:
         elements: how many one program works on; a power of two.
