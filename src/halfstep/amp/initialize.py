@@ -131,13 +131,13 @@ def initialize(
     """
     given = dict(locals())  # all arguments; ``resolve`` takes those in its table
     if not check_flag("enabled", enabled):
-        latest.session = Session(Properties(False, "O1", None, False, None, None, 1.0), 0)
+        latest.session = Session(Properties(Policy(), "O1", enabled=False), 0)
         return returned(models, optimizers)
 
     model_list = as_models("amp.initialize", models)
     optimizer_list = as_optimizers("amp.initialize", optimizers, wrapped=True)
     recipe = resolve(policy, default_half(device_of(model_list)), given)
-    policy, half = recipe.policy, recipe.half
+    policy, half = recipe.options.policy, recipe.half
     check_count("num_losses", num_losses)
     check_flag("fused", fused)
     check_kind("verbosity", verbosity, int, "0, 1 or 2")

@@ -5,7 +5,7 @@ them, or a policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,63 +22,51 @@ __all__ = ["ARGUMENTS", "Properties", "Recipe", "resolve"]
 
 @dataclass(frozen=True)
 class Properties:
-    """An opt level's properties under Apex's names, after the overrides.
+    """A policy under Apex's names for an opt level's properties, which only can be read.
 
     Attributes:
-        enabled: whether amp does anything.
+        policy: what the names are of.
         opt_level: "O0" to "O3".
-        cast_model_type: dtype of the weights; False or None leaves them.
-        patch_torch_functions: whether ops are cast (O1).
-        keep_batchnorm_fp32: whether BatchNorm stays fp32 when the weights are cast.
-        master_weights: whether the optimizer updates fp32 copies.
-        loss_scale: a number, "dynamic", or a rule.
+        enabled: True if amp does anything.
+        given: the values that the user gave for single names, as they were: False is not None, and at O0 a switch
+            means nothing to the policy.
     """
 
-    enabled: bool
+    policy: Policy
     opt_level: str
-    cast_model_type: Any
-    patch_torch_functions: bool
-    keep_batchnorm_fp32: bool | None
-    master_weights: bool | None
-    loss_scale: LossScaleSpec
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The properties as a dict, where scripts written for Apex look for them."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def policy(self, half: torch.dtype, output_dtype: torch.dtype | str | None, lists: OpLists) -> Policy:
-        """The ``Policy`` that these properties describe, with ops cast to ``half`` by some lists."""
-        cast = self.cast_model_type or None
-        outputs = None if output_dtype is None else parse_dtype(output_dtype, "cast_model_outputs")
-        return Policy(
-            param_dtype=cast,
-            compute_dtype=half if self.patch_torch_functions else cast,
-            output_dtype=outputs or (torch.float32 if cast else None),
-            op_lists=lists if self.patch_torch_functions else None,
-            keep_batchnorm_fp32=bool(self.keep_batchnorm_fp32),
-            master_weights=bool(self.master_weights),
-            loss_scale=self.loss_scale,
-        )
+    enabled: bool = True
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, policy: Policy) -> Properties:
         """The properties of a policy, under the level that it is nearest to."""
-        casts_ops, halves = policy.op_lists is not None, policy.param_dtype in HALF_DTYPES
-        level = "O1" if casts_ops else ("O2" if policy.master_weights else "O3") if halves else "O0"
-        return cls(
-            enabled=True,
-            opt_level=level,
-            cast_model_type=policy.param_dtype,
-            patch_torch_functions=casts_ops,
-            keep_batchnorm_fp32=policy.keep_batchnorm_fp32 if halves else None,
-            master_weights=None if casts_ops else policy.master_weights,
-            loss_scale=policy.loss_scale,
-        )
+        halves = policy.param_dtype in HALF_DTYPES
+        level = ("O2" if policy.master_weights else "O3") if halves else "O0"
+        return cls(policy, level if policy.op_lists is None else "O1")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The properties as a dict, where scripts written for Apex look for them."""
+        policy = self.policy
+        return {
+            "enabled": self.enabled,
+            "opt_level": self.opt_level,
+            "cast_model_type": policy.param_dtype,
+            "patch_torch_functions": policy.op_lists is not None,
+            "keep_batchnorm_fp32": policy.keep_batchnorm_fp32 if self.opt_level in ("O2", "O3") else None,
+            "master_weights": None if self.opt_level == "O1" else policy.master_weights,
+            "loss_scale": policy.loss_scale,
+            **self.given,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self.options:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self.options[name]
 
     def describe(self) -> list[str]:
         """One aligned ``name : value`` line for each property."""
-        return [f"{name:<22} : {_show(value)}" for name, value in self.options.items()]
+        return [f"  {name:<22} : {_show(value)}" for name, value in self.options.items()]
 
 
 @dataclass(frozen=True)
@@ -86,13 +74,11 @@ class Recipe:
     """The policy that the arguments of ``amp.initialize`` describe, with Apex's names for it.
 
     Attributes:
-        policy: the dtypes, op lists, masters and loss scale.
         half: the 16-bit dtype, also where the policy has none.
-        options: the policy under Apex's names.
+        options: the policy, and Apex's names for it.
         defaults: of the level, before the overrides; None if a policy was given.
     """
 
-    policy: Policy
     half: torch.dtype
     options: Properties
     defaults: Properties | None
@@ -100,16 +86,12 @@ class Recipe:
     def banner(self) -> str:
         """The text at verbosity 1: the level, its defaults, and these with the overrides; or the policy."""
         if self.defaults is None:
-            lines = [f"Policy {self.policy}.", *("  " + line for line in self.options.describe())]
-        else:
-            level = self.defaults.opt_level
-            lines = [
-                f"Opt level {level} in {dtype_name(self.half)}: {LEVELS[level]}.",
-                "Defaults of the level:",
-                *("  " + line for line in self.defaults.describe()),
-            ]
-            if self.options != self.defaults:
-                lines += ["With your overrides:", *("  " + line for line in self.options.describe())]
+            return "\n".join([f"Policy {self.options.policy}.", *self.options.describe()])
+        level = self.defaults.opt_level
+        head = f"Opt level {level} in {dtype_name(self.half)}: {LEVELS[level]}."
+        lines = [head, "Defaults of the level:", *self.defaults.describe()]
+        if self.options.options != self.defaults.options:
+            lines += ["With your overrides:", *self.options.describe()]
         return "\n".join(lines)
 
 
@@ -131,26 +113,35 @@ def resolve(policy: Policy | None, device_half: torch.dtype, given: Mapping[str,
     dtype = given["dtype"]
     level, half = parse_level(given["opt_level"], None if dtype is None else parse_half(dtype))
     half = half or device_half
-    defaults = Properties.of(Policy.from_level(level, half))
-    overrides = {name: each.check(given[name], level) for name, each in ARGUMENTS.items() if each.check is not None}
-    options = replace(defaults, **{name: value for name, value in overrides.items() if value is not None})
-    lists = _check_lists(level, options, given["op_lists"], given["custom_white_list"], given["custom_black_list"])
-    cast_ops = given["cast_ops"]
+    defaults = Policy.from_level(level, half)
+    checked = {name: each.check(given[name], level) for name, each in ARGUMENTS.items() if each.check is not None}
+    overrides = {name: value for name, value in checked.items() if value is not None}
+    fields = dict(overrides)
+    casts_ops = fields.pop("patch_torch_functions", defaults.op_lists is not None)
+    cast = fields.pop("cast_model_type", defaults.param_dtype) or None
+    lists = _check_lists(level, casts_ops, given["op_lists"], given["custom_white_list"], given["custom_black_list"])
+    cast_ops, outputs = given["cast_ops"], given["cast_model_outputs"]
     check_switch("cast_ops", cast_ops, or_none=True)
-    if cast_ops is not None and options.cast_model_type not in HALF_DTYPES:
+    if cast_ops is not None and cast not in HALF_DTYPES:
         raise UsageError(
             f"cast_ops={cast_ops} says whether ops are cast where they meet 16-bit weights, and at {level} the weights "
             'are not 16-bit; leave it out, or use opt_level="O2".'
         )
-    described = options.policy(half, given["cast_model_outputs"], lists)
-    state_dtype = parse_state_form(given["state_dtype"])
-    if state_dtype is not None and not options.master_weights:
+    policy = defaults.replace(
+        **fields,
+        param_dtype=cast,
+        compute_dtype=half if casts_ops else cast,
+        output_dtype=parse_dtype(outputs, "cast_model_outputs") if outputs is not None else cast and torch.float32,
+        op_lists=lists if casts_ops else None,
+        cast_ops=cast_ops,
+        state_dtype=parse_state_form(given["state_dtype"]),
+    )
+    if policy.state_dtype is not None and not policy.master_weights:
         raise UsageError(
             f"state_dtype={given['state_dtype']!r} is for optimizers that step on master weights, and at {level} there "
             'are none; use opt_level="O2", or give it to the optimizer: optimizers.fuse(optimizer, state_dtype=...).'
         )
-    described = described.replace(cast_ops=cast_ops, state_dtype=state_dtype)
-    return Recipe(described, half, options, defaults)
+    return Recipe(half, Properties(policy, level, given=overrides), Properties(defaults, level))
 
 
 def _from_policy(policy: Policy, device_half: torch.dtype, given: Mapping[str, Any]) -> Recipe:
@@ -171,7 +162,7 @@ def _from_policy(policy: Policy, device_half: torch.dtype, given: Mapping[str, A
     check_policy(policy)
     dtypes = (policy.compute_dtype, policy.param_dtype, policy.output_dtype)
     half = next((each for each in dtypes if each in HALF_DTYPES), None) or device_half
-    return Recipe(policy, half, Properties.of(policy), None)
+    return Recipe(half, Properties.of(policy), None)
 
 
 # ---- the properties of a level: None, at any level, leaves what the level says
@@ -270,7 +261,7 @@ def _show(value: Any) -> str:
 
 def _check_lists(
     level: str,
-    options: Properties,
+    casts_ops: bool,
     op_lists: OpLists | None,
     white: Iterable[object] | None,
     black: Iterable[object] | None,
@@ -278,7 +269,7 @@ def _check_lists(
     """The op lists of O1."""
     if op_lists is None and white is None and black is None:
         return OpLists.default()
-    if not options.patch_torch_functions:
+    if not casts_ops:
         raise UsageError(
             f"op_lists, custom_white_list and custom_black_list say how ops are cast, and at {level} none are; use "
             'opt_level="O1".'
