@@ -27,6 +27,14 @@ def _getter(field: str, doc: str) -> Callable[[ScalerSettings], Any]:
     return get
 
 
+_NAMES = {
+    "growth_factor": ("incr_ratio", "growth_factor"),
+    "backoff_factor": ("decr_ratio", "backoff_factor"),
+    "growth_interval": ("incr_every_n_steps", "growth_interval"),
+    "backoff_interval": ("decr_every_n_nan_or_inf",),
+}
+"""The names of fields of the settings in saved states: Paddle's, and torch's."""
+
 _Scaler = TypeVar("_Scaler", bound="ScalerSettings")
 
 
@@ -149,12 +157,10 @@ class ScalerSettings(torch.amp.GradScaler):
 
     def set_incr_every_n_steps(self, new_incr_every_n_steps: int | None) -> None:
         """Set it; None for never."""
-        check_interval("new_incr_every_n_steps", new_incr_every_n_steps)
         self._scaler.change(growth_interval=new_incr_every_n_steps)
 
     def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int | None) -> None:
         """Set it; None for never."""
-        check_interval("new_decr_every_n_nan_or_inf", new_decr_every_n_nan_or_inf)
         self._scaler.change(backoff_interval=new_decr_every_n_nan_or_inf)
 
     # ---- torch's names: the getters are the same, the setters have other argument names
@@ -221,18 +227,13 @@ class ScalerSettings(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         good, bad = self._counts()
+        settings = self._scaler.settings
         return {
             "scale": self.get_scale(),
-            "incr_ratio": self.get_incr_ratio(),
-            "decr_ratio": self.get_decr_ratio(),
-            "incr_every_n_steps": self.get_incr_every_n_steps(),
-            "decr_every_n_nan_or_inf": self.get_decr_every_n_nan_or_inf(),
+            **{name: getattr(settings, field) or 0 for field, names in _NAMES.items() for name in names},
             "incr_count": good,
             "decr_count": bad,
             "use_dynamic_loss_scaling": self._scaler.dynamic,
-            "growth_factor": self.get_growth_factor(),
-            "backoff_factor": self.get_backoff_factor(),
-            "growth_interval": self.get_growth_interval(),
             "_growth_tracker": good,
         }
 
@@ -260,18 +261,10 @@ class ScalerSettings(torch.amp.GradScaler):
                 "The input state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
         scale = _entry(state_dict, "scale")
-        growth = _entry(state_dict, "incr_ratio", "growth_factor")
-        backoff = _entry(state_dict, "decr_ratio", "backoff_factor")
-        interval = _entry(state_dict, "incr_every_n_steps", "growth_interval")
-        hysteresis = state_dict.get("decr_every_n_nan_or_inf", self._scaler.settings.backoff_interval or 0)
-        settings = replace(
-            self._scaler.settings,
-            init_scale=scale,
-            growth_factor=growth,
-            backoff_factor=backoff,
-            growth_interval=int(interval) or None,
-            backoff_interval=int(as_number("decr_every_n_nan_or_inf", hysteresis)) or None,
-        )
+        there = {"decr_every_n_nan_or_inf": self._scaler.settings.backoff_interval or 0, **state_dict}
+        found = {field: _entry(there, *names) for field, names in _NAMES.items()}
+        intervals = {field: int(found[field]) or None for field in ("growth_interval", "backoff_interval")}
+        settings = replace(self._scaler.settings, init_scale=scale, **(found | intervals))
         good = int(_entry(state_dict, "incr_count", "_growth_tracker"))
         bad = int(as_number("decr_count", state_dict.get("decr_count", 0)))
         dynamic = bool(state_dict.get("use_dynamic_loss_scaling", self._scaler.dynamic))
