@@ -38,8 +38,8 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
     "compat": ("compat",),
     "observers": ("observe", "numerics", "findings", "debugging", "pages"),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_250, "compat": 4_497, "observers": 4_255}
-ALL_CODE_LINES = 23_452
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_236, "compat": 4_442, "observers": 4_255}
+ALL_CODE_LINES = 23_383
 ALL_TEST_LINES = 42_390
 
 

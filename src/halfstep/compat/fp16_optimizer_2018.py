@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ..core.errors import ArgumentTypeError, ArgumentValueError
 from . import fp16_utils
+from .optimizer_wrapper import forwarded
 
 __all__ = ["FP16_Optimizer"]
 
@@ -69,40 +69,17 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
 
     # ---- what scripts look at
 
-    @property
-    def cur_scale(self) -> float:
-        """The present loss scale; set it to a finite number above zero. Reads the device."""
-        return self.loss_scale
-
-    @cur_scale.setter
-    def cur_scale(self, value: float) -> None:
-        self.loss_scale = value
-
-    @property
-    def cur_iter(self) -> int:
-        """The number of steps so far."""
-        return self.loss_scaler.engine.cur_iter
-
-    @cur_iter.setter
-    def cur_iter(self, value: int) -> None:
-        self.loss_scaler.engine.cur_iter = value
-
-    @property
-    def last_overflow_iter(self) -> int:
-        """The number of the last step that overflowed, counted from 0; -1 if none did. Reads the device."""
-        return int(self.loss_scaler.engine.last_overflow)
-
-    @last_overflow_iter.setter
-    def last_overflow_iter(self, value: int) -> None:
-        self.loss_scaler.engine.last_overflow = torch.tensor(int(value), dtype=torch.int64, device="cpu")
-
+    cur_scale = forwarded(
+        "loss_scale", "The present loss scale; set it to a finite number above zero. Reads the device."
+    )
+    cur_iter = forwarded("loss_scaler.engine.cur_iter", "The number of steps so far.")
+    last_overflow_iter = forwarded(
+        "loss_scaler.engine.last_overflow_iter",
+        "The number of the last step that overflowed, counted from 0; -1 if none did. Reads the device.",
+    )
     # Of a dynamic scale only: as in Apex, a static one has neither.
-    scale_factor = property(
-        attrgetter("loss_scaler.scale_factor"), lambda self, factor: setattr(self.loss_scaler, "scale_factor", factor)
-    )
-    scale_window = property(
-        attrgetter("loss_scaler.scale_window"), lambda self, window: setattr(self.loss_scaler, "scale_window", window)
-    )
+    scale_factor = forwarded("loss_scaler.scale_factor")
+    scale_window = forwarded("loss_scaler.scale_window")
 
     @property
     def fp16_groups_flat(self) -> list[torch.Tensor]:

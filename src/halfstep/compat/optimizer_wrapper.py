@@ -10,12 +10,14 @@ import torch
 
 from ..core.errors import UsageError
 
-__all__ = ["ForwardingOptimizer"]
+__all__ = ["ForwardingOptimizer", "forwarded"]
 
 
-def _forwarded(name: str) -> Any:
-    """A property that is an attribute of the optimizer in the back."""
-    return property(attrgetter(f"optimizer.{name}"), lambda self, value: setattr(self.optimizer, name, value))
+def forwarded(path: str, doc: str | None = None) -> Any:
+    """A property that is an attribute of an attribute, by a path such as ``optimizer.state``."""
+    owner, _, name = path.rpartition(".")
+    find = attrgetter(owner) if owner else lambda self: self
+    return property(attrgetter(path), lambda self, value: setattr(find(self), name, value), doc=doc)
 
 
 class ForwardingOptimizer(torch.optim.Optimizer):
@@ -34,9 +36,9 @@ class ForwardingOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    param_groups: list[dict[str, Any]] = _forwarded("param_groups")
-    state: Any = _forwarded("state")
-    defaults: dict[str, Any] = _forwarded("defaults")
+    param_groups: list[dict[str, Any]] = forwarded("optimizer.param_groups")
+    state: Any = forwarded("optimizer.state")
+    defaults: dict[str, Any] = forwarded("optimizer.defaults")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One step of the optimizer in the back."""

@@ -5,6 +5,8 @@ Inputs are [N, C, ...], or [..., C] in the functions with ``c_last``. Statistics
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..sync_batchnorm import normalize
@@ -75,8 +77,7 @@ def batchnorm_forward_c_last(
     fuse_relu: bool = False,
 ) -> torch.Tensor:
     """``(input - mean) * inv_std * weight + shift + z``, and ReLU, in the dtype of the input."""
-    y = _normalize(input, mean, inv_std, weight, shift)
-    y = y if z is None else y + z.float()
+    y = _normalize(input, z, mean, inv_std, weight, shift)
     return (y.relu() if fuse_relu else y).to(input.dtype)
 
 
@@ -100,10 +101,10 @@ def reduce_bn_c_last(
 
 
 def reduce_bn(
-    grad_output: torch.Tensor, input: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: Maybe
+    grad_output: torch.Tensor, input: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, Maybe, Maybe]:
-    """Sums of ``grad_output`` and of ``grad_output * (input - mean)``, and the gradients of weight and shift."""
-    return reduce_bn_c_last(_last(grad_output), _last(input), mean, inv_std, weight)
+    """``reduce_bn_c_last`` with the channels in dimension 1."""
+    return reduce_bn_c_last(_last(grad_output), _last(input), *others)
 
 
 def batchnorm_backward_c_last(
@@ -123,19 +124,9 @@ def batchnorm_backward_c_last(
     return (centred * scale).to(input.dtype)
 
 
-def batchnorm_backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    mean: torch.Tensor,
-    inv_std: torch.Tensor,
-    weight: Maybe,
-    sum_dy: torch.Tensor,
-    sum_dy_xmu: torch.Tensor,
-    count: torch.Tensor,
-) -> torch.Tensor:
-    """The gradient of the input, from the sums over all batches and the number of values in them."""
-    tensors = _last(grad_output), _last(input), mean, inv_std, weight, sum_dy, sum_dy_xmu, count
-    return batchnorm_backward_c_last(*tensors).movedim(-1, 1).to(input.dtype)
+def batchnorm_backward(grad_output: torch.Tensor, input: torch.Tensor, *others: Any) -> torch.Tensor:
+    """``batchnorm_backward_c_last`` with the channels in dimension 1."""
+    return batchnorm_backward_c_last(_last(grad_output), _last(input), *others).movedim(-1, 1).to(input.dtype)
 
 
 def relu_bw_c_last(
@@ -148,12 +139,12 @@ def relu_bw_c_last(
     shift: Maybe,
 ) -> torch.Tensor:
     """``grad_output`` where the normalized sum was above zero."""
-    y = _normalize(input, mean, inv_std, weight, shift)
-    y = y if z is None else y + z.float()
+    y = _normalize(input, z, mean, inv_std, weight, shift)
     return torch.where(y > 0, grad_output, 0.0).to(grad_output.dtype)
 
 
-def _normalize(x: torch.Tensor, mean: torch.Tensor, inv_std: torch.Tensor, weight: Maybe, shift: Maybe) -> torch.Tensor:
-    """``normalize`` in fp32."""
-    weight, shift = (None if t is None else t.float() for t in (weight, shift))
-    return normalize(x.float(), mean, inv_std, weight, shift)
+def _normalize(x: torch.Tensor, z: Maybe, mean: torch.Tensor, inv_std: torch.Tensor, *affine: Maybe) -> torch.Tensor:
+    """``normalize`` in fp32, with ``z`` added."""
+    weight, shift = (None if t is None else t.float() for t in affine)
+    y = normalize(x.float(), mean, inv_std, weight, shift)
+    return y if z is None else y + z.float()

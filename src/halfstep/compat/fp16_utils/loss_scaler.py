@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ class _CountingScaler(DeviceLossScaler):
         super().update(found_inf, blame)
         self.last_overflow = torch.where(found_inf != 0, self.cur_iter, self.last_overflow.to(found_inf.device))
         self.cur_iter += 1
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """Which iteration overflowed last, counted from 0; -1 if none did. Reads the device."""
+        return int(self.last_overflow)
+
+    @last_overflow_iter.setter
+    def last_overflow_iter(self, iteration: int) -> None:
+        self.last_overflow = torch.full_like(self.last_overflow, int(iteration))
 
 
 class LossScaler:
@@ -91,7 +101,7 @@ class LossScaler:
         return {
             **self.engine.state_dict(),
             "cur_iter": self.engine.cur_iter,
-            "last_overflow_iter": self._last_overflow(),
+            "last_overflow_iter": self.engine.last_overflow_iter,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, float | int] | Any) -> None:
@@ -103,10 +113,7 @@ class LossScaler:
         entry = saved_entry(state_dict)
         self.engine.load_state_dict(entry)
         self.engine.cur_iter = int(entry.get("cur_iter", 0))
-        self.engine.last_overflow = torch.full_like(self.engine.last_overflow, int(entry.get("last_overflow_iter", -1)))
-
-    def _last_overflow(self) -> int:
-        return int(self.engine.last_overflow)
+        self.engine.last_overflow_iter = entry.get("last_overflow_iter", -1)
 
 
 class DynamicLossScaler(LossScaler):
@@ -156,25 +163,20 @@ class DynamicLossScaler(LossScaler):
         )
         self.engine = _CountingScaler(rule)
 
+    cur_iter = property(attrgetter("engine.cur_iter"), doc="How many iterations ``update_scale`` has seen.")
+    last_overflow_iter = property(
+        attrgetter("engine.last_overflow_iter"),
+        doc="Which of them overflowed last, counted from 0; -1 if none did. Reads the device.",
+    )
     # What scripts set when they resume.
     scale_factor = property(
-        lambda self: self.engine.settings.growth_factor,
+        attrgetter("engine.settings.growth_factor"),
         lambda self, factor: self.engine.change(growth_factor=factor, backoff_factor=1.0 / factor),
     )
     scale_window = property(
-        lambda self: self.engine.settings.growth_interval,
+        attrgetter("engine.settings.growth_interval"),
         lambda self, window: self.engine.change(growth_interval=window),
     )
-
-    @property
-    def cur_iter(self) -> int:
-        """How many iterations ``update_scale`` has seen."""
-        return self.engine.cur_iter
-
-    @property
-    def last_overflow_iter(self) -> int:
-        """Which of them overflowed last, counted from 0; -1 if none did. Reads the device."""
-        return self._last_overflow()
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
         """Whether the gradient of a parameter holds inf or NaN. Reads the device once.

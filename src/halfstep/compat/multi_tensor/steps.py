@@ -208,31 +208,16 @@ def multi_tensor_lamb(
     ops.run(lamb_apply, {**scalars, "rate": rate}, skip=skip, param=params, **state)
 
 
-def multi_tensor_lamb_mp(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    lists: Lists,
-    lr: Number,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: Number,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    global_grad_norm: Number,
-    max_grad_norm: Number,
-    use_nvlamb: bool | None,
-    found_inf: torch.Tensor,
-    inv_scale: Number,
-) -> None:
-    """``multi_tensor_lamb`` with ``found_inf``, ``inv_scale`` and, as a fifth list, 16-bit copies. Obeys both flags."""
+def multi_tensor_lamb_mp(chunk_size: int, noop_flag: torch.Tensor, lists: Lists, *numbers: Any) -> None:
+    """``multi_tensor_lamb`` with a flag and a factor for the gradients behind its numbers. Obeys both flags.
+
+    A fifth list has 16-bit copies of the parameters.
+    """
     found = take(lists, 4, 5)
+    *numbers_of_lamb, found_inf, inv_scale = numbers
     flag = torch.maximum(noop_flag.float().reshape(()), found_inf.to(noop_flag.device).float().reshape(()))
     unscale(flag, found[0], inv_scale)
-    numbers = (lr, beta1, beta2, eps, step, bias_correction, weight_decay, grad_averaging, mode)
-    multi_tensor_lamb(chunk_size, flag, found[:4], *numbers, global_grad_norm, max_grad_norm, use_nvlamb)
+    multi_tensor_lamb(chunk_size, flag, found[:4], *numbers_of_lamb)
     if len(found) == 5:
         ops.copy(found[1], found[4])
 

@@ -52,13 +52,47 @@ def _rms_norm(x: torch.Tensor, shape: Shape, weight: torch.Tensor | None, eps: f
     return F.rms_norm(x.float(), _shape(shape), weight.float(), eps).to(out)
 
 
-def _check_affine(module: nn.Module, elementwise_affine: bool) -> None:
-    if not elementwise_affine:
-        plain = type(module).__name__.removeprefix("Mixed")
-        raise ArgumentValueError(f"{type(module).__name__} has parameters; for elementwise_affine=False use {plain}.")
+class _Fused(nn.Module):
+    """The constructor of Apex's layers, before torch's."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(_shape(normalized_shape), eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+    def _output_dtype(self, x: torch.Tensor) -> torch.dtype:
+        return x.dtype
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _Mixed(_Fused):
+    """The constructor of the layers whose output has the dtype of their parameters."""
+
+    weight: torch.Tensor
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
+    ) -> None:
+        if not elementwise_affine:
+            name = type(self).__name__
+            plain = name.removeprefix("Mixed")
+            raise ArgumentValueError(f"{name} has parameters; for elementwise_affine=False use {plain}.")
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def _output_dtype(self, x: torch.Tensor) -> torch.dtype:
+        return self.weight.dtype
+
+
+class FusedLayerNorm(_Fused, nn.LayerNorm):
     """``torch.nn.LayerNorm``; the output has the dtype of the input, whatever the parameters have.
 
     Args:
@@ -68,76 +102,26 @@ class FusedLayerNorm(nn.LayerNorm):
         memory_efficient: accepted for Apex's sake, not used.
     """
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(_shape(normalized_shape), eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize a floating tensor whose last dimensions are ``normalized_shape``."""
-        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, input.dtype)
+        dtype = self._output_dtype(input)
+        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, dtype)
 
 
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Fused, nn.RMSNorm):
     """``torch.nn.RMSNorm``; else as ``FusedLayerNorm``, without a bias."""
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(_shape(normalized_shape), eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize a floating tensor whose last dimensions are ``normalized_shape``."""
-        return _rms_norm(x, self.normalized_shape, self.weight, self.eps or 1e-5, x.dtype)
+        return _rms_norm(x, self.normalized_shape, self.weight, self.eps or 1e-5, self._output_dtype(x))
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """``FusedLayerNorm`` whose output has the dtype of its parameters."""
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        elementwise_affine: bool = True,
-    ) -> None:
-        _check_affine(self, elementwise_affine)
-        super().__init__(normalized_shape, eps, True, memory_efficient)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As ``FusedLayerNorm``, but for the dtype."""
-        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, self.weight.dtype)
-
-
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """``FusedRMSNorm`` whose output has the dtype of its parameters."""
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        elementwise_affine: bool = True,
-    ) -> None:
-        _check_affine(self, elementwise_affine)
-        super().__init__(normalized_shape, eps, True, memory_efficient)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As ``FusedRMSNorm``, but for the dtype."""
-        assert self.weight is not None
-        return _rms_norm(x, self.normalized_shape, self.weight, self.eps or 1e-5, self.weight.dtype)
 
 
 def fused_layer_norm(
