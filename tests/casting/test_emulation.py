@@ -18,7 +18,7 @@ from halfstep.casting import config, emulation
 from halfstep.casting.scope import OpCasting
 from halfstep.core import hardware
 from halfstep.core.errors import ArgumentValueError
-from halfstep.core.oplists.tables import OP_CLASSES
+from halfstep.core.oplists.tables import KINDS
 from tests.support.worlds import BF16, FP16, FP32, scaled_backward, step_and_clear
 
 HALVES = [FP16, BF16]
@@ -361,7 +361,7 @@ def test_what_has_units_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert depth[3:] == [0, 0]  # after the first passes, in which ops are watched
 
 
-@pytest.mark.parametrize("kind", OP_CLASSES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("limit", ["AVX2", "avx512_core", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "ALL", ""])
 def test_units_that_the_environment_takes_from_onednn(limit: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     units = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")

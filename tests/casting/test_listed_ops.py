@@ -18,12 +18,15 @@ from halfstep import amp
 from halfstep.casting.scope import OpCasting
 from halfstep.core.errors import UnsafeOpError
 from halfstep.core.oplists import OpLists
-from halfstep.core.oplists.tables import BANNED, FLOAT, HALF, INNER_PRODUCT, PROMOTE, SEQUENCE
+from halfstep.core.oplists.tables import BANNED, OPS
 from tests.support.apex_recording import grid
 from tests.support.fake_cuda import DEVICES, FAKE, NOT_ON_FAKES, READS_THE_HOST, of_ops, on, skip_unless_it_runs
 from tests.support.op_calls import BATCH, SHAPES, SQUARE, beside
 
 HALVES = [torch.float16, torch.bfloat16]
+HALF, FLOAT, PROMOTE, SEQUENCE = (
+    {op.name for op in OPS.values() if op.list == rule} for rule in ("half", "float", "promote", "sequence-promote")
+)
 IMAGE = (1, 2, 4, 4)
 
 ROWS: dict[str, str] = {  # the slots of a call -> ops that take them and nothing else
@@ -171,14 +174,10 @@ NO_CALL = {
     "convolution": "under conv1d and its like",
     "native_layer_norm": "under layer_norm",
     "cross_entropy_loss": "the ATen name of cross_entropy",
-    "nll_loss2d": "under nll_loss",
-    "nll_loss_nd": "under nll_loss",
+    **dict.fromkeys(("nll_loss2d", "nll_loss_nd"), "under nll_loss"),
     "multilabel_margin_loss_forward": "under multilabel_margin_loss",
-    "grid_sampler": "under grid_sample",
-    "grid_sampler_2d": "under grid_sample",
-    "grid_sampler_3d": "under grid_sample",
-    "upsample_nearest": "deprecated in favour of interpolate",
-    "upsample_bilinear": "deprecated in favour of interpolate",
+    **dict.fromkeys(("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), "under grid_sample"),
+    **dict.fromkeys(("upsample_nearest", "upsample_bilinear"), "deprecated in favour of interpolate"),
     "mkldnn_rnn_layer": "under lstm",
     "linalg_matrix_rank": "gives an integer",
     "cholesky": "deprecated, under linalg_cholesky",
@@ -310,13 +309,13 @@ HAS_FP32_WEIGHTS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cel
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", sorted(set(public(HALF | FLOAT.keys() | PROMOTE | SEQUENCE)) - HAS_FP32_WEIGHTS))
+@pytest.mark.parametrize("name", sorted(set(public(HALF | FLOAT | PROMOTE | SEQUENCE)) - HAS_FP32_WEIGHTS))
 def test_float64_is_never_touched(name: str, device: str) -> None:
     assert run(name, torch.bfloat16, [torch.float64], device, True) <= {torch.float64}
 
 
 NO_16_BITS = {"float_power", "nuclear_norm", "quantile", "nanquantile", "view_as_complex"}
-TAKES_16_BITS = [n for n, reason in FLOAT.items() if n not in NO_16_BITS and reason not in ("linalg", "fft", "complex")]
+TAKES_16_BITS = [n for n in FLOAT - NO_16_BITS if OPS[n].reason not in ("linalg", "fft", "complex")]
 
 
 @pytest.mark.exhaustive
@@ -337,7 +336,7 @@ def test_float_list_at_o2(name: str, both: bool, use_promote: bool, device: str)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", of_ops(public(INNER_PRODUCT)))
+@pytest.mark.parametrize("name", of_ops(public(op.name for op in OPS.values() if op.inside)))
 def test_matrix_products_inside_an_op_are_not_lowered_at_o2(name: str, device: str) -> None:
     assert OpLists.custom(level="O2").rule_of(name) in ("free", "promote", "half")
     wanted = torch.bfloat16 if name in HALF else torch.float32
@@ -350,12 +349,6 @@ def test_what_is_not_run_on_fakes_cannot_be(name: str) -> None:
     shapes, call = call_of(name)
     with on(FAKE) as where, pytest.raises((*READS_THE_HOST, AssertionError)):
         call(*[t.to(where) for t in slots(shapes, [torch.float32])])
-
-
-def test_lists_do_not_overlap() -> None:
-    lists = [HALF, FLOAT.keys(), PROMOTE, SEQUENCE, BANNED.keys()]
-    assert sum(map(len, lists)) == len(set().union(*lists))
-    assert all(OpLists.default().rule_of(name) == "float" for name in FLOAT)
 
 
 @pytest.mark.parametrize("pool", [F.max_pool1d, F.max_pool2d, F.max_pool3d])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from torch import nn
 
 from halfstep import OpLists, oplists
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
+from halfstep.core.oplists import tables
 from halfstep.core.oplists.names import computes, known_names
-from halfstep.core.oplists.tables import BANNED, LISTED
+from halfstep.core.oplists.tables import BANNED, OPS, pairs, words
 from halfstep.oplists import LIST_LEVELS, RULES, Entry, entries, resolve
 
 # ---- names
@@ -59,14 +62,11 @@ ZOO = """
     fused_attention fused_feedforward flatten_contiguous_range greater_than bilinear_interp bilinear_interp_v2
     nearest_interp_v2 sin cos cast set_value tril_triu batch_norm sync_batch_norm softmax layer_norm transpose2
     concat gather conv2d_transpose assign fill_constant tile one_hot_v2 expand_as_v2 fused_linear fused_rms_norm
-    swiglu strided_slice gather_nd
-
-    fake_quantize_dequantize_abs_max fake_quantize_dequantize_moving_average_abs_max fused_rotary_position_embedding
-    fused_bn_add_activation fused_multi_transformer soft_relu rank c_identity c_concat all_reduce
-    get_tensor_from_selected_rows uniform_random_batch_size_like
-
-    scale arg_max pool2d c_split c_allreduce_sum mp_allreduce_sum all_gather reduce_scatter send_v2 isinf_v2 logsigmoid
-    as_complex as_real flashmask_attention eigh lrn
+    swiglu strided_slice gather_nd fake_quantize_dequantize_abs_max fake_quantize_dequantize_moving_average_abs_max
+    fused_rotary_position_embedding fused_bn_add_activation fused_multi_transformer soft_relu rank c_identity
+    c_concat all_reduce get_tensor_from_selected_rows uniform_random_batch_size_like scale arg_max pool2d c_split
+    c_allreduce_sum mp_allreduce_sum all_gather reduce_scatter send_v2 isinf_v2 logsigmoid as_complex as_real
+    flashmask_attention eigh lrn
     """
 """Names in the lists of PaddleClas, PaddleOCR, PaddleSeg, PaddleNLP, PaddleFleetX and ERNIE, and in Paddle's own."""
 
@@ -136,16 +136,9 @@ def test_what_is_no_op_is_refused(wrong: object, error: type[Exception], message
 # ---- what computes
 
 
-@pytest.mark.parametrize("name", ["exp", "add", "softmax", "bmm", "linalg_norm", "sort"])
-def test_these_compute(name: str) -> None:
-    assert computes(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["view", "transpose", "empty_like", "to_sparse", "is_nonzero", "_cast_Float", "no_such_op", "ones"]
-)
-def test_views_factories_and_conversions_do_not_compute(name: str) -> None:
-    assert not computes(name)
+def test_views_factories_and_conversions_do_not_compute() -> None:
+    assert all(map(computes, words("exp add softmax bmm linalg_norm sort")))
+    assert not any(map(computes, words("view transpose empty_like to_sparse is_nonzero _cast_Float no_such_op ones")))
 
 
 # ---- rules
@@ -198,12 +191,31 @@ def test_a_name_for_ops_of_different_rules_has_none() -> None:
         lists.rule("pool2d")
 
 
+# ---- the table
+
+
+FACTS = pairs("""
+    kind=,product,convolution,attention,recurrent reads=one,any,first,half-first,moves in_place=one,any,moves
+    result=read,given kernels=all,one,wrong,none inside=,product
+    """)
+
+
+def test_a_row_has_known_facts_and_a_name_of_torch_and_is_there_once() -> None:
+    for op in OPS.values():
+        assert all(getattr(op, fact) in values.split(",") for fact, values in FACTS.items()), op
+        assert {op.list, op.cpu, op.cuda} <= RULES.keys(), op
+        assert op.name in known_names() or op.result == "given", op
+        assert bool(op.reason) == (op.list in ("half", "float", "banned")), op
+    names = re.findall(r"^(\w+)", Path(tables.__file__).with_name("ops.txt").read_text(), re.MULTILINE)
+    assert len(names) == len(set(names)) == len(OPS)
+
+
 # ---- tables to read
 
 
 def test_entries_show_every_public_op_on_a_list_in_the_order_of_the_rules() -> None:
     found = entries()
-    assert {entry.op for entry in found} == {name for name in LISTED if not name.startswith("_")}
+    assert {entry.op for entry in found} == {op.name for op in OPS.values() if op.list != "free" and op.name[0] != "_"}
     order = [list(RULES).index(entry.rule) for entry in found]
     assert order == sorted(order)
     assert {entry.op for entry in found if entry.rule == "banned"} == set(BANNED)

@@ -38,9 +38,9 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
     "compat": ("compat",),
     "observers": ("observe", "numerics", "findings", "debugging", "pages"),
 }
-CODE_LINES_OF_GROUPS = {"engine and amp": 11_236, "compat": 4_442, "observers": 4_255}
-ALL_CODE_LINES = 23_383
-ALL_TEST_LINES = 42_390
+CODE_LINES_OF_GROUPS = {"engine and amp": 11_025, "compat": 4_442, "observers": 4_255}
+ALL_CODE_LINES = 23_172
+ALL_TEST_LINES = 42_387
 
 
 def above(what: str, found: Sequence[int], budget: Sequence[int], units: Sequence[str], advice: str) -> str:

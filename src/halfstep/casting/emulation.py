@@ -5,7 +5,7 @@ numbers is exact in fp32 as well, so the fp32 kernel gives the same, but for the
 rounded to 16 bits and widened, what comes out is rounded; autograd rounds gradients in the same places, for the
 gradient of a cast is a cast. Measured: ``python -m benchmarks emulation``.
 
-Which ops: ``core.oplists.tables.OP_CLASSES``. Where: ``emulated_kinds``.
+Which ops: ``kind`` of ``core.oplists.tables.Op``. Where: ``emulated_kinds``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentValueError
 from ..core.hardware import has_units
-from ..core.oplists.tables import OP_CLASSES
+from ..core.oplists.tables import KINDS
 
 __all__ = ["Emulate", "EmulatedKinds", "check_emulate", "emulated_kinds", "has_own_ops", "narrow", "widen"]
 
@@ -46,7 +46,7 @@ def check_emulate(value: object) -> Emulate:
 
 
 def _all(device_type: str) -> EmulatedKinds:
-    return frozenset((device_type, dtype, kind) for dtype in HALF_DTYPES for kind in OP_CLASSES)
+    return frozenset((device_type, dtype, kind) for dtype in HALF_DTYPES for kind in KINDS)
 
 
 @functools.cache

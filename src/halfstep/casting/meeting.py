@@ -16,7 +16,7 @@ import torch
 from ..core.dtypes import HALF_DTYPES
 from ..core.oplists import OpLists
 from ..core.oplists.names import computes, spellings
-from ..core.oplists.tables import FLOAT, KEEPS_DTYPE, SELF_MATCHING, SELF_PROMOTING
+from ..core.oplists.tables import row_of
 from ..core.torch_compat import OpOverload, OpOverloadPacket, is_any_autocast_enabled, qualified_name
 from .composites import composite_rule, has_question
 from .containers import map_tensors, tensors_in
@@ -27,7 +27,6 @@ from .rules import bind, match_self, promote, to_float, without_native
 __all__ = ["call_again", "met", "recorded_rule"]
 
 _MEETING = (*HALF_DTYPES, torch.float32)
-_WITH_FP32_WEIGHTS = ("layer_norm", "native_layer_norm", "group_norm", "rms_norm")
 _ASSIGNMENTS = ("__setitem__", "index_put_", "put_")
 _FILLS = (*_ASSIGNMENTS, "fill")
 
@@ -172,17 +171,17 @@ def recorded_rule(name: str, inplace: bool, otherwise: Rule | None) -> Rule | No
         inplace: whether it writes to its first argument.
         otherwise: its rule where its dtypes agree.
     """
-    listed = _LISTS.rule_of(name)
+    listed, op = _LISTS.rule_of(name), row_of(name)
     if inplace:
-        matches = name not in SELF_MATCHING and name not in KEEPS_DTYPE and not name.startswith("_")
+        matches = op.in_place != "any" and op.result != "given" and not name.startswith("_")
         return bind(met, match_self, otherwise, True) if matches else otherwise
     if listed == "half":
         return bind(met, bind(_in_half, otherwise), otherwise, True)
-    if name in _WITH_FP32_WEIGHTS:
+    if op.reads == "half-first":
         return bind(_unless_half, bind(met, bind(to_float, name), otherwise, True), otherwise)
     if listed == "float":
-        return bind(met, bind(to_float, name), otherwise, FLOAT[name] not in ("linalg", "fft", "complex"))
-    if listed == "promote" and name not in SELF_PROMOTING:
+        return bind(met, bind(to_float, name), otherwise, op.reason not in ("linalg", "fft", "complex"))
+    if listed == "promote" and op.reads != "any":
         return bind(met, bind(promote, name), otherwise, True)
     return otherwise
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core import torch_compat
-from ..core.oplists.tables import CLASS_OF, OP_CLASSES
+from ..core.oplists.tables import OPS, row_of
 
 __all__ = ["MIN_ELEMENTS", "STEPWISE", "Kept", "Operand", "run_node", "run_product", "version_of"]
 
@@ -25,7 +25,7 @@ MIN_ELEMENTS = 2**12
 _REARRANGING = ("product", "convolution")
 """Classes of ops that may save a copy of an operand in another order. The others save what they have computed."""
 
-STEPWISE = OP_CLASSES["recurrent"] - {"lstm", "mkldnn_rnn_layer"}
+STEPWISE = {op.name for op in OPS.values() if op.kind == "recurrent"} - {"lstm", "mkldnn_rnn_layer"}
 """Recurrent ops that torch runs step by step: they keep what they compute in each step, and not much else. With hooks
 they kept 0.06 to 0.15 of fp32's bytes less, and took 1.15 to 1.25 times as long (GRU and LSTMCell on a CPU)."""
 
@@ -123,7 +123,7 @@ def run_product(call: Callable[[], Any], kept: Kept, half: torch.dtype, kind: st
         call: calls the op.
         kept: the operands among its arguments; empty afterwards.
         half: the 16-bit dtype.
-        kind: the op's class in ``OP_CLASSES``.
+        kind: of the op; see ``core.oplists.tables.Op``.
     """
     try:
         if not torch.is_grad_enabled():
@@ -170,7 +170,7 @@ def run_node(
         return op(*args, **kwargs)
     kept = {id(w): Operand(h, wide=w) for h, w in zip(halves, wides, strict=True) if h.numel() >= MIN_ELEMENTS}
     call = functools.partial(op, *args, **kwargs)
-    return run_product(call, kept, halves[0].dtype, CLASS_OF[name]) if kept else call()
+    return run_product(call, kept, halves[0].dtype, row_of(name).kind) if kept else call()
 
 
 def _operand_of(tensor: Tensor, kept: Kept, half: torch.dtype, kind: str) -> tuple[Operand | None, _View | None]:

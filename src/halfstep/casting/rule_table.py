@@ -11,19 +11,7 @@ import torch.nn.functional as F
 
 from ..core.oplists import OpLists
 from ..core.oplists.names import dispatcher_spellings, spellings
-from ..core.oplists.op_lists import native_rule
-from ..core.oplists.tables import (
-    BANNED,
-    CLASS_OF,
-    FLOAT,
-    INNER_PRODUCT,
-    MEETING_FLOAT,
-    MEETING_PROMOTE,
-    NATIVE,
-    NO_HALF,
-    SELF_MATCHING,
-    SELF_PROMOTING,
-)
+from ..core.oplists.tables import BANNED, NATIVE, row_of
 from . import rules
 from .composites import composite_rule, is_composite_of
 from .dispatch import Rule, method_name
@@ -64,13 +52,13 @@ def build_table(
 
     @functools.cache
     def rule_of(name: str, inplace: bool, within: str) -> Rule | None:
-        natively = {native_rule(within, device) for device in devices}
+        natively = {row_of(within).native(device) for device in devices}
         rule = _cast_rule(name, inplace, natively, lists, explicit, verbose)
         if lists is not None and lists.level == "native":
-            listed = next((native_rule(name, device) for device in devices if device in NATIVE), "free")
+            listed = next((row_of(name).native(device) for device in devices if device in NATIVE), "free")
         else:
             listed = "free" if lists is None else lists.rule_of(name)
-        kind = CLASS_OF.get(name)
+        kind = row_of(name).kind
         if inplace or kind not in kinds or listed in ("float", "banned"):
             return rule
         return rules.bind(rules.emulated, name, kind, listed == "half", rule)
@@ -82,14 +70,14 @@ def build_table(
         rule = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
         if rule is not None and name == ATTENTION and (lists is None or lists.rule_of(name) != "float"):
             rule = rules.bind(finite_mask, lists is not None, rule)
-        refused = name in NO_HALF or name in MEETING_PROMOTE
-        if meets and recorded and refused and rule is None and not inplace:
-            rule = rules.bind(met, rules.bind(rules.to_float, name), None, name in MEETING_PROMOTE)
+        kernels = row_of(name).kernels
+        if meets and recorded and kernels in ("none", "one") and rule is None and not inplace:
+            rule = rules.bind(met, rules.bind(rules.to_float, name), None, kernels == "one")
         elif lists is None and meets and recorded:
             rule = recorded_rule(name, inplace, rule)
-        if lists is None and meets and name in MEETING_FLOAT | MEETING_PROMOTE:
+        if lists is None and meets and kernels in ("wrong", "one"):
             inner = rules.match_self if inplace else rules.bind(rules.to_float, name)
-            rule = rules.bind(met, inner, rule, name in MEETING_PROMOTE)
+            rule = rules.bind(met, inner, rule, kernels == "one")
         if casts and name in FILLS and inplace:
             rule = rules.bind(finite_fill, rule or rules.match_self)
         elif casts and name in ("where", *FILLS) and name != "fill":
@@ -130,10 +118,10 @@ def _cast_rule(
     if explicit and natively != {"free"}:
         natively |= {"half", "float"}  # it must be off, whatever the op is
     if inplace:
-        moves = FLOAT.get(name) == "accumulation"  # scatter_ writes numbers, as scatter_add_ does, and computes none
+        moves = row_of(name).in_place == "moves"  # scatter_ writes numbers, as scatter_add_ does, and computes none
         if rule == "float" and not moves:
             return rules.bind(rules.float_inplace, name)
-        strict = moves or rule == "half" or (rule == "promote" and name not in SELF_MATCHING)
+        strict = moves or rule == "half" or (rule == "promote" and row_of(name).in_place != "any")
         return rules.match_self if strict else None
     if rule == "half":
         if natively == {"half"} and not verbose:
@@ -141,12 +129,12 @@ def _cast_rule(
         return rules.bind(rules.to_half, name, native_off=bool(natively & {"float", "banned"}))
     moved = name in lists.white or name in lists.black or name in lists.free
     if rule == "float":
-        off = moved or name in INNER_PRODUCT or bool(natively & {"half", "banned"})
+        off = moved or bool(row_of(name).inside) or bool(natively & {"half", "banned"})
         return rules.bind(rules.to_float, name, native_off=off)
     if rule == "banned":
         return rules.bind(rules.banned, name, BANNED[name], native_off=True)
     # Native promotion on a CPU refuses 16-bit tensors of the dtype that it does not compute in.
-    off = name in INNER_PRODUCT or bool(natively & {"half", "float", "banned", "promote"})
-    if rule == "promote" and (off or name not in SELF_PROMOTING):
+    off = bool(row_of(name).inside) or bool(natively & {"half", "float", "banned", "promote"})
+    if rule == "promote" and (off or row_of(name).reads != "any"):
         return rules.bind(rules.promote, name, native_off=off)
     return rules.without_native if off else None

@@ -170,10 +170,10 @@ def _plain(value: Any) -> Any:
 
 def _emulation(device: torch.device) -> str | None:
     """A line on what runs in fp32 kernels with 16-bit rounding on a device; None if nothing does."""
-    from ..core.oplists.tables import OP_CLASSES
+    from ..core.oplists.tables import KINDS
 
     lacks = [
-        name if len(kinds) == len(OP_CLASSES) else f"{name} ({', '.join(kinds)})"
+        name if len(kinds) == len(KINDS) else f"{name} ({', '.join(kinds)})"
         for name, kinds in _emulated(device).items()
         if kinds
     ]
@@ -190,10 +190,10 @@ def _emulated(device: torch.device) -> dict[str, list[str]]:
     import torch
 
     from ..core.hardware import has_units
-    from ..core.oplists.tables import OP_CLASSES
+    from ..core.oplists.tables import KINDS
 
     return {
-        str(half).removeprefix("torch."): [kind for kind in OP_CLASSES if not has_units(device, half, kind)]
+        str(half).removeprefix("torch."): [kind for kind in KINDS if not has_units(device, half, kind)]
         for half in (torch.float16, torch.bfloat16)
     }
 

@@ -120,7 +120,7 @@ def has_units(device: torch.device, dtype: torch.dtype, kind: str) -> bool:
     Args:
         device: any; True for other devices than CPU and CUDA, of which nothing is known.
         dtype: torch.float16 or torch.bfloat16.
-        kind: a key of ``core.oplists.tables.OP_CLASSES``.
+        kind: one of ``core.oplists.tables.KINDS``.
     """
     if device.type == "cpu":
         fast = dtype is torch.bfloat16 or kind in _FLOAT16_ON_CPU

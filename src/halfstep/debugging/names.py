@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from ..core.oplists import resolve
-from ..core.oplists.tables import PADDLE_NAMES, pairs
+from ..core.oplists.tables import pairs, row_of
 from ..core.torch_compat import current_node
 from ..observe.names import canonical
 from ..observe.ops import OpCall
@@ -31,7 +31,7 @@ def list_name(name: str) -> str:
     """What Paddle's op lists call a function of torch; torch's own name where Paddle has none."""
     if name in _LISTED:
         return _LISTED[name]
-    return next((theirs for theirs, ours in PADDLE_NAMES.items() if name in ours), name)
+    return row_of(name).paddle.partition(",")[0] or name
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from torch import nn
 from ..casting.modules import hooks_of
 from ..core.dtypes import HALF_DTYPES, is_half
 from ..core.oplists.names import spellings
-from ..core.oplists.tables import FLOAT, words
+from ..core.oplists.tables import row_of, words
 from ..core.torch_compat import buffers_of, tree_flatten
 from ..observe.names import ROOT, qualified_names
 from ..observe.notes import Notes
@@ -189,7 +189,7 @@ class Forward:
         if isinstance(call.result, torch.Tensor) and call.result.dtype in HALF_DTYPES:
             self.dtypes.add(call.result.dtype)
             name = getattr(call.function, "__name__", "")
-            if name in _LOSE or FLOAT.get(name) == "loss":
+            if name in _LOSE or row_of(name).reason == "loss":
                 self.losses.setdefault(f"{self._here()}{name}", call.result.dtype)
         root = root_in(call, self._squares)
         if root is not None:

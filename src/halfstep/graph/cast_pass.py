@@ -14,7 +14,7 @@ from ..casting.emulation import Emulate
 from ..core.compiler_compat import codegen_of
 from ..core.dtypes import dtype_name
 from ..core.oplists import OpLists
-from ..core.oplists.tables import FOLLOWS_FIRST, MOVEMENT, SELF_PROMOTING, words
+from ..core.oplists.tables import row_of, words
 from .emulated_products import emulate_products, op_name
 from .grouped_casts import cast_together
 from .min_cut import fewest_casts
@@ -166,7 +166,7 @@ class _CastPass:
         elif _in_place(name):
             self.rule[node] = "in place"
             self._set(node, inputs, first, _ANY)
-        elif name in MOVEMENT and len(inputs) == 1:
+        elif row_of(name).reads == "moves" and len(inputs) == 1:
             self.moves.add(node)
             self._set(node, inputs, first, first)
         else:
@@ -175,11 +175,11 @@ class _CastPass:
                 self._set(node, inputs, _HALF, _HALF)
             elif rule in ("float", "banned", "outside guard", "black value"):
                 self._set(node, inputs, _FLOAT, _FLOAT)
-            elif name in FOLLOWS_FIRST:
+            elif row_of(name).reads == "first":
                 self._set(node, inputs, first, _ANY)
             else:
                 widest = _FLOAT if _FLOAT in {self.label[source] for source in inputs} else _HALF
-                self._set(node, inputs, widest, _ANY if name in SELF_PROMOTING else widest)
+                self._set(node, inputs, widest, _ANY if row_of(name).reads == "any" else widest)
 
     def _rule(self, node: fx.Node, name: str) -> str:
         if node.name in self.black_values:

@@ -12,7 +12,7 @@ from torch import fx
 
 from ..casting.emulation import Emulate, emulated_kinds, narrow, widen
 from ..casting.operands import MIN_ELEMENTS, run_node
-from ..core.oplists.tables import CLASS_OF
+from ..core.oplists.tables import row_of
 from ..core.torch_compat import OpOverload, schema_of
 
 __all__ = ["emulate_products", "op_name"]
@@ -46,8 +46,8 @@ def emulate_products(
     """
     in_fp32: dict[fx.Node, fx.Node] = {}
     for node in halves:
-        kind, device = CLASS_OF.get(op_name(node)), _device(node)
-        if node.op != "call_function" or kind is None or device is None:
+        kind, device = row_of(op_name(node)).kind, _device(node)
+        if node.op != "call_function" or not kind or device is None:
             continue
         if (device, half, kind) not in emulated_kinds((device,), half, emulate):
             continue

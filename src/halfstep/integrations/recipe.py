@@ -20,12 +20,12 @@ from .. import amp
 from ..core.checks import check_kind
 from ..core.dtypes import default_half, is_half, parse_half
 from ..core.errors import ArgumentValueError, UsageError
-from ..core.oplists.tables import FLOAT
+from ..core.oplists.tables import OPS
 from ..core.policy import Policy
 
 __all__ = ["LOSSES", "Recipe"]
 
-LOSSES = frozenset(name for name, kind in FLOAT.items() if kind == "loss")
+LOSSES = frozenset(op.name for op in OPS.values() if op.reason == "loss")
 """Ops that a step computes in fp32 at O2, because trainers have losses in steps and not behind the model."""
 
 

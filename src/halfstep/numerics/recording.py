@@ -10,7 +10,7 @@ from torch import nn
 
 from ..casting.scope import active_casting
 from ..core.oplists.names import spellings
-from ..core.oplists.tables import FLOAT, words
+from ..core.oplists.tables import row_of, words
 from ..observe.names import OUTSIDE, canonical
 from ..observe.ops import OpCall, tensors_in
 from ..observe.reading import Reading
@@ -161,7 +161,7 @@ def _should_be_wide(op: str, running: Callable[..., Any] | None) -> bool:
     """
     name = spellings().get(running, ("", False))[0] if running is not None else ""
     name, casting = name or canonical(op), active_casting()
-    return FLOAT.get(name) == "loss" if casting is None else casting.lists.rule_of(name) in ("float", "banned")
+    return row_of(name).reason == "loss" if casting is None else casting.lists.rule_of(name) in ("float", "banned")
 
 
 def _floating(values: Any) -> Iterator[torch.Tensor]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .names import resolve
-from .op_lists import RULES, OpLists, native_rule
-from .tables import LISTED
+from .op_lists import RULES, OpLists
+from .tables import OPS
 
 __all__ = ["Entry", "entries"]
 
@@ -39,8 +39,7 @@ def entries(ops: Iterable[object] = (), *, lists: OpLists | None = None, device:
     ops, chosen = list(ops), lists or OpLists.default()
     names = [name for op in ops for name in resolve(op)]
     if not ops:
-        names = sorted(
-            name for name in LISTED.union(chosen.white, chosen.black, chosen.free) if not name.startswith("_")
-        )
-    found = [Entry(name, chosen.rule_of(name), chosen.reason(name), native_rule(name, device)) for name in names]
+        listed = {op.name for op in OPS.values() if op.list != "free"}
+        names = sorted(name for name in listed.union(chosen.white, chosen.black, chosen.free) if name[0] != "_")
+    found = [Entry(op.name, op.list, op.reason, op.native(device)) for op in map(chosen.row, names)]
     return found if ops else sorted(found, key=lambda entry: list(RULES).index(entry.rule))

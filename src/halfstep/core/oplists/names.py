@@ -14,12 +14,14 @@ from torch.overrides import get_overridable_functions
 
 from ..errors import ArgumentTypeError, ArgumentValueError
 from ..torch_compat import C_NAMESPACES, FunctionSchema, OpOverload, OpOverloadPacket, all_op_names, schemas_of_op
-from .tables import KEEPS_DTYPE, LISTED, OF_TORCHVISION, PADDLE_KERNELS, PADDLE_NAMES, pairs, words
+from .tables import OF_TORCHVISION, OPS, paddle, pairs, row_of, words
 
 __all__ = ["Spelling", "computes", "dispatcher_spellings", "known_names", "resolve", "spellings"]
 
 Spelling = tuple[str, bool]
 """The canonical name that a callable computes, and whether it writes into its first argument."""
+
+_LISTED = frozenset(op.name for op in OPS.values() if op.list != "free")
 
 _OPERATORS = {
     **{f"__{name}__": name for name in ("add", "sub", "mul", "matmul", "pow", "eq", "ne", "ge", "gt", "le", "lt")},
@@ -72,7 +74,7 @@ def _composites() -> frozenset[str]:
 @functools.cache
 def known_names() -> frozenset[str]:
     """Every canonical name that an op list may hold."""
-    return frozenset(name for name in _aten() | _composites() | LISTED if not name.endswith(("_", "_backward")))
+    return frozenset(name for name in _aten() | _composites() | _LISTED if not name.endswith(("_", "_backward")))
 
 
 def _canonical(name: str) -> Spelling | None:
@@ -143,17 +145,15 @@ def resolve(op: object) -> tuple[str, ...]:
         spelling = _canonical(name)
         if spelling is not None:
             return (spelling[0],)
-        if name in PADDLE_NAMES:
-            return PADDLE_NAMES[name]
-        if name in PADDLE_KERNELS:
-            return (PADDLE_KERNELS[name],)
+        if name in paddle():
+            return paddle()[name]
         if name in OF_TORCHVISION:
             theirs = OF_TORCHVISION[name]
             raise ArgumentValueError(
                 f"{op!r} is no op of torch, but of torchvision. Take it off the list and use "
                 f"amp.register_float_function(torchvision.ops, {theirs!r}) or amp.register_half_function."
             )
-        names = known_names() | PADDLE_NAMES.keys() | PADDLE_KERNELS.keys()
+        names = known_names() | paddle().keys()
         nearest = difflib.get_close_matches(name.lower(), sorted(n for n in names if n[0] != "_"), n=3, cutoff=0.5)
         hint = f" Did you mean {', '.join(map(repr, nearest))}?" if nearest else ""
         raise ArgumentValueError(
@@ -183,9 +183,9 @@ _TENSORS = ("Tensor", "Tensor[]")
 @functools.cache
 def computes(name: str) -> bool:
     """Whether an op computes new values from its inputs. Views, factories and conversions do not."""
-    if name in LISTED:
+    if name in _LISTED:
         return True
-    if name in KEEPS_DTYPE or name not in known_names() or name.startswith(_INTERNAL_PREFIXES):
+    if row_of(name).result == "given" or name not in known_names() or name.startswith(_INTERNAL_PREFIXES):
         return False
     schemas = schemas_of_op(f"aten::{name}")
     pure = [s for s in schemas if not any(a.is_out for a in s.arguments)]

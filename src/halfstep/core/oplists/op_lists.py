@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from ..checks import check_flag
 from ..errors import ArgumentTypeError, ArgumentValueError
 from .names import computes, known_names, resolve
-from .tables import BANNED, CORE_HALF, EXTRA_FLOAT, FLOAT, HALF, NATIVE, PROMOTE, SEQUENCE
+from .tables import Op, row_of
 
-__all__ = ["LIST_LEVELS", "RULES", "OpLists", "native_rule"]
+__all__ = ["LIST_LEVELS", "RULES", "OpLists"]
 
 RULES = {
     "half": "its floating inputs are cast to the 16-bit dtype",
@@ -31,6 +31,8 @@ LIST_LEVELS = {
     "native": "what torch.autocast does by itself, which is not the same on the CPU and on CUDA",
 }
 
+
+_ALSO_AT_O2 = ("interpolation", "accumulation")
 
 _TEXT = re.compile(r"(?P<level>\w+)(?P<fixed>!promote)?(?P<moved>([+~-][\w.]+)*)")
 
@@ -135,39 +137,36 @@ class OpLists:
 
     def rule_of(self, name: str) -> str:
         """The rule for a canonical name."""
-        if self.level == "native":
-            return "free"
-        if name in self.white:
-            return "half"
-        if name in self.black:
-            return "float"
-        if name in self.free:
-            return "free"
-        if self.level == "OD":
-            return "half" if name in CORE_HALF else "float" if computes(name) else "free"
-        if name in HALF:
-            return "half"
-        if name in (FLOAT if self.level == "O1" else EXTRA_FLOAT):
-            return "float"
-        if name in BANNED:
-            return "banned" if self.level == "O1" else "float"
-        if not self.promote:
-            return "half" if computes(name) else "free"
-        if name in SEQUENCE:
-            return "sequence-promote"
-        # At O2 a loss function may be given the 16-bit output of a model and fp32 labels.
-        return "promote" if name in PROMOTE or FLOAT.get(name) == "loss" else "free"
+        return self.row(name).list
 
     def reason(self, name: str) -> str:
         """Why an op is on its list, in a word; empty for an op on none."""
-        if name in self.white or name in self.black or name in self.free:
-            return "custom"
-        rule = self.rule_of(name)
-        if rule == "float":
-            return FLOAT.get(name, "default" if self.level == "OD" else "loss")
-        if rule == "half":
-            return "matrix-unit" if name in CORE_HALF else "fast" if name in HALF else "default"
-        return {"banned": "overflow"}.get(rule, "")
+        return self.row(name).reason
+
+    def row(self, name: str) -> Op:
+        """The row of an op as these lists have it: ``list`` is its rule, and ``reason`` says why."""
+        op = row_of(name)
+        rule, reason = self._listed(op)
+        return op._replace(list=rule, reason=reason)
+
+    def _listed(self, op: Op) -> tuple[str, str]:
+        if self.level == "native":
+            return "free", ""
+        for moved, rule in (self.white, "half"), (self.black, "float"), (self.free, "free"):
+            if op.name in moved:
+                return rule, "custom"
+        if self.level == "OD" and op.reason != "matrix-unit":
+            reason = op.reason if op.list == "float" else "default"
+            return ("float", reason) if computes(op.name) else ("free", "")
+        if op.list == "half" or (self.level == "O1" and op.list in ("float", "banned")) or op.reason in _ALSO_AT_O2:
+            return op.list, op.reason
+        if op.list == "banned":
+            return "float", "loss"
+        if not self.promote:
+            return ("half", "default") if computes(op.name) else ("free", "")
+        # At O2 a loss function may be given the 16-bit output of a model and fp32 labels.
+        rule = "promote" if op.reason == "loss" else "free" if op.list == "float" else op.list
+        return rule, ""
 
     def replace(self, **changes: object) -> OpLists:
         """A copy with some attributes changed."""
@@ -198,11 +197,6 @@ class OpLists:
         moved = re.findall(r"([+~-])([\w.]+)", match["moved"])
         white, black, free = ([op for sign, op in moved if sign == which] for which in "+-~")
         return cls.custom(white, black, free=free, level=match["level"], use_promote=match["fixed"] is None)
-
-
-def native_rule(name: str, device: str) -> str:
-    """The rule that ``torch.autocast`` has for a canonical name on a type of device; "free" if none."""
-    return next((rule for rule, names in NATIVE.get(device, {}).items() if name in names), "free")
 
 
 def _names(which: str, ops: Iterable[object] | None) -> tuple[str, ...]:
