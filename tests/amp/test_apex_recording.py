@@ -286,12 +286,7 @@ def test_clip(key: str) -> None:
     max_norm, norm_type = (float(part.split("=")[1]) for part in arguments.split(","))
     model = net()
     model, optim = amp.initialize(
-        model,
-        optimizer("sgd", model.parameters()),
-        opt_level=level,
-        dtype=torch.float16,
-        loss_scale=128.0,
-        verbosity=0,
+        model, optimizer("sgd", model.parameters()), opt_level=level, dtype=torch.float16, loss_scale=128.0, verbosity=0
     )
     loose = 2e-2 if level == "O3" else 1e-3
     for t, recorded in enumerate(case["steps"]):

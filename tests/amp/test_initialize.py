@@ -216,11 +216,7 @@ def test_wrapped_for_parallel_training_is_refused(tmp_path: Any) -> None:
             ArgumentValueError,
             "cast_model_outputs='bla' is not a floating format; use one of bfloat16, float16, float32, float64",
         ),
-        (
-            {"cast_model_outputs": torch.int32},
-            ArgumentValueError,
-            "cast_model_outputs=torch.int32 .* bfloat16",
-        ),
+        ({"cast_model_outputs": torch.int32}, ArgumentValueError, "cast_model_outputs=torch.int32 .* bfloat16"),
         ({"cast_model_outputs": True}, ArgumentTypeError, "cast_model_outputs must be .*, not True"),
     ],
 )
@@ -393,11 +389,7 @@ O1, O2 = Policy.from_level("O1"), Policy.from_level("O2")
         ),
         (Policy(compute_dtype=torch.float16), UsageError, "without op_lists .*compute_dtype=float16.*param_dtype=None"),
         (Policy(torch.float32, torch.float64), UsageError, "without op_lists .*param_dtype=float32"),
-        (
-            Policy(output_dtype=torch.int32),
-            ArgumentValueError,
-            "output_dtype of the policy=torch.int32 is not",
-        ),
+        (Policy(output_dtype=torch.int32), ArgumentValueError, "output_dtype of the policy=torch.int32 is not"),
         (Policy(param_dtype="float16"), ArgumentTypeError, "param_dtype of the policy must be .*, not 'float16'"),
         (O2.replace(master_weights=1), ArgumentTypeError, "master_weights of the policy must be True or False, not 1"),
         (O1.replace(op_lists="O1"), ArgumentTypeError, r"op_lists of the policy must be a halfstep\.OpLists .*'O1'"),
@@ -516,10 +508,7 @@ def test_scale_loss_arguments(level: str) -> None:
 def test_state_dict_round_trip(level: str, half: torch.dtype) -> None:
     start(level, half, loss_scale="dynamic", num_losses=2)
     assert list(amp.state_dict()) == ["loss_scaler0", "loss_scaler1"]
-    changed = {
-        "loss_scaler0": {"loss_scale": 8.0, "unskipped": 5},
-        "loss_scaler1": {"loss_scale": 2.0, "unskipped": 1},
-    }
+    changed = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 5}, "loss_scaler1": {"loss_scale": 2.0, "unskipped": 1}}
     amp.load_state_dict(changed)
     assert amp.state_dict() == changed
     for bad in ({"foo": 1}, {**changed, "foo": {}}, {"loss_scaler0": {"loss_scale": 4.0}}):

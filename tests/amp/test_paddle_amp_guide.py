@@ -193,17 +193,8 @@ def test_high_level_api(capsys: pytest.CaptureFixture[str]) -> None:
     net = nn.Sequential(nn.Flatten(1), nn.Linear(64, 200), nn.Tanh(), nn.Linear(200, 10))
     model = halfstep.Model(net)
     optim = torch.optim.SGD(lr=1e-3, params=model.parameters())
-    amp_configs = {
-        "level": "O1",
-        "custom_white_list": {"conv2d"},
-        "use_dynamic_loss_scaling": True,
-    }
-    model.prepare(
-        optim,
-        torch.nn.CrossEntropyLoss(),
-        halfstep.metrics.Accuracy(),
-        amp_configs=amp_configs,
-    )
+    amp_configs = {"level": "O1", "custom_white_list": {"conv2d"}, "use_dynamic_loss_scaling": True}
+    model.prepare(optim, torch.nn.CrossEntropyLoss(), halfstep.metrics.Accuracy(), amp_configs=amp_configs)
     data = Digits(mode="train", transform=lambda image: (image - 127.5) / 127.5)
     before = model.evaluate(data, batch_size=512, verbose=0)
     model.fit(data, epochs=2, batch_size=32, verbose=1)

@@ -183,11 +183,7 @@ def begin(model: Any, optimizer: Any, half: torch.dtype | None, face: str, level
 
 
 def start(
-    half: torch.dtype | None,
-    face: str = "initialize",
-    level: str = "O2",
-    device: str = "cpu",
-    emulate: Any = False,
+    half: torch.dtype | None, face: str = "initialize", level: str = "O2", device: str = "cpu", emulate: Any = False
 ) -> nn.Module:
     model = nn.Linear(2, 2, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

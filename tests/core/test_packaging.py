@@ -20,15 +20,7 @@ import halfstep
 
 ROOT = Path(__file__).resolve().parents[2]
 
-UNWANTED = (
-    "click",
-    "rich",
-    "sklearn",
-    "torch._dynamo",
-    "torch._inductor",
-    "transformers",
-    "triton",
-)
+UNWANTED = ("click", "rich", "sklearn", "torch._dynamo", "torch._inductor", "transformers", "triton")
 
 PUBLIC_MODULES = sorted(
     module.name

@@ -496,11 +496,7 @@ def test_a_layer_with_inf_is_named_and_nothing_stays_on() -> None:
 
 @pytest.mark.parametrize(
     ("fact", "args", "kwargs"),
-    [
-        ("no arguments", (), {}),
-        ("keyword argument only", (), {"x": torch.ones(2, 2)}),
-        ("list first", ([1.0],), {}),
-    ],
+    [("no arguments", (), {}), ("keyword argument only", (), {"x": torch.ones(2, 2)}), ("list first", ([1.0],), {})],
 )
 def test_what_a_checked_layer_must_be_given(fact: str, args: Any, kwargs: Any) -> None:
     with pytest.raises(HalfstepError, match=re.escape(FACTS[f"check_layer_numerics, {fact}"]["message"])):

@@ -280,13 +280,7 @@ def test_carried_gradients_of_a_pass_without_scale_stay_as_they_are() -> None:
 
 @in_both_halves
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("dense", "dense"),
-        ("dense", "sparse"),
-        ("sparse", "sparse"),
-        ("sparse", "dense"),
-    ],
+    ("first", "second"), [("dense", "dense"), ("dense", "sparse"), ("sparse", "sparse"), ("sparse", "dense")]
 )
 def test_sparse_and_dense_gradients_add_up(first: str, second: str, half: torch.dtype) -> None:
     kinds = {

@@ -48,12 +48,7 @@ def prepared(configs: Any, lr: float = 0.1) -> halfstep.Model:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_digits(level: str, dtype: str) -> None:
-    configs = {
-        "level": level,
-        "dtype": dtype,
-        "custom_white_list": {"conv2d"},
-        "use_dynamic_loss_scaling": True,
-    }
+    configs = {"level": level, "dtype": dtype, "custom_white_list": {"conv2d"}, "use_dynamic_loss_scaling": True}
     model = prepared(configs)
     model.fit(digits(), epochs=2, batch_size=32, verbose=0)
     found = model.evaluate(digits(), batch_size=64, verbose=0)

@@ -236,6 +236,7 @@ def test_a_parameter_that_left_keeps_its_gradient() -> None:
     other = optimizers.FusedAdam([left])
     other.attach(model)
     optim.step()
+    other.zero_grad()
     loss_of(model, batches(1)[0]).backward()
     assert all(p.grad is None for p in model.parameters())
     assert [optim.state[left]["step"], other.state[left]["step"]] == [1, 1]
@@ -395,6 +396,27 @@ def test_a_grad_scaler_hears_of_overflows(name: str, tiny_buckets: None) -> None
     assert optim.state[model[0].weight]["step"] == 0  # type: ignore[index]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_block_of_another_optimizer_leaves_the_overflow_to_the_scaler(fails: bool) -> None:
+    models = [network(), nn.Linear(6, 3)]
+    optims = [optimizers.FusedAdam(model.parameters(), lr=0.1) for model in models]
+    (model, other), (optim, beside) = amp.initialize(models, optims, opt_level="O2", dtype=FP16, verbosity=0)
+    scaler = SCALERS["halfstep"]()
+    optim.attach(model, scaler=scaler)
+    grow_first_gradient(model, math.inf)
+    scaler.scale(loss_of(model, batches(1)[0])).backward()
+    with (
+        pytest.raises(KeyError) if fails else nullcontext(),
+        amp.scale_loss(loss_of(other, batches(1)[0]), beside) as loss,
+    ):
+        loss.backward()
+        if fails:
+            raise KeyError
+    assert not scaler.step(optim)
+    scaler.update()
+    assert scaler.get_scale() == 32.0
+
+
 @pytest.mark.parametrize("name", ["halfstep", "torch"])
 def test_a_scaler_that_attach_does_not_know_is_refused(name: str) -> None:
     scaler = SCALERS[name]()
@@ -503,6 +525,22 @@ def test_a_block_over_gradients_of_an_earlier_pass_is_refused() -> None:
     with amp.scale_loss(loss_of(model, batches(1)[0]), optim) as loss:
         loss.backward()
     assert all(state["step"] == 2 for state in optim.state.values())
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_plain_pass_over_gradients_from_before_is_refused(cleared: bool) -> None:
+    model, optim = make("Adam")
+    loss_of(model, batches(1)[0]).backward()
+    optim.attach(model)
+    if cleared:
+        model.zero_grad()
+    with (
+        nullcontext()
+        if cleared
+        else pytest.raises(UsageError, match=r"before attach\(\), call optimizer.zero_grad\(\)")
+    ):
+        loss_of(model, batches(1)[0]).backward()
+    assert bool(optim.state) == cleared
 
 
 def test_a_parameter_without_a_hook_steps_in_step_once() -> None:

@@ -175,15 +175,7 @@ def odd_pairs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Every pair of an odd master with an odd weight, and masters of any bits with their own weights and others."""
     info = torch.finfo(dtype)
     some = [0.0, 1.0, 1.0 + info.eps / 2, 1.0 + 3 * info.eps / 2, info.max, info.max * (1 + info.eps / 4), torch.inf]
-    some += [
-        info.tiny,
-        info.tiny / 2,
-        info.tiny * info.eps,
-        info.tiny * info.eps / 2,
-        torch.nan,
-        3e38,
-        1e-45,
-    ]
+    some += [info.tiny, info.tiny / 2, info.tiny * info.eps, info.tiny * info.eps / 2, torch.nan, 3e38, 1e-45]
     masters = torch.tensor([sign * x for x in some for sign in (1.0, -1.0)])
     pairs = torch.cartesian_prod(masters, masters)
     generator = torch.Generator().manual_seed(0)

@@ -262,3 +262,24 @@ def test_the_wrapper_that_was_attached_is_asked_and_not_the_optimizer_in_it(wrap
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     with pytest.raises(UsageError, match=r"has been through amp\.initialize"):
         amp.initialize(nn.Linear(8, 8), optimizer, opt_level="O2", verbosity=0)
+
+
+class Counting(torch.optim.SGD):
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super(type(self), self).step(closure)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_step_that_calls_the_one_above_its_own_type_does_not_call_itself(level: str) -> None:
+    model: Any = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    model, optimizer = amp.initialize(model, Counting(model.parameters(), lr=0.5), opt_level=level, verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert optimizer.calls == 1
+    assert torch.equal(next(iter(amp.master_params(optimizer))), before - 0.5)

@@ -180,11 +180,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "loss_fn must return a floating tensor",
     ),
-    "integers": (
-        lambda: TrainStep(*_with(lambda o, y: o.sum().long()))(X, X),
-        TypeError,
-        "as loss, not int64",
-    ),
+    "integers": (lambda: TrainStep(*_with(lambda o, y: o.sum().long()))(X, X), TypeError, "as loss, not int64"),
     "no number": (
         lambda: TrainStep(*_with(lambda o, y: o - y))(X, X),
         ValueError,

@@ -72,6 +72,12 @@ def other_loss(w: World) -> None:
         w.loss.backward()
 
 
+def fp32_hook(w: World) -> None:
+    with w.model[2].register_full_backward_pre_hook(lambda _, grads: (grads[0].float(),)):
+        with amp.scale_loss(w.model[2](w.x.half().requires_grad_()).sum(), w.optimizer) as loss:
+            loss.backward()
+
+
 def nested(w: World) -> None:
     with amp.scale_loss(w.loss, w.optimizer), amp.scale_loss(w.loss, w.optimizer):
         pass

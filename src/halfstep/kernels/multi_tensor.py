@@ -274,12 +274,7 @@ def scale(sources: Tensors, targets: Tensors, factor: Number, found_inf: torch.T
 
 
 def axpby(
-    a: Number,
-    xs: Tensors,
-    b: Number,
-    ys: Tensors,
-    targets: Tensors,
-    found_inf: torch.Tensor | None = None,
+    a: Number, xs: Tensors, b: Number, ys: Tensors, targets: Tensors, found_inf: torch.Tensor | None = None
 ) -> None:
     """``target = a x + b y`` for each triple; see ``scale``."""
     run(axpby_kernel, {"a": a, "b": b}, found_inf, x=xs, y=ys, target=targets)

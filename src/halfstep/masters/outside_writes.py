@@ -59,10 +59,7 @@ class OutsideWrites:
 
 
 def _table(weights: list[torch.Tensor], masters: list[torch.Tensor]) -> tuple[list[torch.Tensor], TensorTable]:
-    columns = {
-        "master": (dense(torch.float32), (masters,)),
-        "weight": (plain(weights[0].dtype), (masters, weights)),
-    }
+    columns = {"master": (dense(torch.float32), (masters,)), "weight": (plain(weights[0].dtype), (masters, weights))}
     return masters, TensorTable(columns)
 
 

@@ -100,6 +100,8 @@ class GradientRelease:
             raise UsageError(f"This {type(optimizer).__name__} is attached already; remove() that first.")
         check(optimizer, model, _is_released)
         optimizer.release = self
+        # A plain pass adds to gradients from before, unless they are cleared. Then they are gone or not the same.
+        self._left = {id(p): weakref.ref(p.grad) for p in model.parameters() if p.grad is not None}
         self._watch()
 
     def begin_step(self, closure: Any, scaler: object) -> None:
@@ -134,6 +136,7 @@ class GradientRelease:
         self._stepped: set[int] = set()
         self._found: torch.Tensor | None = None  # 1.0 once a gradient of this pass was inf or NaN
         self._earlier: set[int] = set()  # had a gradient when the block was opened
+        self._left: dict[int, Callable[[], Any]] = {}  # the gradients from before the release
 
     # ---- what a face calls
 
@@ -147,12 +150,15 @@ class GradientRelease:
     ) -> None:
         """Note that a ``scale_loss`` block is opened.
 
+        Beside a ``GradScaler`` it is a block of other optimizers, and what the scaler is to hear stays.
+
         Args:
             params: those of the optimizer, with the gradients from before the block.
             scale: by what the gradients of the pass are to be divided; None if they are not scaled.
             guard: called before a gradient is used; raises an error if it must not be.
         """
-        self._scale, self._guard, self._before, self._found = scale, guard, len(self._stepped), None
+        self._scale, self._guard, self._before = scale, guard, len(self._stepped)
+        self._found = None if self.scaler is None else self._found  # a scaler's ends with the step
         self._earlier = {id(param) for param in params if param.grad is not None}
 
     def finish(self, found_inf: torch.Tensor) -> bool:
@@ -163,7 +169,8 @@ class GradientRelease:
 
     def abandon(self) -> None:
         """The pass in the block failed. What has stepped has stepped."""
-        self._scale = self._guard = self._found = None
+        self._scale = self._guard = None
+        self._found = None if self.scaler is None else self._found  # a scaler's ends with the step
         self._waiting, self._bytes = {}, 0
 
     def add_overflow(self, found_inf: torch.Tensor) -> None:
@@ -233,7 +240,8 @@ class GradientRelease:
             self._guard()
         if REDUCTIONS:
             refuse_ranks([param])
-        if id(param) in self._stepped or id(param) in self._earlier:
+        added = id(param) in self._left and self._left[id(param)]() is param.grad
+        if id(param) in self._stepped or id(param) in self._earlier or added:
             refuse_second(param)
         refuse_gradient(param)
         self._waiting[id(param)] = param

@@ -117,6 +117,6 @@ def refuse_second(param: torch.Tensor) -> None:
     raise UsageError(
         f"A second gradient came to a parameter of shape {tuple(param.shape)} before optimizer.step(), and with "
         "gradient release each step has one backward pass. Call step() after each pass; to accumulate, end the release "
-        "with remove(). After a pass that failed, call optimizer.zero_grad(). A parameter in two checkpoints with "
-        "use_reentrant=True gets two gradients in one pass: use False."
+        "with remove(). After a pass that failed, and over gradients from before attach(), call optimizer.zero_grad(). "
+        "A parameter in two checkpoints with use_reentrant=True gets two gradients in one pass: use False."
     )

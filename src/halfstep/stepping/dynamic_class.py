@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,12 @@ class _Attached(Mixin):
     @eager
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """One step, unless a scaled backward pass overflowed."""
+        frame = sys._getframe(1)
+        # A user's step that calls super(type(self), self).step() comes here, and means the class above its own.
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is self:
+            for cls in base_of(self).__mro__:
+                if getattr(inspect.unwrap(vars(cls).get("step")), "__code__", None) is frame.f_code:  # type: ignore[arg-type]
+                    return super(cls, self).step(*([] if closure is None else [closure]), *args, **kwargs)  # type: ignore[misc]
         self._opt_called = True  # for schedulers, which warn of a forgotten step
         return self._amp_stash.step(closure, *args, **kwargs)
 

@@ -57,7 +57,7 @@ class ScaledBackward:
     Raises:
         ArgumentTypeError: if the loss is no floating tensor.
         UsageError: from the block, if it was left with gradients that did not come through the scaled loss; they are
-            dropped.
+            dropped. Or if a hook of the user changed the dtype of a gradient.
         LossScaleCollapsed: from the block, if the scale has been at its floor for too many overflows in a row.
     """
 
@@ -126,6 +126,11 @@ class ScaledBackward:
                 self._close()
             else:
                 self._abandon()
+                if isinstance(error, RuntimeError) and "has changed the type of value" in str(error):
+                    raise UsageError(
+                        "A backward hook returned a gradient in another dtype than it was given, and torch refuses it. "
+                        "At O2 and O3 gradients of activations are 16-bit: return each with .to() in the dtype given."
+                    ) from error
         except BaseException:
             self._abandon()
             raise

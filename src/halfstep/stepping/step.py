@@ -79,13 +79,7 @@ class Stepping:
         latest = self._latest
         return latest != 0 if isinstance(latest, torch.Tensor) else torch.tensor(latest, dtype=torch.bool, device="cpu")
 
-    def take(
-        self,
-        closure: Callable[[], Any] | None,
-        args: Any,
-        kwargs: Any,
-        plain: PlainMasters | None = None,
-    ) -> Any:
+    def take(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any, plain: PlainMasters | None = None) -> Any:
         """Take the step.
 
         Args:

@@ -263,12 +263,7 @@ def _indent(lines: list[str]) -> str:
 
 
 def _lines(
-    i: int,
-    op: str,
-    args: tuple[int | float | str, ...],
-    storages: dict[str, Storage],
-    names: tuple[str, ...],
-    acc: str,
+    i: int, op: str, args: tuple[int | float | str, ...], storages: dict[str, Storage], names: tuple[str, ...], acc: str
 ) -> list[str]:
     if op == "load":
         return _loads(i, str(args[0]), storages[str(args[0])], acc)
