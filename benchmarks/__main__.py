@@ -26,6 +26,7 @@ BENCHMARKS = {
     "check": "halfstep.check on a model of many small tensors, and what halfstep.watch adds to a step",
     "trainers": "a step in Lightning Fabric, with its own autocast and with halfstep's levels, and in a plain loop",
     "walks": "the files and functions of halfstep that one batch calls, for seven usual loops",
+    "objects": "the kinds of objects of halfstep behind one attached optimizer, and their fields",
     "host_time": "Python time of a step by the number of tensors: torch.optim.AdamW(fused=True) and FusedAdam",
     "triton_offline": "the Triton kernels compiled for GPUs that are not here: bytes, access widths, registers, spills",
     "gpu_check": "the GPU tests and the benchmarks on CUDA, within 8 minutes, as JSON under $OUT",

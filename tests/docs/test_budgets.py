@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.objects import attached_kinds
 from benchmarks.walks import WALKS, Walk
 from halfstep.kernels.launch import backend_for
 from tools.code_lines import by_room
@@ -40,6 +41,7 @@ GROUPS = {  # rooms, of which each change may take lines from one to another
 }
 CODE_LINES_OF_GROUPS = {"engine and amp": 11_025, "compat": 4_442, "observers": 4_255}
 ALL_CODE_LINES = 23_172
+KINDS_AND_FIELDS = (15, 112)  # of the objects behind one attached optimizer
 ALL_TEST_LINES = 42_387
 
 
@@ -80,6 +82,14 @@ def found() -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_walk_is_within_its_budget(name: str, found: dict[str, list[int]]) -> None:
     message = above_walk(name, found[name], BUDGETS[name])
+    assert not message, message
+
+
+def test_the_objects_of_an_optimizer_are_within_their_budget() -> None:
+    kinds = attached_kinds()
+    found = len(kinds), sum(map(len, kinds.values()))
+    advice = "See which in `python -m benchmarks objects`."
+    message = above("An attached optimizer", found, KINDS_AND_FIELDS, ("kinds of objects", "fields"), advice)
     assert not message, message
 
 

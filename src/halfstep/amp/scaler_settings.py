@@ -263,7 +263,9 @@ class ScalerSettings(torch.amp.GradScaler):
         scale = _entry(state_dict, "scale")
         there = {"decr_every_n_nan_or_inf": self._scaler.settings.backoff_interval or 0, **state_dict}
         found = {field: _entry(there, *names) for field, names in _NAMES.items()}
-        intervals = {field: int(found[field]) or None for field in ("growth_interval", "backoff_interval")}
+        intervals: dict[str, Any] = {
+            field: int(found[field]) or None for field in ("growth_interval", "backoff_interval")
+        }
         settings = replace(self._scaler.settings, init_scale=scale, **(found | intervals))
         good = int(_entry(state_dict, "incr_count", "_growth_tracker"))
         bad = int(as_number("decr_count", state_dict.get("decr_count", 0)))

@@ -16,7 +16,7 @@ __all__ = ["ForwardingOptimizer", "forwarded"]
 def forwarded(path: str, doc: str | None = None) -> Any:
     """A property that is an attribute of an attribute, by a path such as ``optimizer.state``."""
     owner, _, name = path.rpartition(".")
-    find = attrgetter(owner) if owner else lambda self: self
+    find: Callable[[Any], Any] = attrgetter(owner) if owner else lambda self: self
     return property(attrgetter(path), lambda self, value: setattr(find(self), name, value), doc=doc)
 
 

@@ -72,7 +72,7 @@ class _Fused(nn.Module):
 class _Mixed(_Fused):
     """The constructor of the layers whose output has the dtype of their parameters."""
 
-    weight: torch.Tensor
+    weight: nn.Parameter
 
     def __init__(
         self,
