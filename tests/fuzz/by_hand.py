@@ -137,8 +137,10 @@ class ByHand:
         adds_up = HAS_GRAD_DTYPE and (neutral or delay or self.delayed_scale is not None)
         for p, _ in kept:
             p.grad = None
-            if adds_up:
-                p.grad_dtype = self.masters.get(p, p).dtype
+            owner = self.masters.get(p, p)
+            # The uses of a shared weight add up in the dtype of the gradient that they are added to.
+            if adds_up or (HAS_GRAD_DTYPE and self.in_place and owner.grad is not None):
+                p.grad_dtype = owner.dtype
         (loss * scale).backward()
         for p, before in kept:
             new, p.grad = p.grad, None

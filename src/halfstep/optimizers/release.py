@@ -101,7 +101,7 @@ class GradientRelease:
         check(optimizer, model, _is_released)
         optimizer.release = self
         # A plain pass adds to gradients from before, unless they are cleared. Then they are gone or not the same.
-        self._left = {id(p): weakref.ref(p.grad) for p in model.parameters() if p.grad is not None}
+        self._left.update((id(p), weakref.ref(p.grad)) for p in model.parameters() if p.grad is not None)
         self._watch()
 
     def begin_step(self, closure: Any, scaler: object) -> None:

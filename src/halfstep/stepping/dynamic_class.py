@@ -44,7 +44,8 @@ class _Attached(Mixin):
         if frame.f_code.co_name == "step" and frame.f_locals.get("self") is self:
             for cls in base_of(self).__mro__:
                 if getattr(inspect.unwrap(vars(cls).get("step")), "__code__", None) is frame.f_code:  # type: ignore[arg-type]
-                    return super(cls, self).step(*([] if closure is None else [closure]), *args, **kwargs)  # type: ignore[misc]
+                    above: Any = super(cls, self)
+                    return above.step(*([] if closure is None else [closure]), *args, **kwargs)
         self._opt_called = True  # for schedulers, which warn of a forgotten step
         return self._amp_stash.step(closure, *args, **kwargs)
 
