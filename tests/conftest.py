@@ -111,6 +111,14 @@ def value_in_id(val: object) -> str | None:
     return None
 
 
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def other_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
     default = request.config.getoption("--defaults")

@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -639,14 +639,6 @@ def torch_is_untouched() -> bool:
     )
 
 
-@pytest.fixture
-def without_the_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "AdamW": torch.optim.AdamW,
@@ -655,7 +647,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.usefixtures("collector_off")
 def test_outside_follows_the_latest_session_that_is_there() -> None:
     one = bring_up("O1", BF16)
     two = bring_up("O1", FP16)
@@ -672,7 +664,7 @@ def test_outside_follows_the_latest_session_that_is_there() -> None:
     assert torch_is_untouched()
 
 
-@pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.usefixtures("collector_off")
 @pytest.mark.parametrize("lists", [None, OpLists.native()], ids=["default", "native"])
 @pytest.mark.parametrize("ask", ["an op", "a scope", "a model", "a backward pass", "another thread"])
 def test_whoever_comes_next_finds_that_a_session_is_over(ask: str, lists: OpLists | None) -> None:
@@ -696,7 +688,7 @@ def test_whoever_comes_next_finds_that_a_session_is_over(ask: str, lists: OpList
     assert torch_is_untouched()
 
 
-@pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.usefixtures("collector_off")
 def test_a_thread_that_has_joined_a_session_finds_that_it_is_over() -> None:
     models, go, gone, found = [bring_up("O1", FP16)], threading.Event(), threading.Event(), []
 
@@ -717,7 +709,7 @@ def test_a_thread_that_has_joined_a_session_finds_that_it_is_over() -> None:
     assert outside() is FP32
 
 
-@pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.usefixtures("collector_off")
 def test_a_scope_or_a_checkpoint_that_a_session_began_in_goes_on_without_it() -> None:
     model = bring_up("O1", BF16)
     dtypes: list[torch.dtype] = []
@@ -737,7 +729,7 @@ def test_a_scope_or_a_checkpoint_that_a_session_began_in_goes_on_without_it() ->
     assert torch_is_untouched()
 
 
-@pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.usefixtures("collector_off")
 @pytest.mark.filterwarnings("ignore:FusedAdam")  # at O3 without masters
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -756,7 +748,7 @@ def test_models_and_optimizers_go_with_their_last_reference(level: str, optimize
     assert outside() is FP32
 
 
-@pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.usefixtures("collector_off")
 def test_a_session_lasts_as_long_as_a_copy_of_its_model() -> None:
     model = bring_up("O1", FP16)
     twin = copy.deepcopy(model)
@@ -946,7 +938,7 @@ def test_init_as_the_document_spells_it() -> None:
     handle._deactivate()
 
 
-@pytest.mark.usefixtures("without_the_collector")
+@pytest.mark.usefixtures("collector_off")
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("ask", ["an op", "a model"])
 def test_a_session_that_ends_inside_of_torchs_autocast(ask: str, older: bool) -> None:

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 from halfstep.cli import doctor
 from halfstep.cli.app import app
+from tests.core.test_hardware import has_gpus
 
 
 def run(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> str:
@@ -36,16 +37,9 @@ def row(output: str, name: str) -> list[str]:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[str, tuple[int, int]]], units: list[str]) -> None:
-    def which(device: Any = None) -> tuple[str, tuple[int, int]]:
-        return gpus[torch.device(device).index or 0]
-
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(units, True), raising=False)
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: which(device)[0])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: which(device)[1])
+    has_gpus(monkeypatch, *gpus)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(total_memory=16 * 2**30)
     )

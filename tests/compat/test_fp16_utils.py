@@ -27,6 +27,7 @@ from halfstep.fp16_utils import (
     to_python_float,
     tofp16,
 )
+from tests.gradients.test_loss_scale import PATTERNS
 from tests.support.apex_recording import assert_near, batch, golden, grid, net
 
 FACTS = golden("apex_fp16_utils")
@@ -41,15 +42,6 @@ def test_every_name_of_apex_is_there() -> None:
 
 # ---- loss scalers
 
-PATTERNS: dict[str, Callable[[int], bool]] = {
-    "all_inf": lambda i: True,
-    "alternate": lambda i: i % 2 == 1,
-    "burst": lambda i: i < 6 or i in (20, 21),
-    "every5": lambda i: i % 5 == 4,
-    "every7": lambda i: i % 7 == 3,
-    "finite": lambda i: False,
-    "sparse": lambda i: i in (0, 13, 14, 27, 39),
-}
 ARGS = {"init": "init_scale", "factor": "scale_factor", "window": "scale_window"}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -17,18 +16,11 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageErr
 from halfstep.kernels.backends import compiler as cxx
 from halfstep.multi_tensor import multi_tensor_applier
 from tests.support import optimizer_references as papers
-from tests.support.backends import skip_without_compiler
+from tests.support.backends import on_each_backend, skip_without_compiler  # noqa: F401
 from tests.support.worlds import scaled_step
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(3, 4), (), (0,), (5000,)]
-
-
-@pytest.fixture(params=["eager", "torch", "compiled"], autouse=True)
-def on(request: pytest.FixtureRequest) -> Iterator[str]:
-    skip_without_compiler(request.param == "compiled")
-    with kernels.backend(request.param):
-        yield request.param
 
 
 def some(dtype: torch.dtype = F32, seed: int = 0) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,19 +40,20 @@ def pretend_cpu(monkeypatch: pytest.MonkeyPatch) -> PretendCPU:
     return pretend
 
 
+def has_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: tuple[str, tuple[int, int]]) -> None:
+    def which(device: Any = None) -> tuple[str, tuple[int, int]]:
+        return gpus[torch.device(device).index or 0]
+
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: which(device)[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: which(device)[1])
+
+
 @pytest.fixture
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch) -> PretendGPUs:
-    def pretend(*gpus: tuple[str, tuple[int, int]]) -> None:
-        def which(device: Any = None) -> tuple[str, tuple[int, int]]:
-            return gpus[torch.device(device).index or 0]
-
-        monkeypatch.setattr(torch.version, "hip", None)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: which(device)[0])
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: which(device)[1])
-
-    return pretend
+    return functools.partial(has_gpus, monkeypatch)
 
 
 # ---- what is supported where

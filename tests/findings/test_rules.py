@@ -14,6 +14,7 @@ import halfstep
 from halfstep import Finding, amp, optimizers
 from halfstep.findings import rules_of_model
 from halfstep.findings.checking import RULES
+from tests.support.worlds import Applies
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -259,17 +260,6 @@ def test_a_norm_that_computes_in_16_bits(wide: bool, found: list[str]) -> None:
     assert codes(halfstep.check(model, batch=batch)) == found
 
 
-class ByHand(nn.Module):
-    """Computes something, in a class without a telling name."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
-
-
 def variance(x: torch.Tensor) -> torch.Tensor:
     mean = x.mean(-1, keepdim=True)
     return (x * x).mean(-1, keepdim=True) - mean * mean
@@ -307,7 +297,7 @@ NO_NORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", [*NORMS, *NO_NORMS])
 def test_a_norm_by_hand_is_found_by_what_it_computes(name: str, dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Linear(32, 32), ByHand((NORMS | NO_NORMS)[name])).to(dtype)
+    model = nn.Sequential(nn.Linear(32, 32), Applies((NORMS | NO_NORMS)[name])).to(dtype)
     found = [each for each in halfstep.check(model, batch=torch.randn(4, 32).to(dtype)) if each.code == "HS104"]
     assert [each.severity for each in found] == (["warning"] if name in NORMS else [])
     assert all(each.where.startswith("1: ") for each in found)
@@ -316,7 +306,7 @@ def test_a_norm_by_hand_is_found_by_what_it_computes(name: str, dtype: torch.dty
 @pytest.mark.parametrize("name", ["pow(2), mean, rsqrt", "x * x", "square, sum, sqrt", "** 2, ** -0.5", "in place"])
 @pytest.mark.parametrize("level", ["plain", "O1", "O2", "autocast"])
 def test_a_norm_that_returns_zeros_is_an_error(name: str, level: str) -> None:
-    model: nn.Module = nn.Sequential(nn.Linear(32, 32), ByHand(NORMS[name]))
+    model: nn.Module = nn.Sequential(nn.Linear(32, 32), Applies(NORMS[name]))
     nn.init.constant_(model[0].bias, 300.0)
     x = torch.randn(4, 32)
     if level == "plain":

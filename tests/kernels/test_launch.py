@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,17 +17,10 @@ from halfstep.kernels.expr import ElementwiseKernel, trace
 from halfstep.kernels.launch import launch
 from halfstep.kernels.storage import SPLIT, dense, join, plain, split, stochastic
 from halfstep.kernels.tensor_table import ScalarTable, TensorTable
-from tests.support.backends import skip_without_compiler
+from tests.support.backends import on_each_backend  # noqa: F401
 
 F32, F64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 SHAPES = [(3, 4), (), (0,), (70_000,), (2, 3, 5)]
-
-
-@pytest.fixture(params=["eager", "torch", "compiled"], autouse=True)
-def on(request: pytest.FixtureRequest) -> Iterator[str]:
-    skip_without_compiler(request.param == "compiled")
-    with kernels.backend(request.param):
-        yield request.param
 
 
 def _all_operations(x: Any, y: Any, out: Any, *, a: Any, b: Any) -> dict[str, Any]:

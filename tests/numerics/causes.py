@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import halfstep
 from halfstep import amp, numerics
-from tests.numerics.faults import cancellation, flushed, overflow, rounded, rounded_in_a_kernel
+from tests.numerics.faults import Small, cancellation, flushed, loss, overflow, rounded, rounded_in_a_kernel
 from tests.numerics.models import MODELS, Trial
 
 __all__ = ["CAUSES", "Case", "draw", "named"]
@@ -45,11 +44,7 @@ class Case:
     is_accuracy: bool
 
 
-class _Gone(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
-        return y.clone()
-
+class _Gone(Small):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return (grad * 2.0**-24 * 2.0**-24) * 2.0**24 * 2.0**24
@@ -72,12 +67,6 @@ def _hidden_overflow(y: torch.Tensor, half: torch.dtype, trial: Trial) -> torch.
     return next(each for each in trial.model.modules() if isinstance(each, Scale))(overflow(y, half, trial))
 
 
-def _loss_inside(y: torch.Tensor, half: torch.dtype, trial: Trial) -> torch.Tensor:
-    with amp.disable_casts():
-        trial.extra.append(F.mse_loss(y.to(half), torch.ones_like(y, dtype=half)).float())
-    return y
-
-
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -94,7 +83,7 @@ CAUSES: dict[str, list[Callable[[torch.Tensor, torch.dtype, Trial], torch.Tensor
     "cancellation": [cancellation],
     "flushed gradients": [flushed, _gone],
     "fp32 in name only": [rounded, rounded_in_a_kernel],
-    "loss in 16 bits": [_loss_inside],
+    "loss in 16 bits": [loss],
     "learning rate": [],
 }
 """The faults by their cause."""

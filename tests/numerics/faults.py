@@ -29,7 +29,7 @@ def cancellation(y: torch.Tensor, half: torch.dtype, trial: Trial) -> torch.Tens
     return (y + large) - large
 
 
-class _Small(torch.autograd.Function):
+class Small(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
         return y.clone()
@@ -41,7 +41,7 @@ class _Small(torch.autograd.Function):
 
 def flushed(y: torch.Tensor, half: torch.dtype, trial: Trial) -> torch.Tensor:
     """Gradients that are below the smallest number for a moment."""
-    return _Small.apply(y)
+    return Small.apply(y)
 
 
 @torch.library.custom_op("halfstep_test::rounding_kernel", mutates_args=())

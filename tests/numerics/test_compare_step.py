@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import halfstep
 from halfstep import Policy, amp, numerics
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.numerics import Comparison, Entry
 from tests.support.processes import Ranks
+from tests.support.worlds import Applies
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -449,22 +449,7 @@ def test_a_sharded_model_is_refused() -> None:
             numerics.compare_step(lambda: None, model, candidate="O1")
 
 
-def test_it_is_public() -> None:
-    assert halfstep.numerics.compare_step is numerics.compare_step
-
-
 # ---- a reference that is not finite itself
-
-
-class Applies(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
 
 
 def masked(x: torch.Tensor, most: int) -> torch.Tensor:

@@ -73,22 +73,22 @@ def plain_with_release(loop: Loop) -> None:
     loop.optimizer.step()
 
 
-def block_inside_torchs_scaler(loop: Loop) -> None:
-    scaler = vars(loop).setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=8.0))
+def block_inside(scaler: Any, loop: Loop) -> None:
     with amp.scale_loss(scaler.scale(loop.loss()), loop.optimizer) as scaled_loss:
         scaled_loss.backward()
     scaler.step(loop.optimizer)
     scaler.update()
     loop.optimizer.zero_grad()
+
+
+def block_inside_torchs_scaler(loop: Loop) -> None:
+    scaler = vars(loop).setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=8.0))
+    block_inside(scaler, loop)
 
 
 def block_inside_our_scaler(loop: Loop) -> None:
     scaler = vars(loop).setdefault("scaler", amp.GradScaler(init_scale=8.0))
-    with amp.scale_loss(scaler.scale(loop.loss()), loop.optimizer) as scaled_loss:
-        scaled_loss.backward()
-    scaler.step(loop.optimizer)
-    scaler.update()
-    loop.optimizer.zero_grad()
+    block_inside(scaler, loop)
 
 
 def backward_after_the_block(loop: Loop) -> None:
@@ -273,11 +273,7 @@ def torchs_scaler_alone(loop: Loop) -> None:
 
 def torchs_scaler_off(loop: Loop) -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    with amp.scale_loss(scaler.scale(loop.loss()), loop.optimizer) as scaled_loss:
-        scaled_loss.backward()
-    scaler.step(loop.optimizer)
-    scaler.update()
-    loop.optimizer.zero_grad()
+    block_inside(scaler, loop)
 
 
 def our_scaler_alone(loop: Loop) -> None:
