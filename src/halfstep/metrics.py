@@ -1,4 +1,4 @@
-"""``Accuracy`` for ``Model.prepare``, after ``paddle.metric.Accuracy``; torchmetrics counts, and adds up over ranks."""
+"""``Accuracy`` for ``Model.prepare``, after ``paddle.metric.Accuracy``; torchmetrics counts and sums over ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Accuracy:
         model.prepare(optimizer, nn.CrossEntropyLoss(), halfstep.metrics.Accuracy(topk=(1, 5)))
 
     Args:
-        topk: for each number k, how many of the highest scores count; one number, or several.
-        name: under which the value is reported, "acc" by default. With ``topk=(1, 5)`` there are two values,
+        topk: a number k, or several: a label counts if it is among the k highest scores.
+        name: the name under which the value is reported, "acc" by default. With ``topk=(1, 5)`` there are two values,
             "acc_top1" and "acc_top5".
 
     Raises:
-        UsageError: where torchmetrics is not installed.
-        ArgumentTypeError: ``topk`` is no number and no list of numbers, or ``name`` is no text.
-        ArgumentValueError: ``topk`` is empty, or has a number below 1.
+        UsageError: if torchmetrics is not installed.
+        ArgumentTypeError: if ``topk`` is neither a number nor a list of numbers, or ``name`` is not a string.
+        ArgumentValueError: if ``topk`` is empty or has a number below 1.
     """
 
     def __init__(self, topk: int | Sequence[int] = (1,), name: str | None = None) -> None:
@@ -50,7 +50,7 @@ class Accuracy:
         self._counts: list[Any] = []
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         self._counts = []
 
     def update(self, prediction: torch.Tensor, label: torch.Tensor) -> None:
@@ -62,8 +62,8 @@ class Accuracy:
                 ``prediction``.
 
         Raises:
-            ArgumentTypeError: something else than tensors.
-            ArgumentValueError: shapes that do not fit, or fewer classes than ``topk`` counts.
+            ArgumentTypeError: if an argument is not a tensor.
+            ArgumentValueError: for shapes that do not match, and for fewer classes than ``topk`` counts.
         """
         for given, what in ((prediction, "prediction"), (label, "label")):
             if not isinstance(given, torch.Tensor):
@@ -86,12 +86,12 @@ class Accuracy:
         if not self._counts:
             from torchmetrics.classification import MulticlassAccuracy
 
-            # Its checks of values would read the device in every batch.
+            # torchmetrics' checks of values would read the device in every batch.
             options = {"num_classes": classes, "average": "micro", "validate_args": False}
             self._counts = [MulticlassAccuracy(top_k=k, **options).to(prediction.device) for k in self.topk]
         for count in self._counts:
             count.update(prediction, label)
 
     def compute(self) -> dict[str, float]:
-        """The share by name, over all batches since ``reset`` and over all ranks; nothing where there were none."""
+        """Return the share by name over all batches since ``reset`` and all ranks; an empty dict if there were none."""
         return {name: count.compute().item() for name, count in zip(self.names, self._counts, strict=False)}

@@ -1,8 +1,8 @@
 """``amp.debugging`` by Paddle's names: which ops ran in which dtype, and which tensors hold inf or NaN.
 
-``halfstep.numerics`` sees more, at less cost; this is for scripts and habits that come from Paddle. What is better here
-than in Paddle 3.3.1: nothing reseeds a random generator, op lists belong to the config that they were given to,
-``debug_step`` works, an exception ends what was begun, and ``compare_accuracy`` writes HTML and CSV.
+``halfstep.numerics`` sees more at less cost; use this module to port scripts and habits from Paddle. Differences from
+Paddle 3.3.1: no call reseeds a random generator, each config keeps its own op lists, ``debug_step`` works, an exception
+ends the collection or check that it interrupts, and ``compare_accuracy`` writes HTML and CSV.
 """
 
 from .accuracy import compare_accuracy

@@ -27,7 +27,7 @@ _OF_A_RUN = ["dtype", "max_value", "min_value", "mean_value", "num_zero", "num_i
 _RATIOS = ["max_value", "min_value", "mean_value"]
 
 Cell = tuple[str, str]
-"""The text of a cell, and what stands out in it: "bad", "half", "differs" or nothing."""
+"""The text of a cell and its highlight: "bad", "half", "differs" or none."""
 
 
 def compare_accuracy(
@@ -37,24 +37,24 @@ def compare_accuracy(
     loss_scale: float = 1,
     dump_all_tensors: bool = False,
 ) -> None:
-    """Compare what two runs have logged, as ``TensorCheckerConfig(output_dir=...)`` with ``CHECK_ALL`` does.
+    """Compare the logs that two runs wrote with ``TensorCheckerConfig(output_dir=...)`` and ``CHECK_ALL``.
 
-    Two files are written: a page, and all numbers as CSV. Their names are ``output_filename`` with the suffixes ".html"
-    and ".csv"; another suffix, such as Paddle's ".xlsx", is dropped. Lines belong together that have the same op and
-    tensor and are the same occurrence of these. What only one run has is there, too.
+    Writes two files: a page, and all numbers as CSV. Their names are ``output_filename`` with the suffixes ".html" and
+    ".csv"; any other suffix, such as Paddle's ".xlsx", is dropped. Two lines are compared if they have the same op and
+    tensor and are the same occurrence of that pair. Lines that only one run has are listed as well.
 
-    Red is inf or NaN, and what the other run's dtype cannot hold; yellow a 16-bit dtype; orange a ratio that is
-    neither 1 nor the loss scale, by more than 5 %.
+    Red marks inf, NaN and numbers that the other run's dtype cannot hold; yellow marks a 16-bit dtype; orange marks a
+    ratio that differs from both 1 and the loss scale by more than 5 %.
 
     Args:
         dump_path: the folder with the logs of the fp32 run.
-        another_dump_path: that of the 16-bit run.
-        output_filename: what to write.
-        loss_scale: what the loss of the 16-bit run was multiplied by.
+        another_dump_path: the folder with the logs of the 16-bit run.
+        output_filename: the path of the files to write.
+        loss_scale: the factor by which the 16-bit run multiplied its loss.
         dump_all_tensors: must be False, as in Paddle.
 
     Raises:
-        ArgumentValueError: if a folder has no logs, or the two have none of the same name.
+        ArgumentValueError: if a folder has no logs, or no log has the same name in both folders.
     """
     if dump_all_tensors:
         raise ArgumentValueError("dump_all_tensors=True is not supported, as in Paddle; leave it out.")
@@ -90,7 +90,7 @@ def _parsed(path: Path) -> list[Checked]:
 
 
 def _matched(reference: Sequence[Checked], other: Sequence[Checked], *, scale: float) -> list[list[Cell]]:
-    """Both logs line by line, in the order of the reference; what only the other has comes where it was."""
+    """Pair the lines of both logs in the order of the reference; a line of ``other`` alone keeps its place."""
     left, right = dict(_numbered(reference)), dict(_numbered(other))
     places = {key: i for i, key in enumerate(left)}
     at, after = -1, defaultdict(list)
@@ -118,7 +118,7 @@ def _row(name: str, reference: Checked | None, other: Checked | None, scale: flo
 
 
 def _cells_of(run: Checked | None, limit: float) -> list[Cell]:
-    """The cells of one run; the largest and the smallest number are bad beyond a limit."""
+    """Format the cells of one run; the maximum and minimum are bad beyond ``limit``."""
     if run is None:
         return [("--", "")] * len(_OF_A_RUN)
     cells = [(run.dtype, "half" if run.dtype in ("fp16", "bf16") else "")]
@@ -132,7 +132,7 @@ def _cells_of(run: Checked | None, limit: float) -> list[Cell]:
 
 
 def _ratio(name: str, reference: Checked | None, other: Checked | None, scale: float) -> Cell:
-    """A number of the other run as part of the reference's. It stands out if it is neither 1 nor the loss scale."""
+    """Divide a number of the other run by the reference's; highlight a ratio that is neither 1 nor the loss scale."""
     if reference is None or other is None:
         return "--", ""
     ours, theirs = (run.numbers.get(name, math.nan) for run in (other, reference))

@@ -1,4 +1,4 @@
-"""What Paddle's checks and their logs say about one tensor: its inf, NaN, zeros, largest, smallest and mean value."""
+"""The facts that Paddle's checks and logs report of a tensor: its inf, NaN, zeros, maximum, minimum and mean."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ EXTREMES = ("max", "min", "mean")
 
 
 class DebugMode(enum.Enum):
-    """What a check prints, and whether it stops the script."""
+    """The tensors that a check prints, and whether it stops the script."""
 
     CHECK_NAN_INF_AND_ABORT = 0
     """Print tensors that hold inf or NaN, and raise an error at the first."""
     CHECK_NAN_INF = 1
     """Print tensors that hold inf or NaN."""
     CHECK_ALL_FOR_OVERFLOW = 2
-    """Print these, and fp32 tensors with numbers beyond the range of float16."""
+    """Print tensors that hold inf or NaN, and fp32 tensors with numbers beyond the range of float16."""
     CHECK_ALL = 3
     """Print all tensors."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """The numbers of one tensor, as a line of a log has them.
+    """The numbers of one tensor: one line of a log.
 
     Attributes:
         device: as Paddle writes it, "cpu" or "gpu:0".
-        op: what made the tensor.
-        tensor: its name.
-        dtype: as in "fp16".
-        numbers: "numel", "num_nan", "num_inf", "num_zero", "max", "min" and "mean". NaN do not count for the largest
-            and the smallest. A line has no counts of NaN and inf where both are 0.
+        op: the op that computed the tensor.
+        tensor: the name of the tensor.
+        dtype: a short name, such as "fp16".
+        numbers: "numel", "num_nan", "num_inf", "num_zero", "max", "min" and "mean". The maximum and minimum ignore NaN.
+            A log line leaves out the counts of NaN and inf if both are 0.
     """
 
     device: str
@@ -55,7 +55,7 @@ class Checked:
 
     @staticmethod
     def of(tensor: torch.Tensor, op: str, name: str, counts: torch.Tensor, extremes: torch.Tensor) -> Checked:
-        """What ``facts_of`` has found, on the host, in one read."""
+        """Bring the results of ``facts_of`` to the host in one read."""
         found = torch.cat([counts.double(), extremes.double()]) + 0.0  # no -0.0
         device = tensor.device.type if tensor.device.type == "cpu" else f"gpu:{tensor.device.index}"
         numbers = dict(zip((*_COUNTS, *EXTREMES), found.tolist(), strict=True))
@@ -63,7 +63,7 @@ class Checked:
 
     @staticmethod
     def in_line(text: str) -> Checked | None:
-        """The numbers in a line of a log; None if it is another line."""
+        """Parse a line of a log; None if the line reports no tensor."""
         found = _LINE.search(text)
         if found is None:
             return None
@@ -71,21 +71,21 @@ class Checked:
         return Checked(found[1], found[2], found[3], found[4], numbers)
 
     def number(self, name: str) -> float:
-        """One of the numbers; 0 if it is not there."""
+        """Return one of the numbers, or 0 if the line does not have it."""
         return self.numbers.get(name, 0)
 
     @property
     def bad(self) -> bool:
-        """Whether there is an inf or NaN."""
+        """True if the tensor has an inf or NaN."""
         return bool(self.number("num_nan") or self.number("num_inf"))
 
     @property
     def limit(self) -> float:
-        """The largest number that its dtype can hold."""
+        """The largest number that the tensor's dtype can hold."""
         return torch.finfo(next((dtype for dtype, name in _SHORT.items() if name == self.dtype), torch.float32)).max
 
     def wanted(self, mode: DebugMode) -> bool:
-        """Whether a mode prints it."""
+        """True if ``mode`` prints this tensor."""
         if self.bad or mode is DebugMode.CHECK_ALL:
             return True
         beyond = self.number("max") > _FP16.max or self.number("min") < _FP16.min
@@ -98,7 +98,7 @@ class Checked:
         return f"[PRECISION] {'[ERROR] ' if self.bad else ''}in {self._where}, {counts}, {extremes}\n"
 
     def error(self) -> HalfstepError:
-        """What is raised where a bad tensor stops the script."""
+        """The error to raise if a bad tensor stops the script."""
         counts = self._said(*_COUNTS)
         return HalfstepError(f"(PreconditionNotMet) There are NAN or INF ({counts}) in {self._where}.")
 
@@ -111,13 +111,13 @@ class Checked:
 
 
 def can_check(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has numbers that can be looked at."""
+    """True if a tensor is dense, floating and not on the meta device, so that its numbers can be read."""
     return tensor.dtype in _SHORT and tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 @torch.no_grad()
 def facts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 counts of NaN, inf and 0, and float32 largest, smallest and mean value, on the device of the tensor."""
+    """Count NaN, inf and 0 (int64), and find the maximum, minimum and mean (float32), on the device of the tensor."""
     values = tensor.detach()
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     nan = wide.isnan()
@@ -137,17 +137,17 @@ def check_numerics(
     """Look for inf and NaN in a tensor. Reads the device once.
 
     Args:
-        tensor: floating, dense.
-        op_type: what made it, for the line that is printed.
-        var_name: its name, likewise.
-        debug_mode: what is printed, and whether inf and NaN raise an error.
+        tensor: a dense floating tensor.
+        op_type: the op that computed it, for the printed line.
+        var_name: the tensor's name, for the printed line.
+        debug_mode: the tensors to print, and whether inf and NaN raise an error.
 
     Returns:
-        An int64 tensor with the number of NaN, inf and zeros, and a float32 one with the largest, the smallest and the
-        mean value, on the device of ``tensor``. NaN do not count for the largest and the smallest.
+        An int64 tensor with the counts of NaN, inf and zeros, and a float32 tensor with the maximum, minimum and mean,
+        on the device of ``tensor``. The maximum and minimum ignore NaN.
 
     Raises:
-        ArgumentTypeError: if it is no dense floating tensor, or ``debug_mode`` is no ``DebugMode``.
+        ArgumentTypeError: if ``tensor`` is not a dense floating tensor, or ``debug_mode`` not a ``DebugMode``.
         HalfstepError: for inf or NaN in the mode ``CHECK_NAN_INF_AND_ABORT``.
     """
     if not isinstance(tensor, torch.Tensor) or not can_check(tensor):
@@ -164,6 +164,6 @@ def check_numerics(
 
 
 def check_mode(mode: object) -> None:
-    """Refuse what is no ``DebugMode``."""
+    """Refuse anything but a ``DebugMode``."""
     if not isinstance(mode, DebugMode):
         raise ArgumentTypeError(f"debug_mode must be a DebugMode, such as DebugMode.CHECK_NAN_INF, not {mode!r}.")

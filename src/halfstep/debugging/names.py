@@ -1,4 +1,4 @@
-"""Paddle's names of the ops that torch runs: those of its op lists, and those of its logs, which are others."""
+"""Paddle's names for the ops that torch runs: its op lists use one set of names, its logs another."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _LISTED = pairs("""
     uniform=uniform_random full=fill_constant zeros=fill_constant ones=fill_constant scalar_tensor=fill_constant
     ones_like=fill_any_like zeros_like=fill_any_like
     """)
-"""The name on Paddle's op lists where the table of these has none, or several for one op of torch."""
+"""The name on Paddle's op lists, for torch ops to which the op-list table maps no name or several names."""
 
 _LOGGED = pairs("div=divide sub=subtract mul=multiply pow=elementwise_pow")
 
 
 @functools.cache
 def list_name(name: str) -> str:
-    """What Paddle's op lists call a function of torch; torch's own name where Paddle has none."""
+    """Translate the name of a torch function to Paddle's op lists; torch's own name if Paddle has none."""
     if name in _LISTED:
         return _LISTED[name]
     return row_of(name).paddle.partition(",")[0] or name
@@ -36,12 +36,12 @@ def list_name(name: str) -> str:
 
 @functools.cache
 def log_name(name: str) -> str:
-    """What Paddle's logs call a function of torch."""
+    """Translate the name of a torch function to Paddle's logs."""
     return _LOGGED.get(name, name)
 
 
 def op_of(call: OpCall) -> str:
-    """The canonical name of what runs an op; in a backward pass, of the op whose gradient it is."""
+    """Return the canonical name of the function that runs an op; in a backward pass, of the differentiated function."""
     if not call.backward:
         return call.canonical
     node: Any = current_node()
@@ -51,6 +51,6 @@ def op_of(call: OpCall) -> str:
 
 
 def listed(ops: Any) -> frozenset[str]:
-    """The canonical names that an op list means: Paddle's, those of its logs, or torch's. Gradients end in "_grad"."""
+    """Resolve an op list (Paddle's names, its log names, or torch's) to canonical names. Gradients end in "_grad"."""
     named = [(op[:-5], "_grad") if isinstance(op, str) and op.endswith("_grad") else (op, "") for op in ops]
     return frozenset(canonical(n) + end for op, end in named for n in (("cast",) if op == "cast" else resolve(op)))

@@ -1,4 +1,4 @@
-"""How many calls of which op ran in which dtype, as the table that Paddle prints."""
+"""Counts of calls by op and dtype, as the table that Paddle prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS: dict[torch.dtype | None, int] = {torch.float16: 0, torch.bfloat16: 1, 
 
 
 def _columns(counted: Mapping[CountedOp, int]) -> dict[str, list[int]]:
-    """The calls of forward passes by Paddle's name of the op, and by the dtype that they compute in."""
+    """Sum the calls of forward passes by Paddle's name of the op and by compute dtype."""
     found: dict[str, list[int]] = {}
     for row, calls in counted.items():
         op = list_name(row.function)
@@ -42,9 +42,9 @@ _collecting: list[ExitStack] = []
 def enable_operator_stats_collection() -> None:
     """Begin to count the ops that this thread runs, by the dtype that they compute in.
 
-    Counted are the ops of forward passes that compute something: no views. Their names are those of Paddle's op lists
-    where the op has one there, torch's otherwise, and "cast" is counted by the dtype before. Where a device has no
-    16-bit units and halfstep emulates them, the fp32 kernels that really run are counted. Compiled modules run eagerly.
+    Counts the ops of forward passes that compute something; views are left out. An op has its name from Paddle's op
+    lists, or torch's name if they do not list it; "cast" counts under its source dtype. On a device without 16-bit
+    units, where halfstep emulates them, the fp32 kernels that really run are counted. Compiled modules run eagerly.
     """
     if not _collecting:
         _collecting.append(ExitStack())
@@ -52,22 +52,22 @@ def enable_operator_stats_collection() -> None:
 
 
 def disable_operator_stats_collection() -> None:
-    """End it, and print the table. Without a collection nothing happens."""
+    """End the collection and print its table. Does nothing without a collection."""
     if _collecting:
         _collecting.pop().close()
 
 
 @contextmanager
 def collect_operator_stats() -> Iterator[dict[str, list[int]]]:
-    """Count the ops that run in this block, and print the table at its end, also when an error ends it.
+    """Count the ops that run in this block, and print the table at its end, even if an error ends the block.
 
-    A block in it, and one in another thread, counts for itself::
+    A nested block, or a block in another thread, counts for itself::
 
         with amp.debugging.collect_operator_stats():
             loss = model(x)
 
     Yields:
-        The counts by the name of the op, when the block has ended: calls in float16, bfloat16, float32 and others.
+        A dict that the end of the block fills: op name to calls in float16, bfloat16, float32 and other dtypes.
     """
     watch, counted = counting({})
     counts: dict[str, list[int]] = {}

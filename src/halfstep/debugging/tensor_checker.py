@@ -1,4 +1,4 @@
-"""Check the results of all ops, or of some, for inf and NaN while a script runs."""
+"""Checks that look for inf and NaN in the results of all ops, or of selected ops, while a script runs."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(eq=False)
 class TensorCheckerConfig:
-    """What ``enable_tensor_checker`` checks.
+    """The settings of ``enable_tensor_checker``.
 
     Args:
-        enable: whether to check at all.
-        debug_mode: what is printed, and whether inf and NaN raise an error.
-        output_dir: a folder; lines go to the file ``worker_cpu`` or ``worker_gpu.0`` in it instead of stdout.
-        checked_op_list: check only these ops and their gradients, by Paddle's or torch's names; "x_grad" is one of "x".
-        skipped_op_list: do not check these ops, nor their gradients.
-        debug_step: (start, end): check from the call of ``enable_tensor_checker`` number ``start``, counted from 0, up
-            to that of ``end``, without it. None checks always.
-        stack_height_limit: not used; there because Paddle has it.
+        enable: True to check, False to turn the checks off.
+        debug_mode: the tensors to print, and whether inf and NaN raise an error.
+        output_dir: a folder; lines go to its file ``worker_cpu`` or ``worker_gpu.0`` instead of stdout.
+        checked_op_list: check only these ops and their gradients, by Paddle's or torch's names; "x_grad" names the
+            gradient of "x".
+        skipped_op_list: skip these ops and their gradients.
+        debug_step: (start, end): check from call number ``start`` of ``enable_tensor_checker``, counted from 0, up to
+            but not including call number ``end``. None checks always.
+        stack_height_limit: ignored; accepted because Paddle has it.
 
     Raises:
-        ArgumentTypeError: if ``debug_mode`` is no ``DebugMode``.
-        ArgumentValueError: for other values than these, and for a name that no op has.
+        ArgumentTypeError: if ``debug_mode`` is not a ``DebugMode``.
+        ArgumentValueError: for any other value of an argument, and for a name that no op has.
     """
 
     enable: bool
@@ -65,12 +66,12 @@ class TensorCheckerConfig:
         self._skipped = listed(self.skipped_op_list or ())
 
     def update_and_check_step_id(self) -> bool:
-        """Count a step, and say whether it is to be checked."""
+        """Count a step, and return True if this step is to be checked."""
         step, self.current_step_id = self.current_step_id, self.current_step_id + 1
         return self.enable and (self.debug_step is None or self.debug_step[0] <= step < self.debug_step[1])
 
     def checks(self, op: str, backward: bool = False) -> bool:
-        """Whether an op, or its gradient, is to be checked, by its canonical name."""
+        """True if the config checks an op, or its gradient if ``backward``, given by its canonical name."""
         names = {op, op + "_grad"} if backward else {op}
         return not names & self._skipped and (self._checked is None or bool(names & self._checked))
 
@@ -104,14 +105,14 @@ _checking: list[Watch] = []
 def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
     """Check the results of the ops that this thread runs from now on, forward and backward.
 
-    Each result costs a read of the device. Compiled modules run eagerly. To be called once a step, if ``debug_step``
-    is to count steps; a config that takes the place of another ends that.
+    Each result costs a read of the device. Compiled modules run eagerly. Call this function once per step if
+    ``debug_step`` is to count steps. A new config replaces the previous one.
 
     Args:
-        checker_config: what to check.
+        checker_config: the settings of the checks.
 
     Raises:
-        ArgumentTypeError: for something else.
+        ArgumentTypeError: for an argument of another type.
     """
     if not isinstance(checker_config, TensorCheckerConfig):
         raise ArgumentTypeError(f"enable_tensor_checker takes a TensorCheckerConfig, not {checker_config!r}.")
@@ -121,13 +122,13 @@ def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
 
 
 def disable_tensor_checker() -> None:
-    """Check no longer. Without ``enable_tensor_checker`` nothing happens."""
+    """Stop the checks. Does nothing if ``enable_tensor_checker`` has not started any."""
     if _checking:
         _checking.pop().end()
 
 
 def check_layer_numerics(forward: F) -> F:
-    """Check all that a layer's ``forward`` computes: inf or NaN raise an error, which names the op.
+    """Check every result that a layer's ``forward`` computes: an inf or NaN raises an error that names the op.
 
     ::
 
@@ -136,11 +137,11 @@ def check_layer_numerics(forward: F) -> F:
             def forward(self, x): ...
 
     Args:
-        forward: of a module. Its first argument must be a tensor, given by position.
+        forward: the method of a module. Its first argument must be a tensor, given by position.
 
     Raises:
-        UsageError: from the call, without such an argument.
-        HalfstepError: from the call, for inf or NaN.
+        UsageError: when ``forward`` is called without such an argument.
+        HalfstepError: when ``forward`` computes an inf or NaN.
     """
 
     @wraps(forward)

@@ -20,11 +20,11 @@ __all__ = ["halfstep"]
 def halfstep(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """A backend of ``torch.compile`` that computes at O1, for training and inference.
+    """Compile a captured graph at O1: a backend of ``torch.compile`` for training and inference.
 
     Args:
         module: the graph that Dynamo captured.
-        example_inputs: its inputs.
+        example_inputs: the inputs of the graph.
         options: ``dtype`` (float16 on CUDA and bfloat16 on the CPU if absent), ``lists`` (an ``OpLists``),
             ``emulate`` as in ``amp.auto_cast``, and ``inductor=False`` to run the graph as it is.
     """
@@ -33,7 +33,7 @@ def halfstep(
     given = options or {}
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     half = parse_dtype(given["dtype"]) if "dtype" in given else default_half(device)
-    # Dynamo's own fake inputs: real ones would be computed with, and others would have other symbols for their sizes.
+    # Use Dynamo's fake inputs: real inputs would be computed with, and new fakes would get new symbols for their sizes.
     fakes = [node.meta.get("example_value", x) for node, x in zip(_placeholders(module), example_inputs, strict=True)]
     traced = make_fx(module, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
     cast = cast_graph(

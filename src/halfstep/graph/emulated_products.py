@@ -1,4 +1,4 @@
-"""Runs 16-bit products of a captured graph in fp32 kernels where their device has no units for them."""
+"""Emulation of 16-bit products in a captured graph: fp32 kernels run them on devices without 16-bit units."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..core.torch_compat import OpOverload, schema_of
 
 __all__ = ["emulate_products", "op_name"]
 
-_BATCH = 64  # what a size that may be any number is taken for
+_BATCH = 64  # assumed value of a symbolic size
 
 
 def op_name(node: fx.Node) -> str:
-    """The name of the op that a node calls, without its namespace and overload."""
+    """Return the name of the op that a node calls, without its namespace and overload."""
     target = node.target
     return schema_of(target).name.rpartition("::")[2] if isinstance(target, OpOverload) else str(target)
 
@@ -34,15 +34,15 @@ def emulate_products(
     emulate: Emulate,
     opaque: bool | None,
 ) -> None:
-    """Widen the inputs of such products, have them keep the 16-bit ones, and round their results to 16 bits.
+    """Widen the inputs of 16-bit products, let the products keep the 16-bit inputs, and round their results to 16 bits.
 
     Args:
-        graph: of aten ops; changed in place.
-        halves: the nodes that give 16-bit values.
-        floating: the nodes that give floating values; extended.
+        graph: a graph of aten ops; changed in place.
+        halves: the nodes with 16-bit values.
+        floating: the nodes with floating values; new nodes are added to it.
         half: the 16-bit dtype.
         emulate: see ``casting.emulation``.
-        opaque: as of ``emulation.narrow``.
+        opaque: see ``emulation.narrow``.
     """
     in_fp32: dict[fx.Node, fx.Node] = {}
     for node in halves:
@@ -66,17 +66,17 @@ def emulate_products(
             with graph.inserting_after(result):
                 rounded = graph.call_function(narrow, (result, half, opaque))
             result.replace_all_uses_with(rounded)
-            rounded.args = (result, half, opaque)  # it was one of the uses itself
+            rounded.args = (result, half, opaque)  # restores the use that the line above replaced
             floating.add(rounded)
 
 
 def _is_large(source: fx.Node) -> bool:
-    """Whether 16 bits less of each number are worth a call in Python."""
+    """True if a value is so large that keeping it in 16 bits is worth a call in Python."""
     value = source.meta.get("val")
     sizes = value.shape if isinstance(value, torch.Tensor) else (0,)
     return math.prod(size if isinstance(size, int) else _BATCH for size in sizes) >= MIN_ELEMENTS
 
 
 def _device(node: fx.Node) -> str | None:
-    values = [n.meta.get("val") for n in (node, *node.users)]  # of several results each is a user
+    values = [n.meta.get("val") for n in (node, *node.users)]  # an op with several results has one user per result
     return next((value.device.type for value in values if isinstance(value, torch.Tensor)), None)

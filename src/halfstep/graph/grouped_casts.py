@@ -1,4 +1,4 @@
-"""Many small tensors cast in one multi-tensor call, for graphs that cast their parameters at the start."""
+"""Casts of many small tensors in one multi-tensor call, for graphs that cast their parameters at the start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["cast_together"]
 
 
 class _Together(torch.autograd.Function):
-    """Casts many tensors in one call, and their gradients back in another."""
+    """Casts tensors in one call, and their gradients back in another."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
@@ -29,6 +29,6 @@ class _Together(torch.autograd.Function):
 
 
 def cast_together(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors of another dtype, cast in one multi-tensor call; differentiable."""
+    """Cast tensors of another dtype in one multi-tensor call; differentiable."""
     cast: tuple[torch.Tensor, ...] = _Together.apply(dtype, *tensors)  # type: ignore[no-untyped-call]
     return cast

@@ -1,7 +1,8 @@
-"""The places with the fewest casts: a minimum cut between the values that are 16-bit and those that are fp32.
+"""The placement of casts as a minimum cut between 16-bit values and fp32 values.
 
-Operations that only move data give the same numbers in either dtype, so theirs is free to choose. Each value is cast at
-most once, whatever the number of its readers; that makes the sum of casts a cut (Boykov and Kolmogorov, PAMI 2004).
+Operations that only move data give the same numbers in either dtype, so their dtype is free to choose. Each value is
+cast at most once, however many ops read it; so the number of casts is the size of a cut (Boykov and Kolmogorov, PAMI
+2004).
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ def fewest_casts(
 
     Args:
         free: values that may have either dtype.
-        fixed: values whose dtype is known: "half" or "float".
-        readers: for each value, who reads it in which dtype: "half", "float", or a free value, whose choice it is.
+        fixed: the values whose dtype is known: "half" or "float".
+        readers: for each value its readers: "half" or "float" for an op that reads this dtype, or the free value that
+            an op computes from it, whose dtype then decides.
 
     Returns:
-        "half" or "float" for each free value; "float" where both cost the same.
+        "half" or "float" for each free value; "float" if both need the same number of casts.
     """
     network = _Network()
     place: dict[Hashable, Hashable] = {**fixed, **{value: ("value", value) for value in free}}
     for value, wanted in readers.items():
         at = place[value]
         others = {reader if reader in (_HALF, _FLOAT) else place[reader] for reader in wanted}
-        network.add(at, ("narrow", value), 1)  # cut if the value is 16-bit and somebody reads fp32
-        network.add(("widen", value), at, 1)  # cut if it is fp32 and somebody reads 16 bits
+        network.add(at, ("narrow", value), 1)  # cut if the value is 16-bit and an op reads fp32
+        network.add(("widen", value), at, 1)  # cut if the value is fp32 and an op reads 16 bits
         for other in others:
             network.add(("narrow", value), other, _UNBOUNDED)
             network.add(other, ("widen", value), _UNBOUNDED)
@@ -45,20 +47,20 @@ def fewest_casts(
 
 
 class _Network:
-    """A flow network, and the side of a minimum cut that its source is on (Edmonds and Karp)."""
+    """A flow network that computes a minimum cut (Edmonds and Karp)."""
 
     def __init__(self) -> None:
         self._left: dict[Hashable, dict[Hashable, int]] = {}
 
     def add(self, a: Hashable, b: Hashable, capacity: int) -> None:
-        """An edge; parallel ones add up."""
+        """Add an edge; the capacities of parallel edges add up."""
         if a != b:
             edges = self._left.setdefault(a, {})
             edges[b] = edges.get(b, 0) + capacity
             self._left.setdefault(b, {}).setdefault(a, 0)
 
     def cut(self, source: Hashable, sink: Hashable) -> set[Hashable]:
-        """The nodes that the source still reaches when no more flow fits."""
+        """Return the source's side of a minimum cut: the nodes that it still reaches when no more flow fits."""
         while True:
             came: dict[Hashable, Hashable] = {source: source}
             queue = deque([source])

@@ -1,1 +1,1 @@
-"""halfstep in trainers: Lightning, Accelerate, Transformers and timm. Each file is imported when it is asked for."""
+"""Adapters for trainers: Lightning, Accelerate, Transformers and timm. Each file is imported on first use."""

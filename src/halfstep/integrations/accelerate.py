@@ -25,20 +25,20 @@ class HalfstepOptimizer(AcceleratedOptimizer):
     _result: Any = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Step at the end of an accumulation, unless gradients overflowed."""
+        """Step at the end of an accumulation window, unless the gradients overflowed."""
         if self.gradient_state.sync_gradients:
             self._result = self.recipe.step(self.optimizer, *(() if closure is None else (closure,)))
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the latest step was skipped, also by a fused optimizer. Reads the device."""
+        """True if the latest step was skipped, even by a fused optimizer. Reads the device."""
         return not self._result
 
 
 def _with_bare_optimizers(method: Any) -> Any:
     @functools.wraps(method)
     def bare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch.distributed.checkpoint makes state by a step that is none of the training, which is not to be scaled.
+        # torch.distributed.checkpoint creates state by a step outside of the training, which must not be scaled.
         prepared, self._optimizers = self._optimizers, [each.optimizer for each in self._optimizers]
         try:
             return method(self, *args, **kwargs)
@@ -59,13 +59,13 @@ class HalfstepAccelerator(Accelerator):
         return _new, (type(self).__bases__[1],), vars(self)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Accelerate's own. Weights are cast before it, and masters are given after it."""
+        """Prepare as Accelerate does, after casting the weights and before giving masters to the optimizers."""
         for model in [arg for arg in args if isinstance(arg, nn.Module) and not hasattr(arg, "_original_forward")]:
             if self.is_fsdp2 and self.halfstep.casts_weights:
                 self.state.fsdp_plugin.mixed_precision_policy = self.halfstep.shard_policy()
             else:
                 self.halfstep.cast(model)
-            # As Accelerate's own autocast does it, so that its unwrap_model undoes it and a copy runs its own weights.
+            # Accelerate's autocast uses the same attribute: unwrap_model undoes it, and a copy runs its own weights.
             vars(model)["_original_forward"] = model.forward
             model.forward = self.halfstep.scoped(model.forward, convert_outputs_to_fp32)
         prepared = super().prepare(*args, device_placement=device_placement)
@@ -74,19 +74,19 @@ class HalfstepAccelerator(Accelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Accelerate's own, with another class."""
+        """Prepare an optimizer as Accelerate does, and make it a ``HalfstepOptimizer``."""
         made = super().prepare_optimizer(optimizer, device_placement)
         made.__class__, made.recipe = HalfstepOptimizer, self.halfstep
         return made
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the loss scale, of all optimizers or of some."""
+        """Divide the gradients of all optimizers, or of the given ones, by the loss scale."""
         some: Any = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         for each in self._optimizers if optimizer is None else some:
             self.halfstep.scaler.unscale_(getattr(each, "optimizer", each))
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2) -> Any:
-        """Accelerate's own; the gradients that the step uses where these are all parameters of an optimizer."""
+        """Clip as Accelerate does; for all parameters of an optimizer, clip the gradients that its step uses."""
         params = list(parameters)
         for optimizer in self._optimizers:
             if self.halfstep.has_masters_of(optimizer.optimizer, params):
@@ -95,7 +95,7 @@ class HalfstepAccelerator(Accelerator):
         return super().clip_grad_norm_(params, max_norm, norm_type)
 
     def autocast(self, autocast_handler: Any = None) -> Any:
-        """The scope of the level, for what is computed outside of prepared models."""
+        """Return the casting scope of the level, for code outside of prepared models."""
         return self.halfstep.scope()
 
 
@@ -106,10 +106,10 @@ def _new(base: type) -> Any:
 def attach(accelerator: Accelerator, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> Any:
     """Give an accelerator the casts, masters and loss scale of halfstep, before it prepares anything.
 
-    It takes the arguments of ``halfstep.integrations.recipe.Recipe``, which is ``accelerator.halfstep`` afterwards.
+    The arguments are the ones of ``halfstep.integrations.recipe.Recipe``; the recipe becomes ``accelerator.halfstep``.
 
     Raises:
-        UsageError: for an accelerator that casts or steps by itself, or has prepared something.
+        UsageError: for an accelerator that casts or steps by itself, or has already prepared an object.
     """
     mode, kind = accelerator.mixed_precision, accelerator.distributed_type
     if mode != "no":

@@ -1,4 +1,4 @@
-"""Lightning Fabric: ``Fabric(plugins=HalfstepFabricPrecision("O2"))``, and what it shares with the Trainer."""
+"""Lightning Fabric: ``Fabric(plugins=HalfstepFabricPrecision("O2"))``, and the code that Fabric and Trainer share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["HalfstepFabricPrecision", "RecipePrecision"]
 
 
 class RecipePrecision(Precision):
-    """The common part of Trainer and Fabric; the arguments are those of ``halfstep.integrations.recipe.Recipe``."""
+    """The common base for Trainer and Fabric; its arguments are the ones of ``halfstep.integrations.recipe.Recipe``."""
 
     def __init__(self, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
         self._recipe = Recipe(level, dtype, **options)
@@ -32,25 +32,25 @@ class RecipePrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Cast operations."""
+        """Enter the casting scope of the recipe."""
         with self._recipe.scope():
             yield
 
     def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-        """The fp32 masters of 16-bit parameters, and the other parameters themselves."""
+        """Yield the fp32 masters of 16-bit parameters, and the other parameters themselves."""
         return amp.master_params(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale."""
+        """Return the state of the loss scaler."""
         return self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the loss scale."""
+        """Restore the state of the loss scaler."""
         self.scaler.load_state_dict(state_dict)
 
 
 class HalfstepFabricPrecision(RecipePrecision):
-    """The precision of a Fabric. At O2 ``prepare`` comes before ``fabric.setup``, which hides the optimizer.
+    """The precision plugin of a Fabric. At O2 call ``prepare`` before ``fabric.setup``, which hides the optimizer.
 
     ::
 
@@ -72,7 +72,7 @@ class HalfstepFabricPrecision(RecipePrecision):
         return model, *optimizers
 
     def convert_output(self, data: Any) -> Any:
-        """Give floating outputs in fp32."""
+        """Convert floating outputs to fp32."""
         return apply_to_collection(data, torch.Tensor, lambda t: t.float() if t.is_floating_point() else t)
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -84,7 +84,7 @@ class HalfstepFabricPrecision(RecipePrecision):
         self.scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, unless gradients overflowed. Returns whether it did, which ``bool`` reads."""
+        """Step, unless the gradients overflowed. The truth value of the result says if the step was taken."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if not amp.has_masters(optimizer) and any(p.dtype is self._recipe.half and p.requires_grad for p in params):
             raise UsageError(

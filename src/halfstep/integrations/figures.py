@@ -1,4 +1,4 @@
-"""The figures of a training's precision, as one dict of numbers to log, and a callback of ``Model.fit`` for it."""
+"""The precision metrics of a training as one dict to log, and a callback of ``Model.fit`` that logs them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["FiguresCallback", "figures", "sink"]
 def figures(
     model: nn.Module, optimizers: Any, scaler: amp.GradScaler | None = None, monitor: Any = None
 ) -> dict[str, float]:
-    """The loss scale, the number of overflows, the findings of ``halfstep.check``, and the numbers of a monitor.
+    """Collect the loss scale, the overflow count, the findings of ``halfstep.check`` and the numbers of a monitor.
 
     Args:
-        model: for ``halfstep.check``.
-        optimizers: one or a list, likewise.
-        scaler: the loss scale; a disabled one, or None, adds nothing.
-        monitor: anything whose ``latest()`` is a dict of numbers, which is added; None for nothing.
+        model: the model to check.
+        optimizers: an optimizer or a list of optimizers to check.
+        scaler: the loss scaler; a disabled scaler, or None, adds nothing.
+        monitor: any object whose ``latest()`` returns a dict of numbers to add; None for nothing.
 
     Returns:
         ``halfstep/loss_scale``, ``halfstep/overflows``, ``halfstep/findings``, and the number of findings of each code
@@ -43,14 +43,14 @@ def figures(
 
 
 def sink(target: Any) -> Callable[[Mapping[str, float], int], None]:
-    """A function ``(figures, step)`` that logs to a target.
+    """Make a function ``(figures, step)`` that logs to a target.
 
     Args:
-        target: a TensorBoard ``SummaryWriter``, a run of wandb, a dict, which gets a list of ``(step, value)`` for each
-            name, or such a function.
+        target: a TensorBoard ``SummaryWriter``, a wandb run, a dict, which gets a list of ``(step, value)`` for each
+            name, or a function ``(figures, step)``.
 
     Raises:
-        ArgumentTypeError: for anything else.
+        ArgumentTypeError: for any other target.
     """
     if isinstance(target, dict):
 
@@ -77,8 +77,8 @@ class FiguresCallback(Callback):
     """A callback of ``halfstep.Model.fit`` that logs ``figures``.
 
     Args:
-        target: where to; see ``sink``.
-        every: after how many batches, 1 or more.
+        target: the destination; see ``sink``.
+        every: batches between two logs, 1 or more.
         monitor: see ``figures``.
     """
 
@@ -88,7 +88,7 @@ class FiguresCallback(Callback):
         self._batches = 0
 
     def on_train_batch_end(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Log after some batches; batches are counted through all epochs."""
+        """Log after every ``every`` batches, counted over all epochs."""
         self._batches += 1
         if self._batches % self._every == 0:
             model = self.model

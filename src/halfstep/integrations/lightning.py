@@ -20,14 +20,14 @@ __all__ = ["HalfstepCallback", "HalfstepFabricPrecision", "HalfstepPrecision"]
 
 
 class HalfstepPrecision(RecipePrecision, Precision):
-    """The precision of a Trainer.
+    """The precision plugin of a Trainer.
 
     ::
 
         trainer = Trainer(plugins=HalfstepPrecision("O2"), gradient_clip_val=1.0)
 
-    Any optimizer, fused or not, with accumulation, clipping and several optimizers. A skipped step does not advance a
-    schedule whose interval is "step".
+    Works with fused and other optimizers, accumulation, clipping and several optimizers. A skipped step does not
+    advance a schedule whose interval is "step".
 
     Args:
         level: see ``halfstep.integrations.recipe.Recipe``, also for the other arguments.
@@ -37,16 +37,16 @@ class HalfstepPrecision(RecipePrecision, Precision):
 
     def __init__(self, level: str = "O1", dtype: torch.dtype | str | None = None, **options: Any) -> None:
         super().__init__(level, dtype, **options)
-        self._results: dict[int, Any] = {}  # by identity of the optimizer: whether its latest step was taken
+        self._results: dict[int, Any] = {}  # id of an optimizer -> the result of its latest step
         self._patches = ExitStack()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast the weights. Lightning calls steps of the module, and only these call the networks in it."""
+        """Cast the weights. Lightning calls step methods of the module, and only these call the networks in it."""
         parts = [child for child in module.children() if next(child.parameters(), None) is not None]
         return self._recipe.cast(module, parts)
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Give masters to the optimizers; the model is wrapped by now."""
+        """Give masters to the optimizers; Lightning has wrapped the model by now."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise UsageError("LBFGS evaluates its closure many times a step, which Lightning's hooks do not allow.")
@@ -73,7 +73,7 @@ class HalfstepPrecision(RecipePrecision, Precision):
         self._patches.callback(delattr, module, "lr_scheduler_step")
 
     def teardown(self) -> None:
-        """Leave the module as it was."""
+        """Restore the module's methods."""
         self._patches.close()
         super().teardown()
 
@@ -89,9 +89,9 @@ class HalfstepPrecision(RecipePrecision, Precision):
             super().clip_grad_by_norm(optimizer, clip_val)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """The passes, the hooks and clipping on unscaled gradients, and the step."""
+        """Run the closure (forward and backward), then hooks and clipping on unscaled gradients, then the step."""
         loss = closure()
-        if loss is None and model.automatic_optimization:  # training_step returned None: there was no pass
+        if loss is None and model.automatic_optimization:  # training_step returned None: no backward pass ran
             return loss
         self.scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
@@ -103,15 +103,15 @@ class HalfstepCallback(callbacks.Callback):
     """Log ``halfstep.integrations.figures`` to the loggers of a Trainer: TensorBoard, wandb, CSV and so on.
 
     Args:
-        every_n_steps: how often.
-        monitor: anything whose ``latest()`` is a dict of numbers.
+        every_n_steps: steps between two logs.
+        monitor: any object whose ``latest()`` returns a dict of numbers.
     """
 
     def __init__(self, every_n_steps: int = 50, monitor: Any = None) -> None:
         self._every, self._monitor = every_n_steps, monitor
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Log after some steps."""
+        """Log after every ``every_n_steps`` steps."""
         if trainer.global_step % self._every == 0:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             found = figures(pl_module, trainer.optimizers, scaler, self._monitor)

@@ -1,6 +1,6 @@
-"""The common part of the adapters: a precision as one value, brought to a model, its optimizers and its steps.
+"""The common part of the adapters: a precision as one value, applied to a model, its optimizers and its steps.
 
-A trainer casts the model, makes optimizers and steps them at different times, so there is a method for each.
+A trainer casts the model, creates optimizers and steps them at different times, so each has its own method.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from ..core.policy import Policy
 __all__ = ["LOSSES", "Recipe"]
 
 LOSSES = frozenset(op.name for op in OPS.values() if op.reason == "loss")
-"""Ops that a step computes in fp32 at O2, because trainers have losses in steps and not behind the model."""
+"""Ops that run in fp32 at O2, because trainers compute losses in their steps and not inside the model."""
 
 
 class Recipe:
-    """A level or a policy, and a loss scale.
+    """A level or a policy, with a loss scale.
 
     Args:
         level: "O0", "O1" or "O2", as in ``amp.auto_cast`` and ``amp.decorate``.
-        dtype: torch.float16, torch.bfloat16 or their names; None means float16 where there is CUDA, else bfloat16.
+        dtype: torch.float16, torch.bfloat16 or their names; None means float16 if CUDA is available, else bfloat16.
         custom_white_list: ops to run in 16 bits; see ``amp.auto_cast``.
-        custom_black_list: ops to run in fp32, likewise.
+        custom_black_list: ops to run in fp32; see ``amp.auto_cast``.
         excluded_layers: modules or module types that stay fp32 at O2; see ``amp.decorate``. Buffers that a
-            cast would destroy, such as the frequencies of rotary embeddings, stay at every face.
-        module_filter: the dtype of single modules; see ``amp.decorate``.
-        scaler: the loss scale. None means an ``amp.GradScaler`` in float16, and none in bfloat16.
-        policy: a ``halfstep.Policy`` in the place of ``level``, ``dtype``, op lists and ``excluded_layers``. It is
-            what ``amp.initialize`` takes, and at O1 it casts in the whole process.
+                cast would destroy, such as the frequencies of rotary embeddings, always stay fp32.
+        module_filter: the dtype of individual modules; see ``amp.decorate``.
+        scaler: the loss scaler. None means an ``amp.GradScaler`` in float16, and no scaling in bfloat16.
+        policy: a ``halfstep.Policy`` that replaces ``level``, ``dtype``, op lists and ``excluded_layers``, as for
+            ``amp.initialize``. At O1 it casts in the whole process.
 
     Attributes:
         half: the 16-bit dtype.
-        scaler: the loss scale, which may be disabled.
-        name: a few characters, such as "bf16-halfstep-O2".
+        scaler: the loss scaler, which may be disabled.
+        name: a short name, such as "bf16-halfstep-O2".
 
     Raises:
         ArgumentValueError: for a level, dtype or op that is not allowed.
-        ArgumentTypeError: for a scaler or policy of another kind.
-        UsageError: for a policy beside what it replaces.
+        ArgumentTypeError: for a scaler or policy of another type.
+        UsageError: for a policy together with an argument that it replaces.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Recipe:
         self.scaler = scaler or amp.GradScaler(scales, decr_every_n_nan_or_inf=1)
         self.name = f"{'16' if self.half is torch.float16 else 'bf16'}-halfstep-{level if policy is None else 'policy'}"
         self._layers = {"excluded_layers": excluded_layers, "module_filter": module_filter}
-        self._scope: AbstractContextManager[Any] = nullcontext()  # for a policy the model's own hooks cast
+        self._scope: AbstractContextManager[Any] = nullcontext()  # with a policy, the hooks of the model cast
         if policy is None:
             if level == "O2":
                 custom_black_list = {*(custom_black_list or ()), *(LOSSES - set(custom_white_list or ()))}
@@ -94,7 +94,7 @@ class Recipe:
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the models and weights, which belong to this process: optimizers that are pickled refer to this."""
+        """Leave out models and weights, which belong to this process: pickled optimizers refer to this recipe."""
         return {name: value for name, value in vars(self).items() if name not in ("_models", "_weights")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -104,15 +104,15 @@ class Recipe:
 
     @property
     def casts_weights(self) -> bool:
-        """True if the weights become 16-bit ones."""
+        """True if the recipe casts weights to 16 bits."""
         return self._level == "O2" if self._policy is None else self._policy.param_dtype is self.half
 
     def scope(self) -> AbstractContextManager[Any]:
-        """The scope in which models, and losses, compute."""
+        """Return the casting scope for models and losses."""
         return self._scope
 
     def scoped(self, method: Any, wrapper: Callable[[Any], Any]) -> Any:
-        """A method that runs in the scope, and in a wrapper. In a copy of its object it runs the copy's."""
+        """Wrap a method to run in the scope and in ``wrapper``; a copy of its object runs the copy's method."""
         function = getattr(method, "__func__", method)
 
         @functools.wraps(function)
@@ -123,17 +123,17 @@ class Recipe:
         return MethodType(wrapper(in_scope), method.__self__) if function is not method else wrapper(in_scope)
 
     def shard_policy(self) -> Any:
-        """The ``mp_policy`` of ``fully_shard`` at O2: it casts by itself, and its fp32 shards are the masters."""
+        """The ``mp_policy`` of ``fully_shard`` at O2: FSDP2 casts by itself, and its fp32 shards are the masters."""
         from torch.distributed.fsdp import MixedPrecisionPolicy  # imported when asked for
 
         return MixedPrecisionPolicy(self.half, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
     def cast(self, model: nn.Module, parts: Sequence[nn.Module] = ()) -> nn.Module:
-        """Cast the weights of a model in place, once. The fp32 ones are kept for the masters to start from.
+        """Cast the weights of a model in place, once. The fp32 weights are kept so that masters start from them.
 
         Args:
-            model: changed in place.
-            parts: with a policy, the modules that are called where the model itself is not.
+            model: the model; changed in place.
+            parts: with a policy, the submodules that the trainer calls instead of the model itself.
 
         Returns:
             The model.
@@ -154,7 +154,7 @@ class Recipe:
         return model
 
     def give_masters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer masters, once, if it trains 16-bit weights: cast ones, and others that came in 16 bits."""
+        """Give an optimizer masters, once, if it trains 16-bit weights: cast weights, or weights loaded in 16 bits."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         wanted = self._level != "O0" if self._policy is None else self._policy.master_weights
         if wanted and not amp.has_masters(optimizer) and any(is_half(p) and p.requires_grad for p in params):
@@ -164,16 +164,16 @@ class Recipe:
 
     @staticmethod
     def has_masters_of(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> bool:
-        """True if an optimizer has masters and trains exactly these parameters, frozen ones aside."""
+        """True if an optimizer has masters and trains exactly these parameters, not counting frozen ones."""
         own = [param for group in optimizer.param_groups for param in group["params"]]
         mine, given = ({id(param) for param in each if param.requires_grad} for each in (own, params))
         return amp.has_masters(optimizer) and mine == given
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step an optimizer, unless its gradients overflowed, and move the scale.
+        """Step an optimizer, unless its gradients overflowed, and update the loss scale.
 
         Returns:
-            What ``GradScaler.step`` returns: it is true if the step was taken.
+            The result of ``GradScaler.step``, which is true if the step was taken.
         """
         result = self.scaler.step(optimizer, *args, **kwargs)
         self.scaler.update()

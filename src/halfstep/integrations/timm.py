@@ -1,6 +1,7 @@
-"""timm: ``HalfstepScaler`` in the place of ``NativeScaler``, and halfstep's optimizers in timm's registry.
+"""timm: ``HalfstepScaler`` replaces ``NativeScaler``, and halfstep's optimizers are added to timm's registry.
 
-To import this registers ``halfstepadam``, ``halfstepadamw``, ``halfstepsgd``, ``halfsteplamb``, ``halfstepnovograd``
+Importing this module registers ``halfstepadam``, ``halfstepadamw``, ``halfstepsgd``, ``halfsteplamb``,
+``halfstepnovograd``
 and ``halfstepadagrad`` for ``timm.optim.create_optimizer_v2``.
 """
 
@@ -31,7 +32,7 @@ for _info in (
 
 
 class HalfstepScaler:
-    """Backward pass, clipping and step by the protocol of ``timm.utils.NativeScaler``, and what else a level needs.
+    """Backward pass, clipping and step with the interface of ``timm.utils.NativeScaler``, and the casts of a level.
 
     ::
 
@@ -61,7 +62,7 @@ class HalfstepScaler:
         return model, optimizer
 
     def autocast(self) -> Any:
-        """The scope for a forward pass and its loss; timm's scripts call it ``amp_autocast``."""
+        """Return the casting scope for a forward pass and its loss; timm's scripts call it ``amp_autocast``."""
         return self._recipe.scope()
 
     def __call__(
@@ -74,9 +75,10 @@ class HalfstepScaler:
         create_graph: bool = False,
         need_update: bool = True,
     ) -> Any:
-        """Backward pass, and with ``need_update`` clipping and a step. The arguments are timm's.
+        """Run the backward pass and, with ``need_update``, clipping and a step. The arguments are timm's.
 
-        Without ``parameters`` it clips all of the optimizer. It returns whether a step was taken, which ``bool`` reads.
+        Without ``parameters`` all parameters of the optimizer are clipped. The truth value of the result says if the
+        step was taken.
         """
         self.scaler.scale(loss).backward(create_graph=create_graph)
         if not need_update:
@@ -96,9 +98,9 @@ class HalfstepScaler:
         dispatch_clip_grad([masters.get(id(param), param) for param in chosen], value, mode=mode)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale."""
+        """Return the state of the loss scaler."""
         return self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the loss scale."""
+        """Restore the state of the loss scaler."""
         self.scaler.load_state_dict(state_dict)

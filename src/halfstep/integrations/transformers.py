@@ -16,7 +16,7 @@ __all__ = ["HalfstepMixin", "HalfstepTrainer"]
 
 
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    """Save a model whose ``state_dict()`` is fp32 with a config that says so, not what the weights compute in."""
+    """Save a model whose ``state_dict()`` is fp32 with a config that says fp32, not the dtype of the weights."""
     type(self).save_pretrained(self, save_directory, *args, **kwargs)
     if kwargs.get("state_dict") is None and kwargs.get("is_main_process", True):
         config = copy.deepcopy(self.config)
@@ -25,7 +25,7 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 
 
 class HalfstepMixin:
-    """The precision of a trainer, to stand before ``Trainer`` or a class made from it.
+    """A mixin that adds a precision to ``Trainer`` or a subclass; list it before the trainer class.
 
     ::
 
@@ -33,16 +33,16 @@ class HalfstepMixin:
 
         MyTrainer(model, args, train_dataset=data, halfstep=dict(level="O2", dtype="bfloat16"))
 
-    A model that ``from_pretrained`` loaded in 16 bits gets fp32 masters at O1 and O2. Leave ``bf16`` and ``fp16`` of
-    ``TrainingArguments`` as they are.
+    A model that ``from_pretrained`` loaded in 16 bits gets fp32 masters at O1 and O2. Do not set ``bf16`` or ``fp16``
+    of ``TrainingArguments``.
 
-    What the trainer logs with a loss has ``halfstep.integrations.figures`` too: loss scale, overflows, findings.
+    Logs that contain a loss also get ``halfstep.integrations.figures``: loss scale, overflows and findings.
 
     Args:
-        *args: those of the trainer.
-        halfstep: the arguments of ``halfstep.integrations.recipe.Recipe``; None for the defaults.
-        monitor: anything whose ``latest()`` is a dict of numbers, which is logged too.
-        **kwargs: those of the trainer.
+        *args: positional arguments of the trainer.
+        halfstep: a dict with arguments of ``halfstep.integrations.recipe.Recipe``; None for the defaults.
+        monitor: any object whose ``latest()`` returns a dict of numbers, which is logged as well.
+        **kwargs: keyword arguments of the trainer.
     """
 
     def __init__(self, *args: Any, halfstep: dict[str, Any] | None = None, monitor: Any = None, **kwargs: Any) -> None:
@@ -51,12 +51,12 @@ class HalfstepMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Give the accelerator of the trainer the recipe."""
+        """Attach the recipe to the trainer's accelerator."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         attach(self.accelerator, **self._halfstep)  # type: ignore[attr-defined]
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The trainer's own, which ``accelerator.prepare`` gives masters to."""
+        """Create the trainer's optimizer; ``accelerator.prepare`` gives it masters later."""
         trainer: Any = self
         chosen = trainer.model if model is None else model
         if isinstance(chosen, PreTrainedModel):
@@ -66,7 +66,7 @@ class HalfstepMixin:
         return super().create_optimizer(*(() if model is None else (model,)))  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """The trainer's own, with figures about precision."""
+        """Log as the trainer does, with the figures about precision added."""
         trainer: Any = self
         if "loss" in logs:
             logs = logs | figures(trainer.model, trainer.optimizer.optimizer, trainer.accelerator.scaler, self._monitor)
@@ -75,7 +75,7 @@ class HalfstepMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self
         if checkpoint is not None and self._came_in_16_bits and not trainer.is_fsdp_enabled:
-            trainer._load_from_checkpoint(checkpoint)  # again: the first time there were no masters, and it rounded
+            trainer._load_from_checkpoint(checkpoint)  # a second time: the first load had no masters and rounded
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""``halfstep.Model``: prepare, fit, evaluate and predict, after Paddle's high-level API; its casting is amp's."""
+"""``halfstep.Model``: prepare, fit, evaluate and predict, after Paddle's high-level API and on top of ``amp``."""
 
 from .callbacks import Callback
 from .check_precision import CheckPrecision

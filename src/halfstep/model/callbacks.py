@@ -1,4 +1,4 @@
-"""Callbacks of ``fit``, ``evaluate`` and ``predict``: their interface, and the two that report progress."""
+"""The interface of the callbacks of ``fit``, ``evaluate`` and ``predict``, and two callbacks that report progress."""
 
 from __future__ import annotations
 
@@ -24,68 +24,70 @@ Logs = Mapping[str, Any]
 
 
 class Callback:
-    """Override the methods that you need. Steps and epochs count from 0; ``logs`` of a batch holds device tensors.
+    """The base class of callbacks: override the methods that you need.
+
+    Steps and epochs count from 0; the ``logs`` of a batch hold device tensors.
 
     Attributes:
-        model: the ``Model`` that calls.
-        params: ``epochs`` (of ``fit``) and ``steps``, the batches in an epoch, None where the loader has no length.
+        model: the ``Model`` that runs the callback.
+        params: ``epochs`` (of ``fit``) and ``steps``, the batches per epoch, or None if the loader has no length.
     """
 
     model: Any
     params: Mapping[str, int | None]
 
     def on_train_begin(self, logs: Logs) -> None:
-        """Called before the first epoch."""
+        """Run before the first epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
-        """Called before the first batch of an epoch."""
+        """Run before the first batch of an epoch."""
 
     def on_train_batch_begin(self, step: int, logs: Logs) -> None:
-        """Called before a batch."""
+        """Run before a batch."""
 
     def on_train_batch_end(self, step: int, logs: Logs) -> None:
-        """Called after a batch; ``logs`` has its ``loss``."""
+        """Run after a batch; ``logs`` has its ``loss``."""
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Called after an epoch and its evaluation; ``logs`` has the loss and metrics of both (``eval_...``).
+        """Run after an epoch and its evaluation; ``logs`` has the loss and metrics of both (``eval_...``).
 
         ``self.model.stop_training = True`` ends the training here, or after any batch.
         """
 
     def on_train_end(self, logs: Logs) -> None:
-        """Called after the last epoch; ``logs`` are those of that epoch."""
+        """Run after the last epoch, with the ``logs`` of that epoch."""
 
     def on_eval_begin(self, logs: Logs) -> None:
-        """Called before an evaluation."""
+        """Run before an evaluation."""
 
     def on_eval_batch_end(self, step: int, logs: Logs) -> None:
-        """Called after a batch of an evaluation; ``logs`` has its ``loss``."""
+        """Run after a batch of an evaluation; ``logs`` has its ``loss``."""
 
     def on_eval_end(self, logs: Logs) -> None:
-        """Called after an evaluation; ``logs`` is what ``evaluate`` returns."""
+        """Run after an evaluation; ``logs`` is the dict that ``evaluate`` returns."""
 
     def on_predict_begin(self, logs: Logs) -> None:
-        """Called before a prediction."""
+        """Run before a prediction."""
 
     def on_predict_batch_end(self, step: int, logs: Logs) -> None:
-        """Called after a batch of a prediction; ``logs`` has its ``outputs``."""
+        """Run after a batch of a prediction; ``logs`` has its ``outputs``."""
 
     def on_predict_end(self, logs: Logs) -> None:
-        """Called after a prediction."""
+        """Run after a prediction."""
 
     def close(self) -> None:
-        """Called last, also after an error: remove hooks and close files here. Its own error never hides another."""
+        """Run last, even after an error: remove hooks and close files here. An error raised here hides no other."""
 
 
 Callbacks = Callback | Sequence[Callback] | None
 
 
 def check_running(num_workers: Any, verbose: Any, callbacks: Any, num_iters: Any = None, **counts: Any) -> None:
-    """Check what ``fit``, ``evaluate`` and ``predict`` have in common.
+    """Check the arguments that ``fit``, ``evaluate`` and ``predict`` share.
 
     Raises:
         ArgumentValueError: for a number that is not allowed.
-        ArgumentTypeError: for callbacks that are none.
+        ArgumentTypeError: for a callback that is not a ``Callback``.
     """
     for name, count in {**counts, "num_iters": 1 if num_iters is None else num_iters}.items():
         check_count(name, count)
@@ -97,7 +99,7 @@ def check_running(num_workers: Any, verbose: Any, callbacks: Any, num_iters: Any
 
 
 def call(callbacks: list[Callback], event: str, *args: Any) -> None:
-    """Call one method of each callback."""
+    """Call the method named ``event`` on each callback."""
     for callback in callbacks:
         getattr(callback, event)(*args)
 
@@ -106,7 +108,7 @@ def call(callbacks: list[Callback], event: str, *args: Any) -> None:
 def calling(
     model: Any, given: Callbacks, steps: int | None, verbose: int, log_freq: int = 1, epochs: int = 1
 ) -> Iterator[tuple[list[Callback], list[Callback]]]:
-    """Bind callbacks to a model while it runs: the user's own, and these with the one that reports progress."""
+    """Bind callbacks to a model while it runs; yields the user's callbacks, and these with the progress callback."""
     own = [given] if isinstance(given, Callback) else list(given or ())
     called = [*own, *([ProgressBar(log_freq)] if verbose == 1 else [Lines(log_freq)] if verbose == 2 else [])]
     for callback in called:
@@ -123,7 +125,7 @@ def calling(
 
 
 class Lines(Callback):
-    """``verbose=2``: lines at level INFO of the logger "halfstep", which are asked for and so have to be seen."""
+    """``verbose=2``: lines at level INFO of the logger "halfstep"; a user who asks for lines must see them."""
 
     def __init__(self, log_freq: int) -> None:
         show_log()
@@ -131,7 +133,7 @@ class Lines(Callback):
         self._epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
-        """Keep the number for the lines of its batches."""
+        """Remember the epoch for the lines of its batches."""
         self._epoch = epoch
 
     def on_train_batch_end(self, step: int, logs: Logs) -> None:
@@ -147,7 +149,7 @@ class Lines(Callback):
 class ProgressBar(Callback):
     """``verbose=1``: a bar for each epoch, evaluation or prediction.
 
-    The finished bar stays, with the results beside it, or below it where the line is too short: none is cut off.
+    The finished bar stays on screen, with the results beside it, or below it if the line is too short for all of them.
     """
 
     def __init__(self, log_freq: int) -> None:
@@ -155,7 +157,7 @@ class ProgressBar(Callback):
         self._bar: tuple[Progress, TaskID] | None = None
 
     def close(self, logs: Logs | None = None) -> None:
-        """End the bar, if there is one, and give the terminal back."""
+        """End the bar, if there is one, and release the terminal."""
         if self._bar is not None:
             progress, task = self._bar
             results = text_of(logs or {})
@@ -217,14 +219,14 @@ class ProgressBar(Callback):
 
 
 def _width(progress: Progress) -> int:
-    """The number of columns that a bar needs with all that stands beside it."""
+    """Measure the columns that a bar needs, including the text beside it."""
     console = progress.console
     table = progress.make_tasks_table(progress.tasks)
     return console.measure(table, options=console.options.update(width=10_000)).maximum
 
 
 def text_of(logs: Logs) -> str:
-    """``loss 0.123 Accuracy 0.9``."""
+    """Format logs as text, such as ``loss 0.123 Accuracy 0.9``."""
     return " ".join(f"{name} {_number(value)}" for name, value in logs.items())
 
 

@@ -14,7 +14,7 @@ __all__ = ["CheckPrecision"]
 
 
 class CheckPrecision(Callback):
-    """Look for what loses precision, once after a batch, and count lost updates while training.
+    """Check once, after a batch, for settings that lose precision, and count lost updates during training.
 
     ::
 
@@ -23,14 +23,14 @@ class CheckPrecision(Callback):
     The findings go to the logger "halfstep", in one line.
 
     Args:
-        after: at which batch, counted from 0, the model is checked. A few steps let the optimizer have state.
-        every: see ``halfstep.watch``; None watches nothing.
+        after: the batch, counted from 0, after which the model is checked. A few steps give the optimizer its state.
+        every: see ``halfstep.watch``; None turns the watch off.
 
     Attributes:
         findings: the findings of the last ``fit``.
 
     Raises:
-        ArgumentValueError: for an ``after`` that is no whole number, or below 0.
+        ArgumentValueError: if ``after`` is not a whole number of at least 0.
     """
 
     def __init__(self, after: int = 1, every: int | None = 100) -> None:
@@ -40,21 +40,21 @@ class CheckPrecision(Callback):
         self._watch: Watch | None = None
 
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        """Begin to watch."""
+        """Start the watch."""
         self.findings = []
         self._left = self._after
         if self._every is not None:
             self._watch = watch(self.model.optimizer, self._every)
 
     def on_train_batch_end(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Check once."""
+        """Check the model after the batch that ``after`` names."""
         if self._left == 0:
             self.findings = check(self.model.network, self.model.optimizer, scaler=self.model.scaler)
             log(self.findings)
         self._left -= 1
 
     def close(self) -> None:
-        """Stop watching, and add what was measured to ``findings``."""
+        """Stop the watch and add its measurements to ``findings``."""
         if self._watch is not None:
             self._watch.remove()
             self.findings = [*self.findings, *self._watch.findings()]

@@ -1,4 +1,4 @@
-"""Reads ``amp_configs`` of ``Model.prepare``."""
+"""Parsing of the ``amp_configs`` of ``Model.prepare``."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LIST_KEYS = ("custom_white_list", "custom_black_list")
 
 
 def read_configs(amp_configs: Any) -> tuple[str, dict[str, Any]]:
-    """The level, and the values of the other keys.
+    """Return the level, and the values of the other keys.
 
     Raises:
-        ArgumentTypeError: neither None, a level nor a dict.
-        ArgumentValueError: an unknown level or key.
+        ArgumentTypeError: if ``amp_configs`` is neither None, a level nor a dict.
+        ArgumentValueError: for an unknown level or key.
 
-    Source: Paddle 3.3, ``paddle.Model.prepare``, whose defaults these are.
+    Source: Paddle 3.3, ``paddle.Model.prepare``, from which the defaults are taken.
     """
     is_level = isinstance(amp_configs, str)
     if not is_level and not isinstance(amp_configs, Mapping | NoneType):

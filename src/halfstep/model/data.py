@@ -1,4 +1,4 @@
-"""Datasets, loaders and the batches that come out of them."""
+"""Helpers for datasets, loaders and their batches."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["as_list", "as_loader", "batch_size_of", "inputs_and_labels", "length
 
 
 def as_list(parts: Any) -> list[Any]:
-    """A list of parts, given as None, one part, or a list or tuple of them."""
+    """Make a list of parts from None, one part, or a list or tuple of parts."""
     return [] if parts is None else list(parts) if isinstance(parts, (list, tuple)) else [parts]
 
 
 def as_loader(data: Any, batch_size: int, shuffle: bool, num_workers: int, drop_last: bool = False) -> Iterable[Any]:
-    """A loader for a dataset or a list of samples. Any other iterable is a loader already.
+    """Make a loader for a dataset or a list of samples; return any other iterable as it is.
 
     Raises:
-        ArgumentTypeError: for anything else.
+        ArgumentTypeError: for data that is not iterable.
     """
     is_loader = isinstance(data, DataLoader) or (isinstance(data, (list, tuple)) and not _has_samples(data))
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not is_loader):
@@ -36,16 +36,16 @@ def as_loader(data: Any, batch_size: int, shuffle: bool, num_workers: int, drop_
 
 
 def _has_samples(data: Sequence[Any]) -> bool:
-    """True for a list of samples, not of batches: the label of its first item is a single number."""
+    """True if a list holds samples, not batches: the label of its first item is a single number."""
     parts = as_list(data[0]) if data else []
     return len(parts) > 1 and (isinstance(parts[-1], (int, float)) or getattr(parts[-1], "ndim", None) == 0)
 
 
 def inputs_and_labels(batch: Any) -> tuple[list[Any], list[Any]]:
-    """The inputs and the label of a batch: its last part is the label.
+    """Split a batch into its inputs and its label, which is the last part.
 
     Raises:
-        ArgumentValueError: fewer than two parts.
+        ArgumentValueError: for a batch with fewer than two parts.
     """
     parts = as_list(batch)
     if len(parts) < 2:
@@ -54,10 +54,10 @@ def inputs_and_labels(batch: Any) -> tuple[list[Any], list[Any]]:
 
 
 def batch_size_of(parts: list[Any]) -> int:
-    """The number of samples in a batch: the first dimension of its last part.
+    """Count the samples in a batch: the length of its last part's first dimension.
 
     Raises:
-        ArgumentTypeError: if that has no length.
+        ArgumentTypeError: if the last part has no length.
     """
     last = parts[-1]
     if not hasattr(last, "__len__"):
@@ -70,7 +70,7 @@ def batch_size_of(parts: list[Any]) -> int:
 
 
 def length_of(loader: Iterable[Any], most: int | None = None) -> int | None:
-    """The number of batches of a loader, at most ``most``; None if it does not know."""
+    """Count the batches of a loader, ``most`` at most; None if the loader has no length."""
     try:
         return len(range(len(loader))[:most])  # type: ignore[arg-type]
     except TypeError:  # a DataLoader over a stream has a __len__, which raises this too
@@ -78,10 +78,10 @@ def length_of(loader: Iterable[Any], most: int | None = None) -> int | None:
 
 
 def stacked(outputs: list[Any]) -> list[torch.Tensor]:
-    """One tensor for each output of a network, from its outputs for each batch.
+    """Concatenate a network's outputs over batches: one tensor per output.
 
     Raises:
-        ArgumentTypeError: if an output is no tensor with a dimension for samples.
+        ArgumentTypeError: if an output is not a tensor with a dimension for samples.
     """
     parts = list(map(as_list, outputs))
     if not all(isinstance(part, torch.Tensor) and part.dim() for batch in parts for part in batch):

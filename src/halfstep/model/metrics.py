@@ -1,4 +1,4 @@
-"""The metrics of a ``Model``, by their names; they are objects like those of torchmetrics."""
+"""The metrics of a ``Model`` by name; metrics are objects like torchmetrics' ones."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["compute_metrics", "name_metrics", "reset_metrics"]
 
 
 def name_metrics(given: Any) -> dict[str, Any]:
-    """Metrics by name. One without a name has that of its class; the second of a class is ``name_1``.
+    """Name metrics. An unnamed metric gets the name of its class; the second one of a class is ``name_1``.
 
     Args:
         given: None, an object with ``update``, ``compute`` and ``reset``, a list of them, or a dict that names them.
 
     Raises:
-        ArgumentTypeError: for an object that lacks one of the three.
+        ArgumentTypeError: for an object that lacks one of these three methods.
     """
     named: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
     for metric in () if isinstance(given, Mapping) else as_list(given):
@@ -37,15 +37,15 @@ def name_metrics(given: Any) -> dict[str, Any]:
 
 
 def reset_metrics(named: Mapping[str, Any], device: torch.device) -> None:
-    """Start metrics over, on a device."""
+    """Reset metrics and move them to a device."""
     for metric in named.values():
         metric.reset()
-        if isinstance(metric, nn.Module):  # torchmetrics' have buffers
+        if isinstance(metric, nn.Module):  # torchmetrics' metrics have buffers
             metric.to(device)
 
 
 def compute_metrics(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by name. A metric that returns a mapping, such as a MetricCollection, names its own values."""
+    """Compute the values by name. A metric that returns a mapping, such as a MetricCollection, names its values."""
     found: dict[str, Any] = {}
     for name, metric in named.items():
         value = metric.compute()

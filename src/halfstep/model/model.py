@@ -1,4 +1,4 @@
-"""The training loop of ``Model``. Casts, loss scaling and master weights are those of ``amp``."""
+"""The training loop of ``Model``. ``amp`` does the casts, the loss scaling and the master weights."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Model:
         model.fit(dataset, epochs=2, batch_size=32)
 
     Args:
-        network: the module to train; it stays where it is, and batches are moved to its device.
+        network: the module to train. It stays on its device, and batches are moved there.
 
     Attributes:
         network: the module.
-        optimizer: the one that ``prepare`` was given; None before.
-        scaler: the loss scale, an ``amp.GradScaler``, which is disabled where the recipe needs none.
-        stop_training: set it in a callback, and ``fit`` ends after the batch or epoch.
+        optimizer: the optimizer given to ``prepare``; None before that call.
+        scaler: an ``amp.GradScaler``, disabled if the configuration needs no loss scaling.
+        stop_training: set to True in a callback to end ``fit`` after the current batch or epoch.
 
     Source: Paddle's AMP guide, section 2.2.
     """
@@ -76,14 +76,15 @@ class Model:
         metrics: Any = None,
         amp_configs: str | Mapping[str, Any] | None = None,
     ) -> None:
-        """Set what to train with, and the precision of training, evaluation and prediction.
+        """Set the optimizer, the loss and the precision of training, evaluation and prediction.
 
         Args:
-            optimizer: over parameters of the network; only training needs it.
-            loss: called as ``loss(*outputs, *labels)`` with floating outputs in fp32; gives a scalar, the mean over
-                the batch.
-            metrics: a metric of torchmetrics, a list of them, or a dict that names them. Any object will do that has
-                ``update(*outputs, *labels)``, ``compute()`` and ``reset()``. Without a name it has that of its class.
+            optimizer: an optimizer of the network's parameters; only training needs it.
+            loss: a function ``loss(*outputs, *labels)``, called with floating outputs in fp32, that returns a scalar:
+                the mean over the batch.
+            metrics: a torchmetrics metric, a list of metrics, or a dict that names them. Any object works that has
+                ``update(*outputs, *labels)``, ``compute()`` and ``reset()``. An unnamed metric gets the name of its
+                class.
             amp_configs: "O0", "O1", "O2", or a dict with ``level`` ("O1" if absent), ``dtype``, ``emulate``,
                 ``custom_white_list`` and ``custom_black_list`` of ``amp.auto_cast``, and ``init_loss_scaling``,
                 ``incr_ratio``, ``decr_ratio``, ``incr_every_n_steps``, ``decr_every_n_nan_or_inf`` and
@@ -91,9 +92,9 @@ class Model:
                 in float16, and in bfloat16 where a key of the scaler is given.
 
         Raises:
-            ArgumentTypeError: an argument of the wrong kind.
-            ArgumentValueError: an unknown level, key, dtype or op. Nothing has been changed then.
-            UsageError: O2 for a network or optimizer that is decorated already.
+            ArgumentTypeError: for an argument of the wrong type.
+            ArgumentValueError: for an unknown level, key, dtype or op. Nothing has changed in this case.
+            UsageError: for O2 with a network or optimizer that is already decorated.
         """
         check_kind("optimizer", optimizer, (torch.optim.Optimizer, NoneType), "a torch.optim.Optimizer")
         if loss is not None and not callable(loss):
@@ -116,24 +117,28 @@ class Model:
     # ---- one batch
 
     def train_batch(self, inputs: Any, labels: Any = None, update: bool = True) -> torch.Tensor:
-        """Forward and backward on one batch and, if ``update``, a step; gradients add up until then.
+        """Run forward and backward on one batch and, if ``update``, a step. Without a step, gradients accumulate.
 
         Returns:
-            The loss: a detached fp32 scalar on the device.
+            The loss, a detached fp32 scalar on the device.
         """
         self._need_optimizer()
         return self._train_batch(as_list(inputs), as_list(labels), update, 1.0)
 
     @torch.no_grad()
     def eval_batch(self, inputs: Any, labels: Any = None) -> torch.Tensor:
-        """The loss of one batch in eval mode, as ``train_batch`` returns it. Metrics are updated."""
+        """Compute the loss of one batch in eval mode, and update the metrics.
+
+        Returns:
+            The loss, a detached fp32 scalar on the device.
+        """
         self._need_loss()
         self.network.eval()
         return self._compute_loss(as_list(inputs), as_list(labels))
 
     @torch.no_grad()
     def predict_batch(self, inputs: Any) -> Any:
-        """The network's outputs for one batch, in eval mode."""
+        """Compute the network's outputs for one batch, in eval mode."""
         self.network.eval()
         (moved,) = self._moved(as_list(inputs))
         with self._scope:
@@ -160,32 +165,34 @@ class Model:
         drop_last: bool = False,
         num_iters: int | None = None,
     ) -> None:
-        """Train.
+        """Train the network.
 
         Args:
             train_data: a torch dataset, a list of samples whose labels are single numbers, or a loader: any other
-                iterable of batches, whose last part is the label.
+                iterable of batches. The last part of a batch is the label.
             eval_data: a dataset or loader to evaluate after every ``eval_freq`` epochs.
             batch_size: samples in a batch, for datasets.
-            epochs: how often to go through the data.
+            epochs: passes over the data.
             eval_freq: see ``eval_data``.
-            log_freq: batches between two readings of the loss, for the bar and the lines.
-            save_dir: where ``{epoch}.pt`` is written every ``save_freq`` epochs and ``final.pt`` at the end.
+            log_freq: batches between two reads of the loss for the progress bar and the log lines.
+            save_dir: the folder for ``{epoch}.pt``, written every ``save_freq`` epochs, and ``final.pt``, written at
+                the end.
             save_freq: see ``save_dir``.
             verbose: 0 for silence, 1 for a progress bar, 2 for lines at level INFO of the logger "halfstep", which
-                writes to stderr where a program has not set up logging.
-            shuffle: whether a dataset is shuffled for training.
+                    writes to stderr if the program has not set up logging.
+            shuffle: True to shuffle a dataset for training.
             num_workers: worker processes of the loaders, for datasets.
             callbacks: one ``Callback`` or several.
-            accumulate_grad_batches: batches in a step, which is the step of one batch of all their samples. The last
-                step of an epoch takes the batches that are left.
-            drop_last: whether a dataset's last batch is left out if it is smaller than ``batch_size``.
-            num_iters: after so many batches in all, ``fit`` ends as with ``stop_training``; None for all epochs.
+            accumulate_grad_batches: batches per step, which equals one step on a batch of all their samples. The last
+                step of an epoch uses the remaining batches.
+            drop_last: True to leave out a dataset's last batch if it is smaller than ``batch_size``.
+            num_iters: the total number of batches after which ``fit`` ends as with ``stop_training``; None for all
+                epochs.
 
         Raises:
-            UsageError: before ``prepare`` with an optimizer and a loss.
-            ArgumentValueError: a number that is not allowed, or a batch without a label.
-            ArgumentTypeError: data, callbacks or labels of the wrong kind.
+            UsageError: if ``prepare`` has not set an optimizer and a loss.
+            ArgumentValueError: for a number that is not allowed, or a batch without a label.
+            ArgumentTypeError: for data, callbacks or labels of the wrong type.
         """
         counts = {"batch_size": batch_size, "epochs": epochs, "eval_freq": eval_freq, "log_freq": log_freq}
         counts |= {"save_freq": save_freq, "accumulate_grad_batches": accumulate_grad_batches}
@@ -224,10 +231,10 @@ class Model:
         callbacks: Callbacks = None,
         num_iters: int | None = None,
     ) -> dict[str, Any]:
-        """The mean loss over all samples, in eval mode, and every metric.
+        """Compute the mean loss over all samples, in eval mode, and every metric.
 
-        The arguments are as for ``fit``; ``verbose=1`` shows a progress bar, whose last line has the results.
-        ``log_freq`` is accepted for Paddle's sake. With ``num_iters`` only so many batches are evaluated.
+        The arguments are as for ``fit``; ``verbose=1`` shows a progress bar whose last line has the results.
+        ``log_freq`` is accepted for compatibility with Paddle. ``num_iters`` limits the number of batches.
         """
         check_running(num_workers, verbose, callbacks, num_iters, batch_size=batch_size, log_freq=log_freq)
         self._need_loss()
@@ -244,14 +251,14 @@ class Model:
         verbose: int = 1,
         callbacks: Callbacks = None,
     ) -> list[Any]:
-        """The network's outputs, batch by batch. It is given as many parts of a batch as its forward has parameters.
+        """Compute the network's outputs, batch by batch. The network gets the parts that its forward takes.
 
-        ``test_data`` may have labels or not. The arguments are as for ``fit``; ``verbose=1`` shows a progress bar.
-        With ``stack_outputs=True`` the list has one tensor for each output of the network, with a row for each sample:
+        ``test_data`` may have labels. The arguments are as for ``fit``; ``verbose=1`` shows a progress bar.
+        With ``stack_outputs=True`` the list has one tensor per output of the network, with one row per sample:
         ``model.predict(data, stack_outputs=True)[0]`` is the first output for all samples.
 
         Raises:
-            ArgumentTypeError: for ``stack_outputs=True`` where the network returns something else than tensors.
+            ArgumentTypeError: for ``stack_outputs=True`` if the network returns anything but tensors.
         """
         check_running(num_workers, verbose, callbacks, batch_size=batch_size)
         stacks = check_flag("stack_outputs", stack_outputs)
@@ -272,7 +279,7 @@ class Model:
     def save(self, path: str | PathLike[str], training: bool = True) -> None:
         """Write ``{path}.pt``: the network's state and, if ``training``, the optimizer's and the loss scaler's.
 
-        If saving is interrupted, the file that was there before stays.
+        If saving is interrupted, an existing file is left intact.
         """
         state: dict[str, Any] = {"model": self.network.state_dict()}
         if training and self.optimizer is not None:
@@ -280,18 +287,18 @@ class Model:
         save_whole(state, f"{fspath(path)}.pt")
 
     def load(self, path: str | PathLike[str], skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:
-        """Read what ``save`` wrote; call it after ``prepare``. Only plain data is unpickled.
+        """Load a file that ``save`` wrote; call it after ``prepare``. Only plain data is unpickled.
 
         Args:
-            path: as given to ``save``.
-            skip_mismatch: True leaves those weights as they are that the file does not have, or has in another shape,
-                and names them in one line of the log. Of the optimizer and the loss scaler nothing is loaded then.
-            reset_optimizer: True leaves the optimizer and the loss scaler as they are.
+            path: the path given to ``save``.
+            skip_mismatch: True keeps weights that the file lacks, or has in another shape, and names them in one line
+                of the log. The states of the optimizer and the loss scaler are then not loaded.
+            reset_optimizer: True keeps the current states of the optimizer and the loss scaler.
 
         Raises:
-            ArgumentTypeError: for a ``skip_mismatch`` that is neither True nor False.
-            ArgumentValueError: for a file that ``save`` did not write, or weights that are missing or of other shapes.
-                Nothing is loaded then.
+            ArgumentTypeError: if ``skip_mismatch`` is neither True nor False.
+            ArgumentValueError: for a file that ``save`` did not write, and for weights that are missing or have other
+                shapes. Nothing is loaded in this case.
         """
         skips = check_flag("skip_mismatch", skip_mismatch)
         file = f"{fspath(path)}.pt"
@@ -315,12 +322,12 @@ class Model:
                 self.scaler.load_state_dict(state["scaler"])
 
     def summary(self, input_size: Any = None, dtypes: Any = None, verbose: int = 1) -> dict[str, Any]:
-        """Print a table of the network's layers, and return what is in it.
+        """Print a table of the network's layers, and return its contents.
 
         Args:
-            input_size: shape of an input with its batch dimension, or a list of shapes; the network runs on zeros
-                once, in its precision and in eval mode, and the table shows the layers' outputs.
-            dtypes: of the inputs, float32 where not given; a dtype or a list of them.
+            input_size: the shape of an input with its batch dimension, or a list of shapes. The network runs once on
+                zeros, in its precision and in eval mode, and the table shows the layers' outputs.
+            dtypes: a dtype or a list of dtypes for the inputs; float32 by default.
             verbose: 0 for silence.
 
         Returns:
@@ -335,7 +342,7 @@ class Model:
     def _train_epoch(
         self, batches: Iterator[Any], accumulate: int, called: list[Callback]
     ) -> tuple[dict[str, Any], int]:
-        """Train on some batches. Returns the logs, and how many batches it were."""
+        """Train on up to one epoch of batches; returns the logs and the number of batches."""
         reset_metrics(self._metrics, self._device())
         step = 0
         logs: dict[str, Any] = {}
@@ -398,6 +405,6 @@ class Model:
         return next((p.device for p in self.network.parameters()), torch.device("cpu"))
 
     def _moved(self, *lists: list[Any]) -> list[list[Any]]:
-        """Inputs and labels, with their tensors on the device of the network."""
+        """Move the tensors of inputs and labels to the device of the network."""
         device = self._device()
         return [[part.to(device) if isinstance(part, torch.Tensor) else part for part in parts] for parts in lists]

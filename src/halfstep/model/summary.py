@@ -1,4 +1,4 @@
-"""The layers of a network, as a table."""
+"""A table of the layers of a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["summarize"]
 
 @torch.no_grad()
 def summarize(network: nn.Module, device: torch.device, input_size: Any, dtypes: Any, verbose: int) -> dict[str, Any]:
-    """The result of ``Model.summary``; the network is on ``device``."""
+    """Compute the result of ``Model.summary``; ``network`` must be on ``device``."""
     shapes = [] if input_size is None else input_size if isinstance(input_size, list) else [input_size]
     kinds = dtypes if isinstance(dtypes, list) else [dtypes or torch.float32] * len(shapes)
     inputs = [torch.zeros(s, dtype=parse_dtype(k), device=device) for s, k in zip(shapes, kinds, strict=True)]
@@ -36,9 +36,9 @@ def summarize(network: nn.Module, device: torch.device, input_size: Any, dtypes:
 
 
 def _layers_of(network: nn.Module, inputs: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-    """The modules with weights of their own or without children, in the order of a forward pass, or of definition.
+    """List the modules that directly own weights or have no children, in order of execution, or of definition.
 
-    Without inputs the network does not run, and no output shapes are known. A shared weight counts once.
+    Without inputs the network does not run and the output shapes are None. A shared weight counts once.
     """
     names = {module: name for name, module in network.named_modules() if _own(module) or not list(module.children())}
     shapes: dict[nn.Module, Any] = {}
@@ -69,7 +69,7 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _show(layers: list[dict[str, Any]], totals: dict[str, int]) -> None:
-    """Print the table."""
+    """Print the table of layers."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""Pages that need no server: each is a list of parts, among them tables and pictures, and is one file of HTML.
+"""Pages that need no server: a page is a list of parts (tables, pictures, ...) in one HTML file.
 
 ``parts.py`` has the parts and writes pages, ``charts.py`` draws pictures, and ``html.py`` makes elements of text.
 """

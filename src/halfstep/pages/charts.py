@@ -1,7 +1,7 @@
 """Pictures in a page: lines over steps, and strips of heat. They are plain SVG, and readable on a narrow screen.
 
-Positions are percentages of the width and sizes of text are not, so nothing shrinks with the page. Each picture is one
-image for a screen reader, with a title and a sentence on what is in it.
+Positions are percentages of the width and text has a fixed size, so nothing shrinks with the page. Each picture is one
+image for a screen reader, with a title and a one-sentence description.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def power(exponent: float) -> str:
-    """A power of 2 as text, such as 2⁻²⁴."""
+    """Write a power of 2, such as 2⁻²⁴."""
     return "2" + f"{exponent:.0f}".translate(_SUPERSCRIPTS)
 
 
 def between(low: float, high: float) -> list[float]:
-    """Some round numbers from one number to another, for ticks."""
+    """Choose round numbers between ``low`` and ``high`` for ticks."""
     across = high - low
     if across <= 0:
         return [low]
@@ -36,7 +36,7 @@ def between(low: float, high: float) -> list[float]:
 
 
 def _doublings(low: float, high: float) -> list[float]:
-    """Some exponents of 2 from one to another, for ticks: whole numbers that a power of 2 divides."""
+    """Choose exponents of 2 between ``low`` and ``high`` for ticks: whole numbers that a power of 2 divides."""
     step = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if (high - low) / n <= 6 or n == 128)
     return [float(at) for at in range(math.ceil(low / step) * step, math.floor(high) + 1, step)]
 
@@ -46,11 +46,11 @@ class Line:
     """A line over steps.
 
     Attributes:
-        name: for the legend.
-        points: (step, number). Where a number is NaN the line has a gap.
-        marks: (step, number) that get a cross.
-        stairs: whether numbers hold until the next step.
-        hue: which of the eight colors; None for the next one.
+        name: the text in the legend.
+        points: pairs (step, number). A NaN leaves a gap in the line.
+        marks: pairs (step, number) that are marked with a cross.
+        stairs: True if each number holds until the next step.
+        hue: the index of one of the eight colors; None for the next color.
     """
 
     name: str
@@ -71,17 +71,17 @@ def lines(
     ticks: Sequence[float] | None = None,
     limit: float | None = None,
 ) -> Markup:
-    """Lines over steps, with a legend.
+    """Draw lines over steps, with a legend.
 
     Args:
-        title: of the picture.
-        description: what is in it, for those who cannot see it.
+        title: the title of the picture.
+        description: the content of the picture, for screen readers.
         drawn: the lines, eight at most.
-        low: the number at the lower edge. What lies below is drawn at the edge, as a mark.
-        high: the number at the upper edge. What lies above is drawn at the edge, as a mark.
-        label: a number as text; without one numbers are exponents of 2.
-        ticks: which numbers get a line across; None for some whole ones.
-        limit: a number with a line of its own.
+        low: the number at the lower edge. Lower numbers are drawn at the edge, as marks.
+        high: the number at the upper edge. Higher numbers are drawn at the edge, as marks.
+        label: writes a number as text; the default reads numbers as exponents of 2.
+        ticks: numbers that get a horizontal line; None chooses whole numbers.
+        limit: a number that gets a separate, highlighted line.
     """
     steps = [step for line in drawn for step, _ in line.points]
     first, last = min(steps, default=0), max(steps, default=0)
@@ -128,7 +128,7 @@ def lines(
 
 @dataclass(frozen=True)
 class Band:
-    """The meaning of a part of a strip, from one position up to another."""
+    """A colored range of a strip, from ``start`` up to ``end``."""
 
     start: float
     end: float
@@ -137,16 +137,16 @@ class Band:
 
 @dataclass(frozen=True)
 class Strip:
-    """One row of heat.
+    """One row of a heat map.
 
     Attributes:
-        name: of the row.
-        value: a number at its end, as text.
-        cells: which share lies at each whole position, up to the next one.
-        kinds: the kind of a position, which decides on its color: "normal", "low" or "high".
-        bands: behind the cells.
-        marks: positions with a line through the strip.
-        alarming: whether the number at its end stands out.
+        name: the label of the row.
+        value: the number at the end of the row, as text.
+        cells: the share of values between each whole position and the next.
+        kinds: maps a position to its kind, which sets the color: "normal", "low" or "high".
+        bands: colored ranges behind the cells.
+        marks: positions at which a line crosses the strip.
+        alarming: True to highlight the number at the end of the row.
     """
 
     name: str
@@ -168,16 +168,16 @@ def strips(
     label: Callable[[float], str] = power,
     value_name: str,
 ) -> Markup:
-    """Rows of heat above one axis: the more lies at a position, the stronger is its color.
+    """Draw rows of a heat map above one axis: the larger the share at a position, the stronger its color.
 
     Args:
-        title: of the picture.
-        description: what is in it, for those who cannot see it.
-        rows: from top to bottom.
+        title: the title of the picture.
+        description: the content of the picture, for screen readers.
+        rows: the rows from top to bottom.
         low: the position at the left edge.
-        high: the position behind the right edge.
-        label: a position as text.
-        value_name: what the numbers at the end of the rows are.
+        high: the position just beyond the right edge.
+        label: writes a position as text.
+        value_name: the heading above the numbers at the end of the rows.
     """
     width = max(high - low, 1)
 
@@ -226,14 +226,14 @@ def strips(
 
 @dataclass(frozen=True)
 class Bar:
-    """One row of bars.
+    """One row of a bar chart.
 
     Attributes:
-        name: of the row.
-        value: the number at its end, as text.
-        length: of the bar, from 0 to 1.
-        alarming: whether it stands out.
-        hue: which of the eight colors of lines; None for the color of numbers.
+        name: the label of the row.
+        value: the number at the end of the row, as text.
+        length: the length of the bar, from 0 to 1.
+        alarming: True to highlight the row.
+        hue: the index of one of the eight line colors; None for the color of numbers.
     """
 
     name: str
@@ -244,14 +244,14 @@ class Bar:
 
 
 def bars(title: str, description: str, rows: Sequence[Bar], *, mark: float, value_name: str) -> Markup:
-    """Rows of bars.
+    """Draw a bar chart.
 
     Args:
-        title: of the picture.
-        description: what is in it, for those who cannot see it.
-        rows: from top to bottom.
-        mark: where a line goes through all of them, from 0 to 1.
-        value_name: what the numbers at the end of the rows are.
+        title: the title of the picture.
+        description: the content of the picture, for screen readers.
+        rows: the rows from top to bottom.
+        mark: the position of a line across all bars, from 0 to 1.
+        value_name: the heading above the numbers at the end of the rows.
     """
     body = [_row("", element("svg", class_="axis", width="100%", height=1), value_name, head=True)]
     edge = element("line", x1=f"{100.0 * mark:.4g}%", x2=f"{100.0 * mark:.4g}%", y1=0, y2="100%", class_="edge")
@@ -264,26 +264,26 @@ def bars(title: str, description: str, rows: Sequence[Bar], *, mark: float, valu
 
 
 def _row(name: str, drawn: Markup, value: str, *, alarming: bool = False, head: bool = False) -> Markup:
-    """A name, what is drawn, and a number."""
+    """Lay out a name, a drawing and a number."""
     label = element("span", element("bdi", name), class_="name", title=name or None)
     end = element("span", value, class_="value alarm" if alarming else "value")
     return element("div", label, drawn, end, class_="strip head" if head else "strip")
 
 
 def _image(tag: str, title: str, description: str, content: Markup, **attributes: object) -> Markup:
-    """One image for a screen reader."""
+    """Wrap content so that a screen reader sees one image."""
     if tag != "svg":
         return element(tag, content, role="img", aria_label=f"{title}. {description}", **attributes)
     return element(tag, element("title", title), element("desc", description), content, role="img", **attributes)
 
 
 def _side(percent: float) -> str:
-    """How the text at a position is aligned, so that it stays within the picture."""
+    """Choose the alignment of the text at a position so that the text stays within the picture."""
     return "tick start" if percent < 4 else "tick end" if percent > 96 else "tick middle"
 
 
 def _path(points: Iterable[tuple[float, float]]) -> str:
-    """A path through points, with a gap at each NaN."""
+    """Write the SVG path through points, with a gap at each NaN."""
     data, pen = [], "M"
     for x, y in points:
         if math.isnan(y):
@@ -295,6 +295,6 @@ def _path(points: Iterable[tuple[float, float]]) -> str:
 
 
 def _stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points in between, so that each number holds until the next step."""
+    """Insert points so that each number holds until the next step."""
     between = [(after[0], before[1]) for before, after in itertools.pairwise(points)]
     return [each for pair in itertools.zip_longest(points, between) for each in pair if each is not None]

@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG without a template engine. Their text is escaped."""
+"""Elements of HTML and SVG without a template engine; all text is escaped."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ __all__ = ["Markup", "element", "join"]
 
 
 class Markup(str):
-    """Text that is HTML already. Any other string is escaped where it is put into an element."""
+    """Text that already is HTML. Any other string is escaped when it becomes part of an element."""
 
     __slots__ = ()
 
 
 def join(parts: Iterable[str]) -> Markup:
-    """Several parts, one after the other."""
+    """Concatenate parts."""
     return Markup("".join(map(_escaped, parts)))
 
 
 def element(tag: str, *children: str, **attributes: object) -> Markup:
-    """An element of HTML or SVG.
+    """Make an element of HTML or SVG.
 
     Args:
-        tag: its name.
-        *children: what is in it. Strings are escaped, ``Markup`` is not.
+        tag: the name of the element.
+        *children: the content. Strings are escaped, ``Markup`` is not.
         **attributes: ``class_`` is written "class", and ``stroke_width`` "stroke-width". None leaves one out.
     """
     given = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items() if value is not None}

@@ -27,13 +27,13 @@ __all__ = [
 
 
 def write_page(path: str | Path, title: str, parts: Iterable[Markup], *, wide: bool = False) -> None:
-    """Write a page that loads nothing from elsewhere. It is light or dark, as the reader's system is.
+    """Write a page that loads no other resources. It is light or dark, as the reader's system is.
 
     Args:
-        path: the file; missing folders are made, and an existing file is replaced whole.
-        title: for the tab of the browser.
-        parts: from top to bottom.
-        wide: whether it may be as wide as the window.
+        path: the file; missing folders are created, and an existing file is replaced as a whole.
+        title: the title in the browser's tab.
+        parts: the parts from top to bottom.
+        wide: True if the page may be as wide as the window.
     """
     sheet = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     head = element(
@@ -49,7 +49,7 @@ def write_page(path: str | Path, title: str, parts: Iterable[Markup], *, wide: b
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text. Missing folders are made, and an existing file is replaced whole."""
+    """Write a text file. Missing folders are created, and an existing file is replaced as a whole."""
     with replacing(path) as file:
         file.write(text.encode())
 
@@ -58,24 +58,24 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def header(kind: str | None, title: str, *lines: str | None) -> Markup:
-    """The top of a page.
+    """Make the top of a page.
 
     Args:
-        kind: what makes such pages, in small letters above the title; None for nothing.
+        kind: the tool that made the page, in small letters above the title; None for nothing.
         title: the heading.
-        *lines: a paragraph each; None is left out.
+        *lines: one paragraph each; None is left out.
     """
     above = () if kind is None else (paragraph(kind),)
     return element("header", *above, element("h1", title), *(paragraph(line) for line in lines if line is not None))
 
 
 def made_by(command: str | None) -> Markup | None:
-    """The line of a header that says which command made the page; None without one."""
+    """The header line with the command that made the page; None without a command."""
     return None if command is None else join(["Made by ", element("code", command)])
 
 
 def section(title: str, *parts: str) -> Markup:
-    """A heading and what is below it."""
+    """A heading with the parts below it."""
     return element("section", element("h2", title), *parts)
 
 
@@ -95,7 +95,7 @@ def small(text: str) -> Markup:
 
 
 def facts(named: Mapping[str, str]) -> Markup:
-    """A list of names and what belongs to them."""
+    """A list of names with their descriptions."""
     return element("dl", *(part for name, text in named.items() for part in (element("dt", name), element("dd", text))))
 
 
@@ -116,13 +116,13 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], caption: str | No
 def dense_table(
     label: str, groups: Iterable[tuple[str, int]], names: Iterable[str], rows: Iterable[Iterable[tuple[str, str]]]
 ) -> Markup:
-    """A table of many narrow columns, whose cells may have colors.
+    """Make a table of many narrow columns whose cells may have colors.
 
     Args:
-        label: for a screen reader.
-        groups: names above several columns, and above how many.
-        names: of the columns.
-        rows: the text of each cell, and a class of the style sheet or nothing.
+        label: the description for screen readers.
+        groups: pairs (name, number of columns below it).
+        names: the names of the columns.
+        rows: pairs (text, class in the style sheet or "") for each cell.
     """
     above = element("tr", *(element("th", name, colspan=width, scope="colgroup") for name, width in groups))
     head = element("thead", above, element("tr", *(element("th", name, scope="col") for name in names)))
@@ -138,17 +138,17 @@ def _scrolling(inner: Markup, label: str, kind: str) -> Markup:
 
 
 def figure(*content: str, caption: str) -> Markup:
-    """A picture, what belongs to it, and what it says."""
+    """A picture with its controls and its caption."""
     return element("figure", *content, element("figcaption", caption))
 
 
 def numbers(summary: str, names: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None) -> Markup:
-    """The table beside a picture, to be opened by its summary."""
+    """The table of a picture's numbers, folded behind its summary."""
     return element("details", element("summary", summary), table(names, rows, caption))
 
 
 def key(*entries: tuple[str, str]) -> Markup:
-    """What the colors of a picture mean: their classes, and in words."""
+    """The legend of a picture: pairs (class of the color, meaning)."""
     boxes = (element("rect", width=12, height=12, class_=name) for name, _ in entries)
     pictures = (element("svg", box, width=12, height=12, aria_hidden="true") for box in boxes)
     items = (element("li", box, text) for box, (_, text) in zip(pictures, entries, strict=True))
