@@ -1,4 +1,4 @@
-"""Ops that are counted while they run: ``op_table`` and operator stats read the same rows."""
+"""Counts of ops as they run: ``op_table`` and operator stats read the same rows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["CountedOp", "counting"]
 
 
 class CountedOp(NamedTuple):
-    """What calls of ops have in common that are counted together.
+    """The properties that calls of ops share if they are counted together.
 
     Attributes:
-        module: the qualified name of their module.
-        op: the name of the op, as in "addmm".
-        function: the name of torch's function that runs such an op, as in "linear".
-        backward: whether a backward pass has called it.
-        source: the dtype in which it computes: of the first floating argument; of a cast, the one before. None if no
-            tensor tells.
-        dtype: of the first result; None if there is none.
-        cast: the cast that it is; None for any other op.
+        module: the qualified name of the module.
+        op: the name of the op, such as "addmm".
+        function: the name of the torch function that runs such an op, such as "linear".
+        backward: True if a backward pass called the op.
+        source: the compute dtype: the dtype of the first floating argument; for a cast, the source dtype. None without
+            a floating argument.
+        dtype: the dtype of the first result; None if there is none.
+        cast: the cast that the op makes; None for any other op.
     """
 
     module: str
@@ -39,11 +39,14 @@ class CountedOp(NamedTuple):
 
 
 def counting(names: Mapping[nn.Module, str] | None, *, casts: bool = False) -> tuple[Watch, Counter[CountedOp]]:
-    """A watch that counts the ops that compute or copy numbers, and the counts, in the order in which ops came first.
+    """Make a watch that counts the ops that compute or copy numbers; the counts are ordered by first occurrence.
 
     Args:
-        names: as of ``Watch``.
-        casts: as of ``Watch``.
+        names: see ``Watch``.
+        casts: see ``Watch``.
+
+    Returns:
+        The watch, and the counts that it fills.
     """
     counts: Counter[CountedOp] = Counter()
 

@@ -1,4 +1,4 @@
-"""The names of modules and ops in all that is told of a run."""
+"""The names of modules and ops in every report about a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..core.torch_compat import children_of, parameters_of
 __all__ = ["OPTIMIZER", "OUTSIDE", "ROOT", "canonical", "owner_of", "part_of", "parts_of", "qualified_names"]
 
 OUTSIDE = "(step)"
-"""Where ops are that no module runs: the loss, in most scripts."""
+"""The name for ops outside of every module, such as the loss in most scripts."""
 
 ROOT = "(root)"
-"""The model itself."""
+"""The name of the model itself."""
 
 OPTIMIZER = "(optimizer)"
-"""Where the ops of an optimizer's step are."""
+"""The name for ops of an optimizer's step."""
 
 _PUBLIC = pairs("""
     mm=matmul bmm=matmul addmm=linear _to_copy=cast copy_=cast to_copy=cast
@@ -33,15 +33,15 @@ _PUBLIC = pairs("""
     _thnn_fused_lstm_cell=lstm _thnn_fused_gru_cell=gru mkldnn_linear=linear
     _cdist_forward=cdist _pdist_forward=pdist native_norm=norm
     """)
-"""The function of torch that users know, by the ATen op that it runs where the names differ."""
+"""The torch function that users know, by the ATen op that it runs, where the names differ."""
 
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def qualified_names(model: nn.Module) -> dict[nn.Module, str]:
-    """The names of the modules of a model, in the order of ``named_modules``: "(root)" is the model.
+    """Name the modules of a model, in the order of ``named_modules``; "(root)" is the model.
 
-    The wrappers of ``torch.compile`` and of DDP leave no trace in them.
+    The names leave out the wrappers of ``torch.compile`` and DDP.
     """
     found: dict[nn.Module, str] = {}
     left = [("", model)]
@@ -57,7 +57,7 @@ def qualified_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def parts_of(names: Mapping[nn.Module, str]) -> dict[int, str]:
-    """The qualified names of the parameters of some modules, by the ``id`` of each parameter."""
+    """Return the qualified names of modules' parameters, by the ``id`` of each parameter."""
     found: dict[int, str] = {}
     for module, name in names.items():
         for key, param in parameters_of(module).items():
@@ -66,22 +66,22 @@ def parts_of(names: Mapping[nn.Module, str]) -> dict[int, str]:
 
 
 def part_of(module: str, own: str) -> str:
-    """The qualified name of a parameter or buffer of a module."""
+    """Return the qualified name of a module's parameter or buffer."""
     return own if module == ROOT else f"{module}.{own}"
 
 
 def owner_of(param: str) -> str:
-    """The name of the module that has a parameter, by the name of the parameter."""
+    """Return the name of the module that owns a parameter, from the parameter's name."""
     return param.rpartition(".")[0] or ROOT
 
 
 @functools.cache
 def canonical(name: str, dims: int = 2) -> str:
-    """The name of the function of torch that runs an ATen op.
+    """Return the name of the torch function that runs an ATen op.
 
     Args:
-        name: of the op, without namespace and overload.
-        dims: of a convolution.
+        name: the name of the op, without namespace and overload.
+        dims: the number of spatial dimensions of a convolution.
     """
     if "convolution" in name:
         return f"conv{dims}d"

@@ -1,4 +1,4 @@
-"""Notes on tensors, which hold none of them."""
+"""Notes on tensors that do not keep the tensors alive."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class Notes(Generic[T]):
-    """Notes on tensors, for as long as these live.
+    """Notes on tensors, each for the lifetime of its tensor.
 
     Args:
-        stay: whether a note stays when somebody writes to its tensor.
+        stay: True to keep a note when its tensor is written to.
     """
 
     def __init__(self, *, stay: bool) -> None:
@@ -24,18 +24,18 @@ class Notes(Generic[T]):
         self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}
 
     def add(self, tensor: torch.Tensor, note: T) -> None:
-        """Remember a note on a tensor."""
+        """Store a note on a tensor."""
         self._found[id(tensor)] = weakref.ref(tensor), self._version(tensor), note
 
     def get(self, tensor: Any) -> T | None:
-        """The note on a tensor; None if there is none."""
+        """Return the note on a tensor; None if there is none."""
         found = self._found.get(id(tensor))
         if found is None or found[0]() is not tensor or found[1] != self._version(tensor):
             return None
         return found[2]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all notes."""
         self._found.clear()
 
     def _version(self, tensor: Any) -> int:

@@ -1,4 +1,6 @@
-"""The modes that see functions of torch and ops, forward and backward, and who makes each cast. ``Watch`` enters them.
+"""The modes that see torch functions and ops, forward and backward, and find the origin of each cast.
+
+``Watch`` enters the modes.
 
 A dispatch mode sees the ops below autograd, as they run on the device.
 """
@@ -36,10 +38,10 @@ from .names import canonical
 __all__ = ["CASTING", "TORCH", "USER", "Cast", "FunctionCall", "FunctionMode", "OpCall", "OpMode", "tensors_in"]
 
 CASTING, USER, TORCH = "casting", "user", "torch"
-"""Who makes casts: halfstep or native autocast; a call such as ``x.float()`` in the user's code; torch by itself."""
+"""The origins of casts: halfstep or native autocast; a call such as ``x.float()`` in user code; torch itself."""
 
 _CONVERSIONS = frozenset(("to", "type", "type_as", "half", "bfloat16", "float", "double", "copy_", "_to_copy"))
-"""Functions that a user casts with."""
+"""Functions by which user code casts."""
 
 _PASS_ON = ("torch.", "halfstep.numerics.", "halfstep.observe.", "halfstep.casting.dispatch")
 
@@ -52,11 +54,11 @@ class Cast(NamedTuple):
     """A cast of a floating tensor to another floating dtype.
 
     Attributes:
-        source: the dtype that it had.
-        target: the dtype that it got.
-        made_by: ``CASTING``, ``USER`` or ``TORCH``. The gradient of a cast is made by who made the cast.
-        asked_by: the function whose arguments were cast; empty for a cast of a user, or of a module's inputs.
-        bytes: how many were read and written.
+        source: the dtype before the cast.
+        target: the dtype after the cast.
+        made_by: ``CASTING``, ``USER`` or ``TORCH``. The gradient of a cast has the origin of the cast.
+        asked_by: the function whose arguments were cast; empty for a cast by user code, or of a module's inputs.
+        bytes: the number of bytes read and written.
     """
 
     source: torch.dtype
@@ -67,7 +69,7 @@ class Cast(NamedTuple):
 
 
 class FunctionCall(NamedTuple):
-    """A call of a function of torch that has returned."""
+    """A finished call of a torch function."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -79,14 +81,14 @@ class OpCall(NamedTuple):
     """A call of an op.
 
     Attributes:
-        op: as in ``torch.ops.aten.addmm.default``.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        result: what it returned.
-        module: the qualified name of its module.
-        backward: whether it was called by a backward pass.
-        function: the function of torch that has called it; None if there is none, or functions are not watched.
-        cast: the cast that it is; None for any other op. Who made it is known if functions are watched.
+        op: the overload, such as ``torch.ops.aten.addmm.default``.
+        args: the arguments.
+        kwargs: the keyword arguments.
+        result: the return value.
+        module: the qualified name of the module that ran the op.
+        backward: True if a backward pass called the op.
+        function: the torch function that called the op; None if there is none, or if functions are not watched.
+        cast: the cast that the op makes; None for any other op. Its origin is known if functions are watched.
     """
 
     op: OpOverload
@@ -100,43 +102,43 @@ class OpCall(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the op without its namespace and overload, as in ``addmm``."""
+        """The name of the op without its namespace and overload, such as ``addmm``."""
         return _name(self.op)
 
     @property
     def canonical(self) -> str:
-        """The name of the function of torch that runs such an op, as in ``linear``."""
+        """The name of the torch function that runs such an op, such as ``linear``."""
         return canonical(self.name, self.dims)
 
     @property
     def dims(self) -> int:
-        """Over how many dimensions a convolution runs; 2 for any other op."""
+        """The number of spatial dimensions of a convolution; 2 for any other op."""
         return self.args[0].dim() - 2 if "convolution" in self.name else 2
 
     @property
     def copies(self) -> bool:
-        """Whether it copies a tensor, perhaps into another dtype."""
+        """True if the op copies a tensor, possibly to another dtype."""
         return self.name in _COPIES
 
     @property
     def is_empty(self) -> bool:
-        """Whether its result is not numbers yet."""
+        """True if the op allocates its result without filling it."""
         return self.name in _EMPTY
 
     @property
     def computes(self) -> bool:
-        """Whether it computes or copies numbers, which views and what is empty yet do not."""
+        """True if the op computes or copies numbers; views and empty allocations do not."""
         moves = self.op.is_view or self.is_empty or self.name == "_unsafe_view"
         return not moves and self.op.namespace != "profiler"
 
     @property
     def source(self) -> torch.Tensor:
-        """The tensor that a copy or cast is made of."""
+        """The tensor that a copy or cast reads."""
         return self.args[1 if self.name == "copy_" else 0]  # type: ignore[no-any-return]
 
     @property
     def output(self) -> torch.Tensor | None:
-        """The first tensor of the result; for an op that returns nothing and writes to tensors, the first of those."""
+        """The first tensor of the result; for an op that returns nothing, the first tensor of its arguments."""
         return next(tensors_in(self.result if self.result is not None else self.args), None)
 
 
@@ -145,7 +147,7 @@ def _name(op: OpOverload) -> str:
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a tree of lists, tuples and dicts, as arguments and results of ops are."""
+    """Yield the tensors in a tree of lists, tuples and dicts, such as the arguments and results of ops."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
@@ -156,32 +158,32 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _user_modes() -> list[Any]:
-    """The dispatch modes of this thread, the top one last. torch keeps its own, such as FakeTensorMode, apart."""
+    """List the dispatch modes of this thread, the top one last. torch keeps its own, such as FakeTensorMode, apart."""
     modes = (dispatch_mode_at(i) for i in range(dispatch_mode_count()))
     return [mode for mode in modes if not is_torchs_mode(mode)]
 
 
 def _take_off(mode: Any, pop: Callable[[], object]) -> None:
-    """Take a mode off the stack: those above it are off meanwhile, with the flags that torch keeps about them."""
+    """Remove a mode from the stack: pop the modes above it, with torch's flags about them, and push them again."""
     modes = _user_modes()
     above = modes[modes.index(mode) + 1 :]
     for each in reversed(above):
-        TorchDispatchMode.__exit__(each, None, None, None)  # not what its class does besides
+        TorchDispatchMode.__exit__(each, None, None, None)  # without the extra work of its class's __exit__
     pop()
     for each in above:
         TorchDispatchMode.__enter__(each)
 
 
 class FunctionMode(TorchFunctionMode):
-    """Knows which function of torch is running, which may call several ops, and whether it began under autocast.
+    """Tracks the running torch function, which may call several ops, and whether it began under autocast.
 
     Args:
-        notice: called after each function; None if nobody asks.
-        compute_in: as of ``Watch``. Some functions refuse arguments of several dtypes before any op runs.
+        notice: a function to call after each torch function; None for none.
+        compute_in: see ``Watch``. Some functions refuse arguments of several dtypes before any op runs.
 
     Attributes:
-        running: the function; None if none is.
-        autocast: whether native autocast was on when it was called.
+        running: the running function; None if there is none.
+        autocast: True if native autocast was on when that function was called.
     """
 
     def __init__(self, notice: Callable[[FunctionCall], object] | None, compute_in: torch.dtype | None) -> None:
@@ -207,7 +209,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 class _Noticing(threading.local):
-    """Whether this thread is in a function that is told of an op. Its own ops are no ops of the step."""
+    """A flag that is set while this thread runs an observer; ops of an observer are not ops of the step."""
 
     on = False
 
@@ -216,16 +218,16 @@ _noticing = _Noticing()
 
 
 class OpMode(TorchDispatchMode):
-    """A dispatch mode that tells of each op. It may end before modes that were entered later: those stay.
+    """A dispatch mode that reports each op. It may end before modes that were entered later; these stay on.
 
     Args:
-        notice: called after each op, until it raises.
-        where: gives the module that runs, and whether in a backward pass.
-        functions: knows the function that runs.
-        compute_in: as of ``Watch``.
+        notice: a function to call after each op, until it raises.
+        where: a function that returns the name of the running module, and True in a backward pass.
+        functions: the mode that tracks the running function.
+        compute_in: see ``Watch``.
 
     Attributes:
-        only_watches: whether it leaves results as they are, so that copies of weights may be used again.
+        only_watches: True if the mode does not change results, so that cached casts of weights stay valid.
     """
 
     def __init__(
@@ -250,10 +252,10 @@ class OpMode(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the stack of modes from whatever place. torch takes off the top one, whichever ends."""
+        """Leave the stack of modes from any position; torch would pop the top mode regardless of the mode that ends."""
         modes = _user_modes()
         if self not in modes:
-            # A mode beneath has ended first, and torch has taken this one off in its place.
+            # A mode below ended first, and torch popped this mode instead.
             left = [mode for mode in modes if mode in self._beneath]
             if left:
                 _take_off(left[-1], lambda: pop_dispatch_mode(None))
@@ -262,11 +264,11 @@ class OpMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would wrap the method below; nothing is compiled while this mode is on
+        return False  # True would make torch wrap the method below, and nothing is compiled while this mode is on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._dtype is not None:  # what an op writes to keeps its dtype
+        if self._dtype is not None:  # tensors that the op writes to keep their dtype
             args, kwargs = _widened(args, kwargs, self._dtype, list(_written(func, args, kwargs)))
         result = func(*args, **kwargs)
         if self._notice is None or _noticing.on:
@@ -277,7 +279,7 @@ class OpMode(TorchDispatchMode):
             call = OpCall(func, args, kwargs, result, *self._where(), function)
             self._notice(call._replace(cast=self._cast_of(call)) if call.copies else call)
         except BaseException:
-            self._notice = None  # the mode can only leave the stack where nothing runs
+            self._notice = None  # the mode can leave the stack only while no op runs
             raise
         finally:
             _noticing.on = False
@@ -291,12 +293,12 @@ class OpMode(TorchDispatchMode):
         return Cast(source.dtype, target.dtype, *self._maker(call), size)
 
     def _maker(self, call: OpCall) -> tuple[str, str]:
-        """Who made a cast, and the function that asked for it."""
+        """Find the origin of a cast, and the function that needed it."""
         node, caller = current_node(), _caller()
         if call.backward:
             number = -1 if node is None else node_sequence_number(node)
             return self._casts.get(number, (CASTING if caller == CASTING else TORCH, ""))
-        recomputed = node is not None  # the function that runs is ``backward``
+        recomputed = node is not None  # the running function is ``backward``
         function = "" if recomputed else getattr(call.function, "__name__", "")
         if function in _CONVERSIONS:
             made = (caller, "")
@@ -308,7 +310,7 @@ class OpMode(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """Whose code has called torch: halfstep's (not the modes that pass calls on), FSDP2's, or the user's."""
+    """Find the code that called torch: halfstep's (except modes that pass calls on), FSDP2's, or user code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -321,14 +323,14 @@ def _caller() -> str:
 
 
 def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that an op writes to."""
+    """Yield the arguments that an op writes to."""
     for i, each in enumerate(schema_of(op).arguments):
         if each.is_write:
             yield args[i] if i < len(args) else kwargs.get(each.name)
 
 
 def _widened(args: Any, kwargs: Any, dtype: torch.dtype, kept: Sequence[Any] = ()) -> tuple[Any, Any]:
-    """Arguments with their floating tensors and dtypes in a dtype, but for wider ones, and those to keep."""
+    """Widen floating tensors and dtypes in arguments to ``dtype``, except wider ones and the tensors in ``kept``."""
 
     def is_narrow(value: Any) -> bool:
         found = value.dtype if isinstance(value, torch.Tensor) else value

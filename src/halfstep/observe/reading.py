@@ -1,4 +1,4 @@
-"""Reads numbers of devices for all observers: copies to the host, which the training does not wait for."""
+"""Reads of device numbers for all observers: copies to the host for which the training does not wait."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Reading"]
 
 
 class Reading:
-    """Tensors that are read together, in one copy for each device and dtype.
+    """Tensors that are read together, in one copy per device and dtype.
 
     Args:
-        *tensors: on any device.
+        *tensors: the tensors, on any device.
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:
@@ -23,7 +23,7 @@ class Reading:
         self._lists: list[list[float]] = []
 
     def ask(self, tensor: torch.Tensor) -> int:
-        """Add a tensor, before ``send``. Returns its place among them."""
+        """Add a tensor, before ``send``; returns its index."""
         self._tensors.append(tensor.detach())
         return len(self._tensors) - 1
 
@@ -46,17 +46,17 @@ class Reading:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing that was sent is still on its way."""
+        """True if every copy that was sent has arrived."""
         return all(event.query() for event in self._events)
 
     def get(self) -> list[torch.Tensor]:
-        """The tensors on the host. Waits for those that are on their way."""
+        """Wait for the copies, and return the tensors on the host."""
         for event in self._events:
             event.synchronize()
         return self._tensors
 
     def __getitem__(self, place: int) -> list[float]:
-        """The numbers of one tensor, by its place. The first call makes lists of all, which is one conversion."""
+        """Return the numbers of the tensor at an index. The first call converts all tensors to lists at once."""
         if not self._lists:
             numbers = iter(torch.cat([tensor.reshape(-1).float() for tensor in self.get()]).tolist())
             self._lists = [list(itertools.islice(numbers, tensor.numel())) for tensor in self._tensors]

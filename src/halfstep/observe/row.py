@@ -1,4 +1,4 @@
-"""``Row``: what one tensor of one step looked like. Rows can be added up, saved as JSON lines, and loaded."""
+"""``Row``: the statistics of one tensor in one step. Rows can be merged, saved as JSON lines, and loaded."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ..core.files import replacing
 __all__ = ["PROBE", "Range", "Row", "load_rows", "merge_rows", "save_rows"]
 
 PROBE = 64
-"""How many values of a tensor a row keeps."""
+"""The number of values that a row keeps of a tensor."""
 
 _FORMAT = 1
 _DERIVED = ("headroom", "subnormal", "flushed")
 
 
 class Range(NamedTuple):
-    """The exponents of the numbers that a dtype can hold, where these are shown without their loss scale.
+    """The exponents that bound the numbers of a dtype, on a scale without the loss scale.
 
     Attributes:
-        subnormal: of the smallest number, which has one digit.
-        normal: of the smallest number with all digits.
-        overflow: the first one that is too large.
+        subnormal: the exponent of the smallest number, which has one significant bit.
+        normal: the exponent of the smallest number with full precision.
+        overflow: the first exponent that is too large.
     """
 
     subnormal: int
@@ -41,33 +41,33 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """The numbers of one tensor in one step. Shares are between 0 and 1.
+    """The statistics of one tensor in one step. Shares are between 0 and 1.
 
-    All magnitudes are without the loss scale: ``scale`` says by what the numbers were multiplied where they were
-    computed, in ``dtype``. So headroom and what is subnormal or flushed are about the numbers with their scale.
+    All magnitudes are without the loss scale; ``scale`` is the factor that the numbers had when they were computed in
+    ``dtype``. Headroom and the subnormal and flushed shares refer to the scaled numbers.
 
     Attributes:
-        step: which step of the optimizer, counted from 0; without an optimizer, which forward pass of the model.
-        module: the qualified name of the module; for "grad", "update" and "weight", that of the parameter.
+        step: the index of the optimizer's step, from 0; without an optimizer, the index of the model's forward pass.
+        module: the qualified name of the module; for "grad", "update" and "weight", the name of the parameter.
         tensor: "output", "output_grad", "grad", "update" or "weight".
-        call: which call of the module within one forward pass, counted from 0.
-        dtype: in which the numbers were computed, as in "float16".
-        numel: how many numbers there were.
-        amax: the largest magnitude of all of them; inf or NaN if one is. Of gradients of several steps, those with an
+        call: the index of the module's call within one forward pass, from 0.
+        dtype: the dtype in which the numbers were computed, such as "float16".
+        numel: the count of numbers.
+        amax: the largest magnitude; inf or NaN if a number is. In merged gradients of several steps, steps with an
             overflow do not count.
-        smallest: the smallest magnitude other than 0 in the sample; inf if there is none.
+        smallest: the smallest nonzero magnitude in the sample; inf if there is none.
         rms: the root of the mean square.
         zeros: the share of zeros, -0.0 included.
-        overflow: the share of inf; of gradients of several steps, the share of steps with inf or NaN.
+        overflow: the share of inf; for merged gradients, the share of steps with inf or NaN.
         nan: the share of NaN.
-        exponents: of the sample, how many magnitudes lie in [2**exponent, 2 * 2**exponent), by exponent. Empty without
+        exponents: by exponent, the count of magnitudes of the sample in [2**exponent, 2 * 2**exponent). Empty without
             ``bins``.
-        scale: the loss scale in these numbers, which was divided out; 1.0 if there was none.
-        probe: some values at evenly spread places, the same ones for the same shape, to compare two runs by. It is
-            empty in a merged row.
-        merged: of how many rows it is the sum; of gradients, of how many steps.
-        began_in: of an output with inf or NaN the module inside of which they began: the innermost one that runs and
-            got nothing but finite numbers. "(step)" if even the model got others; empty if it is not known.
+        scale: the loss scale that was divided out of these numbers; 1.0 if there was none.
+        probe: values at evenly spread positions, equal for equal shapes, by which two runs are compared. Empty in a
+            merged row.
+        merged: the number of rows that were merged; for gradients, the number of steps.
+        began_in: for an output with inf or NaN, the module in which they began: the innermost running module that got
+            only finite inputs. "(step)" if the model itself got inf or NaN; empty if not known.
     """
 
     step: int
@@ -90,12 +90,12 @@ class Row:
 
     @property
     def is_finite(self) -> bool:
-        """Whether there is neither inf nor NaN."""
+        """True if there is neither inf nor NaN."""
         return math.isfinite(self.amax) and not self.overflow and not self.nan
 
     @property
     def headroom(self) -> float:
-        """How many doublings lie between ``amax`` and the largest number of ``dtype``: below 0 after an overflow."""
+        """The number of doublings from ``amax`` to the largest number of ``dtype``; below 0 after an overflow."""
         if math.isnan(self.amax) or math.isinf(self.amax):
             return -math.inf
         if self.amax == 0.0:
@@ -105,7 +105,7 @@ class Row:
 
     @property
     def subnormal(self) -> float:
-        """The share of numbers below the normal range of ``dtype``, which have fewer digits. NaN without ``bins``."""
+        """The share of numbers below the normal range of ``dtype``, which have less precision. NaN without ``bins``."""
         if not self.exponents:
             return 0.0 if self.zeros == 1.0 else math.nan
         first = self.range.normal
@@ -114,12 +114,11 @@ class Row:
 
     @property
     def flushed(self) -> float:
-        """The share of numbers that became 0 because they were too small for ``dtype``: an estimate. NaN without
-        ``bins``.
+        """The estimated share of numbers that became 0 because they were too small for ``dtype``. NaN without ``bins``.
 
-        What was flushed cannot be counted afterwards. The counts at the lowest exponents are continued below the
-        smallest number, and no more zeros can come from there than there are. So zeros of a ReLU, or of rows of an
-        embedding that are not in the batch, are none of these unless numbers close to the edge are frequent, too.
+        Flushed numbers cannot be counted afterwards. The estimate continues the counts at the lowest exponents below
+        the smallest number, limited by the number of zeros. So zeros of a ReLU, or of embedding rows outside of the
+        batch, count as flushed only if numbers close to the edge are frequent.
         """
         if not self.exponents:
             return 0.0 if self.zeros in (0.0, 1.0) else math.nan
@@ -132,33 +131,33 @@ class Row:
         return min(self.zeros, missing / sum(self.exponents.values()) * self._nonzero)
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes, and ``headroom``, ``subnormal`` and ``flushed``, by name."""
+        """Return all attributes, ``headroom``, ``subnormal`` and ``flushed`` by name."""
         return {**asdict(self), **{name: getattr(self, name) for name in _DERIVED}}
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> Row:
-        """The row that ``to_dict`` was called on."""
+        """Rebuild a row from the result of ``to_dict``."""
         known = {each.name: saved[each.name] for each in fields(Row) if each.name in saved}
         exponents = {int(exponent): count for exponent, count in known.get("exponents", {}).items()}
         return Row(**{**known, "exponents": exponents, "probe": tuple(known.get("probe", ()))})
 
     @property
     def range(self) -> Range:
-        """Where the numbers lie that ``dtype`` can hold, with their scale divided out."""
+        """The range of the numbers that ``dtype`` can hold, with the scale divided out."""
         finfo = torch.finfo(getattr(torch, self.dtype))
         ends = (finfo.smallest_normal * finfo.eps, finfo.smallest_normal, finfo.max)
         return Range(*(round(math.log2(end)) - round(math.log2(self.scale)) for end in ends))
 
     @property
     def _nonzero(self) -> float:
-        """The share of numbers that ``exponents`` are counted of."""
+        """The share of finite nonzero numbers, the only ones that ``exponents`` counts."""
         return 1.0 - self.zeros - self.overflow - self.nan
 
 
 def merge_rows(rows: Iterable[Row]) -> list[Row]:
-    """Add up rows of one step, module, tensor, call and dtype: those of several ranks, or of several backward passes.
+    """Merge rows of equal step, module, tensor, call and dtype, from several ranks or several backward passes.
 
-    Counts and squares are added, the largest of ``amax`` and of ``scale`` remain.
+    Counts and squares are summed; ``amax`` and ``scale`` keep their maximum.
     """
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
@@ -195,14 +194,14 @@ def _sum(rows: list[Row]) -> Row:
 
 
 def save_rows(path: str | Path, rows: Iterable[Row], **about: Any) -> None:
-    """Write rows as JSON lines, of which the first says what they are.
+    """Write rows as JSON lines after a header line.
 
     Numbers that are not finite are written as ``Infinity`` and ``NaN``, as Python's ``json`` does.
 
     Args:
-        path: the file; missing folders are made. An existing file is replaced whole.
-        rows: to be written.
-        **about: what else the first line says: strings and numbers.
+        path: the file; missing folders are created. An existing file is replaced as a whole.
+        rows: the rows to write.
+        **about: additional strings and numbers for the header line.
     """
     with replacing(path) as file:
         header = {"halfstep": "numerics", "format": _FORMAT, **about}
@@ -211,10 +210,10 @@ def save_rows(path: str | Path, rows: Iterable[Row], **about: Any) -> None:
 
 
 def load_rows(path: str | Path) -> list[Row]:
-    """The rows that ``save_rows`` wrote.
+    """Load the rows that ``save_rows`` wrote.
 
     Raises:
-        ArgumentValueError: for a file of something else, and for a line that is no row, with its number.
+        ArgumentValueError: for another kind of file, and for a line that is not a row; the message has the line number.
     """
     with Path(path).open("rb") as file:
         try:

@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 MOST_TENSORS = 128
-"""How many tensors are sampled."""
+"""The number of tensors that are sampled."""
 
 PROOF = 64
-"""With fewer values on the grid of a 16-bit format nothing is proved."""
+"""The number of values on the grid of a 16-bit format below which nothing is proved."""
 
 _ELEMENTS = 2**16
-"""How many elements are sampled in all: a share of them has a standard deviation of at most 0.002."""
+"""The number of elements that are sampled in total: a share of them has a standard deviation of at most 0.002."""
 
 
 class Drawn(NamedTuple):
@@ -44,8 +44,8 @@ class Drawn(NamedTuple):
 
     Attributes:
         tensor: the tensor.
-        share: its share of all elements.
-        elements: how many of its elements to sample, at most.
+        share: the tensor's share of all elements.
+        elements: the maximum number of its elements to sample.
     """
 
     tensor: torch.Tensor
@@ -54,7 +54,7 @@ class Drawn(NamedTuple):
 
 
 def draw(tensors: Sequence[torch.Tensor]) -> list[Drawn]:
-    """Tensors to sample, all of them, or of many 128, drawn in proportion to their size."""
+    """Choose the tensors to sample: all, or 128 of many, drawn with probability in proportion to their size."""
     sizes = [t.numel() for t in tensors]
     total = sum(sizes)
     shares: dict[int, float] = {}
@@ -73,27 +73,27 @@ def draw(tensors: Sequence[torch.Tensor]) -> list[Drawn]:
 
 
 def can_sample(tensor: torch.Tensor) -> bool:
-    """Whether it has values in memory: not those that have none, nor packed ones of other libraries."""
+    """True if a tensor has values in memory; tensors without storage and packed tensors of other libraries do not."""
     if type(tensor) in ORDINARY:
         return not tensor.is_meta
     return not is_fake(tensor) and (is_sharded(tensor) or not is_traceable_wrapper_subclass(tensor))
 
 
 def sample(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """At most ``count`` elements, evenly spread; an odd stride, so that they are not of one column of a matrix."""
+    """Take at most ``count`` evenly spread elements; the odd stride keeps them from one column of a matrix."""
     here = tensor if type(tensor) in ORDINARY else local(tensor)
     if here.requires_grad and torch.is_grad_enabled():
         here = here.detach()
     size = here.numel()
     stride = _stride(size, count)
-    if here.is_contiguous():  # one view, which takes a third of the time of three
+    if here.is_contiguous():  # one view is three times faster than three
         return torch.as_strided(here, (-(-size // stride),), (stride,))
     return here.reshape(-1) if stride == 1 else here[_places(here.shape, stride, here.device)]
 
 
-@functools.lru_cache(64)  # every sampled step asks for the same
+@functools.lru_cache(64)  # every sampled step needs the same indices
 def _places(shape: Sequence[int], stride: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The indices of every ``stride``-th element, where flattening would copy a whole tensor: in another order."""
+    """Return the indices of every ``stride``-th element of a tensor that flattening would copy as a whole."""
     index = torch.arange(0, math.prod(shape), stride, dtype=torch.int64, device=device)
     found = []
     for length in reversed(shape):
@@ -103,7 +103,7 @@ def _places(shape: Sequence[int], stride: int, device: torch.device) -> tuple[to
 
 
 def samples_in(tensor: torch.Tensor, count: int) -> int:
-    """How many elements ``sample`` takes."""
+    """Return the number of elements that ``sample`` takes."""
     size = local(tensor).numel()
     return -(-size // _stride(size, count))
 
@@ -113,28 +113,28 @@ def _stride(size: int, count: int) -> int:
 
 
 def column(tensors: Iterable[torch.Tensor], counts: Iterable[int]) -> torch.Tensor:
-    """The samples of several tensors, one after the other."""
+    """Concatenate the samples of several tensors."""
     return torch.cat(list(map(sample, tensors, counts)))
 
 
 def element_shares(shares: Iterable[float], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The share of all elements that each element of a ``column`` stands for.
+    """Compute the share of all elements that each element of a ``column`` represents.
 
     Args:
-        shares: those of its tensors.
-        lengths: how many samples there are of each.
-        device: of the result.
+        shares: the share of each tensor.
+        lengths: the number of samples of each tensor.
+        device: the device of the result.
     """
     parts = map(lambda s, n: torch.full((n,), s / (n or 1), dtype=torch.float32, device="cpu"), shares, lengths)
     return torch.cat(list(parts)).to(device, non_blocking=True)
 
 
 def grid_flags(values: torch.Tensor) -> torch.Tensor:
-    """Whether fp32 values all lie on the grid of a 16-bit format: two numbers along the last dimension.
+    """Compute two flags along the last dimension that tell if all fp32 values lie on the grid of a 16-bit format.
 
-    The first is 1.0 if one does not lie on the grid of float16's 10 bits of fraction, which holds bfloat16's 7. The
-    second is 1.0 if one needs more than 4 of them: small whole numbers, masks and constants do not, and prove nothing.
-    Neither do inf and NaN, which have bits of their own.
+    The first is 1.0 if a value is off the grid of float16's 10 fraction bits, which contains bfloat16's 7. The second
+    is 1.0 if a value needs more than 4 of these bits: small whole numbers, masks and constants do not, and prove
+    nothing. Inf and NaN, with their special bits, prove nothing either.
     """
     bits = values.contiguous().view(torch.int32)
     bits = bits.masked_fill((bits & 0x7F800000) == 0x7F800000, 0)
@@ -143,6 +143,6 @@ def grid_flags(values: torch.Tensor) -> torch.Tensor:
 
 
 def is_on_grid(flags: Sequence[float]) -> bool:
-    """Whether ``grid_flags`` prove that values were rounded to 16 bits."""
+    """True if ``grid_flags`` prove that values were rounded to 16 bits."""
     off, used = flags
     return not off and bool(used)

@@ -1,4 +1,4 @@
-"""What a step adds to the numbers behind parameters: samples of them before and after it."""
+"""The change that a step makes to the values behind parameters: samples from before and after the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Change", "before_step"]
 
 
 def _numbers_behind(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """For each parameter the tensors with its value: itself, with a split master's remainder, or its plain master."""
+    """Yield for each parameter the tensors of its full value: itself (and a split master's remainder) or its master."""
     attached = attached_to(optimizer)
     plain = None if attached is None else attached.keeper.plain
     for param in params:
@@ -28,12 +28,12 @@ def _numbers_behind(optimizer: torch.optim.Optimizer, params: Iterable[torch.Ten
 
 
 class Change(NamedTuple):
-    """The change that a step made to some parameters on one device.
+    """The change that a step made to parameters on one device.
 
     Attributes:
         params: the parameters.
-        lengths: how many samples there are of each.
-        before: the samples of all of them, one after the other, in the dtype that the step computes in.
+        lengths: the number of samples of each parameter.
+        before: the concatenated samples before the step, in the dtype in which the step computes.
         after: the same elements after the step.
     """
 
@@ -49,15 +49,15 @@ _Groups = Sequence[tuple[Sequence[tuple[torch.Tensor, int]], torch.Tensor]]
 def before_step(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], counts: Sequence[int]
 ) -> Callable[[], Iterator[Change]]:
-    """Sample the numbers behind parameters, before a step changes them.
+    """Sample the values behind parameters before a step changes them.
 
     Args:
-        optimizer: steps them.
+        optimizer: the optimizer that steps the parameters.
         params: the parameters.
-        counts: how many elements of each are sampled, at most.
+        counts: the maximum number of elements to sample of each parameter.
 
     Returns:
-        To be called after the step: what it has changed, but for parameters that got their masters in it.
+        A function to call after the step. It yields the changes, without parameters that got their masters in the step.
     """
     groups: dict[tuple[Any, ...], list[tuple[torch.Tensor, int]]] = {}
     for param, count, numbers in zip(params, counts, _numbers_behind(optimizer, params), strict=True):
@@ -74,7 +74,7 @@ def _changes(optimizer: torch.optim.Optimizer, groups: _Groups) -> Iterator[Chan
 
 @torch.no_grad()
 def _values(optimizer: torch.optim.Optimizer, group: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """In one tensor, so that it is one comparison."""
+    """Concatenate the samples to one tensor, so that one comparison is enough."""
     numbers = zip(*_numbers_behind(optimizer, (param for param, _ in group)), strict=True)
     columns = [column(tensors, [count for _, count in group]) for tensors in numbers]
     return join(*columns) if len(columns) == 2 else columns[0]

@@ -1,8 +1,8 @@
-"""``Watch``: what a step runs, told as it runs: calls of modules, of functions of torch and of ops.
+"""``Watch``: reports the calls of modules, torch functions and ops of a step as they run.
 
-In a forward pass an op belongs to the module that runs, in a backward pass to the one that ran forward. Autograd
-numbers the nodes of its graph in the order in which ops make them. So the numbers at which modules begin and end tell,
-for any node of the backward pass, which module has made it. Nothing is kept for a single op.
+In a forward pass an op belongs to the running module, in a backward pass to the module whose forward made its node.
+Autograd numbers the nodes of its graph in creation order, so the numbers at which modules begin and end identify the
+module of any node. Nothing is stored per op.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .ops import FunctionCall, FunctionMode, OpCall, OpMode
 __all__ = ["Hook", "ModuleCall", "ModuleListener", "Watch"]
 
 _LEAF = 2**63
-"""Nodes of leaves have numbers above this."""
+"""The number above which the sequence numbers of leaf nodes lie."""
 
 
 class _CompiledCodeEager:
-    """Compiled code runs eagerly, in this process, until all that have entered this have left it, in any order.
+    """Makes compiled code run eagerly in this process until every context that entered has exited, in any order.
 
-    A stance that somebody else sets or ends meanwhile is left as it is.
+    A stance that other code sets or ends in the meantime is left alone.
     """
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class _CompiledCodeEager:
         self._inside -= 1
         if self._inside:
             return
-        probe = torch.compiler.set_stance("default")  # which knows the one before
+        probe = torch.compiler.set_stance("default")  # the context remembers the previous stance
         probe.__exit__(None, None, None)
         if probe.prev.stance == "force_eager":
             self._stance.__exit__(None, None, None)
 
 
 compiled_code_eager = _CompiledCodeEager()
-"""Entered by every watch, because compiled code hides modules and ops."""
+"""The context that every watch enters, because compiled code hides modules and ops."""
 
 
 class ModuleCall:
@@ -64,9 +64,9 @@ class ModuleCall:
 
     Attributes:
         of: the module or optimizer.
-        name: its qualified name.
-        recomputed: whether a checkpoint computes it again, in a backward pass.
-        note: of who listens: whatever belongs to this call.
+        name: the qualified name.
+        recomputed: True if a checkpoint recomputes the call in a backward pass.
+        note: a free slot for the listener's data about this call.
     """
 
     __slots__ = ("name", "note", "of", "recomputed")
@@ -77,34 +77,34 @@ class ModuleCall:
 
 
 class ModuleListener(Protocol):
-    """Is told of the calls of modules."""
+    """The interface of a listener to module calls."""
 
     def entered(self, call: ModuleCall, args: Any, kwargs: Any) -> object:
-        """A module is called, before its other hooks run."""
+        """Receive the start of a call, before the module's other hooks run."""
 
     def returned(self, call: ModuleCall, args: Any, output: Any) -> object:
-        """It has returned; the output of one that an error has ended is None."""
+        """Receive the end of a call; ``output`` is None if an error ended it."""
 
 
 class Watch:
-    """A watch of what this thread runs, and of its backward passes, from ``begin`` to ``end`` or in a ``with`` block.
+    """A watch of this thread and its backward passes, from ``begin`` to ``end`` or in a ``with`` block.
 
-    Several may be on at once, and end in any order; one with ``functions`` or ``casts`` is to be used as a block. All
-    runs as it would without, and nothing is left when the watch ends. Compiled code runs eagerly meanwhile, so that its
-    modules and ops are seen.
+    Several watches may be on at once and end in any order; use a watch with ``functions`` or ``casts`` as a block. A
+    watch does not change results and leaves nothing behind. Compiled code runs eagerly meanwhile, so that modules and
+    ops are visible.
 
     Args:
-        names: the modules that are watched and told apart, as of ``qualified_names``. None watches all that run. Their
-            names then begin with the class of the outermost one.
-        modules: is told of calls of modules.
-        functions: called after each call of a function of torch, which may run several ops.
-        ops: called after each op, below autograd, as it runs on the device. It may look at tensors and must not change
-            them. Ops that it runs are not told. After an error of its nothing is told any more.
-        casts: whether calls of ops know the function that runs them, and casts who made them.
-        compute_in: a dtype in which every op and function computes, whatever casts and factories ask for.
+        names: the modules to watch, with their names, as from ``qualified_names``. None watches all modules that run;
+            their names then begin with the class of the outermost module.
+        modules: a listener to module calls.
+        functions: a function to call after each torch function, which may run several ops.
+        ops: a function to call after each op, below autograd, as it runs on the device. It may read tensors and must
+            not change them. Its own ops are not reported. If it raises, reporting ends.
+        casts: True if reports of ops include the function that runs them and the origin of casts.
+        compute_in: a dtype in which every op and function computes, regardless of casts and factory arguments.
 
     Attributes:
-        running: the calls of modules that have not returned, the outermost first.
+        running: the unfinished calls of modules, the outermost first.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class Watch:
         self._open = ExitStack()
 
     def begin(self) -> Watch:
-        """From here on what runs is told."""
-        # What is compiled has no hooks. Whoever never imported the compiler has compiled nothing.
+        """Start the reports."""
+        # Compiled code runs no hooks. A process that never imported the compiler has compiled nothing.
         if self._modes or "torch._dynamo" in sys.modules:
             self._open.enter_context(compiled_code_eager)
         self._hook_modules()
@@ -149,7 +149,7 @@ class Watch:
         return self
 
     def end(self) -> None:
-        """Stop for good. The modes refer to this watch, so they go: modules that it knows are free at once."""
+        """Stop for good. Drops the modes, which refer to this watch, so that its modules are freed at once."""
         self._open.close()
         self._modes.clear()
 
@@ -160,9 +160,9 @@ class Watch:
         self.end()
 
     def now(self) -> tuple[str, bool]:
-        """The name of the module that runs what runs now, and whether that is a part of a backward pass.
+        """Return the name of the module of the current op, and True if the op is part of a backward pass.
 
-        What a checkpoint computes again belongs to a forward pass.
+        Ops that a checkpoint recomputes belong to a forward pass.
         """
         node = current_node()
         if node is None:
@@ -175,7 +175,7 @@ class Watch:
         return self._began[bisect_right(self._starts, number) - 1], True
 
     def enter(self, of: Any, name: str) -> ModuleCall:
-        """Note that a module or optimizer begins. To be called where a watch begins inside of a module."""
+        """Record the start of a module or optimizer. Call this when a watch begins inside a module."""
         call = ModuleCall(of, name, current_node() is not None)
         if threading.get_ident() == self._home or call.recomputed:
             self.running.append(call)
@@ -185,7 +185,7 @@ class Watch:
     # ---- inside
 
     def _hook_modules(self) -> None:
-        # An op that another hook of the module runs, such as a cast of its inputs, is an op of the module.
+        # An op of another hook of the module, such as a cast of its inputs, is an op of the module.
         for module, name in (self._names or {}).items():
             if not isinstance(module, torch.jit.ScriptModule):
                 enter, leave = partial(self._enter_module, name), partial(self._leave_module, name)
@@ -215,7 +215,7 @@ class Watch:
             self._modules.returned(call, args, output)
 
     def _leave(self, of: Any) -> ModuleCall | None:
-        """Close what was opened last, and what an error has left open inside of it."""
+        """Close the last call of a module or optimizer, and inner calls that an error left open."""
         place = next((i for i in reversed(range(len(self.running))) if self.running[i].of is of), None)
         if place is None:
             return None
@@ -225,7 +225,7 @@ class Watch:
         return call
 
     def _mark(self) -> None:
-        """From here on new nodes belong to another module. Other threads have numbers of their own."""
+        """Record that new nodes belong to another module from here on. Other threads number their nodes separately."""
         if self._ops is not None and threading.get_ident() == self._home:
             number, name = next_sequence_number(), self.running[-1].name if self.running else OUTSIDE
             if self._starts[-1] == number:
@@ -235,7 +235,7 @@ class Watch:
                 self._began.append(name)
 
     def _name(self, module: nn.Module) -> str:
-        """The name of a module by the way to it from the outermost one that runs."""
+        """Name a module by its path from the outermost running module."""
         outer = self.running[-1] if self.running else None
         if outer is None or not isinstance(outer.of, nn.Module):
             return type(module).__name__
@@ -244,7 +244,7 @@ class Watch:
 
 
 class Hook:
-    """A function as a hook of a module or an optimizer. A copy or pickle of a module has one that does nothing."""
+    """A function as a hook of a module or an optimizer. In a copy or pickle of a module the hook does nothing."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function

@@ -1,13 +1,13 @@
 """Training steps recorded as CUDA graphs and replayed: the host launches one or two graphs instead of every kernel.
 
-A step is recorded in two parts, so that batches of many kinds share the second::
+A step is recorded in two parts, so that batches of several kinds share the second part::
 
     passes:  inputs in fixed places  ->  loss, gradients and overflow flag in fixed places     one graph a kind of batch
     update:  gradients and flag in fixed places  ->  weights, state, loss scale                one graph
 
-Each kind of batch first takes ordinary steps, which let libraries choose their algorithms and allocate. Recording runs
-nothing; a recording is replayed at once, so every step trains. The surroundings of the graphs are compared at each call
-(``_compare_surroundings``); if they changed, everything is recorded anew.
+The first batches of each kind run ordinary steps, in which libraries choose their algorithms and allocate memory.
+Recording runs nothing; a recording is replayed at once, so every step trains. Each call compares the surroundings of
+the graphs (``_compare_surroundings``) and discards all recordings if they changed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["GraphedSteps"]
 
 logger = logging.getLogger("halfstep")
 
-_WARM_UP = 3  # ordinary steps of each kind of batch, as torch's notes on CUDA graphs have it
+_WARM_UP = 3  # ordinary steps for each kind of batch, as torch's notes on CUDA graphs recommend
 _MOST_GRAPHS = 16
 _MOST_CHANGES = 8
 
@@ -66,7 +66,7 @@ class StepCount:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> StepCount:
-        """The count of an optimizer, which all recorded steps of it share."""
+        """Return the counter of an optimizer, which all ``GraphedSteps`` of this optimizer share."""
         count = next((hook for hook in step_hooks(optimizer) if isinstance(hook, cls)), None)
         if count is None:
             count = cls()
@@ -74,15 +74,15 @@ class StepCount:
         return count
 
 
-class _Refused(Exception):  # noqa: N818 - not an error: the step is taken in another way
-    """Something cannot be recorded."""
+class _Refused(Exception):  # noqa: N818 - not an error: the step runs in another way
+    """The reason why a step cannot be recorded."""
 
 
 class GraphedSteps:
-    """Takes the steps of a ``TrainStep`` by replaying graphs, where that is possible.
+    """Runs the steps of a ``TrainStep`` by replaying graphs where possible.
 
     Args:
-        step: whose steps they are.
+        step: the ``TrainStep`` to record.
     """
 
     def __init__(self, step: Steps) -> None:
@@ -95,23 +95,23 @@ class GraphedSteps:
         self._changes = 0
         self._update: CudaGraph | None = None
         self._rates: list[tuple[torch.Tensor | None, list[float]]] = []
-        # The number of steps after the latest that found the gradients where graphs leave them; -1 for none.
+        # The step count after the latest step that read the gradients from where graphs leave them; -1 for none.
         self._steps_at_update = -1
         self._steps = StepCount.of(step.optimizer)
-        self._pending: GradientSlot | None = None  # has the gradients of this window while the parameters do not
+        self._pending: GradientSlot | None = None  # holds this window's gradients while ``grad`` does not
         self._forget()
 
     def __call__(self, batch: tuple[Any, ...], signature: Signature, position: int, *, last: bool) -> torch.Tensor:
         """Take one step.
 
         Args:
-            batch: for the step.
-            signature: of the batch; how the step ran is written into it.
-            position: how many calls of the window came before.
-            last: whether the optimizer steps.
+            batch: the batch of the step.
+            signature: the signature of the batch; receives how the step ran.
+            position: the number of earlier calls in this accumulation window.
+            last: True if the optimizer steps at the end of this call.
 
         Returns:
-            The detached loss, a tensor of its own.
+            The detached loss, in a new tensor.
         """
         params = self._params()
         device = params[0].device if params else torch.device("cpu")
@@ -167,11 +167,11 @@ class GraphedSteps:
         if last:
             self._graphed_update()
         else:
-            self._restore_gradients()  # the caller may look at the gradients, step or clear them
+            self._restore_gradients()  # user code may read, step with or clear the gradients
         return loss
 
     def _load_gradients(self, position: int, params: list[torch.Tensor]) -> None:
-        """Put the gradients of the calls before in this window where the graphs of this position look for them."""
+        """Put the gradients of the window's earlier calls where the graphs of this position read them."""
         if position == 0:
             self._pending = None
             if any(p.grad is not None for p in params):
@@ -203,10 +203,10 @@ class GraphedSteps:
             return loss, slot
 
         self._restore_gradients()
-        clear_cache()  # a graph must cast weights anew in each replay, and nobody else may use what it cast
+        clear_cache()  # a graph must cast weights anew in each replay, and no other code may use its casts
         try:
             graph, (loss, slot) = self._record(passes)
-        finally:  # nothing ran: the pending gradients are still those from before
+        finally:  # nothing ran: the pending gradients are unchanged
             self._take_gradients(incoming)
             clear_cache()
         self._slots[index] = slot
@@ -214,9 +214,9 @@ class GraphedSteps:
         return made
 
     def _graphed_update(self) -> None:
-        """Update from the pending gradients."""
+        """Step the optimizer from the pending gradients."""
         if self._steps_at_update != self._steps.taken:
-            # One ordinary step tells the optimizer where the gradients are, which takes copies from the host.
+            # One ordinary step tells the optimizer where the gradients are; this needs copies from the host.
             self._update = None
             self._restore_gradients()
             self._step.update()
@@ -234,13 +234,13 @@ class GraphedSteps:
                 ) from refused
             self._steps_at_update = self._steps.taken
         elif (attached := attached_to(self._step.optimizer)) is not None:
-            attached.stepping.calls += 1  # the recording was a call itself
+            attached.stepping.calls += 1  # the recording already counted as one call
         for group, (rate, known) in zip(self._step.optimizer.param_groups, self._rates, strict=True):
             if rate is not None and (lr := float(group["lr"])) != known[0]:
                 known[0] = lr
                 rate.fill_(lr)
         self._update.replay()
-        increment_version(self._params())  # casts of the weights that somebody keeps are out of date
+        increment_version(self._params())  # invalidate cached casts of the weights
         settle()
         self._pending = None
 
@@ -255,9 +255,9 @@ class GraphedSteps:
 
     @contextmanager
     def _rates_on_device(self) -> Iterator[None]:
-        """Within the block learning rates are tensors that replays read."""
+        """Make learning rates tensors within the block, so that replays read them."""
         optimizer = self._step.optimizer
-        dtype = torch.float64 if isinstance(optimizer, FusedOptimizer) else torch.float32  # torch's kernels take this
+        dtype = torch.float64 if isinstance(optimizer, FusedOptimizer) else torch.float32  # torch expects it
         given = [group["lr"] for group in optimizer.param_groups]
         self._rates = []
         for group, lr in zip(optimizer.param_groups, given, strict=True):
@@ -278,13 +278,13 @@ class GraphedSteps:
         return [p for group in self._step.optimizer.param_groups for p in group["params"]]
 
     def _gradients(self) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-        """The gradients of the parameters, and whether one of the passes since the last step overflowed."""
+        """Return the parameters' gradients, and the flag that a pass since the last step overflowed."""
         attached = attached_to(self._step.optimizer)
         records = [] if attached is None else attached.passes.records
         return get_grads(self._params()), any_overflow(records) if records else None
 
     def _restore_gradients(self) -> None:
-        """Give the parameters the gradients that replays have left in a slot."""
+        """Assign the gradients that replays left in a slot to the parameters."""
         if self._pending is None:
             return
         pairs = [(p, g) for p, g in zip(self._params(), self._pending.grads, strict=True) if g is not None]
@@ -295,14 +295,14 @@ class GraphedSteps:
         self._pending = None
 
     def _take_gradients(self, slot: GradientSlot | None) -> None:
-        """Take the gradients from the parameters; those of the window are in a slot, if there are any."""
+        """Clear the parameters' gradients; ``slot`` holds the gradients of the window, if there are any."""
         self._step.optimizer.zero_grad(set_to_none=True)
         self._pending = slot
 
     # ---- changes that graphs cannot see
 
     def _obstacle(self, batch: tuple[Any, ...], params: list[torch.Tensor]) -> str | None:
-        """The reason why steps cannot be recorded here and now; None if they can."""
+        """Return the reason why steps cannot be recorded now; None if they can."""
         leaves, _ = tree_flatten(batch)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.device != params[0].device:
@@ -323,7 +323,7 @@ class GraphedSteps:
         return self._step.unrecordable()
 
     def _compare_surroundings(self, params: list[torch.Tensor]) -> None:
-        """Forget all graphs if something that they do not read themselves has changed."""
+        """Discard all graphs if a value changed that replays do not read themselves."""
         now, kept = surroundings(self._step, params)
         if self._surroundings is not None and (changed := [k for k, v in now.items() if v != self._surroundings[k]]):
             self._changes += 1

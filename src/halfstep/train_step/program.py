@@ -1,7 +1,7 @@
 """Forward pass, scaling of the loss and backward pass as one compiled graph.
 
-The update is left out of the graph on purpose: Inductor has no vector code for the int16 half of a split weight
-(torch 2.13, 16 to 29 times the time of the fused step on a CPU), and the fused step is one compiled kernel anyway.
+The graph excludes the update on purpose: Inductor does not vectorize the int16 half of a split weight (torch 2.13; 16
+to 29 times slower than the fused step on a CPU), and the fused step already is one compiled kernel.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Scaled = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
 class Program:
     """The compiled passes of one training step.
 
-    Where they cannot be one graph, the forward and the backward pass are compiled apart, as ``torch.compile`` does, and
-    where that is not possible either they are eager. The log says so once.
+    If they cannot be one graph, the forward and backward passes are compiled separately, as by ``torch.compile``; if
+    that fails as well, they run eagerly. The log reports this once.
 
     Args:
-        loss: computes the loss of a batch.
+        loss: a function that computes the loss of a batch.
     """
 
     def __init__(self, loss: Callable[[tuple[Any, ...]], torch.Tensor]) -> None:
@@ -56,10 +56,10 @@ class Program:
         """Run the passes, and leave the gradients in the parameters as ``loss.backward()`` would.
 
         Args:
-            batch: for the loss.
-            signature: of the batch; how it ran is written into it.
-            params: get gradients.
-            scaled: the block around a backward pass.
+            batch: the batch.
+            signature: the signature of the batch; receives how the passes ran.
+            params: the parameters that get gradients.
+            scaled: makes the context manager around a backward pass.
             share: the divisor of the loss.
 
         Returns:
@@ -77,7 +77,7 @@ class Program:
                 break
             except compile_errors() as error:
                 runs, reason = "in parts" if runs == "compiled" else "eager", _first_line(error)
-        if runs != self._runs:  # only now is it known that the batch itself was not wrong
+        if runs != self._runs:  # the passes succeeded, so the batch was not the cause
             self._fall_back(runs, reason)
         signature.runs, signature.reason = runs, reason
         return loss
@@ -87,14 +87,14 @@ class Program:
     ) -> torch.Tensor:
         assert self._whole is not None
         self._params = params
-        # The graph starts from a gradient of 1.0; the block multiplies it by the loss scale.
+        # The graph starts from a gradient of 1.0, which the context multiplies by the loss scale.
         with scaled(torch.full((), 1 / share, dtype=torch.float32, device=params[0].device)) as scale:
             loss, grads = self._whole(scale, batch)
             _add_grads(params, grads)
         return loss
 
     def _passes(self, scale: torch.Tensor, batch: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The function that is compiled."""
+        """Run forward, scaling and backward; ``torch.compile`` compiles this function."""
         loss = self._loss(batch)
         scaled_loss = loss.float() * scale if loss.dtype.itemsize == 2 else loss * scale
         return loss.detach(), torch.autograd.grad(scaled_loss, self._params, allow_unused=True)
@@ -113,7 +113,7 @@ class Program:
 
 
 def _obstacle(params: list[torch.Tensor]) -> str | None:
-    """The reason why the passes of these parameters cannot be one graph, if it is known before trying."""
+    """Return a reason, known before trying, why the passes of these parameters cannot be one graph; else None."""
     if not params:
         return "no parameter of the optimizer requires gradients"
     if any(map(is_sharded, params)) or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
@@ -124,14 +124,14 @@ def _obstacle(params: list[torch.Tensor]) -> str | None:
 
 
 def _first_line(error: Exception) -> str:
-    """The reason of an error, without the name of the backend that Dynamo puts before it."""
+    """Return the first line of an error, without the backend name that Dynamo puts before it."""
     lines = [line for line in map(str.strip, str(error).splitlines()) if line and not line.endswith("raised:")]
     return lines[0] if lines else type(error).__name__
 
 
 @torch.no_grad()
 def _add_grads(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-    """Add to the gradients of parameters, as autograd does at the end of a backward pass; None adds nothing."""
+    """Add to parameters' gradients, as autograd does at the end of a backward pass; None adds nothing."""
     for param, present, grad in zip(params, get_grads(params), grads, strict=True):
         if grad is None:
             continue

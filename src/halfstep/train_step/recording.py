@@ -1,4 +1,4 @@
-"""One recording of launches on a device, and the places where recordings leave gradients for each other."""
+"""Recordings of kernel launches, and the memory in which recordings exchange gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class CudaGraph:
-    """One recording of what a function launches on the current stream.
+    """A recording of the kernels that a function launches on the current stream.
 
     Args:
-        pool: the memory of other recordings, which never run at the same time; None for new memory.
+        pool: the memory pool of other recordings, which never run at the same time; None for a new pool.
 
     Attributes:
-        pool: its memory, after ``record``.
+        pool: the memory pool of this recording, after ``record``.
     """
 
     def __init__(self, pool: Any = None) -> None:
@@ -30,13 +30,13 @@ class CudaGraph:
 
     @staticmethod
     def obstacle(device: torch.device) -> str | None:
-        """The reason why nothing can be recorded on a device; None if it can."""
+        """Return the reason why nothing can be recorded on a device; None if recording works."""
         return None if device.type == "cuda" else f"CUDA graphs run on CUDA, and the parameters are on {device}"
 
     @staticmethod
     @contextmanager
     def stream(device: torch.device, stream: Any) -> Iterator[Any]:
-        """Work on a stream of its own, made if it is None, in the order of the current stream's work."""
+        """Run the block on a separate stream (a new one for None), ordered with the current stream's work."""
         stream = stream or torch.cuda.Stream(device)
         current = torch.cuda.current_stream(device)
         stream.wait_stream(current)
@@ -47,38 +47,38 @@ class CudaGraph:
             current.wait_stream(stream)
 
     def record(self, function: Callable[[], T]) -> T:
-        """Record a function; it does not run.
+        """Record a function without running its kernels.
 
         Raises:
-            RuntimeError: if it cannot be recorded, for example because it reads the device.
+            RuntimeError: if the function cannot be recorded, for example because it reads the device.
         """
         stream = torch.cuda.current_stream()
-        # Other threads, such as those that pin memory for a DataLoader, may go on calling CUDA.
+        # Other threads, such as a DataLoader's pin-memory thread, may keep calling CUDA.
         with torch.cuda.graph(self._graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
             result = function()
         self.pool = self._graph.pool()
         return result
 
     def replay(self) -> None:
-        """Run what was recorded."""
+        """Run the recorded kernels."""
         self._graph.replay()
 
 
 @dataclass
 class GradientSlot:
-    """Gradients and overflow flag in fixed places."""
+    """Gradients and an overflow flag at fixed addresses."""
 
     grads: list[torch.Tensor | None]
     flag: torch.Tensor | None
 
     def accepts(self, grads: Sequence[torch.Tensor | None], flag: torch.Tensor | None) -> bool:
-        """True for gradients of the kind that is kept here."""
+        """True if gradients have the dtypes, shapes and strides of this slot, so that it can hold them."""
         kinds = [None if g is None else (g.dtype, g.shape, g.stride()) for g in grads]
         own = [None if g is None else (g.dtype, g.shape, g.stride()) for g in self.grads]
         return kinds == own and (flag is None) == (self.flag is None)
 
     def take(self, grads: Sequence[torch.Tensor | None], flag: torch.Tensor | None) -> None:
-        """Copy gradients and flag here, unless they are here."""
+        """Copy gradients and flag into the slot, except tensors that are already in it."""
         pairs = [
             (a, b) for a, b in zip(self.grads, grads, strict=True) if a is not None and b is not None and a is not b
         ]

@@ -1,4 +1,4 @@
-"""Signatures of calls of a training step: the kinds of their inputs, not the values."""
+"""Signatures of calls of a training step: the kinds of its inputs, not their values."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ..core.torch_compat import tree_flatten
 __all__ = ["PLAIN", "Signature", "roots_of", "signature_key", "signature_of"]
 
 PLAIN = (int, float, bool, str, bytes, type(None))
-"""Types that may be in a batch beside tensors: two batches with equal values of these are of one kind."""
+"""Non-tensor types that a batch may hold: batches with equal values of these types are of one kind."""
 
 
 @dataclass
 class Signature:
-    """One kind of batch that a ``TrainStep`` has met.
+    """One kind of batch that a ``TrainStep`` has seen.
 
     Attributes:
         inputs: each tensor of the batch as dtype, shape and device, for example ``"float32[64, 256] cpu"``; plain
-            values as their ``repr``, anything else as its type.
-        training: whether the model was in training mode.
-        runs: how its steps are taken now: ``"eager"``, ``"compiled"``, ``"in parts"`` (forward and backward compiled,
-            the rest eager) or ``"CUDA graph"``.
-        reason: why they are not taken as was asked for; None if they are.
-        calls: how often it came.
-        replays: how many of these were replays of CUDA graphs.
+                values as their ``repr``, other values as their type.
+            training: True if the model was in training mode.
+            runs: the current way of running its steps: ``"eager"``, ``"compiled"``, ``"in parts"`` (forward and
+                backward compiled, the rest eager) or ``"CUDA graph"``.
+            reason: the reason why its steps do not run in the requested way; None if they do.
+            calls: the number of calls with batches of this kind.
+            replays: the number of these calls that replayed CUDA graphs.
     """
 
     inputs: tuple[str, ...]
@@ -42,7 +42,7 @@ class Signature:
 
 
 def roots_of(function: object) -> list[torch.nn.Module]:
-    """The modules that a callable is, belongs to, closes over or names."""
+    """Find the modules that a callable is, belongs to, closes over or refers to by name."""
     if isinstance(function, torch.nn.Module):
         return [function]
     owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
@@ -54,13 +54,13 @@ def roots_of(function: object) -> list[torch.nn.Module]:
 
 
 def signature_key(batch: tuple[Any, ...], training: bool) -> Hashable:
-    """The kind of a batch: all batches of one kind run the same compiled or recorded step."""
+    """Return the kind of a batch: all batches of one kind run the same compiled or recorded step."""
     leaves, structure = _leaves(batch)
     return structure, training, tuple([_kind(leaf) for leaf in leaves])
 
 
 def signature_of(batch: tuple[Any, ...], training: bool) -> Signature:
-    """A signature for the first batch of its kind."""
+    """Make the signature for the first batch of its kind."""
     leaves, _ = _leaves(batch)
     return Signature(tuple(map(_in_words, leaves)), training)
 

@@ -1,7 +1,7 @@
-"""``TrainStep``: forward, loss scaling, backward, clipping, the optimizer's step and the move of the scale as one call.
+"""``TrainStep``: forward, loss scaling, backward, clipping, the optimizer's step and the scale's update in one call.
 
-This file has the step as a loop would write it. ``program`` compiles its forward and backward passes, and
-``graphed_steps`` records the whole of it.
+This file has the step as a training loop would write it. ``program`` compiles its forward and backward passes, and
+``graphed_steps`` records all of it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class TrainStep:
             loss = step(x, y)
             scheduler.step()
 
-    It does what this loop does, bit for bit, whether ``amp.initialize``, ``amp.decorate`` or neither came before::
+    A call equals one iteration of this loop, bit for bit, with ``amp.initialize``, ``amp.decorate`` or neither before
+    it::
 
         loss = loss_fn(model(x), y)
         with amp.scale_loss(loss / accumulate, optimizer) as scaled_loss:   # or scaler.scale(...), or neither
@@ -57,32 +58,33 @@ class TrainStep:
             optimizer.zero_grad()
 
     With ``compiled=True`` the forward pass, the scaling of the loss and the backward pass are one compiled graph. The
-    update is the optimizer's own step: a fused optimizer's is one compiled kernel already. With ``cuda_graph=True``
-    all of it is recorded and replayed. Nothing is recorded or compiled again when the learning rate, the loss scale, a
-    skipped step or the accumulation changes, only for a batch of another kind; see ``signatures``.
+    update is the optimizer's own step; for a fused optimizer this already is one compiled kernel. With
+    ``cuda_graph=True`` the whole step is recorded and replayed. A new kind of batch causes a new compilation or
+    recording (see ``signatures``); a change of the learning rate, the loss scale or the accumulation, and a skipped
+    step, do not.
 
     Args:
-        model: a module, or any callable that returns what ``loss_fn`` takes. Its casts are its own: those of
-            ``amp.initialize`` or ``amp.decorate``, or an ``amp.auto_cast`` inside of the callable.
-        loss_fn: called with the output of the model and the last item of the batch; the items before it are the
-            model's arguments. None if the model takes the whole batch and returns the loss.
-        optimizer: any that steps without a closure.
+        model: a module, or any callable that returns the input of ``loss_fn``. It brings its own casts, by
+            ``amp.initialize``, ``amp.decorate`` or an ``amp.auto_cast`` inside the callable.
+        loss_fn: a function of the model's output and the last item of the batch; the items before it are the model's
+            arguments. None if the model takes the whole batch and returns the loss.
+        optimizer: any optimizer that steps without a closure.
         scaler: a ``GradScaler`` of ``amp`` or torch, unless ``amp.initialize`` scales the losses.
-        max_grad_norm: clip the 2-norm of the optimizer's gradients to this; None does not. A fused optimizer clips
-            faster by itself, if its own ``max_grad_norm`` is set and this is not.
-        accumulate: step after so many calls. Each loss counts for one part in ``accumulate``; every call returns its
-            own loss as it is. See ``finish``.
+        max_grad_norm: the 2-norm to which the optimizer's gradients are clipped; None does not clip. A fused optimizer
+            clips faster by itself: set its ``max_grad_norm`` instead.
+        accumulate: the number of calls per step. Each loss is divided by ``accumulate`` for its backward pass; a call
+            returns its loss undivided. See ``finish``.
         compiled: compile the forward and backward passes.
-        cuda_graph: record steps on a CUDA device, and replay them.
+        cuda_graph: record the steps on a CUDA device and replay them.
 
     Attributes:
         grad_norm: the norm before the latest clipping, a 0-dim tensor that the next step may overwrite; None before the
-            first, and without ``max_grad_norm``.
+            first clipping and without ``max_grad_norm``.
 
     Raises:
         ArgumentTypeError: for an argument of the wrong type, or an optimizer that needs a closure.
-        ArgumentValueError: for a number out of range, or a model none of whose parameters the optimizer has.
-        UsageError: for ``max_grad_norm`` or ``accumulate`` with an optimizer that releases its gradients.
+        ArgumentValueError: for a number out of range, or a model with no parameter in the optimizer.
+        UsageError: for ``max_grad_norm`` or ``accumulate`` with an optimizer that uses gradient release.
     """
 
     def __init__(
@@ -114,21 +116,21 @@ class TrainStep:
 
     @property
     def signatures(self) -> list[Signature]:
-        """The kinds of batches met so far, and how the steps of each are taken; the latest 64."""
+        """The kinds of batches seen so far (the latest 64), each with the way its steps run."""
         return list(self._known.values())
 
     def __call__(self, *batch: Any) -> torch.Tensor:
-        """Take one step, or one part of it with ``accumulate``.
+        """Run one step, or one part of a step with ``accumulate``.
 
         Args:
-            *batch: the arguments of the model and, with a ``loss_fn``, the target as the last one.
+            *batch: the arguments of the model and, with a ``loss_fn``, the target as the last item.
 
         Returns:
-            The loss, a detached 0-dim tensor on its device. Nothing waits for it.
+            The loss, a detached 0-dim tensor on its device. The call does not wait for the device.
 
         Raises:
-            UsageError: where gradients are off, or the loss requires none.
-            ArgumentTypeError: without a target for ``loss_fn``.
+            UsageError: if gradients are disabled, or the loss does not require gradients.
+            ArgumentTypeError: if the batch has no target for ``loss_fn``.
         """
         if not torch.is_grad_enabled():
             raise UsageError(
@@ -139,10 +141,10 @@ class TrainStep:
                 f"TrainStep: a batch is the arguments of the model and then the target for loss_fn; {len(batch)} came. "
                 "Write step(x, y), or step(*batch)."
             )
-        _refuse_release(self.optimizer, self.max_grad_norm, self.accumulate)  # it may have been attached meanwhile
+        _refuse_release(self.optimizer, self.max_grad_norm, self.accumulate)  # user code may have enabled it
         settle(refresh=False)  # a recorded step runs no hooks of the model
         signature = self._signature(batch)
-        last = self._calls + 1 >= self.accumulate  # which may have become less
+        last = self._calls + 1 >= self.accumulate  # user code may have lowered ``accumulate``
         if self._graphed is not None:
             loss = self._graphed(batch, signature, self._calls, last=last)
         else:
@@ -153,9 +155,9 @@ class TrainStep:
         return loss
 
     def finish(self) -> None:
-        """Step now if a window of ``accumulate`` calls is not full, for example at the end of an epoch.
+        """Step now if the window of ``accumulate`` calls is not full, for example at the end of an epoch.
 
-        Without this call the window goes on in the next epoch. Each loss still counts for one part in ``accumulate``.
+        Without this call the window continues in the next epoch. Each loss is still divided by ``accumulate``.
         """
         if self._calls:
             self.update()
@@ -164,11 +166,11 @@ class TrainStep:
     # ---- the parts of a step, in their order
 
     def loss(self, batch: tuple[Any, ...]) -> torch.Tensor:
-        """The loss of a batch.
+        """Compute the loss of a batch.
 
         Raises:
-            ArgumentTypeError: if it is no floating tensor.
-            ArgumentValueError: if it has more than one element.
+            ArgumentTypeError: if the loss is not a floating tensor.
+            ArgumentValueError: if the loss has more than one element.
         """
         loss = self.model(*batch) if self.loss_fn is None else self.loss_fn(self.model(*batch[:-1]), batch[-1])
         if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
@@ -182,7 +184,7 @@ class TrainStep:
         return loss.reshape(())
 
     def backward(self, batch: tuple[Any, ...], signature: Signature, *, last: bool) -> torch.Tensor:
-        """Forward and backward passes; returns the detached loss."""
+        """Run the forward and backward passes; returns the detached loss."""
         model = self.model
         with nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync():
             if self._program is not None:
@@ -198,12 +200,12 @@ class TrainStep:
             return loss.detach()
 
     def update(self) -> None:
-        """Clip, step, move the scale of the scaler, and clear the gradients."""
+        """Clip, step, update the loss scale, and clear the gradients."""
         if self.max_grad_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             params = list(self._params())
-            # torch clips no list of plain tensors and shards, nor one of shards on several meshes.
+            # torch cannot clip plain tensors together with shards, nor shards on several meshes.
             meshes = {id(place and place[0]) for place in placements_of(params)}
             clip = nn.utils.clip_grad_norm_ if len(meshes) < 2 else Unscaler().clip
             self.grad_norm = clip(params, self.max_grad_norm, 2.0)
@@ -214,20 +216,20 @@ class TrainStep:
             self.scaler.update()
         if self._graphed is None:
             self.optimizer.zero_grad()
-        else:  # a window that is recorded begins without gradients
+        else:  # a recorded window begins without gradients
             self.optimizer.zero_grad(set_to_none=True)
 
-    # ---- what a recording of it must know
+    # ---- facts that a recording needs
 
     def loss_scalers(self) -> list[DeviceLossScaler]:
-        """The loss scales that a step moves."""
+        """Return the loss scalers that a step updates."""
         if isinstance(self.scaler, GradScaler):
             return [self.scaler.loss_scaler] if self.scaler.is_enable() else []
         attached = attached_to(self.optimizer)
         return [] if attached is None or attached.session is None else attached.session.loss_scalers[:1]
 
     def unrecordable(self) -> str | None:
-        """The reason why a step cannot be recorded; None if it can."""
+        """Return the reason why a step cannot be recorded; None if it can."""
         name = type(self.optimizer).__name__
         if release_of(self.optimizer) is not None:
             return f"{name} steps inside of the backward pass"
@@ -246,7 +248,7 @@ class TrainStep:
     # ---- inside
 
     def _scaled(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """The block of a backward pass, with the loss to call it on."""
+        """Return the context of a backward pass, which yields the loss to call ``backward`` on."""
         if self.scaler is not None:
             return nullcontext(self.scaler.scale(loss))
         attached = attached_to(self.optimizer)
@@ -258,7 +260,7 @@ class TrainStep:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _trained(self) -> list[torch.Tensor]:
-        """The parameters that get gradients: those of the optimizer, and those of the model that others step."""
+        """Return the parameters that get gradients: the optimizer's, and the model's that other optimizers step."""
         params = self._params()
         if isinstance(self.model, nn.Module):
             mine = set(map(id, params))
@@ -266,19 +268,19 @@ class TrainStep:
         return [p for p in params if p.requires_grad]
 
     def modules(self) -> list[nn.Module]:
-        """The modules that a step runs. Those of a function are the ones that it closes over or names."""
+        """Return the modules that a step runs; for a function, the modules that it closes over or refers to by name."""
         found: dict[int, nn.Module] = {}
         for root in (*roots_of(self.model), *roots_of(self.loss_fn)):
             found.update((id(module), module) for module in root.modules())
         return list(found.values())
 
     def settings(self) -> tuple[object, ...]:
-        """The settings that the caller may change between steps."""
+        """Return the settings that user code may change between steps."""
         options = getattr(self.optimizer, "options", None)
         return self.model, self.loss_fn, self.scaler, self.max_grad_norm, self.accumulate, options
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy compiles and records anew."""
+        """Leave out compiled and recorded code; a copy compiles and records anew."""
         names = ("model", "loss_fn", "optimizer", "scaler", "max_grad_norm", "accumulate")
         ways = {"compiled": self._program is not None, "cuda_graph": self._graphed is not None}
         return {**{name: getattr(self, name) for name in names}, **ways, "calls": self._calls}

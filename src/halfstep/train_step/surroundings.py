@@ -1,4 +1,4 @@
-"""The surroundings of a recorded step: all that it depends on and does not read again when it is replayed."""
+"""The surroundings of a recorded step: every value that affects the step and that a replay does not read again."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ __all__ = ["Steps", "surroundings"]
 
 
 class Steps(Protocol):
-    """The step that is recorded: ``TrainStep``."""
+    """The interface of a recordable step, which ``TrainStep`` implements."""
 
     optimizer: torch.optim.Optimizer
     accumulate: int
 
     def backward(self, batch: tuple[Any, ...], signature: Signature, *, last: bool) -> torch.Tensor:
-        """Forward and backward passes."""
+        """Run the forward and backward passes."""
 
     def update(self) -> None:
-        """Everything after them."""
+        """Run the part of a step after the passes."""
 
     def loss_scalers(self) -> list[DeviceLossScaler]:
-        """The loss scales that a step moves."""
+        """Return the loss scalers that a step updates."""
 
     def modules(self) -> list[torch.nn.Module]:
-        """The modules that it runs."""
+        """Return the modules that a step runs."""
 
     def settings(self) -> tuple[object, ...]:
-        """The settings that the caller may change between steps."""
+        """Return the settings that user code may change between steps."""
 
     def unrecordable(self) -> str | None:
-        """The reason why a step cannot be recorded; None if it can."""
+        """Return the reason why a step cannot be recorded; None if it can."""
 
 
 def surroundings(step: Steps, params: list[torch.Tensor]) -> tuple[dict[str, object], object]:
-    """The surroundings of a step now, to be compared with those at its recording.
+    """Collect the current surroundings of a step, for comparison with the surroundings at its recording.
 
     Args:
         step: the step that is recorded.
-        params: of its optimizer.
+        params: the parameters of its optimizer.
 
     Returns:
-        The values by name, and the objects that must be kept: an identity in the values is then not given out again.
+        The values by name, and the objects to keep alive: an ``id`` among the values then stays unique.
     """
     optimizer, device = step.optimizer, params[0].device
     scalers, modules, settings = step.loss_scalers(), step.modules(), step.settings()
@@ -72,9 +72,9 @@ def surroundings(step: Steps, params: list[torch.Tensor]) -> tuple[dict[str, obj
 
 
 def _compared(name: str, value: Any) -> Any:
-    """A hyperparameter as it is compared. A tensor on a device is read at each replay: it must be the same one."""
+    """Make a hyperparameter comparable. Replays read a tensor on a device, so it must stay the same tensor."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return id(value)
-    if name == "lr":  # a replay gets the present one
+    if name == "lr":  # each replay gets the current rate
         return None
     return value.tolist() if isinstance(value, torch.Tensor) else copy.copy(value)
