@@ -1,7 +1,7 @@
-"""Findings: what loses precision in a model and its optimizer, seen before or while it trains.
+"""Findings: causes of lost precision in a model and its optimizer, found before or during training.
 
-``check`` looks once, ``watch`` counts what steps change. Every finding has a stable code. The files of rules
-have one function for each, and what to do about it.
+``check`` looks once, ``watch`` counts lost updates over steps. Every finding has a stable code. The files of rules
+have one function per code, and a table with the fix for each.
 """
 
 from .checking import check

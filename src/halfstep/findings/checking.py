@@ -1,4 +1,4 @@
-"""``check``: the facts are gathered, with one read of the device, and every rule looks at them."""
+"""``check``: gathers the facts with one read of the device, and applies every rule to them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from .rules_of_optimizer import RULES as OF_OPTIMIZER
 __all__ = ["RULES", "check", "finding", "findings_of", "log_findings", "log_first_step"]
 
 RULES = {**OF_MODEL, **OF_OPTIMIZER}
-"""All rules by their codes."""
+"""All rules by code."""
 
-_seen: WeakSet[Any] = WeakSet()  # optimizers whose first step has been looked at
-_waiting: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # models without optimizers, with their weights
+_seen: WeakSet[Any] = WeakSet()  # optimizers whose first step was checked
+_waiting: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # models without optimizers
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 
@@ -44,32 +44,33 @@ def check(
     batch: Any = None,
     accumulate: int = 1,
 ) -> list[Finding]:
-    """Look for what loses precision. An empty list is healthy.
+    """Check a training for known causes of lost precision. An empty list means that none was found.
 
     ::
 
         for finding in halfstep.check(model, optimizer, scaler=scaler, batch=lambda: loss_fn(model(x), y)):
             print(finding)
 
-    Nothing changes: neither the model nor the optimizer nor the random state. The device is read once at most, and not
-    at all without 16-bit weights and without gradients; again only where a sample of all gradients is 0. It says most
-    after a few steps, before ``zero_grad``: then the optimizer has state, and the gradients are there.
+    The model, the optimizer and the random state do not change. The device is read at most once, and not at all if
+    there are neither 16-bit weights nor gradients; a second read happens only if a sample of all gradients is 0. The
+    best time is after a few steps and before ``zero_grad``, when the optimizer has state and the parameters gradients.
 
     Args:
         model: any module, on any device, wrapped or not.
-        optimizer: what trains it: any ``torch.optim.Optimizer``, a list of them, or None.
-        scaler: the ``torch.amp.GradScaler`` or ``amp.GradScaler`` of its losses. That of ``amp.initialize`` is found.
-        policy: the recipe, where the model does not show it.
-        batch: for what only a forward pass shows (HS105, HS112 of outputs, parts of HS104): a function without
-            arguments that returns the loss, or the arguments of the model: a tuple, a mapping or one tensor. It runs
-            once without gradients, and random state and buffers are put back. All ranks must call it.
-        accumulate: how many backward passes a step adds up.
+        optimizer: the optimizer: any ``torch.optim.Optimizer``, a list of them, or None.
+        scaler: the ``torch.amp.GradScaler`` or ``amp.GradScaler`` of the losses. Loss scalers of ``amp.initialize`` are
+            found without it.
+        policy: the policy, if the model does not show it.
+        batch: input for a forward pass, which HS105, HS112 of outputs and parts of HS104 need: a function without
+            arguments that returns the loss, or the arguments of the model (a tuple, a mapping or one tensor). The pass
+            runs once without gradients, and random state and buffers are restored. All ranks must call it.
+        accumulate: the number of backward passes per step.
 
     Returns:
         The findings, errors first, then by code.
 
     Raises:
-        ArgumentTypeError: for an argument of the wrong kind.
+        ArgumentTypeError: for an argument of the wrong type.
         ArgumentValueError: for ``accumulate`` below 1.
     """
     check_kind("model", model, nn.Module, "a torch.nn.Module")
@@ -94,17 +95,17 @@ def log_findings(
     *,
     scaling_is_known: bool = True,
 ) -> None:
-    """Log what ``check`` finds of models that were just brought to a policy, in one line for each; none if all is well.
+    """Log the findings of ``check`` for models that were just prepared: one line per model, none without findings.
 
-    A device without units (HS111) has a warning of its own, where it matters.
+    HS111, a device without 16-bit units, is left out: it has a separate warning at the call that it concerns.
 
     Args:
-        models: the models. Each is looked at with the optimizers that train something of it.
-        optimizers: all optimizers. If there are none, the first step of any that is not prepared is looked at.
-        policy: that of the models.
-        scaling_is_known: whether the losses have no other scalers than those of ``amp.initialize``.
+        models: the models. Each is checked with the optimizers that train a part of it.
+        optimizers: all optimizers. If there are none, the first step of any unprepared optimizer is checked later.
+        policy: the policy of the models.
+        scaling_is_known: True if only ``amp.initialize`` scales the losses.
     """
-    if not optimizers:  # one may have been forgotten
+    if not optimizers:  # the user may have forgotten to pass one
         _hear_of_steps()
         _waiting.update({model: set(map(id, model.parameters())) for model in models})
     for model in models:
@@ -121,7 +122,7 @@ def _hear_of_steps() -> None:
 
 
 def _look_for_forgotten(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Log what an optimizer loses that has stepped a model in ``_waiting``. A look costs one id for each group."""
+    """Log the findings for an optimizer that stepped a model in ``_waiting``. Costs one id per parameter group."""
     firsts = {id(p) for group in optimizer.param_groups for p in group["params"][:1]} if _waiting else ()
     for model in [model for model, own in _waiting.items() if not own.isdisjoint(firsts)]:
         del _waiting[model]
@@ -129,7 +130,7 @@ def _look_for_forgotten(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def log_first_step(optimizer: Any) -> None:
-    """After the first step of an optimizer, log what it loses if its weights are 16-bit and it was never prepared."""
+    """Log the findings after an optimizer's first step if its weights are 16-bit and it was never prepared."""
     if optimizer not in _seen:
         _seen.add(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -138,11 +139,11 @@ def log_first_step(optimizer: Any) -> None:
 
 
 def finding(code: str, found: Found) -> Finding:
-    """What a rule has found, with its code and what to do."""
+    """Make a finding from the result of a rule, with its code and its fix."""
     return Finding(code, *found[:4], found.fix or RULES[code][1])
 
 
 def findings_of(facts: Facts) -> list[Finding]:
-    """The findings of all rules, errors first, then by code."""
+    """Apply all rules; errors come first, then codes in order."""
     found = [finding(code, each) for code, (look, _) in RULES.items() for each in look(facts)]
     return sorted(found, key=lambda each: (_ORDER[each.severity], each.code))

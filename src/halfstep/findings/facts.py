@@ -1,6 +1,6 @@
-"""The facts for the rules: parameters and who keeps masters of them, dtypes, loss scales, measured numbers.
+"""The facts for the rules: parameters and their masters, dtypes, loss scales, measured numbers.
 
-Everything costs nothing until a rule asks for it: a healthy model is one walk over its modules.
+A fact costs nothing until a rule reads it; a healthy model costs one walk over its modules.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from .lost import LostUpdates
 __all__ = ["Facts", "Rules", "gradients_of"]
 
 _STEPPED = 8
-"""How many fp32 weights, about, are looked at for values on a 16-bit grid."""
+"""The approximate number of fp32 weights that are tested for values on a 16-bit grid."""
 
 _TENSORS, _ELEMENTS = 16, 64
-"""How many gradients are looked at for a number other than 0, and how many elements of each."""
+"""The numbers of gradients, and of elements of each, that are tested for a number other than 0."""
 
 
 @dataclass(eq=False)
 class Facts:
-    """The facts about a model, its optimizers and its recipe.
+    """The facts about a model, its optimizers and its policy.
 
     Attributes:
         model: any module.
-        optimizers: those that train it.
-        scalers: those of its losses: ``torch.amp.GradScaler`` or ``DeviceLossScaler``.
-        scaling_is_known: whether there are no other scalers.
-        policy: its recipe; None if nobody has said.
-        accumulate: how many backward passes a step adds up.
-        forward: what a forward pass has shown; None if none was run.
+        optimizers: the optimizers that train the model.
+        scalers: the scalers of its losses: ``torch.amp.GradScaler`` or ``DeviceLossScaler``.
+        scaling_is_known: True if there are no other scalers.
+        policy: the policy; None if not given.
+        accumulate: the number of backward passes per step.
+        forward: the record of a forward pass; None if none was run.
     """
 
     model: nn.Module
@@ -79,7 +79,7 @@ class Facts:
         self.reading.send()
 
     def _session_scalers(self) -> list[DeviceLossScaler]:
-        """Those of ``amp.initialize``, which leaves them at its optimizers."""
+        """Find the loss scalers of ``amp.initialize``, which attaches them to its optimizers."""
         found: dict[int, DeviceLossScaler] = {}
         for optimizer in self.optimizers:
             attached = attached_to(optimizer)
@@ -88,7 +88,7 @@ class Facts:
         return list(found.values())
 
     def _ask_stepped(self) -> tuple[list[torch.Tensor], int]:
-        """Ask of some fp32 weights that have stepped whether their values lie on a 16-bit grid."""
+        """Queue a test of sampled fp32 weights that have stepped: do their values lie on a 16-bit grid?"""
         stepped = [group for group in self.groups if group.optimizer.state and torch.float32 in group.dtypes]
         wide = [p for group in stepped for p in group.params]
         states = [group.optimizer.state for group in stepped]
@@ -111,29 +111,29 @@ class Facts:
 
     @property
     def any_gradient(self) -> bool | None:
-        """Whether a sample of the gradients has a number other than 0; None without gradients."""
+        """True if a sample of the gradients has a number other than 0; None without gradients."""
         return None if self._any_gradient is None else bool(self.reading[self._any_gradient][0])
 
     @cached_property
     def stepped_on_grid(self) -> list[torch.Tensor]:
-        """The fp32 weights that have stepped and still have nothing but values of a 16-bit format."""
+        """The fp32 weights that have stepped and whose values still all lie on the grid of a 16-bit format."""
         params, place = self._stepped
         flags = self.reading[place] if params else []
         return [p for p, off, used in zip(params, flags[::2], flags[1::2], strict=True) if is_on_grid([off, used])]
 
     @cached_property
     def outputs_on_grid(self) -> list[str]:
-        """Where the forward pass made an fp32 output that has nothing but values of a 16-bit format."""
+        """The modules whose fp32 outputs in the forward pass all lie on the grid of a 16-bit format."""
         return [name for name, where in self._forward_flags if is_on_grid(self.reading[where])]
 
     @property
     def norms(self) -> list[str]:
-        """The ops by which the forward pass took the root of a sum of squares in 16 bits."""
+        """The ops by which the forward pass took the root of a 16-bit sum of squares."""
         return list(dict.fromkeys(name for name, _ in self._norms))
 
     @cached_property
     def zero_norms(self) -> list[str]:
-        """The ops by which the forward pass divided by inf, because a sum of squares was too large."""
+        """The ops by which the forward pass divided by inf, the result of a too large sum of squares."""
         return list(dict.fromkeys(name for name, where in self._norms if self.reading[where][0]))
 
     # ---- dtypes
@@ -150,7 +150,7 @@ class Facts:
 
     @cached_property
     def trained_params(self) -> list[torch.Tensor]:
-        """The parameters that the optimizers train; without optimizers those that need gradients."""
+        """The parameters that the optimizers train; without optimizers, the parameters that require gradients."""
         held = [p for group in self.groups for p in group.params]
         return held if self.optimizers else [p for p in self.own_params if p.requires_grad]
 
@@ -161,7 +161,7 @@ class Facts:
 
     @cached_property
     def computed(self) -> set[torch.dtype]:
-        """The 16-bit dtypes that the model computes in, as far as one can know."""
+        """The 16-bit dtypes in which the model computes, as far as its hooks and weights show."""
         casting = hooks_of(self.model).casting
         cast = {casting.dtype} if casting is not None and casting.enabled else set()
         given = {self.policy.compute_dtype, self.policy.param_dtype} if self.policy is not None else set()
@@ -180,12 +180,12 @@ class Facts:
         return parts_of(self.module_names)
 
     def name_of(self, module: nn.Module) -> str:
-        """The qualified name of a module; "the model" for the whole."""
+        """Return the qualified name of a module; "the model" for the root."""
         name = self.module_names[module]
         return "the model" if name == ROOT else name
 
     def where(self, params: Iterable[torch.Tensor]) -> str:
-        """A few words for some parameters."""
+        """Summarize parameters in a few words."""
         some = list(params)
         key = tuple(map(id, some))
         if key not in self._where:
@@ -196,7 +196,7 @@ class Facts:
 
     @cached_property
     def has_halves(self) -> bool:
-        """Whether the model has any 16-bit parameter or buffer."""
+        """True if the model has a 16-bit parameter or buffer."""
         return not dtypes_of([*self.own_params, *self._buffers]).isdisjoint(HALF_DTYPES)
 
     @cached_property
@@ -214,11 +214,11 @@ class Facts:
 
 
 Rules = dict[str, tuple[Callable[[Facts], Iterable[Found]], str]]
-"""By code, a function that yields what it finds in the facts, and what to do where that has no fix of its own."""
+"""By code, the function that yields the rule's results, and the fix for results without one."""
 
 
 def _ask_gradients(params: Sequence[torch.Tensor], reading: Reading) -> int | None:
-    """Ask of some gradients whether any number is other than 0; None if there are no gradients."""
+    """Queue a test of sampled gradients for a number other than 0; None if there are no gradients."""
     have = [p for p, grad in zip(params, get_grads(params), strict=True) if grad is not None]
     some = [grad for _, grad in gradients_of(have[:: -(-len(have) // _TENSORS)])] if have else []
     some = [grad for grad in some if grad.device == some[0].device]
@@ -226,7 +226,7 @@ def _ask_gradients(params: Sequence[torch.Tensor], reading: Reading) -> int | No
 
 
 def gradients_of(params: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The parameters that have dense gradients, with these."""
+    """Yield the parameters that have dense gradients, with the gradients."""
     for param, grad in zip(params, get_grads(params), strict=True):
         if grad is not None and not grad.is_sparse and grad.numel() and can_sample(grad):
             yield param, grad

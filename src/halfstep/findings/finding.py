@@ -1,4 +1,4 @@
-"""``Finding``: one thing that is wrong, where, why, and what to do. How it is named, printed and logged."""
+"""``Finding``: one problem with its place, cause and fix, and its name, text and log line."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that loses precision.
+    """One cause of lost precision.
 
     Attributes:
         code: "HS101" and so on. A code never changes its meaning.
         severity: "error" if the training does not do what the script says, "warning" if it loses accuracy or may fail
-            later, "note" if it is only good to know.
+                later, "note" for information.
         where: the tensors or modules, with numbers replaced by ``*``.
-        message: what is wrong, with its numbers.
+        message: the problem, with its numbers.
         evidence: the same numbers by name.
-        fix: what to do.
+        fix: the remedy.
     """
 
     code: str
@@ -50,14 +50,14 @@ class Finding:
 
 
 class Found(NamedTuple):
-    """The part of a ``Finding`` that its rule finds out; code and fix are in the table of rules.
+    """The part of a ``Finding`` that its rule determines; code and default fix are in the table of rules.
 
     Attributes:
-        severity: as of ``Finding``.
-        where: as of ``Finding``.
-        message: as of ``Finding``.
-        evidence: as of ``Finding``.
-        fix: what to do, where it is not the same for all that the rule finds.
+        severity: see ``Finding``.
+        where: see ``Finding``.
+        message: see ``Finding``.
+        evidence: see ``Finding``.
+        fix: the remedy, if it differs from the rule's default.
     """
 
     severity: Severity
@@ -68,7 +68,7 @@ class Found(NamedTuple):
 
 
 def grouped(sizes: Mapping[str, int]) -> str:
-    """A few words for many tensors: ``layers.*.mlp, head (25 tensors, 6.9e+09 weights)``.
+    """Summarize many tensors in a few words: ``layers.*.mlp, head (25 tensors, 6.9e+09 weights)``.
 
     Args:
         sizes: the number of elements by qualified name.
@@ -90,18 +90,18 @@ def _without_numbers(name: str) -> str:
 
 
 def share(fraction: float) -> str:
-    """``98.7 %``; never a rounded 100 % for less than all."""
+    """Format a fraction as ``98.7 %``, without rounding up to 100 %."""
     percent = 100 * fraction
     return "100 %" if percent == 100 else f"{min(percent, 99.99):.3g} %" if percent < 99.95 else "99.9 %"
 
 
 def log(findings: Iterable[Finding], by: str = "halfstep.check") -> None:
-    """One line of the logger "halfstep": at WARNING if one of them is an error, else at INFO; none if all is well.
+    """Log findings in one line of the logger "halfstep": at WARNING if one is an error, else at INFO; no line if empty.
 
     Args:
-        findings: what to tell.
-        by: who found it. ``check`` can be called again, and says what to do. What others have measured it may not
-            know, so their line has the fixes.
+        findings: the findings to log.
+        by: the function that found them. The user can call ``check`` again for the fixes; measurements of other
+            functions cannot be repeated, so their line includes the fixes.
     """
     found = list(findings)
     if found:

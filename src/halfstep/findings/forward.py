@@ -1,7 +1,7 @@
-"""One forward pass, watched: which ops compute in 16 bits that should not, and which fp32 outputs are so in name only.
+"""A watched forward pass: finds ops that should not compute in 16 bits, and outputs that are fp32 in name only.
 
-It runs without gradients, and the random state and all buffers are put back. What it shows of inputs that hold large
-integers (HS118) remains, as of any first pass.
+The pass runs without gradients, and the random state and all buffers are restored. Its effect on inputs with large
+integers (HS118) remains, as after any first pass.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ..observe.watch import ModuleCall, Watch
 __all__ = ["Forward", "is_norm", "is_router", "run", "same_random_numbers"]
 
 _LOSE = words("binary_cross_entropy log_softmax logsumexp")
-"""Functions whose results are losses, or lose what a loss needs, beside the losses of the op lists."""
+"""Functions whose results are losses or determine a loss's precision, in addition to the losses of the op lists."""
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalizes: torch's norms, and classes called so (``LlamaRMSNorm``)."""
+    """True if a module normalizes: a torch norm, or a class with such a name (``LlamaRMSNorm``)."""
     return _is_norm(type(module).__name__)
 
 
@@ -44,7 +44,7 @@ def _is_norm(name: str) -> bool:
 
 
 def is_router(name: str, names: Mapping[nn.Module, str]) -> bool:
-    """Whether a module chooses experts: it is called ``router``, or it is a ``gate`` beside ``experts``."""
+    """True if a module chooses experts: its name is ``router``, or ``gate`` with a sibling ``experts``."""
     parent, _, last = name.rpartition(".")
     return last == "router" or (last in ("gate", "gating") and f"{parent}.experts".lstrip(".") in names.values())
 
@@ -57,15 +57,15 @@ _KEEP = _CASTS | frozenset((
     *("__getitem__", "abs", "add", "clamp", "clamp_min", "clip", "detach", "div", "expand", "maximum", "mul", "relu"),
     *("squeeze", "sub", "unsqueeze"),
 ))  # fmt: skip
-"""Functions between a statistic and its root. They count only if they leave as many numbers."""
+"""Functions that may occur between a statistic and its root, if they keep the number of elements."""
 
 
 class Squares(NamedTuple):
-    """What is known of a tensor: it holds squares, or a statistic, that is, a sum of them.
+    """A note on a tensor that holds squares or a statistic, which is a sum of squares.
 
     Attributes:
-        dtype: the 16-bit dtype in which they were computed.
-        is_inf: of a statistic, one number: whether it is inf, so that what is divided by its root becomes 0.
+        dtype: the 16-bit dtype in which the squares were computed.
+        is_inf: for a statistic, a flag tensor: True if it is inf, so that a division by its root gives 0.
     """
 
     dtype: torch.dtype
@@ -73,16 +73,16 @@ class Squares(NamedTuple):
 
 
 def root_in(call: FunctionCall, notes: Notes[Squares]) -> tuple[str, torch.Tensor] | None:
-    """The name of a function of torch that takes the root of a statistic, and whether that is inf; None for any other.
+    """Return the name of a torch function that takes the root of a statistic, with the statistic's inf flag, else None.
 
-    Looked for are squares that are computed in 16 bits, then reduced, and then put under a root. torch's own norms
-    compute in fp32 inside, and are one function each. Sums of all elements, such as a loss, do not count. Squares of
-    bfloat16 that are added up in fp32 do not, either: their roundoff averages out. Those of float16 overflow from 256
-    on.
+    Follows squares that are computed in 16 bits, then reduced, then put under a root. torch's norms compute in fp32
+    internally and are one function each. Sums of all elements, such as a loss, do not count. Squares of bfloat16 that
+    are summed in fp32 do not count either, because their rounding errors average out; float16 squares overflow for
+    inputs from 256 on.
 
     Args:
-        call: any call.
-        notes: on the squares and statistics of the calls before, and of this one afterwards.
+        call: any call of a torch function.
+        notes: the notes on squares and statistics of earlier calls; the result of this call is added.
     """
     function, args, kwargs, result = call
     name = spellings().get(function, (getattr(function, "__name__", ""), False))[0]
@@ -122,11 +122,11 @@ def _is_inf(statistic: torch.Tensor) -> torch.Tensor:
 
 
 class _Inside(NamedTuple):
-    """What the modules inside of a call have returned so far.
+    """The results of the modules inside a call so far.
 
     Attributes:
-        halves: whether any of it is in 16 bits, so that a 16-bit grid is no surprise.
-        latest: the tensors of the latest of them, which a container may return as they are.
+        halves: True if a result is in 16 bits, so that values on a 16-bit grid are expected.
+        latest: the tensors of the latest result, which a container may return unchanged.
     """
 
     halves: bool = False
@@ -137,17 +137,17 @@ class Forward:
     """A record of one forward pass.
 
     Args:
-        model: whose modules are watched; None watches all there are.
+        model: the model whose modules are watched; None watches all modules.
 
     Attributes:
-        running: the calls of modules that have not returned, the outermost first.
+        running: the unfinished calls of modules, the outermost first.
         dtypes: the 16-bit dtypes of results.
         losses: loss functions that computed in 16 bits, as "module: function".
-        norms: roots of sums of squares that were computed in 16 bits, as norms by hand have them, likewise; and whether
-            the sum is inf.
+        norms: roots of 16-bit sums of squares, as hand-written norms have them, as "module: function", each with a flag
+            that the sum is inf.
         routers: the names of routers whose results are in 16 bits.
-        flags: names of modules, or "the loss", with the ``grid_flags`` of fp32 values that should not be on a grid.
-        loss_dtype: of the loss, if there was one.
+        flags: names of modules, or "the loss", with the ``grid_flags`` of fp32 values that should not lie on a grid.
+        loss_dtype: the dtype of the loss, if there was one.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -163,16 +163,16 @@ class Forward:
 
     @contextmanager
     def watching(self) -> Iterator[Forward]:
-        """Within the block calls of modules and functions of torch are noted. What is compiled runs eagerly."""
+        """Record calls of modules and torch functions within the block. Compiled code runs eagerly."""
         with Watch(self._names, modules=self, functions=self._note_function) as watch:
             self.running = watch.running
             yield self
 
     def entered(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
-        """As a listener: a module is called."""
+        """Receive the start of a module call."""
 
     def returned(self, call: ModuleCall, args: Any, output: Any) -> None:
-        """As a listener: a module has returned."""
+        """Receive the end of a module call."""
         tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.is_floating_point()]
         self.dtypes.update(t.dtype for t in tensors if is_half(t))
         if tensors and is_half(tensors[0]) and is_router(call.name, self._names or {}):
@@ -200,7 +200,7 @@ class Forward:
         return "" if name == ROOT else f"{name}: "
 
     def _compare(self, name: str, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-        """Note an output that may lie on a grid where no input does."""
+        """Record an output for the grid test, unless an input may lie on the grid already."""
         both = [t for t in inputs if t.is_floating_point()]
         wide = all(t.dtype is torch.float32 for t in [*both, output])
         if both and wide and min(t.numel() for t in [*both, output]) >= PROOF:
@@ -209,7 +209,7 @@ class Forward:
             self.flags.append((name, torch.stack([torch.maximum(flags[0], 1.0 - off), flags[1]])))
 
     def note_loss(self, result: Any) -> None:
-        """Look at what the forward pass returned: a loss, or an output with a ``loss``."""
+        """Record the result of the forward pass: a loss, or an output with a ``loss``."""
         loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             return
@@ -220,7 +220,7 @@ class Forward:
 
 @contextmanager
 def same_random_numbers(model: nn.Module) -> Iterator[None]:
-    """Put the state of the random numbers of torch, on the devices of a model, and of Python back after the block."""
+    """Restore the random state of Python and of torch, on the devices of a model, after the block."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     state = random.getstate()
     try:
@@ -231,12 +231,12 @@ def same_random_numbers(model: nn.Module) -> Iterator[None]:
 
 
 def run(model: nn.Module, batch: Any) -> Forward:
-    """Run a forward pass in the mode (train or eval) that the model is in, and put back what it changes.
+    """Run a forward pass in the model's current mode (train or eval), and restore all changes.
 
     Args:
-        model: any module. One that exchanges something with other ranks in its forward pass must run on all of them.
+        model: any module. If its forward pass communicates with other ranks, all ranks must call this function.
         batch: a function without arguments that returns the loss; or the arguments of the model: a mapping of keyword
-            arguments, a tuple or list of positional ones, or a single one.
+                arguments, a tuple or list of positional arguments, or a single argument.
     """
     forward = Forward(model)
     call: Callable[[], Any] = batch if callable(batch) else lambda: _call(model, batch)
@@ -247,7 +247,7 @@ def run(model: nn.Module, batch: Any) -> Forward:
         if buffer is not None
     ]
     if (given := hooks_of(model).given) is not None:
-        given.looked.clear()  # this batch is looked at, too
+        given.looked.clear()  # this batch is checked as well
     with same_random_numbers(model), torch.no_grad():
         try:
             with forward.watching():
@@ -256,7 +256,7 @@ def run(model: nn.Module, batch: Any) -> Forward:
         finally:
             for place, name, buffer, value in buffers:
                 place[name] = buffer
-                buffer.data.copy_(value)  # no new version: a backward pass may still need the old one
+                buffer.data.copy_(value)  # keeps the version: a backward pass may still need the buffer
     return forward
 
 

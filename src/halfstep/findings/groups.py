@@ -1,4 +1,4 @@
-"""The parameter groups of optimizers: which 16-bit weights have no masters, and which second moments are in 16 bits."""
+"""The parameter groups of optimizers: their 16-bit weights without masters, and their second moments in 16 bits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NAMES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 
 
 def dtypes_of(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:
-    """The dtypes of some tensors."""
+    """Collect the dtypes of tensors."""
     return set(map(_dtype, tensors))
 
 
 def masters_kept(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the updates of 16-bit weights are kept somewhere, or rounded so that none is lost on average."""
+    """True if an optimizer keeps masters of 16-bit weights, or rounds so that no update is lost on average."""
     attached = attached_to(optimizer)
-    options = getattr(optimizer, "options", None)  # of a fused optimizer
+    options = getattr(optimizer, "options", None)  # set on fused optimizers
     fused = bool(getattr(options, "master_weights", None)) or getattr(options, "rounding", "nearest") == "stochastic"
     return fused or (attached is not None and attached.keeper.any)
 
@@ -38,11 +38,11 @@ class Group:
     """A parameter group.
 
     Attributes:
-        optimizer: whose it is.
-        hyper: its hyperparameters.
-        params: those of its parameters that are trained.
-        dtypes: of these.
-        halves: those of them that are in 16 bits and have no master.
+        optimizer: the optimizer of the group.
+        hyper: the hyperparameters.
+        params: the trained parameters of the group.
+        dtypes: the dtypes of the trained parameters.
+        halves: the trained 16-bit parameters without a master.
     """
 
     optimizer: torch.optim.Optimizer
@@ -53,7 +53,7 @@ class Group:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Group:
-        """The facts about a group."""
+        """Collect the facts about a group."""
         params = list(filter(_requires_grad, group["params"]))
         dtypes = dtypes_of(params)
         if dtypes.isdisjoint(HALF_DTYPES) or masters_kept(optimizer):
@@ -68,9 +68,9 @@ class SecondMoment:
 
     Attributes:
         group: the parameter group.
-        params: whose moments they are.
-        dtype: of the moments.
-        keeps: what a step multiplies them by.
+        params: the parameters of these moments.
+        dtype: the dtype of the moments.
+        keeps: the factor by which a step multiplies the moments.
     """
 
     group: Group
@@ -80,7 +80,7 @@ class SecondMoment:
 
 
 def second_moments(groups: Sequence[Group]) -> Iterator[SecondMoment]:
-    """All of them. Where a group has no 16-bit weights without masters, its first parameter speaks for the rest."""
+    """Yield all second moments in 16 bits; a group whose weights all have masters is judged by its first parameter."""
     for group in groups:
         state = group.optimizer.state
         made = _is_made(group)
@@ -101,7 +101,7 @@ def second_moments(groups: Sequence[Group]) -> Iterator[SecondMoment]:
 
 
 def _is_made(group: Group) -> bool:
-    """Whether the first step of the optimizer makes a second moment in the dtype of its 16-bit weights."""
+    """True if the optimizer's first step creates a second moment in the dtype of its 16-bit weights."""
     known = known_update(group.optimizer)
     made = known is not None and not set(_NAMES).isdisjoint(known.state_names)
     return made and bool(group.halves) and not hasattr(group.optimizer, "keep_masters")

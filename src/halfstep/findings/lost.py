@@ -1,4 +1,4 @@
-"""How much of the updates of 16-bit weights without masters is lost, predicted from state and learning rate."""
+"""The predicted share of lost updates of 16-bit weights without masters, from state and learning rate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LostUpdates", "half_ulp"]
 
 
 def half_ulp(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Half the distance from fp32 values, all of them numbers of a 16-bit dtype, to the next such number above."""
+    """Compute half the distance from fp32 values, all exact in a 16-bit dtype, to its next larger numbers."""
     power = (weights.view(torch.int32) & 0x7F800000).view(torch.float32)  # the largest power of two below
     info = torch.finfo(dtype)
     return power.clamp_(min=info.tiny).mul_(info.eps / 2)
@@ -29,10 +29,10 @@ class LostUpdates:
     """The updates of one optimizer's 16-bit weights of one dtype.
 
     Attributes:
-        optimizer: whose they are.
-        dtype: of the weights.
+        optimizer: the optimizer of the weights.
+        dtype: the dtype of the weights.
         params: the weights.
-        lrs: the learning rates of their groups; a tensor's is read from the device with the rest.
+        lrs: the learning rates of their groups; a tensor on a device is read together with the other numbers.
     """
 
     optimizer: torch.optim.Optimizer
@@ -44,7 +44,7 @@ class LostUpdates:
 
     @classmethod
     def of(cls, groups: Sequence[Group], reading: Reading) -> list[LostUpdates]:
-        """Ask for what is needed; one entry for each optimizer and dtype of which there is something to say."""
+        """Queue the required reads; returns one entry per optimizer and dtype with known updates."""
         group_of = {id(p): group for group in groups for p in group.halves if can_sample(p) and _steps(p, group)}
         every = [p for group in groups for p in group.halves if id(p) in group_of]
         batches: dict[tuple[Any, ...], list[Drawn]] = {}
@@ -71,7 +71,7 @@ class LostUpdates:
 
     @property
     def fraction(self) -> float:
-        """The share of the updates that changes nothing, of those that are not zero; 0 if all are."""
+        """The share of nonzero updates that change nothing; 0 if all updates are zero."""
         lost, moving, _ = self._reading[self._numbers]
         return lost / moving if moving else 0.0
 
@@ -90,8 +90,8 @@ class _Part(NamedTuple):
     """The updates of some weights of a group.
 
     Attributes:
-        sums: how much is lost, and how much moves, in shares of all weights.
-        ratio: what the learning rate is to be multiplied by, for each weight to move.
+        sums: the lost share and the moving share, as shares of all weights.
+        ratio: the factor for the learning rate at which each weight would move.
         lr: the learning rate.
     """
 
@@ -101,13 +101,13 @@ class _Part(NamedTuple):
 
 
 def _steps(param: torch.Tensor, group: Group) -> bool:
-    """Whether a parameter steps: one without state, among others that have some, and without gradient does not."""
+    """True if a parameter steps; without state or gradient, while other parameters have state, it does not."""
     state = group.optimizer.state
     return not state or param.grad is not None or bool(state.get(param))
 
 
 def _steps_taken(state: Mapping[str, Any]) -> float | torch.Tensor:
-    """How many steps a parameter with this state has taken; a tensor where a device has the number."""
+    """Return the step count of a parameter's state; a tensor if it lies on a device."""
     step = state.get("step", 1.0 if state else 0.0)
     on_device = isinstance(step, torch.Tensor) and step.device.type != "cpu"
     return step if on_device else float(step)
@@ -115,7 +115,7 @@ def _steps_taken(state: Mapping[str, Any]) -> float | torch.Tensor:
 
 @torch.no_grad()
 def _part_of(group: Group, batch: Sequence[Drawn]) -> _Part | None:
-    """The updates of a sample; None if the update of this optimizer is not known, or its state does not tell it."""
+    """Predict the updates of a sample; None if the optimizer's update is unknown or its state is not enough."""
     known = known_update(group.optimizer)
     if known is None:
         return None
@@ -133,7 +133,7 @@ def _part_of(group: Group, batch: Sequence[Drawn]) -> _Part | None:
     t = in_scalar_dtype(torch.as_tensor(taken if stepped else 1.0, device=getattr(taken, "device", "cpu")))
     hyper = dict(group.hyper)
     if decays_apart(hyper) and not rounds_once(group.optimizer, hyper):
-        hyper["weight_decay"] = 0.0  # torch multiplies by it before, and rounds
+        hyper["weight_decay"] = 0.0  # torch applies and rounds the decay separately before
     updated = known.weights(hyper, columns, t, stepped=stepped)
     if updated is None:
         return None

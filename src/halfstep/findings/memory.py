@@ -1,6 +1,6 @@
-"""Where the bytes of training are: a table for every level and optimizer, and a count for a model that is there.
+"""The memory of training in bytes: a table for every level and optimizer, and a count for a live model.
 
-The table is data: a new optimizer or option is one entry of ``OPTIMIZERS``. Its tests train with each and count.
+The table is data: a new optimizer or option is one entry of ``OPTIMIZERS``. Tests train with each entry and count.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["ACTIVATIONS", "LEVELS", "OPTIMIZERS", "Kept", "Line", "Memory", "lin
 
 
 class Kept(NamedTuple):
-    """What an optimizer keeps, in bytes a parameter.
+    """The memory of an optimizer, in bytes per parameter.
 
     Attributes:
-        name: of the optimizer, with its options.
-        state: moments and the like of fp32 and of O2's weights.
-        state_of_halves: of weights without masters, at O3.
+        name: the name of the optimizer, with its options.
+        state: the moments and other state of fp32 weights and of weights at O2.
+        state_of_halves: the state of weights without masters, at O3.
         split: True if bfloat16 weights have split masters, of 2 bytes.
-        gradients: of bfloat16 weights with masters; None if they are freed inside of the backward pass at every level.
+        gradients: the gradients of bfloat16 weights with masters; None if the backward pass frees them at every level.
     """
 
     name: str
@@ -57,10 +57,10 @@ OPTIMIZERS = (
     Kept("FusedNovoGrad", 4, 4),
     Kept("FusedAdagrad", 4, 4),
 )
-"""The optimizers of the table. Numbers that a tensor has once, such as step counts, are left out."""
+"""The optimizers of the table. Numbers stored once per tensor, such as step counts, are left out."""
 
 LEVELS = (("O0", "float32"), ("O1", "bfloat16"), ("O2", "bfloat16"), ("O2", "float16"), ("O3", "bfloat16"))
-"""The levels and dtypes of the table. O1 and O3 keep in float16 what they keep in bfloat16."""
+"""The levels and dtypes of the table. O1 and O3 need the same memory in float16 as in bfloat16."""
 
 ACTIVATIONS = {
     "O0": "4",
@@ -68,20 +68,20 @@ ACTIVATIONS = {
     "O2": "2, and 4 around losses",
     "O3": "2",
 }
-"""Bytes of a number that is kept for the backward pass on a device with 16-bit units."""
+"""Bytes per number that is saved for the backward pass on a device with 16-bit units."""
 
 
 class Line(NamedTuple):
-    """Bytes a parameter of one optimizer at one level.
+    """Bytes per parameter of one optimizer at one level.
 
     Attributes:
-        level: O0 to O3.
-        dtype: of products.
-        optimizer: with its options.
+        level: the level, O0 to O3.
+        dtype: the dtype of products.
+        optimizer: the name of the optimizer, with its options.
         weights: the parameters themselves.
-        masters: fp32 weights behind 16-bit ones, or what makes a 16-bit weight one.
-        state: of the optimizer, without masters.
-        gradients: between a backward pass and its step.
+        masters: the fp32 weights behind 16-bit weights, or the remainders that complete split ones.
+        state: the state of the optimizer, without masters.
+        gradients: the gradients between a backward pass and its step.
     """
 
     level: str
@@ -94,12 +94,12 @@ class Line(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of weights, masters, state and gradients."""
         return self.weights + self.masters + self.state + self.gradients
 
 
 def lines() -> Iterator[Line]:
-    """The table of halfstep: every optimizer at every level."""
+    """Yield the table: every optimizer at every level."""
     for kept in OPTIMIZERS:
         for level, dtype in LEVELS:
             full, split = level in ("O0", "O1"), kept.split and dtype == "bfloat16"
@@ -111,15 +111,15 @@ def lines() -> Iterator[Line]:
 
 
 class Memory(NamedTuple):
-    """The bytes that a model and its optimizer hold, on this process.
+    """The memory of a model and its optimizer in this process, in bytes.
 
     Attributes:
-        parameters: the number of parameters, not bytes.
-        weights: of parameters.
-        masters: fp32 masters of 16-bit parameters, or the remainders that split masters are made of.
-        state: of the optimizer, without masters.
-        gradients: those that are there at the moment.
-        buffers: of the model, such as BatchNorm statistics.
+        parameters: the number of parameters (not bytes).
+        weights: the parameters.
+        masters: the fp32 masters of 16-bit parameters, or the remainders of split masters.
+        state: the state of the optimizer, without masters.
+        gradients: the gradients that exist now.
+        buffers: the buffers of the model, such as BatchNorm statistics.
     """
 
     parameters: int
@@ -131,7 +131,7 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """The sum of all bytes."""
         return self.weights + self.masters + self.state + self.gradients + self.buffers
 
     def __str__(self) -> str:
@@ -143,24 +143,24 @@ class Memory(NamedTuple):
 
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
-    """Count the bytes that a model and its optimizer hold now: weights, masters, state, gradients, buffers.
+    """Count the bytes of a model and its optimizer now: weights, masters, state, gradients, buffers.
 
     ::
 
         print(halfstep.memory(model, optimizer))
 
-    Memory that several tensors share counts once. Of sharded tensors the shard of this process counts, of sparse ones
-    indices and values, of quantized ones codes and scales, and parameters of lazy modules that have no shape yet count
-    nothing. On the meta device it counts what the tensors would take elsewhere. Optimizers make
-    their state in their first step, and gradients are there from a backward pass to ``zero_grad``: so a count after the
-    second backward pass has all. ``halfstep memory`` prints what it comes to, in bytes a parameter.
+    Shared memory counts once. A sharded tensor counts with this process's shard, a sparse tensor with its indices and
+    values, a quantized tensor with its codes and scales, and an uninitialized lazy parameter with nothing. Tensors on
+    the meta device count with the size that they would have elsewhere. Optimizers create their state in their first
+    step, and gradients exist from a backward pass to ``zero_grad``, so a count after the second backward pass is
+    complete. ``halfstep memory`` prints the expected bytes per parameter.
 
     Args:
         model: any module, on any device.
-        optimizer: that steps it, brought up by halfstep or not; None counts neither masters nor state.
+        optimizer: the optimizer, prepared by halfstep or not; None counts neither masters nor state.
 
     Raises:
-        ArgumentTypeError: if they are something else.
+        ArgumentTypeError: for arguments of other types.
     """
     check_kind("model", model, nn.Module, "a torch.nn.Module")
     check_kind("optimizer", optimizer, (torch.optim.Optimizer, NoneType), "a torch.optim.Optimizer or None")
@@ -184,13 +184,14 @@ _INSIDE = {
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
-"""The methods of sparse tensors that give the dense ones inside, by layout."""
+"""The methods of sparse tensors that return the dense tensors inside, by layout."""
 
 
 def _bytes_of(values: Iterable[Any], seen: set[torch.UntypedStorage]) -> int:
-    """The bytes of the memory of tensors, without what has been seen, and that is seen from now on.
+    """Count the bytes of tensors without the storages in ``seen``, and add their storages to it.
 
-    Two tensors share memory if they have one storage: on the meta device, and for fake tensors, all addresses are 0.
+    Tensors share memory if they have the same storage; addresses do not tell, because on the meta device, and for fake
+    tensors, all addresses are 0.
     """
     found = {part.untyped_storage() for each in tensors_in(list(values)) for part in _plain_parts(each)} - seen
     seen |= found
@@ -198,7 +199,7 @@ def _bytes_of(values: Iterable[Any], seen: set[torch.UntypedStorage]) -> int:
 
 
 def _plain_parts(tensor: Any) -> Iterator[torch.Tensor]:
-    """The tensors with a storage that a tensor of any kind is made of; none for a parameter without a shape."""
+    """Yield the tensors with a storage that make up a tensor of any kind; none for a parameter without a shape."""
     is_wrapper = is_traceable_wrapper_subclass(tensor)
     names = tensor.__tensor_flatten__()[0] if is_wrapper else _INSIDE.get(tensor.layout, ())
     for name in names:

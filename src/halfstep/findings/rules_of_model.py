@@ -1,4 +1,4 @@
-"""The rules about modules, what they compute, and where."""
+"""The rules about modules, their computations and their devices."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _SLOW_AVERAGE = 0.998
 
 
 def sensitive_parts_in_16_bits(facts: Facts) -> Iterator[Found]:
-    """HS104: parts that need more than 16 bits: norms and routers without masters, statistics, frequencies, positions.
+    """HS104: parts in 16 bits that need more: norms and routers without masters, statistics, frequencies, positions.
 
     - Frequencies of rotary embeddings and positions as numbers: the error of the angle grows with the position.
-    - Weights of norms, near 1, and of routers, where the optimizer keeps no masters. Source: axolotl#3670.
+    - Weights of norms, near 1, and of routers, if the optimizer keeps no masters. Source: axolotl#3670.
     - Running statistics of BatchNorm.
-    - With a batch: a norm written by hand that adds up squares in 16 bits and takes a root, in whatever module, an
-      error if it divides by inf; and routers with 16-bit results.
+    - With a batch: a hand-written norm that sums squares in 16 bits and takes a root, an error if it divides by inf;
+      and routers with 16-bit results.
       Source: Switch Transformers, arXiv 2101.03961, section 2.4.
     """
     bare = {id(p) for p in facts.halves}
@@ -84,10 +84,10 @@ def _sensitive_ops(facts: Facts) -> Iterator[Found]:
 
 
 def loss_in_16_bits(facts: Facts) -> Iterator[Found]:
-    """HS105: a loss that is computed in 16 bits. Needs ``batch``.
+    """HS105: a loss computed in 16 bits. Needs ``batch``.
 
-    Near 36 neighbouring bfloat16 numbers differ by 0.25. FSDP2's MixedPrecisionPolicy installs no autocast, so logits
-    reach cross_entropy in 16 bits. Source: Modalities#464.
+    Near 36, neighbouring bfloat16 numbers differ by 0.25. FSDP2's MixedPrecisionPolicy does not enable autocast, so
+    logits reach cross_entropy in 16 bits. Source: Modalities#464.
     """
     seen = facts.forward
     if seen is None or not (seen.losses or seen.loss_dtype in HALF_DTYPES):
@@ -105,8 +105,8 @@ def loss_in_16_bits(facts: Facts) -> Iterator[Found]:
 def average_in_16_bits(facts: Facts) -> Iterator[Found]:
     """HS109: a moving average of weights kept in 16 bits with a decay of 0.998 or more.
 
-    A step adds (1 - decay) of the difference, which is less than half of the last bit of the average. Found in an
-    ``AveragedModel`` and in modules with a ``decay``, ``ema_decay`` or ``beta`` that hold a copy of a model.
+    A step adds (1 - decay) of the difference, which is less than half of the last bit of the average. The rule looks at
+    ``AveragedModel`` and at modules with a ``decay``, ``ema_decay`` or ``beta`` that hold a copy of a model.
     """
     for module in facts.modules if facts.has_halves else ():
         decay = _decay_of(module)
@@ -123,7 +123,7 @@ def average_in_16_bits(facts: Facts) -> Iterator[Found]:
 
 
 def _decay_of(module: nn.Module) -> float | None:
-    """The decay of a module that averages weights; None for any other."""
+    """Find the decay of a module that averages weights; None for any other module."""
     if isinstance(module, AveragedModel):
         functions: list[Any] = [module.multi_avg_fn, module.avg_fn]
         for function in filter(None, functions):
@@ -138,10 +138,10 @@ def _decay_of(module: nn.Module) -> float | None:
 
 
 def no_units(facts: Facts) -> Iterator[Found]:
-    """HS111: a 16-bit dtype that this device has no units for.
+    """HS111: a 16-bit dtype for which this device has no units.
 
-    Under ``amp`` of halfstep products then run in fp32 kernels and cost what fp32 costs, which is a note. Without it a
-    bfloat16 product on such a CPU takes ten times the time of fp32, or more.
+    With halfstep's ``amp``, products then run in fp32 kernels at the cost of fp32; this is a note. Without it, a
+    bfloat16 product on such a CPU takes at least ten times as long as in fp32.
     """
     if not facts.own_params:
         return
@@ -160,7 +160,7 @@ def no_units(facts: Facts) -> Iterator[Found]:
 
 
 def _faster(device: torch.device, slow: torch.dtype) -> str:
-    """The advice for a device that is slow in a dtype."""
+    """Compose the advice for a device that is slow in a dtype."""
     other = torch.float16 if slow is torch.bfloat16 else torch.bfloat16
     if has_units(device, other, "product"):
         return f"Train in {dtype_name(other)} (dtype= of amp.initialize), for which {device} has units."
@@ -168,9 +168,9 @@ def _faster(device: torch.device, slow: torch.dtype) -> str:
 
 
 def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
-    """HS118: inputs of a 16-bit model that hold integers beyond the exact ones of the dtype, as time steps do.
+    """HS118: inputs of a 16-bit model with integers too large to be exact in its dtype, such as time steps.
 
-    They stay fp32. Source: diffusers#993.
+    These inputs stay fp32. Source: diffusers#993.
     """
     given, casting = (hooks := hooks_of(facts.model)).given, hooks.casting
     stay = sorted({place for (place, *_), _ in given.stays}, key=str) if given is not None else []
@@ -185,7 +185,7 @@ def inputs_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
 
 
 def buffers_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
-    """HS119: fp32 buffers: numbers in them would be 0 or inf, or are frequencies, or the model updates them."""
+    """HS119: buffers kept in fp32: a cast would give 0 or inf, or they are frequencies, or the model updates them."""
     passes = hooks_of(facts.model).passes
     if passes is not None and passes.spared:
         dtype = dtype_name(passes.casting.dtype)
@@ -194,10 +194,10 @@ def buffers_that_a_cast_destroys(facts: Facts) -> Iterator[Found]:
 
 
 def fp32_in_name_only(facts: Facts) -> Iterator[Found]:
-    """HS112: fp32 tensors whose values all lie on the grid of a 16-bit format: something rounds them.
+    """HS112: fp32 tensors whose values all lie on the grid of a 16-bit format, because an op rounds them.
 
-    Of weights after they have stepped, as those of a checkpoint may have been 16-bit; and with a batch of the outputs
-    of modules whose inputs are fp32, and of the loss. Source: Liger-Kernel#1430, TransformerEngine#3193.
+    Checks weights after a step (a checkpoint may have held 16-bit weights) and, with a batch, the loss and the outputs
+    of modules whose inputs are fp32. Source: Liger-Kernel#1430, TransformerEngine#3193.
     """
     if facts.stepped_on_grid:
         yield Found(

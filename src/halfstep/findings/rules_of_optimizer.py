@@ -29,16 +29,16 @@ ZERO_GRADIENTS_FIX = (
 )
 
 _MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")
-"""Entries of the state of torch's optimizers that are 0 as long as all gradients are 0."""
+"""State entries of torch's optimizers that are 0 as long as all gradients are 0."""
 
 LOST_ERROR, LOST_WARNING = 0.5, 0.1
-"""From which share of lost updates on HS101 is an error, and a warning."""
+"""The shares of lost updates from which HS101 is an error, or a warning."""
 
 _MANY_PASSES = 16
 
 
 def lost(where: str, fraction: float, text: str, **evidence: object) -> Found | None:
-    """HS101 for a share of lost updates; None if it is small."""
+    """Make HS101 for a share of lost updates; None if the share is small."""
     if fraction < LOST_WARNING:
         return None
     return Found(
@@ -52,8 +52,8 @@ def lost(where: str, fraction: float, text: str, **evidence: object) -> Found | 
 def lost_updates(facts: Facts) -> Iterator[Found]:
     """HS101: 16-bit weights that an optimizer without masters moves by less than half of their last bit.
 
-    Predicted from state and learning rate: the update is rounded to see whether the weight stays. An error where half
-    of the updates are lost, a warning from one in ten. Before the first step only Adam's is known, which moves every
+    The prediction rounds an update from state and learning rate and compares the weight. HS101 is an error if half of
+    the updates are lost, a warning from one in ten. Before the first step only Adam's update is known: it moves every
     weight by the learning rate. Source: NVIDIA-NeMo/Automodel#3875.
     """
     yield from filter(None, (_lost_of(facts, entry) for entry in facts.lost))
@@ -70,9 +70,9 @@ def _lost_of(facts: Facts, entry: LostUpdates) -> Found | None:
 def stuck_second_moment(facts: Facts) -> Iterator[Found]:
     """HS102: a second moment in 16 bits whose decay is smaller than half of its last bit.
 
-    A step multiplies it by beta2. If 1 - beta2 is below a quarter of the format's epsilon, every value rounds back to
-    itself, and one large gradient makes all later steps small. Below half of it some values do. Measured: after 5,000
-    steps without gradient 0.001 is 0.001 in bfloat16, and 6.7e-6 in fp32.
+    A step multiplies the moment by beta2. If 1 - beta2 is below a quarter of the format's epsilon, every value rounds
+    back to itself, and one large gradient makes all later steps small; below half of epsilon, some values do. Measured:
+    after 5,000 steps without gradient, 0.001 is still 0.001 in bfloat16, and 6.7e-6 in fp32.
     """
     for moment in facts.second_moments:
         eps, change = torch.finfo(moment.dtype).eps, 1 - moment.keeps
@@ -92,8 +92,8 @@ def stuck_second_moment(facts: Facts) -> Iterator[Found]:
 def lost_weight_decay(facts: Facts) -> Iterator[Found]:
     """HS103: decoupled weight decay that is smaller than half of the last bit of every 16-bit weight.
 
-    AdamW multiplies the weight by 1 - lr * weight_decay and rounds it, which gives the same weight back. Where the
-    step rounds only once the decay still adds to the update, so that is a warning. Source: OneTrainer#996.
+    AdamW multiplies the weight by 1 - lr * weight_decay and rounds it back to the same weight. If the step rounds only
+    once, the decay still adds to the update, so HS103 is only a warning. Source: OneTrainer#996.
     """
     for group in facts.groups:
         lr = group.hyper.get("lr")
@@ -123,7 +123,7 @@ def eps_underflows(facts: Facts) -> Iterator[Found]:
         eps, info = moment.group.hyper.get("eps"), torch.finfo(moment.dtype)
         smallest = info.smallest_normal * info.eps
         fused = rounds_once(moment.group.optimizer, moment.group.hyper)
-        if isinstance(eps, float) and not fused and 0 < eps <= smallest / 2:  # the tie rounds to 0, too
+        if isinstance(eps, float) and not fused and 0 < eps <= smallest / 2:  # a tie also rounds to 0
             yield Found(
                 "error",
                 facts.where(moment.params),
@@ -134,10 +134,10 @@ def eps_underflows(facts: Facts) -> Iterator[Found]:
 
 
 def fp16_without_loss_scale(facts: Facts) -> Iterator[Found]:
-    """HS107: float16 gradients without a loss scale: those below 6e-8 become 0.
+    """HS107: float16 gradients without a loss scale: gradients below 6e-8 become 0.
 
-    Found where trained weights, the recipe or the watched forward pass are in float16, and no scaler scales. A scaler
-    that is nowhere but in the script must be given to ``check``. Source: arXiv 1710.03740, section 3.2.
+    Applies if trained weights, the policy or the watched forward pass are in float16 and no scaler scales. Pass a
+    scaler that only the script knows to ``check``. Source: arXiv 1710.03740, section 3.2.
     """
     if not facts.optimizers or not facts.scaling_is_known or torch.float16 not in facts.computed:
         return
@@ -155,7 +155,7 @@ def fp16_without_loss_scale(facts: Facts) -> Iterator[Found]:
 def useless_scaler(facts: Facts) -> Iterator[Found]:
     """HS108: a loss scaler that multiplies by 1, or that scales losses whose gradients are not in float16.
 
-    bfloat16 has the exponents of fp32, so a scaler there only costs time, and torch's refuses bfloat16 gradients on
+    bfloat16 has the exponents of fp32, so a scaler only costs time, and torch's scaler refuses bfloat16 gradients on
     CUDA: '"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16''.
     Source: datawhalechina/hello-agents#459.
     """
@@ -179,15 +179,15 @@ def _names(facts: Facts) -> list[str]:
 
 
 def _is_enabled(scaler: Any) -> bool:
-    """Whether the scaler was not switched off."""
+    """True if the scaler is enabled."""
     return isinstance(scaler, DeviceLossScaler) or bool(scaler.is_enabled())
 
 
 def _scales(scaler: Any) -> bool:
-    """Whether it ever multiplies a loss by something else than 1."""
+    """True if the scaler can multiply a loss by a factor other than 1."""
     if isinstance(scaler, DeviceLossScaler):
         return not scaler.neutral
-    inner = getattr(scaler, "loss_scaler", None)  # of halfstep's
+    inner = getattr(scaler, "loss_scaler", None)  # set on halfstep's scalers
     if isinstance(inner, DeviceLossScaler):
         return bool(scaler.is_enabled()) and not inner.neutral
     moves = scaler.is_enabled() and scaler.get_growth_factor() != 1.0
@@ -195,17 +195,17 @@ def _scales(scaler: Any) -> bool:
 
 
 def _kind(scaler: Any) -> str:
-    """The name of a scaler in messages."""
+    """Name a scaler for messages."""
     if isinstance(scaler, DeviceLossScaler):
         return f"{'dynamic' if scaler.dynamic else 'static'} loss scale of amp.initialize"
     return "torch.amp.GradScaler" if type(scaler) is torch.amp.GradScaler else type(scaler).__name__
 
 
 def accumulation_in_16_bits(facts: Facts) -> Iterator[Found]:
-    """HS110: gradients of 16 passes or more added up in 16 bits.
+    """HS110: gradients of 16 or more passes summed in 16 bits.
 
-    The sum is larger than the next summand by so much that some of its bits, and at last all, round away: of equal
-    summands bfloat16 loses every one from the 256th on. With masters of halfstep gradients add up in fp32.
+    The sum grows so much larger than the next summand that some, and finally all, of the summand's bits round away: of
+    equal summands bfloat16 loses every one from the 256th on. With halfstep's masters, gradients are summed in fp32.
     """
     if facts.accumulate < _MANY_PASSES:
         return
@@ -216,9 +216,10 @@ def accumulation_in_16_bits(facts: Facts) -> Iterator[Found]:
 
 
 def fused_and_foreach_differ(facts: Facts) -> Iterator[Found]:
-    """HS113: torch's Adam or SGD on 16-bit weights, where ``fused=`` changes the training and not only its speed.
+    """HS113: torch's Adam or SGD on 16-bit weights, for which ``fused=`` changes the results and not only the speed.
 
-    A constant gradient of 1 stalls a second moment at 0.5 with ``foreach`` and at 0.25 with ``fused``; right is 1.
+    With a constant gradient of 1 the second moment stalls at 0.5 with ``foreach`` and at 0.25 with ``fused``, instead
+    of reaching 1.
     """
     for moment in facts.second_moments:
         group = moment.group
@@ -235,11 +236,11 @@ def fused_and_foreach_differ(facts: Facts) -> Iterator[Found]:
 
 
 def foreign_parameters(facts: Facts) -> Iterator[Found]:
-    """HS115: an optimizer whose parameters are not the model's, or frozen, while the model trains others.
+    """HS115: an optimizer with frozen parameters, or parameters of no model, while the model trains others.
 
-    So it is if the model, or a part of it, was made, replaced or given adapters after the optimizer. fp32 masters made
-    by hand, which have as many weights as a 16-bit model, are no finding. A part that was replaced after ``amp`` has
-    prepared the optimizer is an error, as it is for the next step.
+    This happens if the model, or a part of it, was created, replaced or given adapters after the optimizer. Hand-made
+    fp32 masters, which have as many weights as a 16-bit model, are no finding. A part that was replaced after ``amp``
+    prepared the optimizer is an error, as in the next step.
     """
     own = set(map(id, facts.own_params))
     held = [p for one in facts.optimizers for group in one.param_groups for p in group["params"]]
@@ -264,15 +265,15 @@ def foreign_parameters(facts: Facts) -> Iterator[Found]:
 def zero_gradients(facts: Facts) -> Iterator[Found]:
     """HS121: the gradients of all parameters are 0, although a backward pass has run.
 
-    It needs gradients, so it is asked after a backward pass and before ``zero_grad``. Gradients that ``zero_grad`` has
-    set to 0 are no finding: either the moments of the optimizer are not 0, or the versions tell of the write.
+    The rule needs gradients, so call ``check`` after a backward pass and before ``zero_grad``. Gradients that
+    ``zero_grad`` set to 0 are no finding: nonzero moments of the optimizer, or the gradients' versions, show the write.
     """
     if facts.any_gradient or facts.any_gradient is None:
         return
     params = facts.trained_params
     pairs = list(gradients_of(params))
     there = sum(grad is not None for grad in get_grads(params))
-    if len(pairs) < there or any(bool(grad.any()) for _, grad in pairs):  # a sample has missed it, or it is sparse
+    if len(pairs) < there or any(bool(grad.any()) for _, grad in pairs):  # not sampled, or sparse
         return
     kept = [each for p, _ in pairs for each in _moments(facts, p)]
     untouched = not any(grad._version for _, grad in pairs)
@@ -289,7 +290,7 @@ def _moments(facts: Facts, param: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _would_keep(facts: Facts) -> bool:
-    """Whether every optimizer has moments after a step. If it has none, it has not stepped yet."""
+    """True if every optimizer has moments after a step, so that missing moments mean that it has not stepped yet."""
     defaults = [optimizer.defaults for optimizer in facts.optimizers]
     return bool(defaults) and all("betas" in each or each.get("momentum") for each in defaults)
 

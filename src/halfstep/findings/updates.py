@@ -1,6 +1,6 @@
-"""The update that a known optimizer makes of its weights: the expression of its fused form, run on samples.
+"""The update of a known optimizer: the expression of its fused form, run on samples.
 
-Expressions are those of ``optimizers``. Those of RMSprop and Lion, which have no fused form, are here.
+The expressions come from ``optimizers``; RMSprop and Lion, which have no fused form, are defined here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rmsprop(
     grad: Any, param: Any, square_avg: Any, grad_avg: Any, momentum_buffer: Any,
     *, factor: Any, l2: Any, old: Any, new: Any, centered: Any, momentum: Any, lr: Any, eps: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """One element of RMSprop as torch has it (Hinton, 2012; Graves, arXiv 1308.0850, if centered)."""
+    """Update one element by torch's RMSprop (Hinton, 2012; Graves, arXiv 1308.0850, if centered)."""
     grad = grad * factor + param * l2
     square_avg = square_avg * old + grad * grad * new
     grad_avg = grad_avg * old + grad * new
@@ -61,7 +61,7 @@ def _rmsprop(group: Hyper, t: torch.Tensor) -> Update:
 
 @elementwise_kernel()
 def lion(param: Any, *, lr: Any) -> dict[str, Any]:
-    """One element of Lion (Chen et al., arXiv 2302.06675), whose every step is as large as the learning rate."""
+    """Update one element by Lion (Chen et al., arXiv 2302.06675), with a gradient sign of 1: every step has size lr."""
     return {"param": param - lr}
 
 
@@ -83,8 +83,8 @@ class KnownUpdate(NamedTuple):
     """The update of a known optimizer.
 
     Attributes:
-        of_group: makes it from a parameter group and the number of the step.
-        state_names: the entries of the state that it reads.
+        of_group: makes the update from a parameter group and the step number.
+        state_names: the state entries that the update reads.
     """
 
     of_group: Callable[[Hyper, torch.Tensor], Update]
@@ -93,16 +93,17 @@ class KnownUpdate(NamedTuple):
     def weights(
         self, group: Hyper, columns: Mapping[str, torch.Tensor], t: torch.Tensor, *, stepped: bool
     ) -> torch.Tensor | None:
-        """The weights after an update of those in ``columns``, before they are rounded; None where that is not known.
+        """Compute the weights after an update, before rounding; None if they are not known.
 
-        A state that has stepped is taken as the one that the update has left: what its expression stores there is not
-        computed again. Before the first step a state is 0, and of Adam's expression any gradient makes the same step.
+        A state that has stepped is used as the update left it: the entries that the expression would store are not
+        computed again. Before the first step the state is 0, and Adam's expression makes the same step for any
+        gradient.
 
         Args:
             group: the hyperparameters of a parameter group.
-            columns: "param", and where they are there "grad" and the entries of the state, in one dtype.
-            t: which step this is, counted from 1, in a ``scalar_dtype``.
-            stepped: whether the state is that after a step.
+            columns: "param", and, if they exist, "grad" and the state entries, in one dtype.
+            t: the number of this step, from 1, in a ``scalar_dtype``.
+            stepped: True if the state is from after a step.
         """
         kernel, numbers = self.of_group(group, t)
         known = trace(kernel)
@@ -123,7 +124,7 @@ class KnownUpdate(NamedTuple):
                 return numbers[str(args[0])] if op == "scalar" else args[0]
             operands = [value(int(each)) for each in args]
             if op == "mul" and any(isinstance(each, (int, float)) and each == 0 for each in operands):
-                return 0.0  # so a gradient that enters with the factor 0 need not be there
+                return 0.0  # so a gradient with the factor 0 may be missing
             return None if any(each is None for each in operands) else _OPS[op](*operands)
 
         weights: torch.Tensor | None = value(known.stores["param"])
@@ -141,7 +142,7 @@ _KNOWN |= {f"Fused{name}": _KNOWN[name] for name in ("Adam", "SGD", "Adagrad")}
 
 
 def known_update(optimizer: torch.optim.Optimizer) -> KnownUpdate | None:
-    """The update of torch's Adam, AdamW, SGD, Adagrad and RMSprop, of their fused forms, and of what is called Lion."""
+    """Find the update of torch's Adam, AdamW, SGD, Adagrad and RMSprop, their fused forms, and classes named Lion."""
     for cls in type(optimizer).__mro__:
         whose = cls.__module__.partition(".")[0]
         if cls.__name__ in _KNOWN and (whose in ("torch", "halfstep") or cls.__name__ == "Lion"):
@@ -150,11 +151,11 @@ def known_update(optimizer: torch.optim.Optimizer) -> KnownUpdate | None:
 
 
 def decays_apart(group: Mapping[str, Any]) -> bool:
-    """Whether the group's weight decay multiplies the weight instead of being added to the gradient (AdamW)."""
+    """True if the group's weight decay multiplies the weight instead of being added to the gradient (AdamW)."""
     decoupled = group.get("decoupled_weight_decay", group.get("adam_w_mode", False))
     return bool(decoupled) and bool(group.get("weight_decay"))
 
 
 def rounds_once(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether a step rounds a weight once, decay and update together: in fused kernels, halfstep's and torch's."""
+    """True if a step rounds a weight once, after decay and update: in fused kernels, halfstep's and torch's."""
     return bool(group.get("fused")) or hasattr(optimizer, "keep_masters")

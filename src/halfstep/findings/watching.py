@@ -1,4 +1,4 @@
-"""``watch``: count, on the device, the weights that a step leaves as they are although they have a gradient."""
+"""``watch``: counts, on the device, the weights that a step leaves unchanged although they have a gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Watch", "watch"]
 
 
 def watch(optimizer: Any, every: int = 100) -> Watch:
-    """Count the updates that change nothing, at every ``every``-th step, whatever the optimizer is.
+    """Count the updates that change nothing, at every ``every``-th step of any optimizer.
 
     ::
 
@@ -33,20 +33,20 @@ def watch(optimizer: Any, every: int = 100) -> Watch:
         print(watch.fraction, watch.findings())
         watch.remove()
 
-    A sample of the weights is compared before and after the step, on the device. Weights without gradient do not
-    count, nor do steps that an overflow skips. Where there are masters, these are compared. The number is read some
-    steps later, so no step waits. Steps inside of a backward pass (``attach(model, release=True)``) and replayed CUDA
-    graphs are not seen. What is lost goes to the logger "halfstep" as HS101, again only when it gets worse.
+    The device compares a sample of the weights before and after the step, or of their masters if there are any. Weights
+    without gradient and steps skipped by an overflow do not count. The result is read some steps later, so no step
+    waits. Steps inside a backward pass (``attach(model, release=True)``) and replays of CUDA graphs are not seen. Lost
+    updates are logged to "halfstep" as HS101, and again only when they get worse.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``, attached by ``amp`` or not.
-        every: how many steps lie between two that are looked at. The others cost a comparison of two numbers.
+        every: the distance of two measured steps. Other steps cost a comparison of two numbers.
 
     Returns:
-        A handle. ``remove()`` ends it.
+        A handle, whose ``remove()`` ends the watch.
 
     Raises:
-        ArgumentTypeError: for something else than an optimizer.
+        ArgumentTypeError: if ``optimizer`` is not an optimizer.
         ArgumentValueError: for ``every`` below 1.
     """
     inner = bare(optimizer)
@@ -76,13 +76,13 @@ class Watch:
         ]
 
     def remove(self) -> None:
-        """Stop watching. What was measured stays."""
+        """Stop watching; the measurements stay."""
         for hook in self._hooks:
             hook.remove()
         self._before = None
 
     def findings(self) -> list[Finding]:
-        """HS101 at its worst so far, or nothing. Waits for what the device has not finished."""
+        """Return the worst HS101 so far, or an empty list. Waits for outstanding work of the device."""
         self._poll(wait=True)
         return [] if self._worst is None else [self._worst]
 
@@ -128,11 +128,11 @@ class Watch:
 
 
 def _losses(optimizer: torch.optim.Optimizer, drawn: Sequence[Drawn]) -> Callable[[], list[torch.Tensor]]:
-    """Sample parameters before a step, and where their gradients are not 0.
+    """Sample parameters before a step, and the places at which their gradients are not 0.
 
     Returns:
-        To be called after the step: how much it has lost, and how much has a gradient, for each device, as shares of
-        all parameters.
+        A function to call after the step. It returns, per device, the shares of all parameters that were lost and that
+        have a gradient.
     """
     params, shares, elements = zip(*drawn, strict=True)
     grads = [grad for grad in get_grads(params) if grad is not None]
@@ -151,8 +151,8 @@ def _losses(optimizer: torch.optim.Optimizer, drawn: Sequence[Drawn]) -> Callabl
 
 
 def _skipped(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Tensor:
-    """1.0 if an overflow has kept the step from changing anything, else 0.0."""
-    flag = getattr(optimizer, "found_inf", None)  # there while the step runs, and torch's hooks may be a part of it
+    """Return 1.0 if an overflow made the step change nothing, else 0.0."""
+    flag = getattr(optimizer, "found_inf", None)  # set while the step runs, which includes torch's hooks
     attached = attached_to(optimizer)
     if flag is None and attached is not None:
         flag = attached.stepping.was_skipped
