@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from .casts import Casts
 from .fused import Fused
@@ -17,12 +17,16 @@ MACHINES: dict[str, Any] = {"trainer": Trainer, "fused": Fused, "casts": Casts, 
 """State machines by name; ``cases`` of one says how many cases it has begun."""
 
 
-def options(machine: Any, count: int) -> settings:
-    """So many cases of a machine, however long they take."""
+def options(machine: Any, count: int, *, shrink: bool = True) -> settings:
+    """So many cases of a machine, however long they take.
+
+    With ``shrink=False`` a case that fails is printed as it was found: to make it smaller may take an hour.
+    """
+    left_out = () if shrink else (Phase.shrink, Phase.explain)
     return settings(
         max_examples=count,
         stateful_step_count=machine.steps,
-        phases=machine.phases,
+        phases=[phase for phase in machine.phases if phase not in left_out],
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
