@@ -97,11 +97,8 @@ class World:
 
     def step(self, interrupter: Interrupter | None = None) -> None:
         """A step, with an interrupt anywhere in it."""
-        if interrupter is None:
+        with interrupter or contextlib.nullcontext():
             self.optimizer.step()
-        else:
-            with interrupter:
-                self.optimizer.step()
 
     def weights(self) -> list[torch.Tensor]:
         """Those that the optimizer moves, and the model's."""
@@ -233,6 +230,19 @@ def test_a_block_that_is_interrupted_anywhere_counts_or_does_not(world: Any, aft
     check(world, act, after, every=5)
 
 
+def test_unscaling_that_is_interrupted_anywhere_counts_or_does_not() -> None:
+    ends = set()
+    for at in range(140, 340, 3):  # the lines before prepare the optimizer
+        weight, scaler = nn.Parameter(torch.zeros(2)), amp.GradScaler(init_loss_scaling=1024.0)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaler.scale(weight.sum()).backward()
+        with contextlib.suppress(KeyboardInterrupt), Interrupter(at):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        ends.add(tuple(weight.tolist()))
+    assert ends == {(-1.0, -1.0), (0.0, 0.0)}
+
+
 def check_step(world: tuple[str, torch.dtype, str], after: str, every: int, files: tuple[str, ...] = _ROOMS) -> None:
     """Interrupt a step at some of its lines. Torch's own move some weights before others, so none is a reference."""
     whole, counter = interrupted(world, one_step, -1, files)
@@ -272,9 +282,8 @@ def test_after_an_interrupted_step_the_next_batch_trains(world: Any, after: str)
 def test_an_interrupt_between_the_opening_of_a_block_and_its_first_line(after: str, held: bool) -> None:
     """Nobody leaves this block. With gradients from before, they are there again."""
     worlds = [World("O2", torch.float16, _MAKERS["AdamW"]) for _ in range(2)]
-    for world in worlds:
-        if held:
-            world.block(5)
+    for world in worlds if held else []:
+        world.block(5)
     block = amp.scale_loss(worlds[0].loss(3), worlds[0].optimizer)
     block.__enter__().backward()
     del block
@@ -322,9 +331,8 @@ def test_a_block_in_which_gradients_are_cleared_stays_open() -> None:
 def test_an_interrupt_before_the_overflow_is_noted(held: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients are unscaled already, and may be inf. They go; with older ones the next step goes, too."""
     worlds = [World("O2", torch.float16, _MAKERS["RMSprop"]) for _ in range(2)]
-    if held:
-        for world in worlds:
-            world.block(5)
+    for world in worlds if held else []:
+        world.block(5)
 
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -339,7 +347,6 @@ def test_an_interrupt_before_the_overflow_is_noted(held: bool, seed: int, monkey
     assert alike(before, worlds[0].weights())
     assert amp.steps_skipped(worlds[0].optimizer) == held
     for world in worlds:
-        world.optimizer.zero_grad()
         next_batch(world)
     assert alike(*(world.weights() for world in worlds))
 

@@ -15,10 +15,11 @@ from ..core.errors import ArgumentTypeError, UsageError
 from ..core.inner_optimizers import inner_optimizer
 from ..core.loss_scale import DynamicLossScale
 from ..core.torch_compat import OptState
-from ..distributed.ddp_sync import BackwardRecord
+from ..distributed.ddp_sync import share_overflow
 from ..gradients.unscale import Unscaler
 from ..optimizers.release import release_of
 from ..stepping.attached import AttachedOptimizer, attached_to
+from ..stepping.backward import WindowState, note_pass
 from ..stepping.diagnosis import first_bad_gradient
 from ..stepping.scaled_backward import before_unscaling
 from .iteration import Iteration, StepResult
@@ -85,11 +86,11 @@ class GradScaler(ScalerSettings):
         self._known: WeakKeyDictionary[torch.optim.Optimizer, tuple[AttachedOptimizer, bool]] = WeakKeyDictionary()
         self._scaled = False  # whether a loss ever was
         self._moved_from: torch.Tensor | None = None  # the scale of the latest losses, if minimize has moved it since
-        self._begin_iteration()
-
-    def _begin_iteration(self) -> None:
         self._iteration = Iteration()
-        self._per_optimizer_states = self._iteration.states  # for those who look where torch has it
+
+    @property
+    def _per_optimizer_states(self) -> dict[int, dict[str, Any]]:  # type: ignore[override]
+        return self._iteration.states  # for those who look where torch has it
 
     # ---- the training step, in its order
 
@@ -161,18 +162,13 @@ class GradScaler(ScalerSettings):
         self._refuse_released(optimizer, "clip_grad_norm_")
         check_number("max_norm", max_norm, finite=False)
         attached = self._attached_to(optimizer)
-        unscaled = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+        unscaled = self._iteration.states[id(optimizer)]["stage"] is OptState.UNSCALED
         if unscaled or not self._enabled or attached_to(optimizer) is not None:
             if not unscaled:
                 self.unscale_(optimizer)
             return attached.passes.gradients.clip(max_norm, 2.0)
         self._iteration.refuse_second(optimizer)
-        params, scale, found_inf, done = self._begin_unscaling(optimizer, attached)
-        attached.passes.records.append(BackwardRecord(found_inf, None, moves=self._scaler))
-        left = [p for p in params if id(p) not in done]
-        norm = attached.passes.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
-        self._iteration.note(params)
-        return norm
+        return self._unscale(optimizer, attached, max_norm=max_norm)
 
     @eager
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:  # type: ignore[override]
@@ -194,7 +190,7 @@ class GradScaler(ScalerSettings):
         if not self._enabled:
             return StepResult(torch.zeros((), dtype=torch.float32, device="cpu"), optimizer.step(*args, **kwargs))
         closure, args = (args[0], args[1:]) if args else (kwargs.pop("closure", None), args)
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._iteration.states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise UsageError("step() has already been called since the last update().")
         attached = self._attached_to(optimizer)
@@ -228,9 +224,8 @@ class GradScaler(ScalerSettings):
         scale = None if new_scale is None else as_number("new_scale", new_scale)
         if scale is not None:
             self._scaler.set_scale(scale)
-        ended = self._iteration
-        self._begin_iteration()
-        for passes in [self._attached_to(optimizer).passes for optimizer in ended.optimizers]:
+        ended, self._iteration = self._iteration, Iteration()
+        for passes in ended.windows:
             # Of an optimizer that did not step: the next step is not the one that these are about.
             passes.records = [record for record in passes.records if record.moves is not self._scaler]
         if scale is None:
@@ -270,10 +265,27 @@ class GradScaler(ScalerSettings):
         if release is not None:
             release.refuse_clipping(name)
 
-    def _begin_unscaling(
-        self, optimizer: torch.optim.Optimizer, attached: AttachedOptimizer
-    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, set[int]]:
-        """The parameters, the scale, a new flag, and the ids of parameters whose gradients are unscaled already."""
+    def _unscale(
+        self,
+        optimizer: torch.optim.Optimizer,
+        attached: AttachedOptimizer,
+        *,
+        may_defer: bool = False,
+        max_norm: float | None = None,
+    ) -> torch.Tensor:
+        """Unscale the gradients of an optimizer, on which its next step depends then.
+
+        It is what a block does on leaving, for passes without a block.
+
+        Args:
+            optimizer: as the user gave it, perhaps a wrapper.
+            attached: what is kept about it.
+            may_defer: True to leave it to a fused step where that loses less.
+            max_norm: the norm to clip to in the same go; None for none.
+
+        Returns:
+            The flag; with ``max_norm`` the norm before clipping.
+        """
         if not self._scaled:
             raise UsageError(
                 "No loss has been scaled, so there is nothing to divide the gradients by. Call "
@@ -281,10 +293,13 @@ class GradScaler(ScalerSettings):
             )
         assert self._home is not None  # since a loss was scaled
         scale = self._scaler.scale(self._home) if self._moved_from is None else self._moved_from
-        release, params = attached.passes.release, attached.passes.params()
-        if release is not None:
-            release.refuse_other_scaler(self)
-        if not self._iteration.losses and release is None and all(p.grad is None for p in params):
+        passes, iteration, table = attached.passes, self._iteration, attached.passes.keeper.table
+        present = self._scaler.state(scale.device).scale
+        table.refresh()
+        params, found_inf = table.params, torch.zeros_like(scale)
+        result = found_inf
+        passes.begin_plain(self, found_inf)
+        if not iteration.losses and passes.release is None and all(p.grad is None for p in params):
             raise UsageError(
                 f"No loss has been scaled since the last update(), and the parameters of this "
                 f"{type(optimizer).__name__} have no gradient. Call scaler.scale(loss).backward() before unscale_() or "
@@ -292,26 +307,31 @@ class GradScaler(ScalerSettings):
             )
         for callback in before_unscaling:
             callback()
-        found_inf = torch.zeros_like(scale)
-        done = self._iteration.among(params) if self._iteration.noted else []
+        if passes.scales and any(other is not self._scaler for other in passes.scales):
+            passes.scaling.say_twice("this GradScaler")
+        done = set(map(id, iteration.among(params))) if iteration.noted else set()
+        state = iteration.states[id(optimizer)]
+        passes.state = WindowState.FINISHING  # from here to `note_pass` an interrupt drops the gradients
+        state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {scale.device: found_inf}
+        iteration.optimizers.append(optimizer)
+        iteration.windows.append(passes)
         if done:
             check = Unscaler()
-            check.unscale(check.gather(done), torch.ones_like(scale), found_inf)
-        state = self._per_optimizer_states[id(optimizer)]
-        state["stage"], state["found_inf_per_device"] = OptState.UNSCALED, {scale.device: found_inf}
-        self._iteration.optimizers.append(optimizer)
-        if release is not None:
-            release.add_overflow(found_inf)
-        return params, scale, found_inf, set(map(id, done))
-
-    def _unscale(
-        self, optimizer: torch.optim.Optimizer, attached: AttachedOptimizer, *, may_defer: bool = False
-    ) -> torch.Tensor:
-        """Unscale the gradients of an optimizer. Returns its flag."""
-        params, scale, found_inf, done = self._begin_unscaling(optimizer, attached)
-        attached.unscale(scale, found_inf, self._scaler, done, may_defer=may_defer)
-        self._iteration.note(params)
-        return found_inf
+            check.unscale(check.gather(p for p in params if id(p) in done), torch.ones_like(scale), found_inf)
+        if max_norm is not None:
+            left = [p for p in params if id(p) not in done]
+            result = passes.gradients.unscale_and_clip(left, scale, found_inf, max_norm)
+        elif may_defer and not done and not table.fp32_grads and attached.stepping.takes_flags:
+            attached.unscale_late(scale, found_inf)
+        else:
+            passes.finish(scale, found_inf, plain=True, done=done)
+        passes.scale = present  # which will be that of the next losses, too
+        passes.scales[self._scaler] = scale
+        note_pass([passes], found_inf, moves=self._scaler, told=False)
+        if passes.ranks.reductions:
+            share_overflow(passes.records, [passes.ranks])
+        iteration.note(params)
+        return result
 
     def _evaluating(
         self, optimizer: torch.optim.Optimizer, attached: AttachedOptimizer, closure: Callable[[], Any]

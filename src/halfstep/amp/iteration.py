@@ -11,6 +11,7 @@ import torch
 
 from ..core.errors import UsageError
 from ..core.torch_compat import OptState, new_optimizer_state
+from ..stepping.backward import BackwardPasses
 
 __all__ = ["Iteration", "StepResult"]
 
@@ -25,13 +26,15 @@ class Iteration:
     Attributes:
         states: for each optimizer, by its identity, how far it is and its overflow flags; in the shape that torch's
             scaler has.
-        optimizers: those that were unscaled.
+        optimizers: those that were unscaled, as the user gave them.
+        windows: their backward passes.
         losses: how many losses were scaled.
         noted: what each call of ``note`` has seen.
     """
 
     states: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(new_optimizer_state))
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    windows: list[BackwardPasses] = field(default_factory=list)
     losses: int = 0
     noted: list[tuple[int, Sequence[torch.Tensor], list[torch.Tensor | None], list[int | None]]] = field(
         default_factory=list

@@ -162,10 +162,11 @@ def scale_loss(
             f"loss_id={loss_id}, but amp.initialize was called with num_losses={len(scalers)}; count losses from 0, "
             "and pass num_losses= as many as there are losses with a scale of their own."
         )
-    stay = check_flag("delay_unscale", delay_unscale)
-    check = not check_flag("delay_overflow_check", delay_overflow_check)
-    passes = [one.passes for one in attached]
-    return ScaledBackward(loss, passes, scalers[loss_id], name="amp.scale_loss", stay=stay, check=check)
+    options: dict[str, Any] = {}
+    if delay_unscale is not False or delay_overflow_check is not False:
+        options["stay"] = check_flag("delay_unscale", delay_unscale)
+        options["check"] = not check_flag("delay_overflow_check", delay_overflow_check)
+    return ScaledBackward(loss, [one.passes for one in attached], scalers[loss_id], name="amp.scale_loss", **options)
 
 
 def master_params(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:

@@ -109,7 +109,8 @@ class Gradients:
         self.table = table
         self.narrow = narrow
         self._rows: list[Slot] = []  # what this optimizer has taken for the open pass
-        self._generation = -1  # of the table then
+        self._generation = -1  # of the table then; -1 while no pass is open
+        self._ready_for = -1  # the generation in which plain passes deliver what they should; -1 while they may not
         self.has_saved = False
         self._pending: list[Slot] = []  # had no gradient in their place when the block was opened
         self._unscaler = Unscaler()
@@ -136,7 +137,8 @@ class Gradients:
             in_place: picks the rows whose gradients stay in place, multiplied by ``scale``, because they are averaged
                 there with what the pass brings; None if there are none.
         """
-        self.take()
+        self._rows = [s for s in self.table.slots if s.grad.block is None or s.grad.block() is None]
+        self._generation, self._ready_for = self.table.generation, -1
         ref = weakref.ref(block)
         for slot in self._rows:
             slot.grad.block = ref
@@ -208,29 +210,22 @@ class Gradients:
         """Drop what is saved, and let other optimizers take the parameters."""
         for slot in self._rows:
             slot.grad.saved = slot.grad.block = None
-        self._rows, self._pending, self.has_saved = [], [], False
+        self._rows, self._pending, self.has_saved, self._generation = [], [], False, -1
 
-    def take(self, without: Collection[int] = ()) -> None:
-        """Take the parameters for a pass, all but those that an open block of another optimizer has.
+    def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor, done: Collection[int] = ()) -> None:
+        """Unscale the new gradients, and add the gradients that were set aside.
 
-        Args:
-            without: identities of parameters to leave alone, too.
-        """
-        slots = [s for s in self.table.slots if s.grad.block is None or s.grad.block() is None]
-        self._rows = [s for s in slots if id(s.param) not in without] if without else slots
-        self._generation = self.table.generation
-
-    def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor) -> None:
-        """Unscale the new gradients of the parameters that were taken, and add the gradients that were set aside.
+        Without ``begin`` all parameters are taken that no open block of another optimizer has.
 
         Args:
             scale: 0-dim float32 tensor, by which the gradients are multiplied; None if they are not.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN. Not looked at without scale.
+            done: identities of parameters to leave alone; only without ``begin``.
         """
-        if self._generation != self.table.generation:  # parameters were added while the block was open
-            mine = self._rows
-            self.take(set(map(id, [slot.param for slot in mine])))
-            self._rows = mine + self._rows
+        if self._generation != self.table.generation:  # no ``begin``, or parameters were added after it
+            mine = set(map(id, [slot.param for slot in self._rows])).union(done)
+            left = [s for s in self.table.slots if id(s.param) not in mine]
+            self._rows += [s for s in left if s.grad.block is None or s.grad.block() is None]
         rows = self._rows
         inv_scale = None if scale is None else reciprocal(scale)
         narrow: list[Slot] = []
@@ -243,11 +238,13 @@ class Gradients:
             self._unscaler.unscale(self._unscaler.gather([s.param for s in rows]), inv_scale, found_inf)
         if saved:
             self._add_saved(rows)
-        if left := [slot for slot in self._pending if slot.param.grad is None]:
-            self.expect(left)
+        if without := [slot for slot in self._pending if slot.param.grad is None]:
+            self.expect(without)
+        if self._pending and not (self.narrow or self.table.reduces):
+            self._ready_for = self.table.generation
         for slot in rows:
             slot.grad.saved = slot.grad.block = None
-        self._rows, self._pending, self.has_saved = [], [], False
+        self._rows, self._pending, self.has_saved, self._generation = [], [], False, -1
 
     @torch.no_grad()
     def _unscale_into(
@@ -360,7 +357,7 @@ class Gradients:
         for slot in self._rows:
             slot.grad.saved = None
         self._pending = []
-        if not self.table.fp32_grads:
+        if self._ready_for == self.table.generation or not self.table.fp32_grads:
             return
         for slot in self.table.slots:
             grad = slot.param.grad
@@ -368,3 +365,5 @@ class Gradients:
                 # A wrapper takes only gradients of the parameter's dtype, also if they are zeros.
                 set_grads([slot.param], [torch.zeros_like(slot.param)])
         self.expect()
+        if not (self._rows or self.table.reduces):
+            self._ready_for = self.table.generation

@@ -75,7 +75,7 @@ class Slot:
         fp32: True if its gradient is to be fp32 although backward passes compute it in 16 bits.
         reduced: True if ranks reduce its gradient, in a wrapper's bucket or because it is sharded. Buckets and shards
             take gradients of the parameter's own dtype only.
-        passed: True if the parameter was in the optimizer when a scaled backward pass began.
+        since: the generation of the table with which the parameter came to the optimizer.
         master: the fp32 copy of a 16-bit parameter, where masters are kept beside the optimizer.
         cast_dtype: the dtype that the parameter had when its master was made.
         steps_master: True once a step has written to the master. A step that has done so always does, so nothing is
@@ -87,7 +87,7 @@ class Slot:
     grad: GradRecord
     fp32: bool = False
     reduced: bool = False
-    passed: bool = False
+    since: int = 0
     master: torch.nn.Parameter | None = None
     cast_dtype: torch.dtype | None = None
     steps_master: bool = False
@@ -107,6 +107,7 @@ class OptimizerTable:
         slots: the rows, in the order of the groups.
         params: the parameters of the rows.
         generation: a number that is unique in the process; it is another one after each change.
+        reduces: True if ranks reduce the gradient of any row.
         frozen: True while masters are in the places of parameters: the groups do not say then which these are.
 
     Masters of parameters that were taken out of the optimizer are kept, in case the parameters come back.
@@ -117,6 +118,7 @@ class OptimizerTable:
     slots: list[Slot] = field(default_factory=list)
     params: list[torch.Tensor] = field(default_factory=list)
     generation: int = 0
+    reduces: bool = False
     frozen: bool = False
     _by_id: dict[int, Slot] = field(default_factory=dict)
     _gone: MutableMapping[torch.Tensor, torch.nn.Parameter] = field(default_factory=WeakIdKeyDictionary)
@@ -139,7 +141,7 @@ class OptimizerTable:
             reduced: True if ranks reduce their gradients.
         """
         slots = [Slot(param, 0, record_of(param), fp32=True, reduced=reduced) for param in params]
-        return cls(lambda: None, True, slots, list(params))
+        return cls(lambda: None, True, slots, list(params), reduces=reduced)
 
     def refresh(self) -> list[Slot]:
         """Bring the rows up to date with the groups, and with the wrappers around parameters.
@@ -156,12 +158,15 @@ class OptimizerTable:
         kinds = list(map(_KIND, params))
         if same and kinds == self._kinds and self._wrappers == REDUCTIONS:
             return self.slots
-        known, found = self._by_id, {}
+        known, found, generation = self._by_id, {}, next(_generations)
         reduced = set(map(id, reduced_params(params)))
         slots = []
         for group, members in enumerate(groups):
             for param in members:
-                slot = known.get(id(param)) or Slot(param, group, record_of(param), master=self._gone.pop(param, None))
+                slot = known.get(id(param))
+                if slot is None:
+                    master = self._gone.pop(param, None)
+                    slot = Slot(param, group, record_of(param), since=generation, master=master)
                 slot.group, slot.reduced = group, id(param) in reduced
                 slot.fp32 = self.fp32_grads and param.dtype in HALF_DTYPES
                 slots.append(slot)
@@ -170,8 +175,8 @@ class OptimizerTable:
             if slot.master is not None and id(slot.param) not in found:
                 self._gone[slot.param] = slot.master
         self.slots, self._by_id, self.params = slots, found, list(params)
-        self._kinds, self._wrappers = kinds, list(REDUCTIONS)
-        self.generation = next(_generations)
+        self._kinds, self._wrappers, self.reduces = kinds, list(REDUCTIONS), bool(reduced)
+        self.generation = generation
         return slots
 
     def find(self, param: torch.Tensor) -> Slot | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, Protocol
 
@@ -22,9 +22,6 @@ from ..casting.scope import NO_CASTING, active_casting
 from ..core.errors import UsageError
 from ..core.inner_optimizers import bare
 from ..core.torch_compat import dispatch_mode_count, has_step_hooks
-from ..distributed.ddp_sync import BackwardRecord, share_overflow
-from ..gradients.held_masters import WITH_MEMORY, settle
-from ..gradients.loss_scaler import DeviceLossScaler
 from ..gradients.table import REDUCTIONS
 from ..masters.keeper import MasterKeeper
 from ..optimizers.base import FusedOptimizer
@@ -45,10 +42,6 @@ __all__ = [
     "observers",
     "share_overflows",
 ]
-
-_UNSCALE_BEFORE = (
-    "Call scaler.unscale_(optimizer) before you clip, or scaler.clip_grad_norm_(optimizer, max_norm), which does both."
-)
 
 logger = logging.getLogger("halfstep")
 
@@ -112,8 +105,9 @@ creation_callbacks: list[Callable[[AttachedOptimizer], None]] = []
 
 @torch.optim.Optimizer.profile_hook_step
 def _run_hooked(optimizer: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Run the step of an attached optimizer with torch's hooks around it: none runs for a step that the host skips."""
-    return optimizer._amp_stash.run(closure, args, kwargs)
+    """Take the step of an attached optimizer with torch's hooks around it: none runs for a step that the host skips."""
+    attached = optimizer._amp_stash
+    return attached.stepping.take(closure, args, kwargs, attached.keeper)
 
 
 class AttachedOptimizer:
@@ -169,44 +163,15 @@ class AttachedOptimizer:
         assert optimizer is not None
         return optimizer
 
-    def unscale(
-        self,
-        scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        scaler: DeviceLossScaler,
-        done: Collection[int] = (),
-        *,
-        may_defer: bool = False,
-    ) -> None:
-        """Unscale what backward passes without a block brought; the next step depends on it.
+    def unscale_late(self, scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+        """Leave it to a fused step to unscale gradients where that loses less: where they have 16 bits.
 
         Args:
-            scale: 0-dim tensor that all of their losses were multiplied by.
-            found_inf: 0-dim float32 tensor, set to 1.0 if a gradient holds inf or NaN.
-            scaler: whose scale it is.
-            done: identities of parameters whose gradients are unscaled already.
-            may_defer: leave it to a fused step where that loses less.
+            scale: 0-dim tensor that the gradients are multiplied by.
+            found_inf: 0-dim float32 tensor, set to 1.0 if one holds inf or NaN, unless the step sees that in time.
         """
-        passes = self.passes
-        gradients, scaling = passes.gradients, passes.scaling
-        if passes.scales and any(other is not scaler for other in passes.scales):
-            scaling.say_twice("this GradScaler")
-        scaling.scaled = True
-        scaling.look_for_clipping(passes.keeper.table.params, scale, _UNSCALE_BEFORE)
-        may_defer = may_defer and not done and not gradients.table.fp32_grads and self.stepping.takes_flags
-        passes.scale = scaler.state(scale.device).scale  # which will be that of the next losses, too
-        alone = not passes.ranks.reductions
-        record = BackwardRecord(found_inf, None, shared=alone, moves=scaler)
-        if may_defer:
-            if gradients.unscale_or_check(scale, found_inf, step_checks=self._step_checks()):
-                self.stepping.grad_scale = scale
-        else:
-            gradients.take(done)
-            gradients.finish(scale, found_inf)
-        passes.scales[scaler] = scale
-        passes.records.append(record)
-        if not alone:
-            share_overflow(passes.records, [passes.ranks])
+        if self.passes.gradients.unscale_or_check(scale, found_inf, step_checks=self._step_checks()):
+            self.stepping.grad_scale = scale
 
     def _step_checks(self) -> bool:
         """Whether the next step finds inf and NaN early enough: nobody asks before it.
@@ -221,19 +186,33 @@ class AttachedOptimizer:
 
     # ---- the step
 
-    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step on unscaled gradients. It is skipped, and changes nothing, if a pass overflowed."""
-        passes = self.passes
+    def step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any, *, skips: bool = False) -> Any:
+        """The optimizer's step on unscaled gradients. It is skipped, and changes nothing, if a pass overflowed.
+
+        Args:
+            closure: for the step, or None.
+            args: further arguments of the step.
+            kwargs: further keyword arguments of the step.
+            skips: True if it is known that the step is skipped.
+        """
+        passes, scaling = self.passes, self.passes.scaling
         if passes.state in UNSAFE and passes.is_open():
             raise UsageError(
                 f"{type(self.optimizer).__name__}.step() was called inside of a scale_loss block, where gradients are "
                 "still multiplied by the loss scale. Dedent it: they are unscaled when the block is left. In hooks "
                 "of a backward pass use attach(model, release=True) instead; in bfloat16 leave out the block."
             )
-        if closure is None and not passes.scaling.settled:
+        scales = not all(scaler.neutral for scaler in scaling.expected)
+        if scales and closure is None and not skips and scaling.judged is not scaling.scaled:
             passes.check_scaling()
-        result = self._observed(self._step, closure, args, kwargs)
-        if closure is not None and not passes.scaling.settled:
+        for observer in observers:
+            observer.before_step(self)
+        result = self._skip() if skips else self._step(closure, args, kwargs)
+        self.stepping.calls += 1
+        for observer in observers:
+            observer.after_step(self)
+        passes.scales.clear()
+        if scales and closure is not None and scaling.judged is not scaling.scaled:
             passes.check_scaling()
         return result
 
@@ -249,30 +228,19 @@ class AttachedOptimizer:
         passes = self.passes
         if closure is None and passes.records and not self.stepping.takes_flags:
             if any_overflow(passes.take_records()).item():
-                return self._observed(self._skip)
+                return self.step(None, args, kwargs, skips=True)
             passes.state = WindowState.IDLE
         if getattr(self._optimizer(), "_amp_stash", None) is not self:
-            return self.step(closure, *args, **kwargs)
+            return self.step(closure, args, kwargs)
         step = optimizer.step
         return step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
-
-    def _observed(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Step, or skip, with the observers around it."""
-        for observer in observers:
-            observer.before_step(self)
-        result = step(*args)
-        self.stepping.calls += 1
-        for observer in observers:
-            observer.after_step(self)
-        self.passes.scales.clear()
-        return result
 
     def _step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         passes, keeper, optimizer = self.passes, self.keeper, self._optimizer()
         assert optimizer is not None
         if self.replaced.models:
             self.replaced.refuse(optimizer)
-        if passes.scales_gradients:
+        if passes.known is not None:
             passes.drop_brought()
         records = passes.take_records(agreed=closure is None) if passes.records or REDUCTIONS else []
         casting = None if thread.current is None else active_casting()
@@ -295,7 +263,7 @@ class AttachedOptimizer:
             try:
                 if self.stepping.hooked:
                     return _run_hooked(optimizer, *([] if closure is None else [closure]), *args, **kwargs)
-                return self.run(closure, args, kwargs)
+                return self.stepping.take(closure, args, kwargs, keeper)
             except ClosureOverflowed:
                 return self.stepping.skip()
             except SparseGradient:
@@ -304,21 +272,11 @@ class AttachedOptimizer:
                 returned = self._step_unfused(found_inf, args, kwargs)
                 return returned if closure is None else vars(closure)["loss"]
 
-    def run(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
-        """Run the step, with masters in their places, once it is decided that it is not skipped."""
-        keeper = self.keeper
-        held = keeper.plain is not None or closure is not None or bool(WITH_MEMORY)
-        with keeper.in_place() if held else nullcontext():
-            returned = self.stepping.take(closure, args, kwargs, keeper.plain)
-        if WITH_MEMORY and not held:
-            settle()  # the step itself has read some
-        return returned
-
-    def _skip(self) -> None:
+    def _skip(self) -> Any:
         release = self.passes.release
         if release is not None:
             release.end_step()
-        self.stepping.skip()
+        return self.stepping.skip()
 
     def _step_unfused(self, found_inf: torch.Tensor | None, args: Any, kwargs: Any) -> Any:
         """Go on with torch's own step, which takes sparse gradients, on plain masters."""
@@ -334,7 +292,6 @@ class AttachedOptimizer:
                 return self.stepping.skip()
             if scale is not None:
                 found = torch.zeros((), dtype=torch.float32, device=self.passes.device)
-                self.passes.gradients.take()
                 self.passes.gradients.finish(scale, found)
             return self._step(None, args, kwargs)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from threading import get_ident
 from typing import Any
@@ -27,11 +27,16 @@ from .diagnosis import first_bad_gradient
 from .replaced import ReplacedParameters
 from .scaling_checks import ScalingChecks
 
-__all__ = ["UNSAFE", "WINDOWS", "BackwardPasses", "WindowState", "any_overflow", "reachable", "sync_overflow"]
-
-_CLIP_AFTER = (
-    "Clip after the block, where they are unscaled: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)."
-)
+__all__ = [
+    "UNSAFE",
+    "WINDOWS",
+    "BackwardPasses",
+    "WindowState",
+    "any_overflow",
+    "note_pass",
+    "reachable",
+    "sync_overflow",
+]
 
 logger = logging.getLogger("halfstep")
 
@@ -54,7 +59,8 @@ class WindowState(Enum):
       steps. A second ``begin`` is an error, unless the block is gone: then an interrupt came before its exit, and the
       pass is abandoned.
     - **FINISHING**: gradients are unscaled in part, or inf without a record of it. After an interrupt they are dropped.
-    - **READY**: the next step may use the gradients. A GradScaler's window is opened and closed where it unscales.
+      A GradScaler begins here where it unscales, from any state without an open block: its passes have been.
+    - **READY**: the next step may use the gradients.
     - **SCALED**: as READY after a pass with ``delay_unscale=True``. The next pass adds to the gradients where they are,
       because scripts average ``p.grad`` by hand in the block of the last pass of a window.
     - **DIRTY**: the step was skipped, or may have been, and its gradients may still be there. Their values tell: they
@@ -89,8 +95,8 @@ class BackwardPasses:
         state: how far the passes are.
         thread: the thread that uses the optimizer.
         scaling: the warnings about gradients that went past the loss scale.
-        scales_gradients: True once a scaled pass has begun.
-        known: the generation of the table when ``drop_brought`` last looked.
+        known: the generation of the table at the latest look for parameters that have come; None before the first
+            scaled pass.
         scale: what the loss of the present pass, or of the latest, was multiplied by, a 0-dim tensor; None for none.
     """
 
@@ -112,8 +118,8 @@ class BackwardPasses:
         self._named = True  # False while a block of other optimizers is open
         self.thread = get_ident()
         self._mixes = False  # the open pass changes gradients of earlier passes, so that an interrupt loses these, too
-        self.scales_gradients = False
-        self.known = -1
+        self._release: GradientRelease | None = None  # of the open pass
+        self.known: int | None = None
 
     @property
     def release(self) -> GradientRelease | None:
@@ -172,26 +178,23 @@ class BackwardPasses:
         """
         if not self._named and (open_block := self.block) is not None:
             open_block.finish_reached(self)
-        if self.state in UNSAFE and self.is_open():
-            raise UsageError(
-                f"A scale_loss block of this {type(self._optimizer()).__name__} is open already, and two backward "
-                "passes at two scales would mix. Close the first block before the second; gradients add up across "
-                "blocks."
-            )
+        if self.state in UNSAFE:
+            self._refuse_open()
         self.scale = scale
         if named and self.replaced.unseen:
             self.replaced.refuse_cut(self.keeper.optimizer)
-        release = self.release
+        release = self._release = self.release
         if release is not None and named:
             release.refuse_block()
         if self.state is WindowState.DIRTY:
             self.settle()
-        self.drop_brought()
-        params = self.keeper.table.params
+        table = self.keeper.table
+        table.refresh()
+        params = table.params
+        if self.known is not None and self.known != table.generation:
+            self.drop_brought()
         if scale is not None:
-            self.scales_gradients = True
-            for slot in self.keeper.table.slots:
-                slot.passed = True
+            self.known = table.generation
         alone = not (REDUCTIONS or self.ranks.reductions)
         if not alone:
             self._find_wrappers(params)
@@ -209,7 +212,34 @@ class BackwardPasses:
             self.ranks.abandon_plain()
         self.gradients.begin(scale, block, stay)
         if not alone:
-            self.ranks.begin_backward(scale, self.keeper.table.slots)
+            self.ranks.begin_backward(scale, table.slots)
+
+    def begin_plain(self, scaler: object, found_inf: torch.Tensor) -> None:
+        """Begin to unscale what passes without a block have brought: ``finish`` and ``note_pass`` follow.
+
+        The table is to be up to date.
+
+        Args:
+            scaler: the ``GradScaler`` that has scaled the losses.
+            found_inf: 0-dim float32 tensor, set to 1.0 if a parameter has met inf or NaN inside of a pass.
+
+        Raises:
+            UsageError: if a block is open, or if parameters step inside of the passes by another scaler.
+        """
+        if self.state in UNSAFE:
+            self._refuse_open()
+        release = self._release = self.release
+        if release is not None:
+            release.refuse_other_scaler(scaler)
+            release.add_overflow(found_inf)
+
+    def _refuse_open(self) -> None:
+        if self.is_open():
+            raise UsageError(
+                f"A scale_loss block of this {type(self._optimizer()).__name__} is open already, and two backward "
+                "passes at two scales would mix. Close the first block before the second; gradients add up across "
+                "blocks."
+            )
 
     def finish_reached(self, scaler: DeviceLossScaler, scale: torch.Tensor) -> None:
         """After ``begin(named=False)`` and the pass: unscale what it brought here, if it brought anything.
@@ -222,7 +252,7 @@ class BackwardPasses:
             return
         before, found_inf = self._before, torch.zeros_like(scale, dtype=torch.float32)
         self.finish(scale, found_inf)
-        self.note(BackwardRecord(found_inf, None, shared=not self.ranks.reductions))
+        note_pass([self], found_inf)
         self.scales[scaler] = scale
         self.close(before if before is WindowState.SCALED else WindowState.READY)
 
@@ -245,13 +275,11 @@ class BackwardPasses:
         The passes before they came have multiplied them by the loss scale, and nothing has divided them. This cannot
         be seen from a gradient, so a gradient that was not scaled is dropped too.
         """
-        slots = self.keeper.table.refresh()
-        if not self.scales_gradients or self.known == self.keeper.table.generation:
+        slots, known = self.keeper.table.refresh(), self.known
+        if known is None or known == self.keeper.table.generation:
             return
         self.known = self.keeper.table.generation
-        brought = [slot.param for slot in slots if not slot.passed and slot.param.grad is not None]
-        for slot in slots:
-            slot.passed = True
+        brought = [slot.param for slot in slots if slot.since > known and slot.param.grad is not None]
         if not brought:
             return
         for param in brought:
@@ -284,35 +312,39 @@ class BackwardPasses:
             self.release.abandon()
         if lost:
             found_inf = torch.ones((), dtype=torch.float32, device=self.device)
-            self.note(BackwardRecord(found_inf, None, shared=not self.ranks.reductions))
+            note_pass([self], found_inf)
         self.close(state)
 
-    def finish(self, scale: torch.Tensor | None, found_inf: torch.Tensor) -> bool:
+    def finish(
+        self, scale: torch.Tensor | None, found_inf: torch.Tensor, *, plain: bool = False, done: Collection[int] = ()
+    ) -> bool:
         """After ``begin`` and the backward pass: unscale what it brought and add what was set aside.
 
-        Until ``close`` an interrupt drops the gradients: they may be unscaled in part, or inf without a record.
+        Until ``note_pass`` or ``close`` an interrupt drops the gradients: they may be unscaled in part, or inf without
+        a record.
 
         Args:
-            scale: as given to ``begin``.
+            scale: as given to ``begin``. Without ``begin``, what the gradients that are there are multiplied by.
             found_inf: 0-dim float32 tensor, set to 1.0 if a new gradient holds inf or NaN.
+            plain: True after ``begin_plain``. Wrappers have sent what their user chose, and nothing more is divided by.
+            done: identities of parameters whose gradients are unscaled already.
 
         Returns:
             Whether any parameter has a gradient, or has stepped with one.
         """
         if scale is not None:
-            self.scaling.scaled = True
-            self.scaling.look_for_clipping(self.keeper.table.params, scale, _CLIP_AFTER)
-        release = self.release
-        params = [slot.param for slot in self.keeper.table.refresh()]
-        if self.state is not WindowState.OPEN:
-            self.gradients.take()
-        found = (release is not None and release.finish(found_inf)) or any(param.grad is not None for param in params)
-        if self.ranks.reductions:
+            self.scaling.look_for_clipping(self.keeper.table.params, scale, plain=plain)
+        release, table = self._release, self.keeper.table
+        if not plain:
+            release = release if self.state is WindowState.OPEN else self.release
+            table.refresh()
+        found = (release is not None and release.finish(found_inf)) or any(p.grad is not None for p in table.params)
+        if self.ranks.reductions and not plain:
             self.ranks.end_backward()
             scale = self.ranks.gradient_scale(scale)
         self._mixes = self._mixes or self.gradients.has_saved
         self.state = WindowState.FINISHING
-        self.gradients.finish(scale, found_inf)
+        self.gradients.finish(scale, found_inf, done)
         return found
 
     def multiply(self, scale: torch.Tensor) -> None:
@@ -328,15 +360,6 @@ class BackwardPasses:
         if self.block is None:
             released = self.release is not None and self.release.has_stepped
             self.scaling.at_step(self.keeper.optimizer, released=released)
-
-    def note(self, record: BackwardRecord) -> None:
-        """Note a pass for the next step of this optimizer, and of each that shares a parameter with it."""
-        others = [passes for ref in self.sharing if (passes := ref()) is not None]
-        for passes in (self, *others):
-            if record not in passes.records:
-                passes.records.append(record)
-            if len(passes.records) >= _MANY:
-                passes.records = _merged(passes.records)
 
     def sync(self, *, steps: bool = True) -> None:
         """Average gradients and overflows since the last step with the ranks that have not got them yet.
@@ -428,6 +451,35 @@ def reachable(named: Sequence[BackwardPasses]) -> list[BackwardPasses]:
     here = get_ident()
     beside = [one for one in WINDOWS if one not in named and one.thread == here and not one.ranks.inside]
     return [one for one in beside if one.keeper.optimizer is not None and not one.is_open()]
+
+
+def note_pass(
+    windows: Sequence[BackwardPasses],
+    found_inf: torch.Tensor,
+    scaler: DeviceLossScaler | None = None,
+    *,
+    moves: DeviceLossScaler | None = None,
+    told: bool = True,
+) -> None:
+    """Note a pass for the next step of some optimizers, whose gradients are whole from here on.
+
+    Args:
+        windows: of the optimizers.
+        found_inf: 0-dim float32 tensor, 1.0 if a gradient holds inf or NaN.
+        scaler: the loss scale that is yet to be updated with it; see ``BackwardRecord``.
+        moves: the loss scale that an overflow lowers.
+        told: True if the optimizers that share a parameter with one of these skip their steps by it, too.
+    """
+    alone = not any(passes.ranks.reductions for passes in windows)
+    record = BackwardRecord(found_inf, scaler, shared=alone, moves=moves)
+    for passes in windows:
+        others = [other for ref in passes.sharing if (other := ref()) is not None] if told else []
+        for each in (passes, *others):
+            if record not in each.records:
+                each.records.append(record)
+            if len(each.records) >= _MANY:
+                each.records = _merged(each.records)
+        passes.close()
 
 
 def any_overflow(records: Sequence[BackwardRecord]) -> torch.Tensor:

@@ -47,7 +47,7 @@ class _Attached(Mixin):
                     above: Any = super(cls, self)
                     return above.step(*([] if closure is None else [closure]), *args, **kwargs)
         self._opt_called = True  # for schedulers, which warn of a forgotten step
-        return self._amp_stash.step(closure, *args, **kwargs)
+        return self._amp_stash.step(closure, args, kwargs)
 
     # Torch puts its hooks around a step that does not say so, and schedulers a counter on the instance.
     vars(step).update(hooked=True, _wrapped_by_lr_sched=True)

@@ -15,9 +15,8 @@ import torch
 from ..casting.dynamo import eager
 from ..core.dtypes import HALF_DTYPES
 from ..core.errors import ArgumentTypeError, UsageError
-from ..distributed.ddp_sync import BackwardRecord
 from ..gradients.loss_scaler import DeviceLossScaler
-from .backward import WINDOWS, BackwardPasses, WindowState, reachable, sync_overflow
+from .backward import WINDOWS, BackwardPasses, WindowState, note_pass, reachable, sync_overflow
 from .diagnosis import first_bad_gradient
 
 __all__ = ["ScaledBackward", "before_unscaling", "check_loss", "record_pass"]
@@ -225,11 +224,9 @@ def record_pass(
     """
     alone = not any(passes.ranks.reductions for passes in optimizers)
     of = scaler if moves or alone else None
-    record = BackwardRecord(found_inf, of, shared=alone, moves=scaler if moves else None)
+    note_pass(optimizers, found_inf, of, moves=scaler if moves else None)
     for passes in optimizers:
-        passes.note(record)
         passes.scales[scaler] = scale
-        passes.close()
     if not moves:
         return
     if alone:

@@ -19,6 +19,13 @@ from ..kernels import multi_tensor
 
 __all__ = ["ScalingChecks"]
 
+_CLIP_AFTER = (
+    "Clip after the block, where they are unscaled: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)."
+)
+_UNSCALE_BEFORE = (
+    "Call scaler.unscale_(optimizer) before you clip, or scaler.clip_grad_norm_(optimizer, max_norm), which does both."
+)
+
 _LARGEST_CLIP = 100.0
 """Nobody clips to more. Gradients that are multiplied by a loss scale are smaller only if they vanish."""
 _SMALLEST_SCALE = 256.0
@@ -32,27 +39,19 @@ class ScalingChecks:
         expected: the loss scales that a face has set up for the optimizer; empty if it scales no losses.
         in_float16: whether gradients are computed in float16, where small ones become zero without a loss scale.
         scaled: whether a scaled backward pass has ever come. Later ones may be replays of a CUDA graph, without a call.
+        judged: what ``scaled`` was when ``at_step`` had nothing more to look for; None before that.
     """
 
     def __init__(self) -> None:
         self.expected: Sequence[DeviceLossScaler] = ()
         self.in_float16 = False
         self.scaled = False
-        self._looked_for_scaler = False  # of torch, around a block
+        self.judged: bool | None = None
         self._said: set[str] = set()
         self._looks = _LOOKS
         self._reader: AsyncReader | None = None
         self._seen: tuple[float, float] | None = None  # the norm and the largest value at the last look
         self._advice = ""
-
-    @property
-    def settled(self) -> bool:
-        """Whether ``at_step`` has nothing to look at."""
-        if self._reader is not None:
-            self._judge()
-        if self._looked_for_scaler if self.scaled else "forgotten" in self._said:
-            return True
-        return all(scaler.neutral for scaler in self.expected)
 
     def at_step(self, optimizer: torch.optim.Optimizer, *, released: bool) -> None:
         """Look at the gradients that a step is about to use, or that the closure of a step has left.
@@ -68,12 +67,13 @@ class ScalingChecks:
             return
         scaler = _torch_scaler()
         if self.scaled:
-            self._looked_for_scaler = True
+            self.judged = True
             if scaler is not None:
                 self.say_twice(f"torch's {scaler}")
         elif scaler is not None:
-            self._said.add("forgotten")  # this scaler does it instead, and on purpose
+            self.judged = False  # this scaler does it instead, and on purpose
         elif self.in_float16 and any(group.get("lr") != 0.0 for group in groups):
+            self.judged = False
             self._say(
                 "forgotten",
                 f"{name}.step() uses gradients that came through no block of amp.scale_loss, and this model computes "
@@ -101,7 +101,7 @@ class ScalingChecks:
             "scaled_loss.backward()`.",
         )
 
-    def look_for_clipping(self, params: Sequence[torch.Tensor], scale: torch.Tensor, advice: str) -> None:
+    def look_for_clipping(self, params: Sequence[torch.Tensor], scale: torch.Tensor, *, plain: bool) -> None:
         """Look whether gradients that are about to be unscaled were clipped; the first few times that it may be so.
 
         Clipping writes into gradients that a backward pass has brought. Gradients that were written into are looked at:
@@ -110,8 +110,11 @@ class ScalingChecks:
         Args:
             params: those of the optimizer.
             scale: 0-dim tensor that their gradients are multiplied by.
-            advice: where to clip instead.
+            plain: True if no block, but a ``GradScaler`` unscales them.
         """
+        self.scaled = True
+        if self._reader is not None:
+            self._judge()
         if not self._looks:
             return
         first = next((grad for param in params if (grad := param.grad) is not None), None)
@@ -126,7 +129,7 @@ class ScalingChecks:
         half = torch.full_like(norm, float(any(map(is_half, grads))))
         self._reader = self._reader or AsyncReader(4)
         self._reader.post(norm, largest, half, scale.to(norm.device, torch.float32, non_blocking=True))
-        self._advice = advice
+        self._advice = _UNSCALE_BEFORE if plain else _CLIP_AFTER
         self._judge()
 
     def _judge(self) -> None:

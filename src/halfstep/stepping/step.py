@@ -19,8 +19,8 @@ from ..casting.scope import OpCasting
 from ..core.errors import UsageError
 from ..core.inner_optimizers import package_of_step
 from ..distributed.ddp_sync import BackwardRecord
+from ..gradients.held_masters import WITH_MEMORY, settle
 from ..masters.keeper import MasterKeeper
-from ..masters.plain import PlainMasters
 from ..optimizers.base import FusedOptimizer
 from .backward import any_overflow
 
@@ -79,14 +79,14 @@ class Stepping:
         latest = self._latest
         return latest != 0 if isinstance(latest, torch.Tensor) else torch.tensor(latest, dtype=torch.bool, device="cpu")
 
-    def take(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any, plain: PlainMasters | None = None) -> Any:
-        """Take the step.
+    def take(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any, keeper: MasterKeeper) -> Any:
+        """Take the step, once it is decided that it is not skipped, with masters in their places.
 
         Args:
             closure: for the step, or None.
             args: further arguments of the step.
             kwargs: further keyword arguments of the step.
-            plain: the masters that are in place; None for none.
+            keeper: the masters.
 
         Returns:
             What the step returns.
@@ -99,24 +99,30 @@ class Stepping:
         self._latest = False
         flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf
         torch_sgd = isinstance(optimizer, torch.optim.SGD) and not isinstance(optimizer, FusedOptimizer)
-        if flag is not None and torch_sgd and not _start_momentum(optimizer) and flag.item():
-            return self.skip()
-        scale, self.grad_scale = self.grad_scale, None
-        others: dict[str, Any] = {}
-        if found_inf is not None:
-            # Another scaler, around a block, deletes its own after the step.
-            given = getattr(optimizer, "grad_scale", None)
-            others = {name: vars(optimizer)[name] for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
-            optimizer.grad_scale = given if scale is None else scale if given is None else scale * given
-            optimizer.found_inf = found_inf
-        try:
-            returned = step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
-            if closure is None and plain is not None and self._is_foreign:
-                plain.step_writes.check(optimizer)
-        finally:
+        plain = keeper.plain
+        held = plain is not None or closure is not None or bool(WITH_MEMORY)
+        with keeper.in_place() if held else nullcontext():
+            if flag is not None and torch_sgd and not _start_momentum(optimizer) and flag.item():
+                return self.skip()
+            scale, self.grad_scale = self.grad_scale, None
+            others: dict[str, Any] = {}
             if found_inf is not None:
-                del optimizer.grad_scale, optimizer.found_inf
-                vars(optimizer).update(others)
+                # Another scaler, around a block, deletes its own after the step.
+                given = getattr(optimizer, "grad_scale", None)
+                names = ("grad_scale", "found_inf")
+                others = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
+                optimizer.grad_scale = given if scale is None else scale if given is None else scale * given
+                optimizer.found_inf = found_inf
+            try:
+                returned = step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
+                if closure is None and plain is not None and self._is_foreign:
+                    plain.step_writes.check(optimizer)
+            finally:
+                if found_inf is not None:
+                    del optimizer.grad_scale, optimizer.found_inf
+                    vars(optimizer).update(others)
+        if WITH_MEMORY and not held:
+            settle()  # the step itself has read some
         flag = getattr(optimizer, "found_inf", None) if found_inf is None else found_inf  # a scaler sets it in the step
         if flag is not None:
             self._latest = flag
