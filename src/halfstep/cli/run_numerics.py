@@ -77,7 +77,7 @@ class Monitors:
     def see_created(self, attached: AttachedOptimizer) -> None:
         """An optimizer comes under ``amp``."""
         if not attached.passes.ranks.inside:
-            self._begin(attached.optimizer, [model for ref in attached.replaced.models if (model := ref()) is not None])
+            self._begin(attached.optimizer, [model for ref in attached.passes.replaced.models if (model := ref()) is not None])
 
     def before_step(self, attached: AttachedOptimizer) -> None:
         """As an observer: a step begins, perhaps the first one."""

@@ -124,7 +124,6 @@ class AttachedOptimizer:
     Attributes:
         keeper: its masters, whoever keeps them.
         passes: its backward passes since the last step.
-        replaced: the parameters of its models that are not its own any more.
         stepping: how it steps.
         session: whoever attached it may leave its own state here.
     """
@@ -150,7 +149,7 @@ class AttachedOptimizer:
             rebase(optimizer, base, self)
         self.keeper = MasterKeeper(optimizer, masters, originals, own=own)
         self.passes = BackwardPasses(self.keeper)
-        self.replaced = self.passes.replaced = ReplacedParameters(tuple(map(weakref.ref, models)))
+        self.passes.replaced = ReplacedParameters(tuple(map(weakref.ref, models)))
         self.session: Any = None
         self.verbose = verbose
         for callback in creation_callbacks:
@@ -238,8 +237,8 @@ class AttachedOptimizer:
     def _step(self, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         passes, keeper, optimizer = self.passes, self.keeper, self._optimizer()
         assert optimizer is not None
-        if self.replaced.models:
-            self.replaced.refuse(optimizer)
+        if passes.replaced.models:
+            passes.replaced.refuse(optimizer)
         if passes.known is not None:
             passes.drop_brought()
         records = passes.take_records(agreed=closure is None) if passes.records or REDUCTIONS else []

@@ -51,7 +51,6 @@ class ScalingChecks:
         self._looks = _LOOKS
         self._reader: AsyncReader | None = None
         self._seen: tuple[float, float] | None = None  # the norm and the largest value at the last look
-        self._advice = ""
 
     def at_step(self, optimizer: torch.optim.Optimizer, *, released: bool) -> None:
         """Look at the gradients that a step is about to use, or that the closure of a step has left.
@@ -114,7 +113,7 @@ class ScalingChecks:
         """
         self.scaled = True
         if self._reader is not None:
-            self._judge()
+            self._judge(plain=plain)
         if not self._looks:
             return
         first = next((grad for param in params if (grad := param.grad) is not None), None)
@@ -129,10 +128,9 @@ class ScalingChecks:
         half = torch.full_like(norm, float(any(map(is_half, grads))))
         self._reader = self._reader or AsyncReader(4)
         self._reader.post(norm, largest, half, scale.to(norm.device, torch.float32, non_blocking=True))
-        self._advice = _UNSCALE_BEFORE if plain else _CLIP_AFTER
-        self._judge()
+        self._judge(plain=plain)
 
-    def _judge(self) -> None:
+    def _judge(self, *, plain: bool) -> None:
         assert self._reader is not None
         for norm, largest, half, scale in self._reader.poll():
             before, self._seen = self._seen, (norm, largest)
@@ -145,7 +143,7 @@ class ScalingChecks:
                 "clipped",
                 f"It looks as if gradients were clipped while they were still multiplied by the loss scale of "
                 f"{scale:g}: their {what} was {same[0]:.3g} again, so {same[0] / scale:.3g} is left to step with. "
-                f"{self._advice}",
+                f"{_UNSCALE_BEFORE if plain else _CLIP_AFTER}",
             )
 
     def _say(self, kind: str, message: str) -> None:
