@@ -1,7 +1,8 @@
-"""See the numbers of a run: what tensors look like, step by step, and where two runs part.
+"""Tools that show the numbers of a run: statistics of tensors over steps, and the place at which two runs diverge.
 
-``Monitor`` writes down a ``Row`` for each tensor of the steps it samples, and ``write_report`` draws them.
-``compare_step`` and ``compare`` say which module adds the error of 16 bits. ``op_table`` counts the ops of one step.
+``Monitor`` records a ``Row`` for each tensor of the steps it samples, and ``write_report`` draws them.
+``compare_step`` and ``compare`` find the module that adds the error of 16 bits. ``op_table`` counts the ops of one
+step.
 """
 
 from ..observe.row import Row, load_rows, merge_rows, save_rows

@@ -1,6 +1,6 @@
-"""Alarms of a monitored run: findings by its rows, of what is wrong or about to go wrong.
+"""Alarms of a monitored run: findings from its rows about present and imminent problems.
 
-A ``Trace`` keeps what the rules need of the earlier steps of one tensor. The rules are functions over the traces.
+A ``Trace`` keeps the history of one tensor as far as the rules need it. The rules are functions of the traces.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ..observe.row import Row
 
 __all__ = ["Alarms", "findings_in"]
 
-_KEPT = 6  # sampled steps that a trend is drawn through
+_KEPT = 6  # number of sampled steps through which a trend is fitted
 _FEWEST = 3
-_AHEAD = 30  # steps: an overflow that is further away is no news
+_AHEAD = 30  # steps; an overflow further ahead is not reported
 _NEAR = 1.0  # doublings
-_TREND = 8.0  # doublings: a trend says nothing about a tensor with more headroom than this
+_TREND = 8.0  # doublings; the trend of a tensor with more headroom is ignored
 _FLUSHED = 0.01
 
 _LARGE = 0.25
 """An update of a quarter of the root mean square of its weights, or more, is too large: 0.001 to 0.05 is healthy."""
 
-_MOST = 0.5  # of the weights must have such updates: a few that begin near 0 may
+_MOST = 0.5  # share of the weights with such updates; a few weights that begin near 0 are fine
 _GROWTH = 2.0  # between sampled steps
-_GROWN = 0.1  # of the weights: smaller updates may grow, as in a warmup
+_GROWN = 0.1  # share of the weights; smaller updates may grow, as in a warmup
 
 _FIX_OVERFLOW = "keep the module in float32 (excluded_layers, an op list), use bfloat16, or see why it grows"
 _FIX_AFTER_HS120 = "lower the learning rate first: HS120 came before"
@@ -49,10 +49,10 @@ class Trace:
     """The history of one tensor.
 
     Attributes:
-        first: its row at the first step.
-        recent: its latest rows, the newest last.
-        moved: the first step at which it was other than 0.
-        near: the first row with an overflow ahead, and in how many steps that would be.
+        first: the row of the first step.
+        recent: the latest rows, the newest last.
+        moved: the first step at which the tensor was not all 0.
+        near: the first row with an overflow ahead, and the predicted number of steps until then.
         flushed: the largest share of numbers that became 0.
     """
 
@@ -63,7 +63,7 @@ class Trace:
     flushed: float = 0.0
 
     def add(self, row: Row) -> None:
-        """Add a step."""
+        """Add the row of a step."""
         self.recent.append(row)
         if self.moved is None and not (row.zeros == 1.0 and row.amax == 0.0):
             self.moved = row.step
@@ -77,39 +77,37 @@ class Trace:
 
 
 _OfKind = dict[tuple[str, int], Trace]
-"""The traces of one kind of tensor, by module or parameter and call, in the order in which they first came."""
+"""The traces of one kind of tensor, by module or parameter and call, in order of first occurrence."""
 
 _Traces = defaultdict[str, _OfKind]
 
 
 class Alarms:
-    """Rules over the rows of a run, as they come, step by step.
+    """Rules that read the rows of a run step by step.
 
-    - HS116: an output holds inf or NaN, or comes close to the largest number of its dtype: either less than a doubling
-      is left, or it would overflow within 30 steps if it went on growing as it did over the last sampled steps.
-      Gradients do not count: a loss scale grows until they overflow, on purpose.
-    - HS117: 1 % or more of a gradient has become 0, because the numbers were too small for their dtype.
-    - HS120: updates are as large as the weights, or grow by the step. Too large is a step in which more than half of
-      the weights get updates of a quarter of their own size or more. So is one in which they get a tenth, in updates
-      that were at least twice as large as the ones before at each of the last two sampled steps. Weights that begin as
-      zeros do not count, nor do updates with inf or NaN.
-    - HS121: gradients are 0 at every sampled step so far. Either all gradients of parameters are. Or those of one
-      module are, although the gradient of its output is not: then they are lost inside of its backward pass. HS117
-      needs numbers that are small and not 0 yet.
+    - HS116: an output holds inf or NaN, or comes close to the largest number of its dtype: less than a doubling is
+    left, or its growth over the last sampled steps would overflow within 30 steps. Gradients do not count, because a
+    loss scale grows until they overflow on purpose.
+    - HS117: 1 % or more of a gradient became 0 because the numbers were too small for their dtype.
+    - HS120: updates are as large as the weights, or grow with every step. A step is too large if more than half of the
+      weights get updates of at least a quarter of their own size, or of at least a tenth, if the updates also doubled
+      at each of the last two sampled steps. Weights that begin as zeros do not count, nor do updates with inf or NaN.
+    - HS121: gradients are 0 at every sampled step so far: either of all parameters, or of one module although the
+    gradient of its output is not 0, so that its backward pass loses them. HS117 needs small numbers that are not 0 yet.
 
     Attributes:
-        counted: how many steps ``add_counted`` has seen.
+        counted: the number of steps that ``add_counted`` has seen.
     """
 
     def __init__(self) -> None:
         self.counted = 0
         self._traces: _Traces = defaultdict(dict)
-        self._bad: dict[tuple[str, str, int], Row] = {}  # the first with inf or NaN of each output and weight
+        self._bad: dict[tuple[str, str, int], Row] = {}  # first row with inf or NaN of each output and weight
         self._too_large: Finding | None = None
         self._reported: set[tuple[str, str]] = set()
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Look at the rows of one step, with histograms or without."""
+        """Add the rows of one step, with or without histograms."""
         for row in rows:
             self._trace(row).add(row)
             if row.tensor in ("output", "weight") and not row.is_finite:
@@ -118,7 +116,7 @@ class Alarms:
             self._too_large = _too_large(self._traces, rows[0].step)
 
     def add_counted(self, rows: Iterable[Row]) -> None:
-        """Look at the same rows with histograms, which take longer to make."""
+        """Add the same rows with histograms, which take longer to make."""
         self.counted += 1
         for row in rows:
             if row.tensor in ("grad", "output_grad") and row.flushed >= _FLUSHED:
@@ -126,13 +124,13 @@ class Alarms:
                 trace.flushed = max(trace.flushed, row.flushed)
 
     def news(self) -> list[Finding]:
-        """The findings of a code and a severity that no earlier call has returned."""
+        """Return the findings whose code and severity no earlier call has returned."""
         found = [each for each in self.findings() if (each.code, each.severity) not in self._reported]
         self._reported |= {(each.code, each.severity) for each in found}
         return found
 
     def findings(self) -> list[Finding]:
-        """The findings so far, the likely cause first: steps that are too large make overflows."""
+        """Return the findings so far, the likely cause first: too large steps cause overflows."""
         large, bad = self._too_large, [row for row in self._bad.values() if row.tensor == "output"]
         large_first = large is not None and (not bad or large.evidence["step"] < bad[0].step)
         fix = _FIX_AFTER_HS120 if large_first else _FIX_OVERFLOW
@@ -151,7 +149,7 @@ class Alarms:
 
 
 def findings_in(rows: Iterable[Row]) -> list[Finding]:
-    """The findings by all rows of a run, the likely cause first."""
+    """Return the findings from all rows of a run, the likely cause first."""
     alarms = Alarms()
     for _, of_step in itertools.groupby(sorted(rows, key=attrgetter("step")), key=attrgetter("step")):
         found = list(of_step)
@@ -164,7 +162,7 @@ def findings_in(rows: Iterable[Row]) -> list[Finding]:
 
 
 def _overflow(bad: Sequence[Row], spoilt: Iterable[Row], fix: str) -> Iterator[Finding]:
-    """Of the first of some outputs with inf or NaN; its weights may have been spoilt before."""
+    """Report the first output with inf or NaN; its weights may have been damaged before."""
     row = bad[0]
     first = [name for name in (row.began_in, row.module) if name not in ("", OUTSIDE)]
     where = listed(list(dict.fromkeys([*first, *(each.module for each in bad)])), _NAMED)
@@ -187,7 +185,7 @@ def _near(outputs: _OfKind, fix: str) -> Iterator[Finding]:
 
 
 def _said_of(bad: Row, weights: Iterable[Row]) -> str:
-    """The sentence about an output with inf or NaN: where they came from."""
+    """Write the sentence about an output with inf or NaN and their origin."""
     name = bad.module.partition("[")[0]
     holds = f"the output of {bad.module} holds inf or NaN"
     spoilt = [row.module for row in weights if owner_of(row.module) == name and row.step <= bad.step]
@@ -201,9 +199,9 @@ def _said_of(bad: Row, weights: Iterable[Row]) -> str:
 
 
 def _steps_left(recent: Sequence[Row]) -> float:
-    """When a line through the headrooms since the last overflow reaches 0, in steps; inf if it may as well be level.
+    """Predict, by a line through the headrooms since the last overflow, the steps until 0; inf for a level trend.
 
-    It falls if its slope is twice its standard error below 0. With less than a doubling left nothing is left.
+    The line falls if its slope is below 0 by twice its standard error. With less than a doubling left the result is 0.
     """
     headroom = recent[-1].headroom
     if not _NEAR <= headroom < _TREND:
@@ -237,7 +235,7 @@ def _flushed(traces: _Traces) -> Iterator[Finding]:
 
 
 def _too_large(traces: _Traces, step: int) -> Finding | None:
-    """HS120 as of a step, if its updates are too large."""
+    """Make HS120 for a step, if its updates are too large."""
     ratios: dict[str, float] = {}
     numel: dict[str, int] = {}
     for key, update in traces["update"].items():
@@ -270,7 +268,7 @@ def _grows(updates: Iterable[Row]) -> bool:
 
 
 def _size(update: Row) -> float:
-    """The root mean square of the updates that are there: most rows of an embedding have none."""
+    """Compute the root mean square of the nonzero updates: most rows of an embedding have none."""
     return update.rms / math.sqrt(1.0 - update.zeros) if update.zeros < 1.0 else 0.0
 
 

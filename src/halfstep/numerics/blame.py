@@ -1,4 +1,4 @@
-"""Which row of a run adds how much error: two lists of rows that are aligned, compared."""
+"""The error that each row of a run adds, from two aligned lists of rows."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["entries_of", "first_not_finite"]
 _WIDE = torch.float32
 
 _FEW = 2.0**-7
-"""A share of lost values that is nothing yet: the unit of their excess."""
+"""The share of lost values that is still negligible: the unit of their excess."""
 
 _MANY = 0.1
-"""The share of subnormal values above which they are the reason of an error."""
+"""The share of subnormal values above which they explain an error."""
 
 
 class Error(NamedTuple):
-    """How a tensor differs from what it should be, relatively.
+    """The relative differences between a tensor and its reference.
 
     Attributes:
-        error: the L2 norm of the difference. In gradients, of the values that are 0 in neither: where one of them is 0,
-            a ReLU or a maximum has decided otherwise, or a value was lost.
+        error: the L2 norm of the difference. In gradients, only of values that are 0 in neither tensor: if one value is
+            0, a ReLU or a maximum decided differently, or the value was lost.
         lost: in gradients, the share of values that are 0 and should not be.
-        whole: the L2 norm of the difference of all values, and at least ``lost``: what is handed on.
+        whole: the L2 norm of the difference of all values, and at least ``lost``: the error that later rows inherit.
     """
 
     error: float = 0.0
@@ -43,19 +43,19 @@ class Error(NamedTuple):
 
     @classmethod
     def largest(cls, found: Iterable[Error]) -> Error:
-        """The largest of each."""
+        """Take the maximum of each field."""
         return cls(*(max(values) for values in zip(cls(), *found, strict=True)))
 
 
 def entries_of(
     candidate: Sequence[LinkedRow], reference: Sequence[LinkedRow], scale: float = 1.0
 ) -> tuple[list[Entry], int]:
-    """The errors that the rows of a candidate add, in order of execution, and how many rows only one run has.
+    """Compute the errors that the rows of a candidate add, in order of execution, and the number of unmatched rows.
 
     Args:
-        candidate: its rows.
-        reference: those of the same step, or steps, in a wide dtype.
-        scale: the loss scale that the candidate has and the reference has not.
+        candidate: the rows of the candidate.
+        reference: the rows of the same step or steps in a wide dtype.
+        scale: the loss scale of the candidate; the reference has none.
     """
     matched, alone = aligned_rows(candidate, reference)
     sizes = _largest_rms(reference)
@@ -64,15 +64,15 @@ def entries_of(
     occurrences: Counter[tuple[str, str, bool]] = Counter()
     for i, row in enumerate(candidate):
         inherited = Error.largest(errors[j] for j in row.inputs)
-        # what a backward op has from the forward pass decides which gradients are 0
+        # inputs from the forward pass decide which gradients of a backward op are 0
         decided = max((errors[j].whole for j in row.inputs if not (candidate[j].backward or row.saved)), default=0.0)
-        if row.passes_on:  # measured by itself, and hands on what it gets
+        if row.passes_on:  # measured separately; passes its inherited error on
             amax = sum(candidate[j].amax for j in row.inputs)
             found = Error() if row.source is None else _error(row, row.source, amax)
             errors.append(Error(0.0, max(inherited.lost, found.lost), inherited.whole + found.whole))
             inherited, decided = Error(), 0.0
         elif i not in matched or (row.index and not row.backward and not row.saved):
-            errors.append(inherited)  # unknown, or statistics beside the result
+            errors.append(inherited)  # unknown, or statistics next to the result
             continue
         else:
             right, factor = reference[matched[i]], scale if row.scaled else 1.0
@@ -94,7 +94,7 @@ def entries_of(
 
 
 def _entry(row: LinkedRow, occurrence: int, found: Error, inherited: Error, known: float, why: str) -> Entry:
-    """The entry of a row with some errors, and with an excess that is known for another reason."""
+    """Make the entry of a row from its errors and an excess that is known for another reason."""
     added = 0.0 if math.isinf(inherited.whole) else max(0.0, found.error - inherited.whole)
     more = 0.0 if math.isinf(inherited.lost) else max(0.0, found.lost - inherited.lost)
     by_error = added / (_roundoff(_WIDE if row.wide else row.dtype) + inherited.whole) if added else 0.0
@@ -122,10 +122,10 @@ def _entry(row: LinkedRow, occurrence: int, found: Error, inherited: Error, know
 
 
 def first_not_finite(rows: Sequence[LinkedRow]) -> str:
-    """The op that made a run inf or NaN, as in "NaN, from 1.norm: rsqrt"; "" if its loss and gradients are finite.
+    """Name the op that made a run inf or NaN, such as "NaN, from 1.norm: rsqrt"; "" if loss and gradients are finite.
 
-    Followed back from the first NaN, or without one from the first such gradient or loss, to the first op that had
-    finite inputs. So an inf that a mask needs is no fault.
+    The search goes back from the first NaN gradient or loss, or without one from the first inf, to the first op that
+    had finite inputs, so that the inf of a mask is not reported.
     """
     bad = [not math.isfinite(row.amax) for row in rows]
     ends = [i for i, row in enumerate(rows) if row.leaf]
@@ -145,7 +145,7 @@ def first_not_finite(rows: Sequence[LinkedRow]) -> str:
 
 
 def _is_subnormal(row: LinkedRow) -> bool:
-    """Whether many values are so small that they have fewer digits."""
+    """True if many values are subnormal, so that they have less precision."""
     sizes = row.sample[row.sample != 0].abs()
     return len(sizes) > 0 and float((sizes < torch.finfo(row.dtype).smallest_normal).float().mean()) > _MANY
 
@@ -160,7 +160,7 @@ def _error_of_op(row: LinkedRow, right: LinkedRow, factor: float, norm: float) -
 
 
 def _error_of_saved(row: LinkedRow, right: LinkedRow, saved: Row, other: Row, norm: float) -> Error:
-    """The error of the values that rows keep, or where these differ in their places, of magnitudes."""
+    """Compute the error of the values that saved rows keep; if their positions differ, of magnitudes."""
     if row.shape == right.shape and row.sample.shape == right.sample.shape and row.sample.numel():
         found = _error(row, right.sample, right.amax, norm)
     else:
@@ -168,7 +168,7 @@ def _error_of_saved(row: LinkedRow, right: LinkedRow, saved: Row, other: Row, no
         columns = (torch.tensor(pair, dtype=torch.float64, device="cpu").reshape(2, 1) for pair in pairs)
         found = Error.largest(error_of(a, b, row.amax, right.amax, norm=norm) for a, b in columns)
     lost = 0.0
-    if row.backward and other.zeros < 1.0 and row.shape == right.shape:  # known of more values than rows keep
+    if row.backward and other.zeros < 1.0 and row.shape == right.shape:  # counted in more values than rows keep
         lost = max(0.0, saved.zeros - other.zeros) / (1.0 - other.zeros)
     return found._replace(lost=lost, whole=max(found.whole, lost))
 
@@ -182,15 +182,15 @@ def error_of(
     norm: float = 0.0,
     gradient: bool = False,
 ) -> Error:
-    """The error of a tensor.
+    """Compute the error of a tensor.
 
     Args:
-        values: a sample of it.
-        right: what that should be.
+        values: a sample of the tensor.
+        right: the same sample of the reference.
         amax: the largest magnitude of the whole tensor.
-        right_amax: what that should be.
-        norm: the error is measured against this root mean square where it is larger.
-        gradient: whether it is a gradient.
+        right_amax: the largest magnitude of the whole reference.
+        norm: a root mean square to divide the error by, if it is larger than the sample's.
+        gradient: True for a gradient.
     """
     if not (math.isfinite(amax) and math.isfinite(right_amax)):
         overflow = math.inf if math.isfinite(right_amax) else 0.0
@@ -212,16 +212,16 @@ def _relative(values: torch.Tensor, right: torch.Tensor, norm: float) -> float:
 
 
 def _sketched(sketch: torch.Tensor, right: torch.Tensor) -> float:
-    """The relative error of a whole tensor, by its sketch: a sample may miss a few values that went another way."""
+    """Compute the relative error of a whole tensor from its sketch; a sample may miss a few diverging values."""
     if not len(sketch) or not bool(sketch.isfinite().all() & right.isfinite().all()) or not right[0]:
         return 0.0
     return float((sketch[1:].double() - right[1:].double()).norm() / right[0])
 
 
 def _largest_rms(reference: Sequence[LinkedRow]) -> dict[Hashable, float]:
-    """The largest root mean square among the parameters of a module, or their gradients.
+    """Find the largest root mean square among the parameters of a module, or among their gradients.
 
-    One alone is no measure: the gradient of a bias before a norm is 0 but for roundoff.
+    A single parameter is no measure: the gradient of a bias before a norm is 0 except for roundoff.
     """
     found: dict[Hashable, float] = defaultdict(float)
     for row in reference:
@@ -232,7 +232,7 @@ def _largest_rms(reference: Sequence[LinkedRow]) -> dict[Hashable, float]:
 
 
 def _family(row: LinkedRow) -> Hashable:
-    """What the parameters of a module, or their gradients, have in common: kind and step where these are known."""
+    """Return the key that a module's parameters, or their gradients, share: kind and step are added if known."""
     return row.module, *((row.saved.step, row.saved.tensor) if row.saved else ())
 
 
@@ -244,7 +244,7 @@ def _roundoff(dtype: torch.dtype) -> float:
 
 
 def _known(row: LinkedRow, candidate: Sequence[LinkedRow]) -> tuple[float, str]:
-    """An excess that is known whatever the errors are, and why; or only why, where there is an error."""
+    """Return an excess that is known regardless of the errors, with its cause; or 0 and the cause of an error."""
     wide, dtype = _roundoff(_WIDE), None
     if row.wide and row.dtype in HALF_DTYPES:
         return _roundoff(row.dtype) / wide, "fp32 op in 16 bits"
@@ -258,7 +258,7 @@ def _known(row: LinkedRow, candidate: Sequence[LinkedRow]) -> tuple[float, str]:
 
 
 def _rounded_by_user(row: LinkedRow, candidate: Sequence[LinkedRow]) -> torch.dtype | None:
-    """The dtype to which the script has cast fp32 values that are cast back here, with nothing in between."""
+    """Return the dtype to which user code cast fp32 values that are cast back here, with no op in between."""
     at = row.inputs
     while at and candidate[at[0]].passes_on:
         before = candidate[at[0]]

@@ -1,4 +1,4 @@
-"""``compare``: two saved runs of the same training, row by row, and where they part."""
+"""``compare``: compares two saved runs of the same training row by row."""
 
 from __future__ import annotations
 
@@ -24,30 +24,32 @@ _NO_SKETCH = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def compare(run_a: Run, run_b: Run) -> Comparison:
-    """Compare two runs that ``Monitor`` has watched, in this process or another, and say where the second one parts.
+    """Compare two runs that ``Monitor`` recorded, in this process or another, and find where the second one diverges.
 
     ::
 
         halfstep.numerics.compare("fp32.jsonl", "bf16.jsonl").modules()[0]
 
-    Both should begin with the same weights and see the same batches in the same order. Rows are aligned by step,
-    module, tensor and call. Their errors are those of the values that they keep, the same places in both; where shapes
-    differ, or rows were added up, only magnitudes are compared.
+    Both runs should begin with the same weights and see the same batches in the same order. Rows are aligned by step,
+    module, tensor and call. Errors compare the values that rows keep, at the same positions in both; if shapes differ,
+    or rows were merged, only magnitudes are compared.
 
-    Rows do not say which outputs a module got. So an output inherits the largest error of all outputs before it, in the
-    order of execution, and the gradient of an output also that of the gradients before it. Gradients of parameters,
-    weights and updates inherit these and hand on nothing. What the gradient of an output adds is blamed on the module
-    whose own came before it, for its backward pass has made it. So what is found is the first module with an error of
-    some size, and a later one only if its error is larger; a smaller one is seen when the first is gone.
+    Rows do not tell which outputs a module received. So an output inherits the largest error of all outputs before it
+    in order of execution, and the gradient of an output also inherits from the gradients before it. Gradients of
+    parameters, weights and updates inherit as well and pass nothing on. The error that the gradient of an output adds
+    is blamed on the module whose output gradient came before, because its backward pass computed it. So the comparison
+    finds the first module with a significant error, and a later module only if its error is larger; smaller errors show
+    once the first is fixed.
 
-    Where the first output with inf or NaN is so in both runs, precision is not the cause: ``not_finite`` says where.
+    If the first output with inf or NaN is the same in both runs, precision is not the cause, and ``not_finite`` names
+    it.
 
     Args:
         run_a: the reference: a file that ``Monitor.save`` or ``halfstep run --numerics`` wrote, or rows.
         run_b: the candidate.
 
     Raises:
-        ArgumentValueError: for a file of something else, or runs that have no row in common.
+        ArgumentValueError: for another kind of file, or runs that have no row in common.
     """
     rows_a, rows_b = _rows(run_a), _rows(run_b)
     entries, alone = entries_of(_linked(rows_b), _linked(rows_a))
@@ -62,7 +64,7 @@ def compare(run_a: Run, run_b: Run) -> Comparison:
 
 
 def _not_finite(reference: Iterable[Row], candidate: Iterable[Row]) -> str:
-    """Where the reference became inf or NaN, if that is the first such output of the candidate, too."""
+    """Name the place where the reference became inf or NaN, if it is the candidate's first such output too."""
     outputs = {(row.step, row.module, row.call): row for row in reference if row.tensor == "output"}
     for row in candidate:
         right = outputs.get((row.step, row.module, row.call))
@@ -88,7 +90,7 @@ def _extent(rows: Sequence[Row]) -> str:
 
 
 def _linked(rows: Iterable[Row]) -> list[LinkedRow]:
-    """Rows with their links: each inherits what the output, or gradient of an output, before it hands on."""
+    """Link rows: each inherits from the output, or gradient of an output, before it."""
     inputs: tuple[int, ...] = ()
     made_by, step = OUTSIDE, -1
     found = []
@@ -96,7 +98,7 @@ def _linked(rows: Iterable[Row]) -> list[LinkedRow]:
         owner, what, feeds = owner_of(row.module), f"{row.tensor} of {row.module.rpartition('.')[2]}", False
         if row.tensor == "output":
             owner, what, feeds = row.module, row.tensor, True
-        elif row.tensor == "output_grad":  # the backward pass of the module before has made it
+        elif row.tensor == "output_grad":  # computed by the backward pass of the previous module
             owner, what, feeds = made_by if step == row.step else OUTSIDE, f"output_grad of {row.module}", True
             made_by, step = row.module, row.step
         found.append(

@@ -1,4 +1,4 @@
-"""``compare_step``: one step in fp32 and in 16 bits, op by op, and which module adds the error."""
+"""``compare_step``: runs one step in fp32 and in 16 bits, op by op, and finds the module that adds the error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compare_step(
     dtype: torch.dtype | None = None,
     samples: int = 1024,
 ) -> Comparison:
-    """Run one step twice, in a wide dtype and as a candidate, and say which module adds the error.
+    """Run one step twice, in a wide dtype and as a candidate, and find the module that adds the error.
 
     ::
 
@@ -48,37 +48,37 @@ def compare_step(
         print(halfstep.numerics.compare_step(step, model, candidate="O1"))
 
     Both runs begin with the same weights, buffers and random numbers, and get the same batch if ``step`` uses the same.
-    Nothing of them remains: weights, buffers, gradients, hooks and the state of the random numbers are what they were,
-    and no optimizer steps and no loss scale moves: a run ends where gradients are unscaled or an optimizer steps.
+    They leave no trace: weights, buffers, gradients, hooks and the random state are restored, and no optimizer steps
+    and no loss scale changes, because a run ends when gradients are unscaled or an optimizer steps.
 
-    In the reference all ops compute in one dtype: casts to a narrower one, of the level or in the script, do nothing,
-    and 16-bit weights come from their masters where they have some. Ops of both runs are aligned by module, op, shape
-    and occurrence; casts, which the reference does not make, are measured by what goes in and what comes out.
+    In the reference all ops compute in one dtype: casts to a narrower dtype, by the level or the script, do nothing,
+    and 16-bit weights come from their masters if they have any. Ops of both runs are aligned by module, op, shape and
+    occurrence; casts, which the reference does not make, are measured by their input and output.
 
-    What an op adds: the error of its result is compared with the largest error of what goes in, which is known by
-    where each tensor lies in memory. An op of good condition hands on as much as it gets, and adds the roundoff of its
-    dtype; ``excess`` is what it adds more, in these units. The subtraction of nearly equal numbers and a value that
-    overflows have a large one. In gradients, values that are 0 and should not be count as lost, however small they
-    are. Ops on the float list that return 16-bit numbers, fp32 results that lie on the grid of a 16-bit format, and
-    values that the script rounds to 16 bits and widens again have that of their format in fp32, for such roundoff is
-    no larger than what is inherited and yet is added.
+    The error that an op adds is the error of its result minus the largest error of its inputs, which are identified by
+    memory address. A well-conditioned op passes its input's error on and adds the roundoff of its dtype; ``excess`` is
+    the additional error, in these units. A subtraction of nearly equal numbers and an overflow have a large excess. In
+    gradients, values that are 0 and should not be count as lost, however small they are. Ops on the float list that
+    return 16-bit numbers, fp32 results that lie on the grid of a 16-bit format, and values that the script rounds to 16
+    bits and widens again have the excess of their format relative to fp32, because this roundoff is no larger than the
+    inherited error and yet is added.
 
-    Where the loss or a gradient of the reference is inf or NaN itself, precision is not the cause: ``not_finite`` of
-    the comparison says where it began.
+    If the loss or a gradient of the reference itself is inf or NaN, precision is not the cause, and ``not_finite`` of
+    the comparison names the origin.
 
     Args:
-        step: a function without arguments that runs forward and backward pass. If it runs no backward pass and returns
-            the loss, the backward pass is run for it; the candidate's with the loss scale of its policy, the largest
-            power of two that leaves room if that is dynamic.
-        model: the model that it runs, in DDP too. One under FSDP2 is refused.
+        step: a function without arguments that runs forward and backward pass. If it only returns the loss,
+            ``compare_step`` runs the backward pass; the candidate's with the loss scale of its policy, for a dynamic
+            one the largest power of two that leaves headroom.
+        model: the model of the step, possibly in DDP. A model under FSDP2 is refused.
         reference: torch.float32 or torch.float64.
-        candidate: a policy or a level, "O1", say. None is the model and the step as they are: brought up by
+        candidate: a policy or a level, such as "O1". None runs model and step as they are, for example prepared by
             ``amp.initialize``, or with ``amp.auto_cast`` in the step.
-        dtype: the 16-bit dtype of a level. None is bfloat16.
-        samples: how many values are kept of each tensor, 1 or more.
+        dtype: the 16-bit dtype of a level; None is bfloat16.
+        samples: the number of values to keep of each tensor, 1 or more.
 
     Raises:
-        ArgumentTypeError: for a candidate or model of another kind.
+        ArgumentTypeError: for a candidate or model of another type.
         ArgumentValueError: for an unknown level, another reference, or ``samples`` below 1.
         UsageError: for a sharded model, or a policy that contradicts itself.
     """
@@ -126,7 +126,7 @@ def _policy(candidate: Any, dtype: torch.dtype | None) -> Policy | None:
 
 
 def _scale(policy: Policy | None, reference: Sequence[LinkedRow]) -> float:
-    """The loss scale of a policy; for a dynamic one the largest power of two that leaves room to the gradients."""
+    """Return the loss scale of a policy; for a dynamic one the largest power of two that leaves headroom."""
     if policy is None:
         return 1.0
     rule = make_loss_scale(policy.loss_scale)

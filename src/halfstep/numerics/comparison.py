@@ -1,4 +1,4 @@
-"""``Comparison``: where two runs part, sorted by the error that a module adds and not by what it inherits; its page."""
+"""``Comparison``: the divergence of two runs, sorted by the error that a module adds and does not inherit; its page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SHOWN = 12
 _MOST_BARS = 32
 _MOST_ROWS = 500
 _MOST_MARKS = 100
-_LEAST_ERROR = -30.0  # as a power of 2; what is smaller is drawn there
+_LEAST_ERROR = -30.0  # as a power of 2; smaller errors are drawn there
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class Entry:
     """One tensor in both runs.
 
     Attributes:
-        module: its qualified name; "(root)" is the model, "(step)" what runs outside of modules.
-        op: the op that returned it; in a comparison of saved runs what it is to the module, as in "output".
-        occurrence: which of those of the module, counted from 0.
-        backward: whether it belongs to the backward pass.
-        dtype: in the candidate.
+        module: the qualified name of the module; "(root)" is the model, "(step)" stands for code outside of modules.
+        op: the op that returned the tensor; in a comparison of saved runs the role of the tensor, such as "output".
+        occurrence: the index among equal ops of the module, from 0.
+        backward: True if the tensor belongs to the backward pass.
+        dtype: the dtype in the candidate.
         error: the relative error of a sample of values, as an L2 norm: 0.01 is one percent. inf if the candidate is
             not finite and the reference is.
-        inherited: the largest error of what went in.
-        added: by how much ``error`` is larger than ``inherited``.
-        excess: ``added`` in units of what is to be expected: the unit roundoff of the dtype that the op should compute
-            in, and the error inherited.
-        why: what is seen of the cause: "overflow", "underflow", "cancellation", "fp32 op in 16 bits", "fp32 in name
-            only", or nothing.
-        step: which step of saved runs.
+        inherited: the largest error of the inputs.
+        added: the amount by which ``error`` exceeds ``inherited``.
+        excess: ``added`` in units of the expected error: the unit roundoff of the dtype in which the op should compute,
+            and the inherited error.
+        why: the visible cause: "overflow", "underflow", "cancellation", "fp32 op in 16 bits", "fp32 in name only", or
+            "".
+        step: the step of saved runs.
     """
 
     module: str
@@ -75,7 +75,7 @@ class Entry:
 
     @property
     def diverges(self) -> bool:
-        """Whether more is added than roundoff and the condition of ordinary ops explain."""
+        """True if the added error exceeds the roundoff and conditioning of ordinary ops."""
         return self.excess > LIMIT
 
     def __str__(self) -> str:
@@ -89,12 +89,12 @@ class ModuleError:
     """The error that one module adds.
 
     Attributes:
-        module: its qualified name.
-        excess: the largest of its entries.
-        error: of that entry.
-        inherited: by that entry.
-        added: by that entry.
-        worst: that entry.
+        module: the qualified name of the module.
+        excess: the largest excess of the module's entries.
+        error: the error of the entry with the largest excess.
+        inherited: the inherited error of this entry.
+        added: the added error of this entry.
+        worst: the entry with the largest excess.
     """
 
     module: str
@@ -107,13 +107,14 @@ class ModuleError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between two runs of the same step, or of the same steps. Print it, or ask.
+    """The differences between two runs of the same step or steps. Print it, or call its methods.
 
     Attributes:
-        entries: what both runs have, in order of execution.
-        names: what is compared, the reference first.
-        about: other facts, by name: how many ops only one run has, the loss scale, and so on.
-        not_finite: where the reference became inf or NaN itself, as in "NaN, from 1.norm: rsqrt"; empty if it did not.
+        entries: the tensors that both runs have, in order of execution.
+        names: the names of the two runs, the reference first.
+        about: other facts by name: the number of unmatched ops, the loss scale, and so on.
+        not_finite: the place where the reference itself became inf or NaN, such as "NaN, from 1.norm: rsqrt"; else
+            empty.
     """
 
     entries: list[Entry]
@@ -122,7 +123,7 @@ class Comparison:
     not_finite: str = ""
 
     def modules(self) -> list[ModuleError]:
-        """The modules, that which adds most first; of equals, that which did so first."""
+        """Return the modules by decreasing added error; equal modules stay in order of execution."""
         worst: dict[str, Entry] = {}
         for entry in self.entries:
             if entry.module not in worst or entry.excess > worst[entry.module].excess:
@@ -132,11 +133,11 @@ class Comparison:
         return [ModuleError(e.module, e.excess, e.error, e.inherited, e.added, e) for e in found]
 
     def first(self) -> Entry | None:
-        """The first entry, in order of execution, at which the candidate diverges; None if none does."""
+        """Return the first entry, in order of execution, at which the candidate diverges; None if none does."""
         return next((entry for entry in self.entries if entry.diverges), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, strings and numbers; numbers may be inf."""
+        """Convert to dicts, lists, strings and numbers; numbers may be inf."""
         return {
             "names": list(self.names),
             "about": dict(self.about),
@@ -147,10 +148,10 @@ class Comparison:
         }
 
     def report(self, path: str | Path) -> None:
-        """Write one self-contained HTML page with pictures, and a table beside each.
+        """Write one self-contained HTML page with pictures and their tables.
 
         Args:
-            path: the file; missing folders are made.
+            path: the file; missing folders are created.
         """
         write_comparison(self.to_dict(), path)
 
@@ -176,12 +177,12 @@ class Comparison:
 
 
 def write_comparison(comparison: Mapping[str, Any], path: str | Path, *, command: str | None = None) -> None:
-    """Write one self-contained HTML page with pictures of a comparison, and a table beside each.
+    """Write one self-contained HTML page with the pictures of a comparison and their tables.
 
     Args:
-        comparison: what ``Comparison.to_dict()`` gave.
-        path: the file; missing folders are made.
-        command: what made the comparison, to be shown.
+        comparison: the result of ``Comparison.to_dict()``.
+        path: the file; missing folders are created.
+        command: the command that made the comparison, shown on the page.
     """
     saved = [{name: value for name, value in each.items() if name != "diverges"} for each in comparison["entries"]]
     reference, candidate = comparison["names"]
@@ -202,7 +203,7 @@ def write_comparison(comparison: Mapping[str, Any], path: str | Path, *, command
 
 
 def _said_of_reference(name: str, not_finite: str) -> str:
-    """The sentence about a reference that is inf or NaN itself, from ``Comparison.not_finite``."""
+    """Write the sentence about a reference that itself is inf or NaN, from ``Comparison.not_finite``."""
     what, _, where = not_finite.partition(", from ")
     return f"{name} is {what} as well: not a matter of precision. It began at {where}"
 
@@ -298,7 +299,7 @@ def _power_of(error: float) -> float:
 
 
 def _length(excess: float) -> float:
-    """How long a bar is: the logarithm, from 1 on."""
+    """Compute the length of a bar: the logarithm of 1 + excess."""
     return math.log2(1.0 + excess) if math.isfinite(excess) else math.inf
 
 

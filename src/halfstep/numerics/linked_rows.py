@@ -1,4 +1,4 @@
-"""The rows of a run that is compared with another one: each knows which rows its tensor was made of."""
+"""The rows of a compared run: each is linked to the rows from which its tensor was computed."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _Place = tuple[Hashable, Hashable] | None
 
 @dataclass
 class LinkedRow:
-    """One tensor of a run: a parameter, a buffer, an input, what an op has returned, or a row of a saved run.
+    """One tensor of a run: a parameter, a buffer, an input, the result of an op, or a row of a saved run.
 
     Attributes:
-        module: the qualified name of the module that has made it.
-        op: the name of the op; for a parameter or buffer its own; in a saved run what it is to the module.
-        index: which of the tensors that the op returned; in a saved run which call of the module.
-        backward: whether it belongs to a backward pass.
-        dtype: in which it was computed.
-        shape: of the tensor.
-        sample: some of its values, on the host in the end; empty where a saved run has none.
+        module: the qualified name of the module that computed the tensor.
+        op: the name of the op, parameter or buffer; in a saved run the role of the tensor in the module.
+        index: the index among the op's results; in a saved run the index of the module's call.
+        backward: True if the tensor belongs to a backward pass.
+        dtype: the dtype in which it was computed.
+        shape: the shape of the tensor.
+        sample: a sample of its values, on the host in the end; empty if a saved run has none.
         amax: the largest magnitude of all values; inf or NaN if one is.
-        sketch: the L2 norm of all values, and sums of all of them with fixed random signs. The norm of the difference
-            of two such columns is, nearly, that of the difference of the tensors. Empty if the sample is all there is.
-        inputs: the places in the list of rows of what it was made of.
-        passes_on: whether the op computes nothing, or adds up gradients.
-        cast: the cast that it is; None for any other op.
-        source: if it is a cast or a sum, the same sample of what went in.
-        leaf: whether it ends as a parameter or its gradient, to be measured against those of the same module.
-        wide: whether the op should compute in fp32.
-        scaled: whether the loss scale of the run is in it.
-        saved: in a saved run its row. Then its one input stands for all outputs and gradients before it.
+        sketch: the L2 norm of all values, and sums of all values with fixed random signs. The norm of the difference of
+            two sketches approximates the norm of the tensors' difference. Empty if the sample has all values.
+        inputs: the indices of the rows from which the tensor was computed.
+        passes_on: True if the op only moves values or sums gradients.
+        cast: the cast that the op makes; None for any other op.
+        source: for a cast or a sum, the same sample of its input.
+        leaf: True for a parameter or a final gradient, which are measured relative to all parameters of their module.
+        wide: True if the op should compute in fp32.
+        scaled: True if the values include the loss scale of the run.
+        saved: the row of a saved run. Its only input then represents all outputs and gradients before it.
     """
 
     module: str
@@ -63,9 +63,9 @@ class LinkedRow:
 
     @property
     def place(self) -> _Place:
-        """Where it stands in its run: its group, and which one of this it is. None is never aligned.
+        """The position of the row in its run: its group and its key in the group. Rows with None are never aligned.
 
-        A run in one dtype has no ops that only hand on values.
+        A run in one dtype lacks the ops that only move values.
         """
         if self.saved is not None:
             return (self.saved.step, self.saved.module, self.saved.tensor), self.saved.call
@@ -73,9 +73,9 @@ class LinkedRow:
 
 
 def aligned_rows(a: Sequence[LinkedRow], b: Sequence[LinkedRow]) -> tuple[dict[int, int], int]:
-    """Which rows of a run belong to which rows of another, and how many rows only one of them has.
+    """Align the rows of two runs; returns the matches and the number of unmatched rows.
 
-    Rows of a group, that is of a module and pass, or of a tensor of a saved step, are aligned in their order.
+    Rows of a group (a module and pass, or a tensor of a saved step) are aligned in order.
     """
     groups_a, groups_b = _groups(a), _groups(b)
     matched: dict[int, int] = {}
@@ -95,7 +95,7 @@ def _groups(rows: Iterable[LinkedRow]) -> dict[Hashable, list[tuple[int, Hashabl
 
 
 def _aligned(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Which places in two sequences belong together."""
+    """Align two sequences; returns pairs of indices."""
     whole = [(0, 0, len(a))]
     blocks = whole if a == b else SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
     return [(at_a + i, at_b + i) for at_a, at_b, size in blocks for i in range(size)]

@@ -1,4 +1,4 @@
-"""``Monitor``: samples what the tensors of a training look like, at every n-th step."""
+"""``Monitor``: samples statistics of a training's tensors at every n-th step."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from .survey import Survey
 __all__ = ["TENSORS", "Monitor"]
 
 TENSORS = ("output", "output_grad", "grad", "update")
-"""The kinds of tensors that a monitor can look at."""
+"""The kinds of tensors that a monitor can sample."""
 
-_LEAST = 256  # elements of a tensor that are sampled, if it has them
+_LEAST = 256  # minimum sample size of a tensor with as many elements
 _SHOWN = ("amax", "rms", "zeros", "overflow", "nan", "headroom", "subnormal", "flushed")
 
 Patterns = str | Sequence[str] | None
 
 
 class Monitor:
-    """Sample what the tensors of a training look like, at every n-th step.
+    """Sample statistics of a training's tensors at every n-th step.
 
     ::
 
@@ -52,33 +52,34 @@ class Monitor:
             train()
         monitor.report("numerics.html")
 
-    At a sampled step it looks at what modules return and at the gradients of that, at the gradients of parameters, and
-    at what the step adds to the numbers behind them (masters, where there are some). In between no hook is left on the
-    modules. Where the optimizer is one of halfstep's fused ones, or runs fused because ``amp`` made it so, gradients
-    are looked at in all steps, in the read that the step makes for clipping anyway.
+    A sampled step covers the outputs of modules and their gradients, the gradients of parameters, and the update of the
+    values behind them (masters, if there are any). Between sampled steps the modules have no hooks. With a fused
+    optimizer, halfstep's own or one that ``amp`` made run fused, gradients are covered in all steps, in the read that
+    the step makes for clipping anyway.
 
-    Nothing waits for the device: numbers are fetched when they have arrived. Compiled modules run eagerly at sampled
-    steps. Forward passes without gradients do not count, if there is an optimizer, nor does a step that torch's own
-    GradScaler leaves out: its passes count for the next one. Not seen are gradients that are freed inside of the
-    backward pass (``attach(model, release=True)``) or computed by a closure, what replayed CUDA graphs compute, and
-    modules of TorchScript. A monitor is kept until it is detached.
+    The monitor does not wait for the device: it fetches numbers after they have arrived. Compiled modules run eagerly
+    at sampled steps. With an optimizer, forward passes without gradients do not count, and neither does a step that
+    torch's GradScaler skips: its passes count for the next step. The monitor does not see gradients that are freed
+    inside the backward pass (``attach(model, release=True)``) or computed by a closure, replays of CUDA graphs, and
+    modules of TorchScript. A monitor stays alive until it is detached.
 
     Args:
-        model: any module; of a wrapped one (DistributedDataParallel) the inner module gives the names.
-        optimizer: of its parameters, before or after ``amp`` prepared it. Without one, each forward pass of the model
-            is a step, and there are no "grad" and "update".
-        every: how many steps lie between two that are sampled; the first one is.
-        tensors: some of ``TENSORS``. With "update" come rows of "weight": the values before the step.
-        include: fnmatch patterns; if given, only modules and parameters with such a name are looked at.
-        exclude: those with such a name are not.
-        bins: whether rows have histograms of exponents. Without them nothing is said of subnormal and flushed numbers.
-        sample: of how many elements exponents are counted in a step. All its tensors share them equally, but of each
-            256 are taken.
-        scaler: the ``torch.amp.GradScaler`` that scales the losses, if one does. Halfstep's own need not be named.
+        model: any module; the modules inside a wrapper (DistributedDataParallel) are named without the wrapper.
+        optimizer: the optimizer of its parameters, before or after ``amp`` prepares it. Without one, each forward pass
+            of the model is a step, and there are no "grad" and "update".
+        every: the distance of two sampled steps; the first step is sampled.
+        tensors: a subset of ``TENSORS``. "update" also gives rows of "weight": the values before the step.
+        include: fnmatch patterns; if given, only modules and parameters with a matching name are sampled.
+        exclude: fnmatch patterns of names that are not sampled.
+        bins: True for rows with histograms of exponents, which the subnormal and flushed shares need.
+        sample: the number of elements per step whose exponents are counted. All tensors share them equally, but at
+            least 256 are taken of each.
+        scaler: the ``torch.amp.GradScaler`` that scales the losses, if there is one. halfstep's scalers are found
+            without.
 
     Raises:
         ArgumentTypeError: for a model or an optimizer of another type.
-        ArgumentValueError: for other values than these.
+        ArgumentValueError: for any other value of an argument.
     """
 
     def __init__(
@@ -115,24 +116,24 @@ class Monitor:
         self._root = model
         self._modules: dict[nn.Module, str] = {}
         self._names: dict[int, str] = {}
-        self._params: list[torch.Tensor] = []  # so that no other tensor gets the id of one of them
-        self._hooks: list[Any] = []  # for as long as it is attached
+        self._params: list[torch.Tensor] = []  # keeps the parameters' ids unique
+        self._hooks: list[Any] = []  # while attached
         self._next = 0
         self._open: SampledStep | None = None
         self._stepping = False
         self._attached: AttachedOptimizer | None = None
         self._totals = GradientTotals()
         self._steps: list[StepRows] = []
-        self._ready = 0  # how many of them
+        self._ready = 0  # number of steps whose numbers have arrived
         self._alarms = Alarms()
 
     # ---- on and off
 
     def attach(self) -> Monitor:
-        """Begin, with the step that comes next.
+        """Start to monitor, with the next step.
 
         Raises:
-            UsageError: if it is attached.
+            UsageError: if the monitor is attached already.
         """
         if self._hooks:
             raise UsageError("This Monitor is attached already; detach() it first.")
@@ -151,9 +152,9 @@ class Monitor:
         return self
 
     def detach(self) -> None:
-        """End. What was sampled stays, that of a step that has not come to its end, too.
+        """Stop to monitor. The samples stay, even of an unfinished step.
 
-        All hooks are off before anything is counted, which can fail.
+        All hooks are removed first, because the final count can fail.
         """
         while self._hooks:
             self._hooks.pop().remove()
@@ -163,9 +164,9 @@ class Monitor:
             others = tuple(each for each in self._optimizer.on_gradients if each != self._see_gradients)
             self._optimizer.on_gradients = others
         self._next += self._finish(None)
-        if self._totals:  # of steps after the last sampled one
+        if self._totals:  # from steps after the last sampled one
             self._add(max(self._next - 1, 0), Survey(0, 0))
-        self.findings()  # which logs them
+        self.findings()  # logs them
 
     def __enter__(self) -> Monitor:
         return self.attach()
@@ -173,34 +174,34 @@ class Monitor:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.detach()
-        except Exception as own:  # of a device that the error has left unusable, say
+        except Exception as own:  # for example from a device that the error left unusable
             if error is None:
                 raise
             logger.warning("Monitor was detached after %s, and could not count: %r", type(error).__name__, own)
 
-    # ---- what it has seen
+    # ---- results
 
     def latest(self) -> dict[str, float]:
-        """The numbers of the newest sampled step that has arrived, for TensorBoard, wandb and their like.
+        """Return the numbers of the newest sampled step that has arrived, for TensorBoard, wandb and so on.
 
-        Nothing waits. The keys are ``numerics/{module}/{tensor}/{what}``, for example
-        ``numerics/blocks.3.mlp/output/headroom``. It is empty before the first step has arrived.
+        Does not wait for the device. The keys are ``numerics/{module}/{tensor}/{what}``, for example
+        ``numerics/blocks.3.mlp/output/headroom``. The dict is empty until the first step has arrived.
         """
         self._poll(wait=False)
         return dict(_shown(self._steps[self._ready - 1].rows(bins=True))) if self._ready else {}
 
     def rows(self) -> list[Row]:
-        """All rows so far, in the order of the steps, and within a step in that of execution.
+        """Return all rows so far, in the order of the steps, and within a step in order of execution.
 
-        Several backward passes of one step are added up. Waits for what has not arrived.
+        Several backward passes of one step are merged. Waits for outstanding numbers.
         """
         self._poll(wait=True)
         return [row for step in self._steps for row in step.rows(bins=self._bins)]
 
     def findings(self) -> list[Finding]:
-        """The findings by the rows so far, the likely cause first: HS116, HS117, HS120 and HS121.
+        """Return the findings from the rows so far, the likely cause first: HS116, HS117, HS120 and HS121.
 
-        Waits for numbers that are still on their way from the device.
+        Waits for outstanding numbers of the device.
         """
         self._poll(wait=True)
         for step in self._steps[self._alarms.counted :]:
@@ -213,10 +214,10 @@ class Monitor:
         save_rows(path, self.rows())
 
     def report(self, path: str | Path) -> None:
-        """Write one self-contained HTML page with pictures of all rows, and a table beside each.
+        """Write one self-contained HTML page with the pictures of all rows and their tables.
 
         Args:
-            path: the file; missing folders are made.
+            path: the file; missing folders are created.
 
         Raises:
             ArgumentValueError: if there are no rows.
@@ -226,13 +227,13 @@ class Monitor:
     # ---- steps
 
     def before_step(self, attached: AttachedOptimizer) -> None:
-        """As an observer: a step of an optimizer under ``amp`` begins."""
+        """Receive the start of a step of an optimizer under ``amp``."""
         if attached.optimizer is self._optimizer:
             self._stepping, self._attached = True, attached
             self._begin_update(attached.stepping.grad_scale)
 
     def after_step(self, attached: AttachedOptimizer) -> None:
-        """As an observer: a step was taken or skipped."""
+        """Receive the end of a step, taken or skipped."""
         if attached.optimizer is self._optimizer:
             self._stepping = False
             self._end_update(attached.stepping.was_skipped)
@@ -246,14 +247,14 @@ class Monitor:
             self._end_update(getattr(optimizer, "found_inf", None))
 
     def _observed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether ``before_step`` hears of this step: the optimizer went through ``amp``, or a GradScaler steps it."""
+        """True if ``before_step`` sees this step: the optimizer went through ``amp``, or a GradScaler steps it."""
         return self._stepping or attached_to(optimizer) is not None
 
     def _begin_update(self, grad_scale: torch.Tensor | None) -> None:
         step, optimizer = self._open, self._optimizer
         watches = "grad" in self._kinds
         if watches and isinstance(optimizer, FusedOptimizer) and self._see_gradients not in optimizer.on_gradients:
-            optimizer.on_gradients = (*optimizer.on_gradients, self._see_gradients)  # it may have become one since
+            optimizer.on_gradients = (*optimizer.on_gradients, self._see_gradients)  # it may have become fused since
         if step is None or optimizer is None:
             return
         step.note_scale(self._live_scale() if grad_scale is None else grad_scale)
@@ -281,7 +282,7 @@ class Monitor:
                 step.add_gradients(self._named(rows.params), "out", inverse)
 
     def _before_forward(self, root: nn.Module, args: Any, kwargs: Any) -> None:
-        """Without an optimizer, a forward pass of the whole model is a step."""
+        """Begin a step with a forward pass of the whole model, if there is no optimizer."""
         if backward_pass_id() == -1:
             self._finish(None)
             self._poll(wait=False)
@@ -310,14 +311,14 @@ class Monitor:
         )
 
     def _finish(self, skipped: torch.Tensor | None) -> bool:
-        """End the step that is looked at, if one is. Whether there was anything to see in it."""
+        """End the sampled step, if there is one; True if the step had any rows."""
         step, self._open = self._open, None
         if step is None:
             return False
         step.close()
         with NO_CASTING:
             survey = step.finish(skipped)
-        return bool(survey) and self._add(self._next, survey)  # else it had only begun
+        return bool(survey) and self._add(self._next, survey)  # empty if the step had only begun
 
     def _add(self, index: int, survey: Survey) -> bool:
         totals, self._totals = self._totals, GradientTotals()
@@ -325,9 +326,9 @@ class Monitor:
         return True
 
     def _look_at_model(self) -> None:
-        """Layers may have come, and parameters may have been replaced."""
+        """Update names and parameters: user code may have added layers or replaced parameters."""
         modules = {name: module for module, name in qualified_names(self._model).items()}
-        self._root = modules[ROOT]  # inside of all wrappers
+        self._root = modules[ROOT]  # inside all wrappers
         self._modules = {module: name for name, module in modules.items() if self._wanted(name)}
         self._names, self._params = {}, []
         for name, module in modules.items():

@@ -1,4 +1,4 @@
-"""``op_table``: which ops one step runs in which dtype, module by module, and which casts are made for whom."""
+"""``op_table``: counts the ops of one step by module and dtype, and its casts by origin."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class OpRow:
     """The calls of one op by one module.
 
     Attributes:
-        module: its qualified name. "(root)" is the model, "(step)" what runs outside of modules, "(optimizer)" its
-            step.
-        op: the name of the ATen op, as in "addmm".
-        backward: whether the backward pass has called it.
-        calls: how often, by the dtype of the (first) result.
+        module: the qualified name of the module. "(root)" is the model, "(step)" stands for code outside of modules,
+            "(optimizer)" for the optimizer's step.
+        op: the name of the ATen op, such as "addmm".
+        backward: True if the backward pass called the op.
+        calls: the number of calls, by the dtype of the (first) result.
     """
 
     module: str
@@ -45,16 +45,16 @@ class CastRow:
     """Casts of one kind.
 
     Attributes:
-        module: as of ``OpRow``.
-        asked_by: the function whose arguments were cast, as in "linear"; empty for a cast of the user's own, and for
-            one of what goes into a module or comes out of it.
-        made_by: "casting" is halfstep, or native autocast; "user" is a call such as ``x.float()``; "torch" is torch by
+        module: see ``OpRow``.
+        asked_by: the function whose arguments were cast, such as "linear"; empty for a cast by user code, and for a
+            cast of a module's input or output.
+        made_by: "casting" for halfstep or native autocast; "user" for a call such as ``x.float()``; "torch" for torch
             itself.
-        source: the dtype before.
-        target: the dtype after.
-        backward: whether it is the gradient of such a cast.
-        calls: how many.
-        bytes: how many bytes they have read and written.
+        source: the dtype before the cast.
+        target: the dtype after the cast.
+        backward: True for the gradient of such a cast.
+        calls: the number of casts.
+        bytes: the number of bytes read and written.
     """
 
     module: str
@@ -69,21 +69,21 @@ class CastRow:
 
 @dataclass(frozen=True)
 class OpTable:
-    """The ops of one step. Print it, or ask for its rows. Views and casts are not counted among the calls."""
+    """The ops of one step. Print it, or use its rows. Views and casts are not counted among the calls."""
 
     _rows: Sequence[OpRow]
     _casts: Sequence[CastRow]
 
     def rows(self) -> list[OpRow]:
-        """The calls by module and op, in the order in which they came first."""
+        """Return the calls by module and op, in order of first occurrence."""
         return list(self._rows)
 
     def casts(self) -> list[CastRow]:
-        """The casts, those that move most bytes first."""
+        """Return the casts by decreasing number of bytes."""
         return list(self._casts)
 
     def by_dtype(self) -> dict[str, int]:
-        """How many calls have results of each dtype."""
+        """Count the calls by the dtype of their results."""
         total: Counter[str] = Counter()
         for row in self._rows:
             total.update(row.calls)
@@ -124,22 +124,22 @@ def _size(count: float) -> str:
 
 
 def op_table(step: Callable[[], Any], model: nn.Module | None = None) -> OpTable:
-    """Run one step, and count its ops by module, op and dtype, and its casts by who made them.
+    """Run one step, and count its ops by module, op and dtype, and its casts by origin.
 
     ::
 
         print(halfstep.numerics.op_table(lambda: train_step(batch), model))
 
-    The step does what it does without: forward and backward pass, the optimizer's step too. Modules that are compiled
-    run eagerly. CUDA graphs that were recorded before hide their ops.
+    The step has its normal effects, including the optimizer's step. Compiled modules run eagerly. The ops of CUDA
+    graphs recorded before are not seen.
 
     Args:
         step: a function without arguments.
-        model: whose modules are named, as in ``named_modules()``. None names them by the way to them from the
-            outermost one that runs.
+        model: the model whose modules are named, as in ``named_modules()``. None names modules by their path from the
+            outermost running module.
 
     Raises:
-        ArgumentTypeError: if ``model`` is something else.
+        ArgumentTypeError: if ``model`` is neither a module nor None.
     """
     if not isinstance(model, (nn.Module, NoneType)):
         raise ArgumentTypeError(f"op_table takes a torch.nn.Module as model, or None, not {type(model).__name__}.")

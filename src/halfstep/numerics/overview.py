@@ -1,4 +1,4 @@
-"""The rows of a run by tensor, and how its updates lie on the grid of its weights: what reports draw."""
+"""The data that reports draw: the rows of a run by tensor, and its updates on the grid of the weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Tensor:
     """One tensor over the steps of a run.
 
     Attributes:
-        name: of its module, with the call where there are several.
+        name: the name of the module, with the call if there are several.
         kind: "output", "output_grad", "grad", "update" or "weight".
-        rows: in the order of steps.
-        exponents: the counts of all steps.
+        rows: the rows in the order of steps.
+        exponents: the summed counts of all steps.
     """
 
     name: str
@@ -30,22 +30,22 @@ class Tensor:
 
     @property
     def last(self) -> Row:
-        """That of the latest step."""
+        """The row of the latest step."""
         return self.rows[-1]
 
     @property
     def headroom(self) -> float:
-        """The least of all steps."""
+        """The smallest headroom of all steps."""
         return min(row.headroom for row in self.rows)
 
     def mean(self, share: Callable[[Row], float]) -> float:
-        """The mean of a share over the steps where it is known; NaN if it never is."""
+        """Average a share over the steps for which it is known; NaN if there are none."""
         known = [value for row in self.rows if not math.isnan(value := share(row))]
         return sum(known) / len(known) if known else math.nan
 
 
 def tensors_of(rows: Iterable[Row]) -> list[Tensor]:
-    """The rows by tensor, in the order in which they first came."""
+    """Group rows by tensor, in order of first occurrence."""
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.tensor, row.module + (f" #{row.call}" if row.call else "")].append(row)
@@ -64,9 +64,9 @@ class Grid:
     """The updates of one parameter, measured in half units in the last place (ulp) of its weights.
 
     Attributes:
-        name: of the parameter.
-        dtype: of the weights.
-        shares: by the exponent of |update| / (ulp(weight) / 2): below 0 an update rounds away.
+        name: the name of the parameter.
+        dtype: the dtype of the weights.
+        shares: the shares by the exponent of |update| / (ulp(weight) / 2); below 0 an update rounds away.
         lost: the share of updates that round away. Updates of 0 are not counted.
     """
 
@@ -77,12 +77,12 @@ class Grid:
 
 
 def grids(rows: Iterable[Row]) -> list[Grid]:
-    """How the updates of a run lie on the grid of the weights, by parameter.
+    """Compute the distribution of a run's updates on the grid of the weights, by parameter.
 
-    Rows know how large updates and weights are, but not which belongs to which. So sizes are taken as independent.
+    Rows have the sizes of updates and weights but not their pairing, so the sizes are assumed to be independent.
 
     Args:
-        rows: those of "update" and "weight" at the same step are used.
+        rows: the rows of the run, of which "update" and "weight" at the same step are used.
     """
     pairs: dict[str, list[tuple[Row, Row]]] = defaultdict(list)
     weights = {(row.step, row.module): row for row in rows if row.tensor == "weight" and row.exponents}

@@ -1,4 +1,4 @@
-"""One step written down: a sample of what each op returns, and which ops its inputs came from."""
+"""A record of one step: a sample of the result of each op, and the ops from which its inputs came."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from .linked_rows import LinkedRow
 __all__ = ["Recorder"]
 
 _PASS_ON = frozenset(("_to_copy", "copy_", "lift_fresh", "detach"))
-"""Ops that hand on values, perhaps in another dtype. A run in one dtype does not have all of them."""
+"""Ops that only move values, possibly to another dtype. A run in one dtype lacks some of them."""
 
 _MAKE = words("""
     _unsafe_view arange empty empty_like empty_strided full full_like lift_fresh new_empty new_empty_strided new_full
     new_ones new_zeros ones ones_like scalar_tensor zeros zeros_like
     """)
-"""Ops whose results no input explains."""
+"""Ops whose results do not depend on an input."""
 
 _SUMMED = 128
-"""How many sums a sketch has: the norm of a difference is known to about a tenth."""
+"""The number of sums in a sketch, which gives the norm of a difference to about a tenth."""
 
 _SUMS = frozenset(("add", "add_"))
-"""In a backward pass autograd adds up gradients, in an order that depends on the casts."""
+"""Ops by which autograd sums gradients in a backward pass, in an order that depends on the casts."""
 
 
 class Recorder:
-    """Writes down the ops of one run.
+    """Records the ops of one run.
 
     Args:
-        samples: how many values of each tensor.
-        dtype: in which values are kept.
+        samples: the number of values to keep of each tensor.
+        dtype: the dtype of the kept values.
     """
 
     def __init__(self, samples: int, dtype: torch.dtype = torch.float32) -> None:
@@ -52,14 +52,14 @@ class Recorder:
         self._pauses = False
 
     def begin(self, names: dict[nn.Module, str]) -> None:
-        """Write down the parameters and buffers that a run begins with."""
+        """Record the parameters and buffers at the start of a run."""
         for module, name in names.items():
             for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 if _has_numbers(tensor) and _place(tensor) not in self._made:
                     self._write(LinkedRow(name, own, 0, False, tensor.dtype, tensor.shape, *self._look(tensor)), tensor)
 
     def begin_backward(self, root: torch.Tensor) -> None:
-        """Write down the gradient of the loss, which is a loss scale."""
+        """Record the gradient of the loss, which is the loss scale."""
         self._pauses = True
         look = self._look(root)
         self._pauses = False
@@ -67,12 +67,12 @@ class Recorder:
         self._write(row, root)
 
     def notice(self, call: OpCall) -> None:
-        """Write down what an op has returned, unless it is a view."""
+        """Record the result of an op, unless it is a view."""
         name = call.name
         if self._pauses:
             return
         if call.op.is_view or name in _MAKE:
-            if name in _MAKE and name != "_unsafe_view":  # perhaps where another tensor was before
+            if name in _MAKE and name != "_unsafe_view":  # perhaps in memory that another tensor had before
                 self._made.pop(_place(call.result), None)
             return
         wide = not call.backward and _should_be_wide(name, call.function)
@@ -102,7 +102,7 @@ class Recorder:
             self._write(row, tensor)
 
     def end(self, model: nn.Module) -> None:
-        """Mark the gradients of parameters, and fetch what was written down."""
+        """Mark the gradients of parameters, and fetch the recorded samples."""
         for param in model.parameters():
             at = None if param.grad is None or not can_sample(param.grad) else self._made.get(_place(param.grad))
             while at is not None and self.rows[at].backward and not self.rows[at].leaf:
@@ -111,7 +111,7 @@ class Recorder:
         self._fetch()
 
     def _fetch(self) -> None:
-        """Bring all samples to the host."""
+        """Copy all samples to the host."""
         places = [(row, name) for row in self.rows for name in ("sample", "amax", "sketch", "source")]
         places = [(row, name) for row, name in places if getattr(row, name) is not None]
         read = Reading(*(getattr(row, name) for row, name in places)).send()
@@ -119,7 +119,7 @@ class Recorder:
             setattr(row, name, float(value) if name == "amax" else value)
 
     def _look(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The sample, the largest magnitude and the sketch of a tensor."""
+        """Compute the sample, the largest magnitude and the sketch of a tensor."""
         values = tensor.detach()
         amax = torch.stack(torch.aminmax(values)).abs().amax().to(self._dtype)
         return self._sample(values), amax, self._sketch(values)
@@ -153,11 +153,11 @@ class Recorder:
 
 
 def _should_be_wide(op: str, running: Callable[..., Any] | None) -> bool:
-    """Whether an op should compute in fp32: by the lists in force, or without any because it is a loss.
+    """True if an op should compute in fp32: by the op lists in force or, without lists, because it is a loss.
 
     Args:
         op: the name of the ATen op.
-        running: the function that calls it, which the lists are about: a pooling may call ``mean``.
+        running: the function that calls the op, which decides the rule: a pooling function may call ``mean``.
     """
     name = spellings().get(running, ("", False))[0] if running is not None else ""
     name, casting = name or canonical(op), active_casting()
@@ -165,7 +165,7 @@ def _should_be_wide(op: str, running: Callable[..., Any] | None) -> bool:
 
 
 def _floating(values: Any) -> Iterator[torch.Tensor]:
-    """The floating tensors with values in a tree of arguments or results."""
+    """Yield the floating tensors with values in a tree of arguments or results."""
     return filter(_has_numbers, tensors_in(values))
 
 
@@ -174,5 +174,5 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Where the memory of a tensor begins: views of a tensor have its place."""
+    """Return the start address of a tensor's storage, which all its views share."""
     return tensor.untyped_storage().data_ptr()

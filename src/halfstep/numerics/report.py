@@ -1,4 +1,4 @@
-"""The report of a run: pictures of where its numbers lie, how far they are from overflow, and what rounds away."""
+"""The report of a run: pictures of its exponents, its headroom, and the updates that round away."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["write_report"]
 T = TypeVar("T")
 
 _NOTHING = "\N{EN DASH}"
-_MOST_ROWS = 48  # of a picture
+_MOST_ROWS = 48  # in a picture
 _HALF = {str(dtype).removeprefix("torch.") for dtype in HALF_DTYPES}
 _NAMES = {
     "output": "Outputs",
@@ -60,13 +60,13 @@ _TINY = 1e-3  # share of a row below which an exponent does not widen the pictur
 def write_report(
     rows: Iterable[Row], path: str | Path, *, title: str = "Numerics of a run", command: str | None = None
 ) -> None:
-    """Write one self-contained HTML page with pictures of a run, and a table beside each.
+    """Write one self-contained HTML page with the pictures of a run and their tables.
 
     Args:
-        rows: of the run.
-        path: the file; missing folders are made.
-        title: its heading.
-        command: what made the rows, to be shown.
+        rows: the rows of the run.
+        path: the file; missing folders are created.
+        title: the heading of the page.
+        command: the command that made the rows, shown on the page.
 
     Raises:
         ArgumentValueError: if there are no rows.
@@ -100,7 +100,7 @@ def _content(rows: Sequence[Row], title: str, command: str | None) -> list[Marku
 
 
 def _findings(rows: Sequence[Row], lost: Sequence[Grid]) -> Markup:
-    """What the rules of a ``Monitor`` find in the rows, the likely cause first, and what only the whole run shows."""
+    """Make the section of findings: from a ``Monitor``'s rules, the likely cause first, and from the whole run."""
     found = findings_in(rows)
     said = [f"{each.where}: {each.message}. To do: {each.fix}." for each in found]
     bad = [row for row in rows if not row.is_finite]
@@ -283,7 +283,7 @@ def _low(row: Row) -> float:
 
 
 def _foremost(items: Sequence[T], rank: Callable[[T], float]) -> list[T]:
-    """The items that fit into a picture, those of the lowest rank, in their own order."""
+    """Choose the items of lowest rank that fit into a picture, in their original order."""
     if len(items) <= _MOST_ROWS:
         return list(items)
 
@@ -297,7 +297,7 @@ def _foremost(items: Sequence[T], rank: Callable[[T], float]) -> list[T]:
 def _limits(
     histograms: Sequence[dict[int, float]] | Sequence[dict[int, int]], others: Sequence[int]
 ) -> tuple[int, int]:
-    """From where to where a picture reaches, so that all but a few of the numbers are in it."""
+    """Choose the limits of a picture that contain nearly all numbers."""
     seen = list(others)
     for counts in histograms:
         total = sum(counts.values())

@@ -1,4 +1,4 @@
-"""One step of a training, looked at: hooks for as long as it lasts, and what they have seen."""
+"""One sampled step of a training: the hooks on it, and the tensors that they have seen."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from .survey import Callers, LossScale, Param, Survey, can_survey
 
 __all__ = ["Named", "SampledStep"]
 
-_NOT_LOOKED_AT = -1  # in place of a number
+_NOT_LOOKED_AT = -1  # instead of an index
 
 Named = Sequence[tuple[str, torch.Tensor]]
-"""Parameters with their names."""
+"""Pairs (name, parameter)."""
 
 
 class SampledStep:
-    """The record of one step, which listens to the calls of modules. It begins when it is made.
+    """The record of one step, which listens to the calls of modules. It begins when it is constructed.
 
     Args:
-        index: which step it is.
-        root: its forward passes begin passes.
-        modules: the names of those to look at.
-        outputs: whether to look at what they return.
-        output_grads: whether to look at the gradients of that.
-        graded: whether forward passes without gradients are none of the step's.
-        count: how many elements of each tensor to sample.
-        live_scale: gives the tensor that losses are multiplied by at the moment; None if that is not known.
+        index: the index of the step.
+        root: the module whose forward passes begin passes.
+        modules: the modules to sample, with their names.
+        outputs: True to sample their outputs.
+        output_grads: True to sample the gradients of their outputs.
+        graded: True to ignore forward passes without gradients.
+        count: the number of elements to sample of each tensor.
+        live_scale: returns the tensor by which losses are multiplied now; None if not known.
     """
 
     def __init__(
@@ -66,29 +66,29 @@ class SampledStep:
         self._live_scale = live_scale
         self._scale: torch.Tensor | None = None
         self._changes: Callable[[], Iterable[Change]] = tuple
-        self._names: dict[int, str] = {}  # of the parameters in it
+        self._names: dict[int, str] = {}  # of the parameters in ``_changes``
         self._calls: tuple[dict[str, int], ...] = (defaultdict(int), defaultdict(int))  # forward, and recomputed ones
         self._done: set[tuple[str, int]] = set()
-        self._seen = Notes[tuple[int, bool]](stay=False)  # numbers of tensors, and whether a module has returned them
+        self._seen = Notes[tuple[int, bool]](stay=False)  # index of a tensor, and True if a module returned it
         self._closed = False
         self._hooks: list[RemovableHandle] = []  # of outputs
         self._watch = Watch({**modules, root: ROOT} if outputs or output_grads else {}, modules=self).begin()
 
     def close(self) -> None:
-        """The step is over: remove the hooks."""
+        """End the step and remove the hooks."""
         self._closed = True
         self._watch.end()
-        del self._watch  # it refers to this, and both to the model
+        del self._watch  # breaks the reference cycle, which would keep the model
         while self._hooks:
             self._hooks.pop().remove()
 
     def finish(self, skipped: torch.Tensor | None) -> Survey:
-        """Count what was seen; ``skipped`` as for ``Survey.finish``."""
+        """Count the samples; for ``skipped`` see ``Survey.finish``."""
         self._survey.finish(self._scale, skipped)
         return self._survey
 
     def note_scale(self, scale: torch.Tensor | None) -> None:
-        """Remember the loss scale as it is now, unless it is known."""
+        """Copy the current loss scale, unless it is known already."""
         if self._scale is None and scale is not None:
             self._scale = scale.detach().clone()
 
@@ -96,19 +96,19 @@ class SampledStep:
 
     @torch.no_grad()
     def add_gradients(self, params: Named, scale: LossScale, inverse: Number | None = None) -> None:
-        """Look at the gradients that parameters have now.
+        """Sample the current gradients of parameters.
 
         Args:
             params: the parameters.
-            scale: what the loss scale has to do with the numbers.
-            inverse: a factor of the samples. If it is given, no more than samples is taken: the rest is known.
+            scale: the relation of the numbers to the loss scale.
+            inverse: a factor for the samples. If given, only samples are taken, because the extremes are known.
         """
         grads = get_grads([param for _, param in params])
         found: dict[torch.device, list[Param]] = defaultdict(list)
         for (name, param), grad in zip(params, grads, strict=True):
             values = values_of(grad.coalesce()) if grad is not None and grad.is_sparse else grad
             if grad is not None and can_survey(values):
-                dtype = param.dtype if is_half(param) else grad.dtype  # the gradient may have become wider since
+                dtype = param.dtype if is_half(param) else grad.dtype  # the gradient may have been widened since
                 found[values.device].append((name, dtype, values))
         for each in found.values():
             samples = column((grad for *_, grad in each), [self._count] * len(each)).float()
@@ -117,14 +117,14 @@ class SampledStep:
 
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer, params: Named) -> None:
-        """Keep a sample of the numbers that the step will change."""
+        """Sample the values that the step will change."""
         self._names = {id(param): name for name, param in params}
         stepping = [param for _, param in params if can_survey(param) and param.grad is not None]
         self._changes = before_step(optimizer, stepping, [self._count] * len(stepping))
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Compare them with what they are after the step."""
+        """Sample the same values after the step, and add the updates."""
         for change in self._changes():
             dtype = change.before.dtype
             delta = change.after.to(torch.promote_types(dtype, torch.float32)) - change.before
@@ -136,21 +136,21 @@ class SampledStep:
     # ---- modules
 
     def begin_inside(self, root: nn.Module, args: Any, kwargs: Any) -> None:
-        """To be called where the step begins inside of a forward pass, for which the watch comes too late."""
+        """Enter the root module, if the step begins inside a forward pass whose beginning the watch did not see."""
         self.entered(self._watch.enter(root, ROOT), args, kwargs)
 
     def entered(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
-        """A module is called."""
+        """Receive the start of a module call."""
         if call.recomputed:
             return
         if call.of is self._root:
             self._begin_pass()
         if self._outputs and call.of in self._modules and self._is_looked_at():
-            with DisableTorchFunction():  # a casting would hear of each attribute that is read
+            with DisableTorchFunction():  # otherwise a casting mode would see each attribute access
                 call.note = tuple(map(self._input, _tensors((*args, *kwargs.values()))))
 
     def returned(self, call: ModuleCall, args: Any, output: Any) -> None:
-        """A module has returned."""
+        """Receive the end of a module call."""
         if call.of in self._modules and not self._closed and (call.note is not None or self._is_looked_at()):
             with DisableTorchFunction():
                 self._see_output(call, output)
@@ -172,7 +172,7 @@ class SampledStep:
                 self._hooks.append(tensor.register_hook(functools.partial(self._gradient, *of)))
 
     def _callers(self, call: ModuleCall) -> Callers:
-        """The module that has just returned and those that run, the outermost last, with what went into each."""
+        """List the module that just returned and the running ones, the outermost last, with the inputs of each."""
         running = () if call.note is None else (call, *reversed(self._watch.running))
         return tuple((each.name, each.note) for each in running if each.note is not None)
 
@@ -186,7 +186,7 @@ class SampledStep:
         return not (self._closed or is_traced() or (self._graded and not torch.is_grad_enabled()))
 
     def _input(self, tensor: torch.Tensor) -> int:
-        """The number of what goes into a module. It is looked at if no module has returned it, nor got it before."""
+        """Return the index of a module's input; a tensor that no module returned or received before is sampled."""
         seen = self._seen.get(tensor)
         if seen is None:
             seen = self._survey.add_input(tensor), False
@@ -201,7 +201,7 @@ class SampledStep:
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    if type(output) is torch.Tensor:  # as nearly always; the next case is that of arguments
+    if type(output) is torch.Tensor:  # the usual case; arguments come as tuples
         return [output] if can_survey(output) else []
     if type(output) is tuple:
         return [t for each in output for t in _tensors(each)]

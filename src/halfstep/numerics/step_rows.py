@@ -1,4 +1,4 @@
-"""The rows of a sampled step, with what a fused step has read of the gradients of every step."""
+"""The rows of a sampled step, with the gradient statistics that fused steps read in every step."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["GradientTotals", "StepRows"]
 
 
 class GradientTotals:
-    """An ``OnGradients``: adds up, on their device, what the gradients of some steps look like.
+    """An ``OnGradients`` callback that accumulates gradient statistics over steps, on their device.
 
-    Of each parameter there are squares, zeros, steps with inf or NaN, steps, and the largest magnitude. Steps with inf
-    or NaN in a gradient count as ``overflow``, and take no part in its magnitudes.
+    Per parameter: squares, zeros, steps with inf or NaN, steps, and the largest magnitude. Steps with inf or NaN in a
+    gradient count as ``overflow`` and do not contribute to its magnitudes.
     """
 
     def __init__(self) -> None:
         self._totals: dict[tuple[int, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
-        """By the parameters that step together."""
+        """Totals by the ids of parameters that step together."""
         self._fetched: list[tuple[list[About], Reading]] = []
 
     def __bool__(self) -> bool:
@@ -42,8 +42,8 @@ class GradientTotals:
         """Add a step.
 
         Args:
-            all_rows: with the gradients of the step.
-            inverse: what makes them unscaled.
+            all_rows: the rows with the gradients of the step.
+            inverse: the factor that unscales the gradients.
         """
         for rows in all_rows:
             key = tuple(map(id, rows.params))
@@ -60,11 +60,11 @@ class GradientTotals:
             torch.maximum(total[4], largest.where(finite, 0.0), out=total[4])
 
     def finish(self, step: int, names: Mapping[int, str]) -> GradientTotals:
-        """Send the totals to the host; no steps are added after that.
+        """Send the totals to the host; add no more steps afterwards.
 
         Args:
-            step: of the rows that are made of them.
-            names: of the parameters, by their ``id``. Others are left out.
+            step: the step of the resulting rows.
+            names: the names of parameters by ``id``. Parameters without a name are left out.
         """
         for params, total in self._totals.values():
             found = ((names.get(id(param), ""), param) for param in params)
@@ -75,13 +75,13 @@ class GradientTotals:
 
     @property
     def ready(self) -> bool:
-        """Whether ``into`` need not wait."""
+        """True if ``into`` does not have to wait."""
         return all(fetched.ready for _, fetched in self._fetched)
 
     def into(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows of a step; those of gradients have the magnitudes, zeros and overflows of all the steps.
+        """Merge the totals into the rows of a step: gradient rows get magnitudes, zeros and overflows of all steps.
 
-        A parameter that had a gradient in other steps only gets a row, too, without what only a sample shows.
+        A parameter that had a gradient only in other steps gets a row without the sampled statistics.
         """
         sums: dict[str, list[float]] = {}
         missing: dict[str, About] = {}
@@ -113,11 +113,11 @@ def _with(row: Row, squares: float, zeros: float, bad: float, steps: float, larg
 
 
 class StepRows(NamedTuple):
-    """The numbers of a sampled step. Rows take more memory, so they are made only when somebody asks for them.
+    """The numbers of a sampled step. Rows take more memory, so they are made only on demand.
 
     Attributes:
-        survey: the tensors that were looked at.
-        totals: finished, of the gradients of this step and of those since the last sampled one.
+        survey: the sampled tensors.
+        totals: the finished totals of the gradients since the last sampled step, including this step.
     """
 
     survey: Survey
@@ -125,11 +125,11 @@ class StepRows(NamedTuple):
 
     @property
     def ready(self) -> bool:
-        """Whether rows can be made without waiting."""
+        """True if rows can be made without waiting."""
         return self.totals.ready and self.survey.ready
 
     def rows(self, *, bins: bool = False, brief: bool = False) -> list[Row]:
-        """The rows, in the order of execution; with histograms, or without what takes time, as of ``Survey.rows``."""
+        """Make the rows, in order of execution; see ``Survey.rows`` for the arguments."""
         seen = self.survey.rows(bins=bins, brief=brief)
         bad = {looked.number for looked, row in seen if not row.is_finite}
         if bad:
@@ -139,7 +139,7 @@ class StepRows(NamedTuple):
 
 
 def _origin(looked: Looked, bad: set[int]) -> str:
-    """The innermost module that was running and got nothing but finite numbers."""
+    """Name the innermost running module that got only finite inputs."""
     names = (name for name, inputs in looked.callers if bad.isdisjoint(inputs))
     is_whole = bool(looked.callers) and looked.callers[-1][0] == ROOT
     return next(names, OUTSIDE if is_whole else "")

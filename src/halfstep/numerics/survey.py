@@ -1,7 +1,7 @@
-"""Statistics of the tensors of one step, computed where they lie, and read when the device has computed them.
+"""Statistics of the tensors of one step, computed on their devices and read when they are ready.
 
-Of each tensor the largest magnitude is found in all of it. The rest is counted in a sample: every n-th element.
-Exponents are taken from the bits of a float, which takes 0.05 of the time of a logarithm.
+The largest magnitude is exact. All other statistics come from a sample: every n-th element. Exponents are taken from
+the bits of a float, 20 times faster than by a logarithm.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ __all__ = ["About", "Callers", "Looked", "LossScale", "Param", "Survey", "can_su
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _MAGNITUDE, _INFINITY = 0x7FFF_FFFF, 0x7F80_0000  # bits of a float32
 _ZERO, _INF, _NAN, _KINDS = 0, 256, 257, 258
-"""Of each number one of 258 kinds is counted: zero, 1 more than the 8 bits of its exponent (256 is inf), or NaN."""
+"""Histogram bins: zero, 256 exponents plus 1 (256 is inf), and NaN."""
 
-_BIAS = 128  # of a kind
-_MOST = 2**16  # numbers or counts of a block, unless one line has more: they stay in the cache of a core
+_BIAS = 128  # of a bin
+_MOST = 2**16  # numbers or counts per block (more if one line has more): they fit into the cache of a core
 
 Callers = tuple[tuple[str, tuple[int, ...]], ...]
-"""The modules that ran when an output was made, the innermost first, and the numbers of what went into each."""
+"""The modules that were running when an output was computed, the innermost first, with the indices of their inputs."""
 
 _Extremes = tuple[torch.Tensor, torch.Tensor]
 
 LossScale = Literal["none", "in", "out"]
-"""The part of the loss scale in some numbers: they never met it, are multiplied by it, or have been divided by it."""
+"""The relation of numbers to the loss scale: unrelated, multiplied by it, or already divided by it."""
 
 Param = tuple[str, torch.dtype, torch.Tensor]
 """The name of a parameter, the dtype in which its numbers were computed, and a tensor of its shape."""
 
 
 class About(NamedTuple):
-    """Which tensor a row is about: the attributes of ``Row`` that are known before its numbers are."""
+    """The identity of a row's tensor: the attributes of ``Row`` that are known before its numbers."""
 
     step: int
     module: str
@@ -57,14 +57,14 @@ class About(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """A tensor that was looked at.
+    """A sampled tensor.
 
     Attributes:
-        number: its place among the tensors of the step, in the order in which they were looked at.
-        about: which one it is.
-        sampled: how many of its numbers are counted.
-        scale: what the loss scale has to do with it.
-        callers: of an output.
+        number: the index among the sampled tensors of the step.
+        about: the identity of the tensor.
+        sampled: the number of its elements that are counted.
+        scale: the relation of its numbers to the loss scale.
+        callers: for an output, the running modules.
     """
 
     number: int
@@ -75,31 +75,31 @@ class Looked(NamedTuple):
 
 
 class _Samples(NamedTuple):
-    """What was seen of tensors on one device: samples, one after the other, and the extremes of whole tensors."""
+    """The data of tensors on one device: concatenated samples, and the extremes of whole tensors."""
 
     looked: list[Looked]
     columns: list[torch.Tensor]
     extremes: list[_Extremes]
-    places: dict[int, int]  # among the extremes, by the number of the tensor
-    inputs: list[int]  # their numbers
+    places: dict[int, int]  # indices in ``extremes`` by tensor number
+    inputs: list[int]  # tensor numbers
 
 
 class Survey:
-    """The tensors of one step: looked at one by one, counted together, and read when the device has counted them.
+    """The tensors of one step: sampled one by one, counted together, and read when the device has counted.
 
-    Between two ops of a model a function of Python is slow, because the ops have emptied the caches: ``add`` calls few.
+    Python is slow between two ops of a model, because the ops evict the caches; so ``add`` makes few calls.
 
     Args:
-        count: how many elements of each to sample.
-        step: which step it is.
+        count: the number of elements to sample of each tensor.
+        step: the index of the step.
     """
 
     def __init__(self, count: int, step: int) -> None:
         self._count = max(count, PROBE)
         self._step = step
-        self._next = 0  # number of the next tensor
+        self._next = 0  # index of the next tensor
         self._samples: dict[torch.device, _Samples] = defaultdict(lambda: _Samples([], [], [], {}, []))
-        self._flags = Reading()  # the loss scale, and whether the step was skipped
+        self._flags = Reading()  # the loss scale, and the flag of a skipped step
         self._ends: list[tuple[_Samples, Reading]] = []
         self._blocks: list[_Block] = []
 
@@ -109,18 +109,18 @@ class Survey:
     def add(
         self, module: str, kind: str, tensor: torch.Tensor, call: int, callers: Callers = (), like: int | None = None
     ) -> int:
-        """Look at a tensor now, at the part of it that lies here: it may change or be freed afterwards.
+        """Sample the local part of a tensor now; user code may change or free it afterwards.
 
         Args:
             module: the name of a module.
             kind: "output" or "output_grad".
-            tensor: ``can_survey`` it.
-            call: which call of the module.
-            callers: as of ``Looked``.
-            like: the number that it has as an input, if it has been one.
+            tensor: a tensor that ``can_survey`` accepts.
+            call: the index of the module's call.
+            callers: see ``Looked``.
+            like: the index that the tensor got as an input, if any.
 
         Returns:
-            Its number, as of ``Looked``.
+            The index of the tensor; see ``Looked``.
         """
         number, here = self._next, local(tensor.detach())
         self._next += 1
@@ -137,7 +137,7 @@ class Survey:
         return number
 
     def add_input(self, tensor: torch.Tensor) -> int:
-        """See whether a tensor that goes into a module is finite; its number, as that of ``add``."""
+        """Record the extremes of a module's input; returns its index, as ``add`` does."""
         number, here = self._next, local(tensor.detach())
         self._next += 1
         if here.numel():
@@ -149,14 +149,14 @@ class Survey:
     def add_params(
         self, kind: str, params: Iterable[Param], column: torch.Tensor, scale: LossScale = "none", whole: bool = False
     ) -> None:
-        """Take float32 samples of parameters on one device, which nobody changes.
+        """Add float32 samples of parameters on one device; the samples must not change afterwards.
 
         Args:
             kind: "grad", "weight" or "update".
-            params: which ones.
-            column: the samples, one after the other.
-            scale: as of ``Looked``.
-            whole: whether to find the extremes of the tensors.
+            params: the parameters.
+            column: the concatenated samples.
+            scale: see ``Looked``.
+            whole: True to find the extremes of the whole tensors.
         """
         samples = self._samples[column.device]
         samples.columns.append(column)
@@ -171,11 +171,11 @@ class Survey:
 
     @torch.no_grad()
     def finish(self, scale: torch.Tensor | None, skipped: torch.Tensor | None) -> None:
-        """Count, without waiting for any device.
+        """Count all samples, without waiting for a device.
 
         Args:
-            scale: 0-dim tensor that the loss was multiplied by; None if it was not.
-            skipped: 0-dim tensor that is not 0 if the optimizer's step changed nothing: then there are no updates.
+            scale: the 0-dim loss scale; None if the loss was not scaled.
+            skipped: a 0-dim tensor that is nonzero if the optimizer skipped the step, so that there are no updates.
         """
         for flag, default in ((scale, 1.0), (skipped, 0.0)):
             known = torch.tensor(default, dtype=torch.float32, device="cpu") if flag is None else flag.detach()
@@ -196,16 +196,16 @@ class Survey:
 
     @property
     def ready(self) -> bool:
-        """Whether ``rows`` returns without waiting."""
+        """True if ``rows`` returns without waiting."""
         sent = chain([self._flags], (ends for _, ends in self._ends), (block.read for block in self._blocks))
         return all(each.ready for each in sent)
 
     def rows(self, *, bins: bool, brief: bool = False) -> list[tuple[Looked, Row]]:
-        """The rows in the order in which tensors were looked at, with what is known of each.
+        """Make the rows in the order of sampling, each with its ``Looked``.
 
         Args:
-            bins: whether they have histograms.
-            brief: whether they have no more than ``amax``, ``rms`` and ``zeros``, which takes less time.
+            bins: True for rows with histograms.
+            brief: True for rows with only ``amax``, ``rms`` and ``zeros``, which is faster.
         """
         scale, skipped = map(float, self._flags.get() or (1.0, 0.0))
         whole: dict[int, float] = {}
@@ -217,21 +217,21 @@ class Survey:
         return sorted(found, key=lambda each: each[0].number)
 
     def bad_inputs(self) -> set[int]:
-        """The numbers of inputs with inf or NaN. A mask of 0 and -inf is none of them: it is meant to be so."""
+        """Return the indices of inputs with inf or NaN, except intended ones: masks of 0 and -inf."""
         found = ((each, sent.get()[0].tolist()) for each, sent in self._ends)
         ends = {number: pairs[each.places[number]] for each, pairs in found for number in each.inputs}
         return {n for n, pair in ends.items() if not all(map(math.isfinite, pair)) and pair != [-math.inf, 0.0]}
 
 
 class _Block(NamedTuple):
-    """The numbers of some tensors on one device, a line for each, on their way to the host."""
+    """The statistics of tensors on one device, one line per tensor, while they are copied to the host."""
 
     looked: list[Looked]
     width: int
     read: Reading
 
     def rows(self, scale: float, whole: dict[int, float], bins: bool, brief: bool) -> Iterator[tuple[Looked, Row]]:
-        """The rows, with the largest magnitudes of whole tensors by their numbers."""
+        """Make the rows; ``whole`` has the largest magnitudes of whole tensors by index."""
         numbers, probes, counts = self.read.get()
         counts = counts.view(len(self.looked), _KINDS)
         lines = zip(self.looked, numbers.T.tolist(), counts[:, _ZERO].tolist(), strict=True)
@@ -253,7 +253,7 @@ class _Block(NamedTuple):
                 row = replace(
                     row,
                     smallest=math.nan if nan else smallest / divisor,
-                    overflow=max(overflow, math.isinf(amax) / row.numel),  # which the sample need not have
+                    overflow=max(overflow, math.isinf(amax) / row.numel),  # the sample may have missed it
                     nan=max(nan, math.isnan(amax) / row.numel),
                     exponents={kind - shift: count for kind, count in kinds.items()} if bins else {},
                     probe=tuple(value / divisor for value in probe[: min(size, PROBE)]),
@@ -261,11 +261,11 @@ class _Block(NamedTuple):
             yield looked, row
 
 
-@functools.lru_cache(4)  # every sampled step asks for the same
+@functools.lru_cache(4)  # equal for all sampled steps
 def _places(sampled: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The indices of samples and of probes in a column that has the samples of all tensors and then one zero.
+    """Compute the indices of samples and probes in a column of all samples followed by one zero.
 
-    There is a line for each tensor. Lines of samples have one length: the rest of a line is the index of the zero.
+    There is one line per tensor. Lines of samples are padded to equal length with the index of the zero.
     """
     sizes = torch.tensor(sampled, dtype=torch.int64, device="cpu").to(device, non_blocking=True)[:, None]
     starts = sizes.cumsum(0) - sizes
@@ -275,18 +275,18 @@ def _places(sampled: tuple[int, ...], device: torch.device) -> tuple[torch.Tenso
 
 
 def _counted(looked: list[Looked], numbers: torch.Tensor, probes: torch.Tensor) -> _Block:
-    """Count the numbers of some tensors, of which each has a line."""
+    """Count the numbers of tensors, one line per tensor."""
     lines, width = numbers.shape
     bits = numbers.view(torch.int32) & _MAGNITUDE
     kinds = (bits >> 23) + bits.clamp(max=1) + (bits - _INFINITY).clamp_(0, 1)
     kinds += torch.arange(0, lines * _KINDS, _KINDS, dtype=torch.int32, device=bits.device)[:, None]
-    if bits.device.type == "cpu":  # elsewhere bincount waits for the largest number
+    if bits.device.type == "cpu":  # on other devices bincount waits for the maximum
         counts = torch.bincount(kinds.flatten(), minlength=lines * _KINDS)
     else:
         counts = torch.zeros(lines * _KINDS, dtype=torch.int32, device=bits.device)
         counts.scatter_add_(0, kinds.flatten().long(), counts.new_ones(1).expand(kinds.numel()))
     amax = bits.amax(1).view(torch.float32)
-    smallest = ((bits - 1) & _MAGNITUDE).amin(1).clamp_(max=_INFINITY - 1).add_(1).view(torch.float32)  # inf: all are 0
+    smallest = ((bits - 1) & _MAGNITUDE).amin(1).clamp_(max=_INFINITY - 1).add_(1).view(torch.float32)  # inf if all 0
     finite = bits.view(torch.float32).nan_to_num_(0.0, 0.0)
     norms = torch.linalg.vector_norm(finite, dim=1, dtype=scalar_dtype(bits.device)).float()
     counts = counts.to(torch.int16 if width < 2**15 else torch.int32)
@@ -294,15 +294,15 @@ def _counted(looked: list[Looked], numbers: torch.Tensor, probes: torch.Tensor) 
 
 
 def _look(samples: _Samples, here: torch.Tensor) -> int:
-    """Find the extremes of a tensor; the place where they are."""
-    if not here.is_contiguous():  # torch would copy it; in the order of its strides it mostly is contiguous
+    """Find the extremes of a tensor; returns their index in ``samples.extremes``."""
+    if not here.is_contiguous():  # torch would copy it; permuted by stride it mostly is contiguous
         here = here.permute(sorted(range(here.dim()), key=here.stride().__getitem__, reverse=True))
     samples.extremes.append(here.aminmax())
     return len(samples.extremes) - 1
 
 
 def can_survey(tensor: Any) -> TypeGuard[torch.Tensor]:
-    """Whether it is a tensor whose numbers can be looked at: real, dense, of 16 bits or more, and not empty."""
+    """True for a real, dense, nonempty floating tensor of at least 16 bits, whose numbers can be counted."""
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.dtype in _DTYPES
@@ -314,7 +314,7 @@ def can_survey(tensor: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _kinds(counts: torch.Tensor) -> list[dict[int, int]]:
-    """The counts of each line that are not 0, but for zeros, by kind."""
+    """Return the nonzero counts of each line by bin, without the zeros' bin."""
     found: list[dict[int, int]] = [{} for _ in counts]
     for (line, kind), count in zip(counts.nonzero().tolist(), counts[counts != 0].tolist(), strict=True):
         if kind != _ZERO:

@@ -8,7 +8,7 @@ __all__ = ["aligned"]
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-    """The lines of a table, with these columns flush right and the others flush left."""
+    """Format the lines of a table; the columns in ``right`` are right-aligned, all other columns left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def filled(i: int, cell: str) -> str:

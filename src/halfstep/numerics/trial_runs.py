@@ -1,7 +1,7 @@
-"""Trial runs of one step. Each begins with the same weights, buffers and random numbers, and leaves no trace.
+"""Trial runs of one step: each begins with the same weights, buffers and random numbers, and leaves no trace.
 
-During a run the model has copies of its parameters and buffers. So the model's own gradients do not change, and no hook
-on a parameter runs. The run is stopped before gradients are unscaled or an optimizer steps.
+During a run the model has copies of its parameters and buffers, so that its gradients do not change and no hook of a
+parameter runs. The run stops before gradients are unscaled or an optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["as_candidate", "as_reference", "refuse", "run_step"]
 
 
 class _Ended(BaseException):
-    """The step has come to its loss scaler or its optimizer."""
+    """Raised when the step reaches its loss scaler or its optimizer."""
 
 
 @contextmanager
 def _copies(model: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Within the block a model has other parameters and buffers, of these values, and may get hooks or a class."""
+    """Replace a model's parameters and buffers by the given values within the block; hooks and class may change too."""
     places: list[tuple[nn.Module, str, torch.Tensor]] = []
     hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     made: dict[int, torch.Tensor] = {}
@@ -69,10 +69,10 @@ def _copy(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def as_reference(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within the block a model has weights in one wide dtype, from their masters if they have some, and casts nothing.
+    """Give a model weights in one wide dtype within the block, from masters if there are any, and disable casts.
 
     Args:
-        model: any module; one that was brought up at a level too.
+        model: any module, even one prepared at a level.
         dtype: torch.float32 or torch.float64.
     """
 
@@ -88,7 +88,7 @@ def as_reference(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def as_candidate(model: nn.Module, policy: Policy | None) -> Iterator[None]:
-    """Within the block a model, and what runs outside of it, computes by a policy.
+    """Apply a policy to a model, and to code outside of it, within the block.
 
     Args:
         model: any module.
@@ -110,16 +110,16 @@ def as_candidate(model: nn.Module, policy: Policy | None) -> Iterator[None]:
 def run_step(
     model: nn.Module, step: Callable[[], Any], scale: float, begin_backward: Callable[[torch.Tensor], None]
 ) -> bool:
-    """Run forward and backward pass of a step.
+    """Run the forward and backward pass of a step.
 
     Args:
-        model: that it trains.
-        step: a function without arguments. If it returns a loss whose graph is still there, its backward pass is run.
-        scale: that loss is multiplied by this.
-        begin_backward: is given the gradient of that loss, which is the scale.
+        model: the model that the step trains.
+        step: a function without arguments. If it returns a loss whose graph still exists, the backward pass runs here.
+        scale: the factor for this loss.
+        begin_backward: a function to call with the gradient of this loss, which is the scale.
 
     Returns:
-        Whether the backward pass was run here, with the scale.
+        True if the backward pass ran here, with the scale.
     """
     with ExitStack() as stack:
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -141,13 +141,13 @@ def run_step(
 
 @contextmanager
 def _ending_early() -> Iterator[None]:
-    """Within the block a step ends where gradients are about to be unscaled, or an optimizer is about to step."""
+    """End a step, within the block, just before gradients are unscaled or an optimizer steps."""
     scaler: Any = torch.amp.GradScaler
     unscale, scaler.unscale_ = scaler.unscale_, _end
     before_unscaling.append(_end)
     hook = register_optimizer_step_pre_hook(_end)
     ender: Any = SimpleNamespace(before_step=_end, after_step=_end)
-    observers.append(ender)  # of attached optimizers, whose step looks at the model before torch's hooks run
+    observers.append(ender)  # for attached optimizers, whose step checks the model before torch's hooks run
     try:
         yield
     finally:
@@ -162,10 +162,10 @@ def _end(*_: Any) -> None:
 
 
 def refuse(model: nn.Module) -> None:
-    """Refuse a model whose weights cannot be exchanged for copies.
+    """Refuse a model whose weights cannot be replaced by copies.
 
     Raises:
-        UsageError: for one that is sharded.
+        UsageError: for a sharded model.
     """
     sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
