@@ -1,4 +1,4 @@
-"""The command line. Each subcommand is a module of its own, imported when it is asked for."""
+"""The command line. Each subcommand is a separate module that is imported when it runs."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command ``halfstep``."""
-    from .app import app  # here, so that `halfstep.cli.machine` can be read where click is not installed
+    from .app import app  # a lazy import, so that `halfstep.cli.machine` can be imported without click
 
     later: list[Callable[[], None]] = []
     try:

@@ -20,18 +20,18 @@ SUBCOMMANDS = {
     "memory": "Bytes a parameter for every level and optimizer.",
     "doctor": "What this machine can do, or what loses precision in a script.",
 }
-"""Name and one line of help. The name is also the module beside this one, which holds a ``command``."""
+"""The names and one-line help texts of subcommands. Each name is also the name of a module with a ``command``."""
 
 
 class LazyGroup(click.Group):
     """A group whose subcommands are imported when they run, so that ``--help`` stays quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order of ``SUBCOMMANDS``."""
+        """List the names in the order of ``SUBCOMMANDS``."""
         return list(SUBCOMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The subcommand of a name, or None."""
+        """Import and return the subcommand with a name; None for an unknown name."""
         if cmd_name not in SUBCOMMANDS:
             return None
         command = import_module(f".{cmd_name}", __package__).command
@@ -41,7 +41,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The subcommand of an argument; another word is refused with what may have been meant."""
+        """Resolve an argument to its subcommand; refuse any other word with a suggestion."""
         word = args[0]
         if word not in SUBCOMMANDS and not word.startswith("-"):
             near = difflib.get_close_matches(word, SUBCOMMANDS, n=1)
@@ -51,7 +51,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of subcommands, without importing any."""
+        """Write the list of subcommands without importing any."""
         with formatter.section("Commands"):
             formatter.write_dl(list(SUBCOMMANDS.items()))
 

@@ -1,4 +1,4 @@
-"""``halfstep compare``: where two saved runs part."""
+"""``halfstep compare``: finds the place at which two saved runs diverge."""
 
 from __future__ import annotations
 

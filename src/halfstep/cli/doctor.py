@@ -1,4 +1,4 @@
-"""``halfstep doctor``: what this machine and this installation can do, and which level and dtype to train with."""
+"""``halfstep doctor``: reports the abilities of this machine and installation, with advice on level and dtype."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Advice", "advise", "command"]
 
 
 class Advice(NamedTuple):
-    """How to train on a device."""
+    """The advice for training on a device."""
 
     level: str
     dtype: torch.dtype
@@ -59,7 +59,7 @@ def command(
     if script is not None:
         found = Script(script, args, module, device, trust_checkpoints)
         found.check(click.get_current_context())
-        later.append(functools.partial(_check, found, as_json))  # as in `halfstep run`
+        later.append(functools.partial(_check, found, as_json))  # outside of click; see `halfstep run`
         return
     for option, value in {"--device": device, "--trust-checkpoints": trust_checkpoints, "-m": module}.items():
         if value:
@@ -88,7 +88,7 @@ def command(
 
 
 def _check(script: Script, as_json: bool) -> None:
-    """Print what is found in a script. As JSON it is alone on stdout: what the script prints goes to stderr."""
+    """Print the findings in a script. JSON is alone on stdout, and the output of the script goes to stderr."""
     from .script_check import first_step_of
 
     with script.prepared("doctor"), _stdout_on_stderr() if as_json else nullcontext():
@@ -113,7 +113,7 @@ def _check(script: Script, as_json: bool) -> None:
 
 @contextmanager
 def _stdout_on_stderr() -> Iterator[None]:
-    """What this process and those that it starts write to stdout goes to stderr."""
+    """Redirect stdout of this process and its child processes to stderr."""
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(2, 1)
@@ -126,7 +126,7 @@ def _stdout_on_stderr() -> Iterator[None]:
 
 
 def _as_dict(device: torch.device, cpu: str) -> dict[str, Any]:
-    """The rows of the tables for a device."""
+    """Collect the table rows of a device."""
     import torch
 
     from ..core.hardware import slow_reason
@@ -158,7 +158,7 @@ def _finding_as_dict(finding: Finding) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it, which knows neither inf nor NaN nor dtypes."""
+    """Convert a value to JSON, which has neither inf nor NaN nor dtypes."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple, set)):
@@ -169,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def _emulation(device: torch.device) -> str | None:
-    """A line on what runs in fp32 kernels with 16-bit rounding on a device; None if nothing does."""
+    """Describe the ops that a device emulates by fp32 kernels with 16-bit rounding; None if there are none."""
     from ..core.oplists.tables import KINDS
 
     lacks = [
@@ -186,7 +186,7 @@ def _emulation(device: torch.device) -> str | None:
 
 
 def _emulated(device: torch.device) -> dict[str, list[str]]:
-    """The classes of ops that a device has no units for, of each 16-bit dtype."""
+    """Find the classes of ops for which a device has no units, by 16-bit dtype."""
     import torch
 
     from ..core.hardware import has_units
@@ -199,7 +199,7 @@ def _emulated(device: torch.device) -> dict[str, list[str]]:
 
 
 def advise(device: torch.device) -> Advice:
-    """The level and dtype to begin with on a device: the fastest that trains as safely as fp32."""
+    """Choose the level and dtype to begin with on a device: the fastest combination that trains as safely as fp32."""
     import torch
 
     from ..core.hardware import slow_reason
@@ -252,7 +252,7 @@ def _facts_table(facts: dict[str, str]) -> Table:
 
 
 def _installed() -> dict[str, str]:
-    """The build of torch, and the compilers of kernels."""
+    """Describe torch's build and the compilers for kernels."""
     import torch
 
     from ..kernels import backend_for
@@ -269,7 +269,7 @@ def _installed() -> dict[str, str]:
 
 
 def _cpp_compiler() -> str | None:
-    """The path of the compiler that torch would call: ``$CXX``, or the usual names."""
+    """Find the compiler that torch would call: ``$CXX``, or one with a usual name."""
     import shutil
 
     names = [os.environ.get("CXX", ""), "g++", "clang++", "c++", "cl"]

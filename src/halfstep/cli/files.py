@@ -1,4 +1,4 @@
-"""Files that a command is asked to write."""
+"""Checks of the files that a command will write."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["check_writable"]
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path where no file can be written, before any work is done for it.
+    """Refuse a path that cannot be written, before the command does any work.
 
     Raises:
-        click.ClickException: if it is there and read-only, or no file can be made in its folder, or in the first one
-            above it that is there.
+        click.ClickException: if the path exists and is read-only, or no file can be created in its folder, or in the
+            nearest existing folder above.
     """
     if path.exists() and not os.access(path, os.W_OK):
         raise click.ClickException(f"{path} cannot be written: it is read-only.")

@@ -1,4 +1,4 @@
-"""The machine on which a figure was measured. Imports torch and nothing else from outside."""
+"""A description of the machine on which a figure was measured. Imports no package except torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["describe_machine", "machine_section"]
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """The machine and the versions, as label and text, in the order to show them."""
+    """Describe the machine and the versions: label to text, in display order."""
     found = {"CPU": f"{_cpu_name()}, {counted(torch.get_num_threads(), 'thread')} used"}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -32,7 +32,7 @@ def describe_machine(device: torch.device) -> dict[str, str]:
 
 
 def machine_section(device: torch.device) -> Markup:
-    """The part of a page that names the machine and the versions that it was made with."""
+    """Make the section of a page that describes the machine and the versions."""
     return section("The machine", facts(describe_machine(device)))
 
 

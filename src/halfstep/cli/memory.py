@@ -1,4 +1,4 @@
-"""``halfstep memory``: bytes a parameter for every level and optimizer."""
+"""``halfstep memory``: bytes per parameter for every level and optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["command"]
 @click.option("--params", type=float, metavar="NUMBER", help="also print the GiB of a model of so many, such as 7e9")
 @click.option("--optimizer", metavar="TEXT", help="only optimizers with this in their name")
 def command(params: float | None, optimizer: str | None) -> None:
-    """Print the bytes a parameter of weights, masters, optimizer state and gradients, and those of activations."""
+    """Print the bytes per parameter of weights, masters, optimizer state and gradients, and bytes of activations."""
     from rich.console import Console
 
     from ..findings.memory import ACTIVATIONS, lines

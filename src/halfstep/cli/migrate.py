@@ -29,10 +29,10 @@ class Migration:
     """A source text and its rewriting.
 
     Attributes:
-        before: the text.
-        after: the new text; the same if nothing had to be done, or nothing could be.
-        problems: line numbers of the text before, and what could not be rewritten there.
-        mentions: line numbers of the text before, and comments and strings there that speak of Apex.
+        before: the original text.
+        after: the new text; equal to ``before`` if there was nothing to rewrite, or nothing could be rewritten.
+        problems: pairs of a line number in ``before`` and a description of code that could not be rewritten.
+        mentions: pairs of a line number in ``before`` and a comment or string that mentions Apex.
     """
 
     before: str
@@ -45,17 +45,17 @@ def migrate(source: str) -> Migration:
     """Rewrite the names of Apex in a Python source text.
 
     Raises:
-        SyntaxError: if the text is no Python, or its rewriting would not be.
+        SyntaxError: if the text, or its rewritten form, is not valid Python.
     """
     if not any(word in source for word in _WORDS):
         return Migration(source, source, [])
     from ..compat.migrate.mentions import asked_by_string, mentions
     from ..compat.migrate.to_halfstep import to_halfstep
 
-    mark, text = (source[:1], source[1:]) if source.startswith("\ufeff") else ("", source)  # of the byte order
+    mark, text = (source[:1], source[1:]) if source.startswith("\ufeff") else ("", source)  # the byte order mark
     after, problems = to_halfstep(text)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of the text before, too
+        warnings.simplefilter("ignore", SyntaxWarning)  # the original text has the same warnings
         compile(after, "<migrated>", "exec", dont_inherit=True)
     left = sorted({*problems, *asked_by_string(text)})
     lines = {line for line, _ in left}
@@ -65,11 +65,11 @@ def migrate(source: str) -> Migration:
 _WORDS = ("apex", "amp_C", "syncbn")
 _NOTEBOOK = Migration("", "", [], [(1, "a notebook, which is not rewritten")])
 _PARALLEL = 64
-"""From this many files on, other processes help; each takes seconds to start."""
+"""The number of files from which on worker processes help; starting one takes seconds."""
 
 
 def _migrate_files(files: list[Path]) -> Iterator[Migration | str]:
-    """The rewritings, in order."""
+    """Yield the rewritten files in order."""
     workers = min(os.cpu_count() or 1, len(files) // (_PARALLEL // 2))
     if workers < 2:
         yield from map(_migrate_file, files)
@@ -79,7 +79,7 @@ def _migrate_files(files: list[Path]) -> Iterator[Migration | str]:
 
 
 def _migrate_file(path: Path) -> Migration | str:
-    """The rewriting of a file, or why it cannot be read."""
+    """Rewrite a file; returns a message if it cannot be read."""
     if path.suffix == ".ipynb":
         return _NOTEBOOK
     try:
@@ -89,7 +89,7 @@ def _migrate_file(path: Path) -> Migration | str:
 
 
 def _refuse_torch(context: click.Context, option: click.Parameter, given: str | bool | None) -> None:
-    """``--to halfstep`` is what the command does; whatever else these options asked for, it no longer does."""
+    """Refuse the options of earlier versions, except ``--to halfstep``, which is the default."""
     if given not in (None, False, "halfstep"):
         raise click.UsageError(
             "halfstep migrate no longer writes code for plain torch: --to torch, --accumulation and --o2-as-o1 were "
@@ -120,7 +120,7 @@ def command(paths: tuple[Path, ...], write: bool) -> None:
             )
     files = [path for path in find_sources(paths) if _speaks_of_apex(path)]
     rewritten: Iterable[tuple[Path, Migration | str]] = zip(files, _migrate_files(files), strict=True)
-    if write:  # first: what reads the output may close it
+    if write:  # before printing, because the reader of the output may close the pipe
         rewritten = list(rewritten)
         new = [(path, each) for path, each in rewritten if isinstance(each, Migration) and each.after != each.before]
         write_sources({path: each.after for path, each in new})
@@ -146,7 +146,7 @@ def command(paths: tuple[Path, ...], write: bool) -> None:
 
 
 def _speaks_of_apex(path: Path) -> bool:
-    """True if Apex is in a file, or may be: one that cannot be read."""
+    """True if a file mentions Apex, or cannot be read and might."""
     try:
         text = path.read_bytes()
     except OSError:

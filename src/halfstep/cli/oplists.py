@@ -1,4 +1,4 @@
-"""``halfstep oplists``: which op runs in which precision."""
+"""``halfstep oplists``: shows the precision of each op."""
 
 from __future__ import annotations
 

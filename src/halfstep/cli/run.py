@@ -50,7 +50,7 @@ def command(
         os.environ["HALFSTEP_OPT_LEVEL"] = opt_level
     if dtype:
         os.environ["HALFSTEP_DTYPE"] = dtype
-    # Not here: click catches what ends a script, such as KeyboardInterrupt, EOFError and a broken pipe.
+    # Deferred, because click would catch exceptions that end a script: KeyboardInterrupt, EOFError, a broken pipe.
     later.append(functools.partial(_run, found, outputs, line))
 
 
@@ -61,7 +61,7 @@ def _run(script: Script, outputs: Outputs, line: list[str]) -> None:
         with outputs.written(Path(script.name).name, line):
             script.run()
     if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()  # scripts for Apex never do, and torch warns without it
+        dist.destroy_process_group()  # scripts for Apex never call it, and torch then warns
 
 
 def _check_level(opt_level: str | None, dtype: str | None) -> None:

@@ -1,4 +1,4 @@
-"""``halfstep run --numerics``: monitors every model that a script trains, and saves what they have seen."""
+"""``halfstep run --numerics``: monitors every model that a script trains, and saves the rows."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ __all__ = ["monitored"]
 
 @contextmanager
 def monitored(path: Path, every: int, script: str, command_line: str) -> Iterator[None]:
-    """Monitor the models that are trained in this block, and save the rows however it ends.
+    """Monitor the models that the block trains, and save the rows even if it ends with an error.
 
     Args:
-        path: the file: rows as JSON lines, or with the suffix ".html" a page of pictures. Other ranks than 0 put
-            ".rank1" and so on behind it.
-        every: how many steps lie between two that are looked at.
+        path: the file: rows as JSON lines, or a page of pictures for the suffix ".html". Ranks other than 0 append
+            ".rank1" and so on.
+        every: the distance of two sampled steps.
         script: the name of the script.
-        command_line: what made the file.
+        command_line: the command that made the file.
     """
     rank = int(os.environ.get("RANK", 0))
-    path = path.resolve()  # the script may go elsewhere
+    path = path.resolve()  # the script may change the working directory
     path = path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")
     monitors = Monitors(every)
     creation_callbacks.append(monitors.see_created)
@@ -60,13 +60,13 @@ def monitored(path: Path, every: int, script: str, command_line: str) -> Iterato
 
 
 class Monitors:
-    """A monitor for each model and optimizer that a script trains.
+    """One monitor per model and optimizer that a script trains.
 
-    One begins when ``amp`` prepares the two. For an optimizer that ``amp`` never saw together with a model, it begins
-    at the optimizer's first step, with the outermost module that has its parameters.
+    A monitor starts when ``amp`` prepares the two. For an optimizer that ``amp`` never saw together with a model, it
+    starts at the optimizer's first step, with the outermost module that has its parameters.
 
     Args:
-        every: how many steps lie between two that are looked at.
+        every: the distance of two sampled steps.
     """
 
     def __init__(self, every: int) -> None:
@@ -75,23 +75,25 @@ class Monitors:
         self._monitors: list[tuple[nn.Module, Monitor]] = []
 
     def see_created(self, attached: AttachedOptimizer) -> None:
-        """An optimizer comes under ``amp``."""
+        """Receive an optimizer that ``amp`` attaches to."""
         if not attached.passes.ranks.inside:
-            self._begin(attached.optimizer, [model for ref in attached.passes.replaced.models if (model := ref()) is not None])
+            self._begin(
+                attached.optimizer, [model for ref in attached.passes.replaced.models if (model := ref()) is not None]
+            )
 
     def before_step(self, attached: AttachedOptimizer) -> None:
-        """As an observer: a step begins, perhaps the first one."""
+        """Receive the start of a step, which may be the first."""
         self._begin_late(attached.optimizer)
 
     def after_step(self, attached: AttachedOptimizer) -> None:
-        """As an observer: the monitors note it themselves."""
+        """Receive the end of a step; the monitors observe it themselves."""
 
     def see_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Any optimizer of torch steps."""
+        """Receive a step of any torch optimizer."""
         self._begin_late(optimizer)
 
     def rows(self) -> list[Row]:
-        """The rows of all models. Where there are several, names begin with the class of the model."""
+        """Return the rows of all models. With several models, names begin with the class of the model."""
         kinds = Counter(type(model).__name__ for model in {id(model): model for model, _ in self._monitors}.values())
         names: dict[int, str] = {}
         found = []

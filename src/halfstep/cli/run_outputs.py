@@ -23,12 +23,12 @@ __all__ = ["Outputs"]
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files that were asked for.
+    """The files that the user requested.
 
     Attributes:
-        report: for a page on every step.
-        numerics: for what tensors look like.
-        every: how many steps lie between two that ``numerics`` looks at; None for 100.
+        report: the file for a page on every step.
+        numerics: the file for the statistics of tensors.
+        every: the distance of two steps that ``numerics`` samples; None for 100.
     """
 
     report: Path | None = None
@@ -36,10 +36,10 @@ class Outputs:
     every: int | None = None
 
     def check(self) -> None:
-        """Refuse what could only fail after the script has run.
+        """Refuse files that could only fail after the script has run.
 
         Raises:
-            click.ClickException: says why.
+            click.ClickException: with the reason.
         """
         if self.every is not None and self.numerics is None:
             raise click.UsageError("--every goes with --numerics FILE.")
@@ -51,11 +51,11 @@ class Outputs:
 
     @contextmanager
     def written(self, script: str, command_line: list[str]) -> Iterator[None]:
-        """Write them when the block ends, however it does.
+        """Write the files when the block ends, even with an error.
 
         Args:
             script: the name of the script.
-            command_line: what was called, for the pages to show.
+            command_line: the command line, shown on the pages.
         """
         with ExitStack() as stack:
             stack.enter_context(_telling_skips())
@@ -71,20 +71,20 @@ class Outputs:
 
 
 def _is_first() -> bool:
-    """Whether this is the only process, or that of rank 0."""
+    """True if this is the only process, or the process of rank 0."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
 @contextmanager
 def _telling_skips() -> Iterator[None]:
-    """Say at the end how many steps were skipped, if any were."""
+    """Print the number of skipped steps at the end, if there were any."""
     from ..core.text import counted
     from ..stepping.attached import creation_callbacks
 
     made = []
 
     def note(attached: AttachedOptimizer) -> None:
-        made.append((attached.stepping, attached.passes.ranks))  # which let go of the optimizer
+        made.append((attached.stepping, attached.passes.ranks))  # without a reference to the optimizer
 
     creation_callbacks.append(note)
     try:
@@ -101,10 +101,10 @@ def _telling_skips() -> Iterator[None]:
 
 @contextmanager
 def _reported(path: Path, script: str, command_line: str) -> Iterator[None]:
-    """Write the report."""
+    """Record the block, and write the report at its end."""
     from .run_report import recording, write_report
 
-    path = path.resolve()  # the script may go elsewhere
+    path = path.resolve()  # the script may change the working directory
     ending = "It ran to its end."
     with recording() as record:
         try:

@@ -39,15 +39,14 @@ __all__ = ["Recording", "recording", "robust_limit", "write_report"]
 
 @dataclass
 class Steps:
-    """The steps of one optimizer: each list has an entry for each of them.
+    """The steps of one optimizer: each list has one entry per step.
 
     Attributes:
-        name: the optimizer's class.
-        scales: the scale that the latest loss of each step was multiplied by, for each of its loss scales; NaN where
-            there was no such loss.
-        skipped: whether the step was skipped.
-        seconds: since the end of the step before; for the first one, since the recording began.
-        bytes: the most that was allocated on the GPU, or what is resident in the process.
+        name: the name of the optimizer's class.
+        scales: by loss scaler, the scale of the latest loss of each step; NaN if there was no such loss.
+        skipped: True for a skipped step.
+        seconds: the time since the end of the previous step; for the first step, since the recording began.
+        bytes: the peak of the allocated GPU memory, or the resident memory of the process.
     """
 
     name: str
@@ -57,13 +56,13 @@ class Steps:
     bytes: list[int] = field(default_factory=list)
 
     def add_scales(self, used: dict[DeviceLossScaler, float]) -> None:
-        """Add those of a step."""
+        """Add the scales of a step."""
         before = len(self.skipped)
         for scaler in [*self.scales, *(scaler for scaler in used if scaler not in self.scales)]:
             self.scales.setdefault(scaler, [math.nan] * before).append(used.get(scaler, math.nan))
 
     def last_scales(self) -> list[float]:
-        """The latest of each loss scale."""
+        """Return the latest value of each loss scale."""
         return [next(scale for scale in reversed(line) if scale == scale) for line in self.scales.values()]
 
 
@@ -71,8 +70,8 @@ class Recording:
     """An observer that records the steps of all optimizers under amp.
 
     Attributes:
-        steps: one ``Steps`` for each optimizer, in the order of their first steps.
-        device: the device of the optimizer that stepped last.
+        steps: one ``Steps`` per optimizer, in the order of their first steps.
+        device: the device of the optimizer that made the latest step.
     """
 
     def __init__(self) -> None:
@@ -83,7 +82,7 @@ class Recording:
         self._last = time.perf_counter()
 
     def before_step(self, attached: AttachedOptimizer) -> None:
-        """Note the scales and the skipped steps. Reads the device."""
+        """Store the scales and the count of skipped steps. Reads the device."""
         scales = {scaler: float(scale) for scaler, scale in attached.passes.scales.items()}
         self._before = scales, attached.stepping.skipped
 
@@ -105,7 +104,7 @@ class Recording:
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Record every step of every optimizer that goes through amp in this block."""
+    """Record every step of every optimizer under amp in this block."""
     record = Recording()
     observers.append(record)
     try:
@@ -115,14 +114,14 @@ def recording() -> Iterator[Recording]:
 
 
 def write_report(path: Path, record: Recording, script: str, command: str, ending: str) -> None:
-    """Write the page.
+    """Write the page of the report.
 
     Args:
-        path: the file; its folder is made.
-        record: the steps.
+        path: the file; its folder is created.
+        record: the recorded steps.
         script: the name of the script.
         command: the command line.
-        ending: how the script ended, in a sentence.
+        ending: a sentence about the end of the script.
     """
     if not record.steps:
         ending += " No optimizer stepped under amp: the script made none, or never called amp.initialize or its like."
@@ -132,7 +131,7 @@ def write_report(path: Path, record: Recording, script: str, command: str, endin
 
 
 def robust_limit(seconds: Sequence[float]) -> float:
-    """The upper edge of a picture of step times: what takes much longer than most, as warm-up does, lies above."""
+    """Choose the upper edge of a picture of step times; outliers, such as warm-up steps, lie above it."""
     usual = max(4.0 * statistics.median(seconds), 1.2 * _quantile(seconds, 0.9))
     return min(usual, 1.1 * max(seconds))
 
@@ -227,7 +226,7 @@ def _plain_lines(
 
 
 def _names(all_steps: Sequence[Steps]) -> list[str]:
-    """The classes of the optimizers, with numbers where there are several of one."""
+    """Name the optimizers by class, numbered if a class occurs several times."""
     classes = [steps.name for steps in all_steps]
     return [name if classes.count(name) == 1 else f"{name} {classes[:i].count(name)}" for i, name in enumerate(classes)]
 

@@ -1,4 +1,4 @@
-"""Runs a script in this process as ``python SCRIPT`` would: its ``__main__``, arguments, traceback and exit status."""
+"""Execution of a script in this process as by ``python SCRIPT``: ``__main__``, arguments, traceback, exit status."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["hide_halfstep", "prepare_workers", "run_script"]
 
 
 def run_script(script: str, args: Sequence[str], *, module: bool = False) -> None:
-    """Run a script as ``__main__``; it ends as it likes.
+    """Run a script as ``__main__``; its exceptions and exit pass through.
 
     Args:
-        script: its path; "-" for what comes from the standard input; or the name of a module.
-        args: what it finds in ``sys.argv``.
-        module: run a module, as ``python -m`` does.
+        script: the path of the script; "-" for the standard input; or the name of a module.
+        args: the arguments in its ``sys.argv``.
+        module: True to run a module, as ``python -m`` does.
     """
     sys.argv = [script, *args]
     if not getattr(sys.flags, "safe_path", False):  # python -P, from 3.11 on
@@ -44,7 +44,7 @@ def _code(script: str) -> CodeType:
 
 
 def prepare_workers(device: str | None) -> None:
-    """Let ``import apex`` find halfstep in the Python processes that the script starts, too."""
+    """Make ``import apex`` find halfstep in the Python processes that the script starts, too."""
     startup = str(Path(__file__).with_name("startup"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, os.environ.get("PYTHONPATH")]))
     if device:
@@ -52,10 +52,10 @@ def prepare_workers(device: str | None) -> None:
 
 
 def hide_halfstep(hint: Callable[[BaseException], str | None]) -> None:
-    """Have the traceback of an error begin in the script, and write a hint below it if there is one.
+    """Make tracebacks begin in the script, and print a hint below an error if there is one.
 
-    What watches the script is not in it either: its frames stand between those of a model and those of torch. Nor is
-    the search for a module or a name of Apex that ends in an error.
+    Tracebacks also leave out frames of halfstep's observers, which lie between frames of a model and of torch, and the
+    search for a module or name of Apex that ends in an error.
     """
     own, here, ours = sys.excepthook, Path(__file__).parent, Path(__file__).parents[1]
     finders = ("install.py", "missing.py")

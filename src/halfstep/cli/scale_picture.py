@@ -11,13 +11,13 @@ __all__ = ["scale_figure", "scale_line"]
 
 
 def scale_line(label: str, scales: Sequence[float], marked: Sequence[bool], hue: int | None = None) -> Line:
-    """The line of a loss scale, as powers of 2.
+    """Make the line of a loss scale, as powers of 2.
 
     Args:
-        label: whose it is.
-        scales: one for each step; NaN where no loss was scaled.
+        label: the name of its run or optimizer.
+        scales: one scale per step; NaN if no loss was scaled.
         marked: the steps to mark.
-        hue: as of ``Line``.
+        hue: see ``Line``.
     """
     points = [(step, math.log2(scale)) for step, scale in enumerate(scales) if scale == scale]
     return Line(label, points, [point for point in points if marked[point[0]]], stairs=True, hue=hue)
@@ -26,14 +26,14 @@ def scale_line(label: str, scales: Sequence[float], marked: Sequence[bool], hue:
 def scale_figure(
     drawn: Sequence[Line], scales: Mapping[str, Sequence[float]], owner: str, told: str, text: str
 ) -> Markup:
-    """The picture, with a table of the changes.
+    """Make the picture, with a table of the changes.
 
     Args:
-        drawn: what ``scale_line`` returned.
-        scales: those of each step by whose they are, for the table.
-        owner: what "whose" is: "run" or "optimizer".
-        told: a sentence for who does not see the picture.
-        text: below the picture.
+        drawn: the results of ``scale_line``.
+        scales: the scales of each step by name of run or optimizer, for the table.
+        owner: the kind of these names: "run" or "optimizer".
+        told: a description for screen readers.
+        text: the text below the picture.
     """
     exponents = [value for line in drawn for _, value in line.points]
     low, high = min(math.floor(min(exponents)), 0) - 1.0, max(math.ceil(max(exponents)), 0) + 1.0

@@ -1,4 +1,4 @@
-"""The script that ``halfstep run`` and ``halfstep doctor`` are given: their common options, and how it is run."""
+"""The script argument of ``halfstep run`` and ``halfstep doctor``: its common options, and its execution."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ..core.text import listed
 __all__ = ["SCRIPT_SETTINGS", "Script", "script_options"]
 
 SCRIPT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""Context settings of a command that takes a script: what stands after it belongs to the script."""
+"""Context settings of a command that takes a script: arguments after the script belong to the script."""
 
 
 def script_options(required: bool) -> Callable[[Any], Any]:
-    """The options and arguments from which a ``Script`` is made.
+    """Make the options and arguments that describe a ``Script``.
 
     Args:
-        required: whether the command needs a script.
+        required: True if the command needs a script.
     """
     trusts = "let torch.load unpickle any object: for files of your own"
     return _all_of(
@@ -47,14 +47,14 @@ def _all_of(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class Script:
-    """A script of the user's.
+    """A user's script.
 
     Attributes:
-        name: its path; "-" for what comes from the standard input; or the name of a module.
-        args: what it finds in ``sys.argv``.
-        module: run a module, as ``python -m`` does.
-        device: "cpu" sends what it asks of CUDA to the CPU.
-        trusts: let ``torch.load`` unpickle any object.
+        name: the path of the script; "-" for the standard input; or the name of a module.
+        args: the arguments in its ``sys.argv``.
+        module: True to run a module, as ``python -m`` does.
+        device: "cpu" redirects requests for CUDA to the CPU.
+        trusts: True to let ``torch.load`` unpickle any object.
     """
 
     name: str
@@ -64,10 +64,10 @@ class Script:
     trusts: bool
 
     def check(self, ctx: click.Context) -> None:
-        """Refuse what is no script: an option with a typing mistake, a folder, a file that is not there.
+        """Refuse an argument that is not a script: a mistyped option, a folder, a missing file.
 
         Raises:
-            click.UsageError: says what was given, and what may have been meant.
+            click.UsageError: with the given argument and a suggestion.
         """
         if self.module:
             _check_module(self.name)
@@ -75,17 +75,17 @@ class Script:
             _check_path(ctx, self.name)
 
     def line(self, command: str, *options: str) -> list[str]:
-        """The command line that runs it with some other options."""
+        """Compose the command line that runs the script with other options."""
         given = [f"--device={self.device}"] if self.device else []
         given += ["--trust-checkpoints"] * self.trusts + ["-m"] * self.module
         return ["halfstep", command, *options, *given, self.name, *self.args]
 
     @contextmanager
     def prepared(self, command: str) -> Iterator[None]:
-        """Within the block it and the processes that it starts find Apex, and what torch once had.
+        """Make Apex, and names that torch removed, importable for the script and its child processes within the block.
 
         Args:
-            command: "run" or "doctor", for advice on an error.
+            command: "run" or "doctor", for the hint on an error.
         """
         from ..compat import torch_past
         from ..compat.cuda_shim import cuda_on_cpu
@@ -102,14 +102,14 @@ class Script:
             yield
 
     def run(self) -> None:
-        """Run it as ``__main__``; it ends as it likes."""
+        """Run the script as ``__main__``; its exceptions and exit pass through."""
         from .run_script import run_script
 
         run_script(self.name, self.args, module=self.module)
 
 
 def _check_module(name: str) -> None:
-    sys.path[0] = os.getcwd()  # where python -m looks first
+    sys.path[0] = os.getcwd()  # python -m searches it first
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         raise click.BadParameter(f"No module named {name}", param_hint="-m")
 
@@ -136,7 +136,7 @@ def _check_path(ctx: click.Context, script: str) -> None:
 
 
 def _hint(command: str, device: str | None, error: BaseException) -> str | None:
-    """Advice for a script that asked for a GPU where there is none, or for a pickled object, or mixed dtypes."""
+    """Compose a hint for a script that asked for a missing GPU, loaded a pickled object, or mixed dtypes."""
     import pickle
 
     import torch
@@ -152,7 +152,7 @@ def _hint(command: str, device: str | None, error: BaseException) -> str | None:
             f"{command}: at O2 and O3 a part that is called past its model, as model.encoder(x), casts no inputs. Call "
             "the model, give it a method that calls the part, or pass cast_ops=True to amp.initialize."
         )
-    if device is not None or isinstance(error, ImportError):  # of a name such as fused_adam_cuda
+    if device is not None or isinstance(error, ImportError):  # for example of fused_adam_cuda
         return None
     asked = any(word in str(error) for word in ("CUDA", "cuda", "NVIDIA", "no GPUs found"))
     if isinstance(error, Exception) and asked and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""``halfstep doctor SCRIPT``: the script runs until its first optimizer step, and then its model is checked."""
+"""``halfstep doctor SCRIPT``: runs the script until its first optimizer step, and then checks its model."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["first_step_of"]
 
 
 class _FirstStep(BaseException):
-    """Ends the script. No ``except Exception`` of the script catches it."""
+    """Raised to end the script; not an ``Exception``, so that the script does not catch it."""
 
 
 class _Run(Forward):
-    """A record of what a script runs until its first step.
+    """A record of a script until its first step.
 
     Attributes:
-        models: the modules that it called itself, outermost ones only.
-        scalers: its loss scalers.
-        optimizer: the first one that has stepped.
+        models: the outermost modules that the script called.
+        scalers: the loss scalers of the script.
+        optimizer: the first optimizer that stepped.
     """
 
     def __init__(self) -> None:
@@ -42,17 +42,17 @@ class _Run(Forward):
         self.optimizer: torch.optim.Optimizer | None = None
 
     def entered(self, call: ModuleCall, args: Any, kwargs: Any) -> None:
-        """As a listener: a module is called."""
+        """Receive the start of a module call."""
         if self.running[0] is call and not any(call.of is model for model in self.models):
             self.models.append(call.of)
 
     def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer has stepped."""
+        """Receive the first step of an optimizer, and end the script."""
         self.optimizer = optimizer
         raise _FirstStep
 
     def trained(self) -> nn.Module | None:
-        """The model that has most of the optimizer's parameters; of those without any, the one with most gradients."""
+        """Find the model with most of the optimizer's parameters; if none has any, with the most gradients."""
         if self.optimizer is None:
             return None
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -65,7 +65,7 @@ class _Run(Forward):
 
     @contextmanager
     def noting_scalers(self) -> Iterator[None]:
-        """Within the block scalers are noted when they scale a loss."""
+        """Record, within the block, the scalers that scale a loss."""
         classes: list[Any] = [torch.amp.GradScaler, GradScaler]
         own = [cls.scale for cls in classes]
 
@@ -87,17 +87,17 @@ class _Run(Forward):
 
 
 def first_step_of(script: Script) -> list[Finding] | None:
-    """Run a script, which is prepared, until an optimizer has stepped, and check the model that it trains.
+    """Run a prepared script until an optimizer has stepped, and check the model that it trains.
 
     Returns:
-        The findings; None if no optimizer has stepped, or if no model was called.
+        The findings; None if no optimizer stepped or no model was called.
     """
     seen = _Run()
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_post_hook(seen.end).remove)
         stack.enter_context(seen.noting_scalers())
         stack.enter_context(seen.watching())
-        stack.enter_context(warnings.catch_warnings())  # torch warns of compiled modules while all modules are watched
+        stack.enter_context(warnings.catch_warnings())  # torch warns about compiled modules under global hooks
         warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
         stack.enter_context(suppress(_FirstStep))
         script.run()

@@ -1,4 +1,4 @@
-"""The files that ``halfstep migrate`` reads and writes: which ones, in which encoding, and all of them or none."""
+"""The files of ``halfstep migrate``: search, encoding, and writing of all or none."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["find_sources", "read_source", "why_not_read", "write_sources"]
 
 
 def find_sources(paths: Iterable[Path]) -> list[Path]:
-    """The Python files and notebooks in folders, and the files that are named themselves; each file once.
+    """Find the Python files and notebooks in folders, and files given directly; each file once.
 
-    What is hidden is left out. A folder that cannot be read is in the list too, for ``read_source`` to say so.
+    Hidden files are left out. An unreadable folder is listed as well, so that ``read_source`` reports it.
     """
     found = [file for path in paths for file in (_inside(path) if path.is_dir() else [path])]
-    # Of a file and a link to it, which comes first here, the file is kept.
+    # Links come first, so that for a file and a link to it the dict keeps the file.
     kept = {file.resolve(): file for file in sorted(found, key=Path.is_symlink, reverse=True)}
     return [file for file in found if kept[file.resolve()] is file]
 
@@ -38,10 +38,10 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def read_source(path: Path) -> str:
-    """The text of a Python file, in the encoding that its first lines name. A byte order mark stays.
+    """Read a Python file in the encoding that its first lines declare. A byte order mark is kept.
 
     Raises:
-        OSError, SyntaxError, UnicodeDecodeError: if it cannot be read; see ``why_not_read``.
+        OSError, SyntaxError, UnicodeDecodeError: if the file cannot be read; see ``why_not_read``.
     """
     return path.read_bytes().decode(_encoding(path))
 
@@ -52,7 +52,7 @@ def _encoding(path: Path) -> str:
 
 
 def why_not_read(error: OSError | SyntaxError | UnicodeDecodeError) -> str:
-    """What to say of a file that is no text, or no Python."""
+    """Describe the error of a file that is not text, or not Python."""
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror}"
     if isinstance(error, SyntaxError):
@@ -62,14 +62,14 @@ def why_not_read(error: OSError | SyntaxError | UnicodeDecodeError) -> str:
 
 
 def write_sources(texts: Mapping[Path, str]) -> None:
-    """Write files, or none of them if one cannot be written. Permissions and links stay.
+    """Write all files, or none if one cannot be written. Permissions and links are kept.
 
     Raises:
-        click.ClickException: says which file cannot be written, and why.
+        click.ClickException: with the file that cannot be written, and the reason.
     """
     for path in texts:
         check_writable(path)
-    with ExitStack() as stack:  # an interruption, too, leaves the old files and no others
+    with ExitStack() as stack:  # an interruption also keeps the old files and leaves no new ones
         made = []
         for path, text in texts.items():
             target = path.resolve()

@@ -1,4 +1,4 @@
-"""Tables in a terminal or a pipe."""
+"""Printing of tables to a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDEST = 1000
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """Print a table as wide as it is: names and numbers are not cut where the console is narrower."""
+    """Print a table in its full width, so that a narrow console does not cut names and numbers."""
     own = console.width
     whole = Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum
     console.width = max(own, whole)

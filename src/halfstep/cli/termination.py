@@ -1,4 +1,4 @@
-"""SIGTERM ends a script as ``sys.exit`` does, so that what is written at its end is written."""
+"""A handler that makes SIGTERM end a script as ``sys.exit`` does, so that its files are written at the end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["exiting_on_sigterm"]
 
 @contextmanager
 def exiting_on_sigterm() -> Iterator[None]:
-    """Within the block SIGTERM raises ``SystemExit``. A handler that the script sets itself has precedence.
+    """Make SIGTERM raise ``SystemExit`` within the block. A handler that the script sets has precedence.
 
-    torchrun sends it to the other ranks when one has failed, and batch systems before a job's time is over.
+    torchrun sends SIGTERM to the remaining ranks when one fails, and batch systems send it before a job's time is over.
     """
 
     def leave(number: int, frame: object) -> NoReturn:

@@ -93,7 +93,7 @@ def command(
 
 
 def _train(console: Console, settings: Settings) -> list[Run]:
-    """Train under a progress bar, or with a line for each epoch where the output is no terminal."""
+    """Train with a progress bar, or with one line per epoch if the output is not a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from .training import EPOCH_STEPS, train
@@ -128,7 +128,7 @@ def _print_table(console: Console, runs: list[Run], device: torch.device) -> Non
     table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=0)
     for name in header:
         words = name in ("level", "dtype", "computed")
-        # A header of two words stands on two lines: the table then fits 80 columns.
+        # A header of two words takes two lines, so that the table fits 80 columns.
         table.add_column("\n".join(name.split(" ", 1)), justify="left" if words else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)

@@ -15,21 +15,21 @@ __all__ = ["PeakMemory", "now"]
 
 
 def now(device: torch.device) -> float:
-    """The time in seconds, once the device has done all its work."""
+    """Return the time in seconds after waiting for all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class PeakMemory:
-    """The most memory of tensors on a device while a block runs, with what was held before it: one training step.
+    """The peak memory of tensors on a device during a training step (a block), including memory held before it.
 
-    CUDA's allocator counts it. On a CPU nobody does: there the results of all ops count, for as long as somebody has
-    their memory. What a kernel needs only while it runs is in the first count and not in the second.
+    On CUDA the allocator counts it. On a CPU this class counts the results of all ops for as long as their memory
+    lives. The temporary memory of a kernel is in the first count and not in the second.
 
     Args:
-        device: on which the step runs.
-        held: bytes that are held before it; see ``halfstep.memory``.
+        device: the device of the step.
+        held: the bytes held before the step; see ``halfstep.memory``.
     """
 
     def __init__(self, device: torch.device, held: int) -> None:
@@ -54,13 +54,13 @@ class PeakMemory:
 
 
 class _Results(TorchDispatchMode):
-    """Counts the bytes of memory that ops have made and that is still there.
+    """Counts the bytes of live memory that ops allocated.
 
     Attributes:
-        most: of them at any time.
+        most: the peak of this count.
     """
 
-    only_watches = True  # so casts of weights are kept under it as without
+    only_watches = True  # so that casts of weights stay cached
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class _Results(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         for tensor in tensors_in(args, kwargs or {}):
-            self._known.add(tensor.untyped_storage())  # what was there before, and what no op has made
+            self._known.add(tensor.untyped_storage())  # existing memory, which no op allocated
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()

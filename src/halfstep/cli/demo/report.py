@@ -1,4 +1,4 @@
-"""The demo's results: one table, one self-contained HTML page, and one JSON file for other programs."""
+"""The demo's results: a table, a self-contained HTML page, and a JSON file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = ["busy_note", "summarize", "write_report", "write_results"]
 
 
 def summarize(runs: Sequence[Run], device: torch.device) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of the demo's table. Ratios are to the step time of O0, or of the first level."""
+    """Make the header and the rows of the demo's table. Ratios are relative to O0's step time, or the first level's."""
     base = _base(runs)
     columns: dict[str, Callable[[Run], str]] = {
         "level": lambda run: run.level,
@@ -65,11 +65,11 @@ def summarize(runs: Sequence[Run], device: torch.device) -> tuple[list[str], lis
 
 
 _BUSY = 0.15
-"""The spread of a step, divided by its median, from which on a ratio of two levels says little."""
+"""The ratio of a step's spread to its median from which on comparisons of two levels mean little."""
 
 
 def busy_note(runs: Sequence[Run]) -> str:
-    """A sentence for times that are not to be trusted, because other programs used the machine; empty otherwise."""
+    """Write a warning for unreliable times, caused by other programs on the machine; empty if times are reliable."""
     worst = max(runs, key=lambda run: run.step_spread / run.median_step)
     spread = worst.step_spread / worst.median_step
     if spread <= _BUSY:
@@ -81,7 +81,7 @@ def busy_note(runs: Sequence[Run]) -> str:
 
 
 def write_results(path: Path, runs: Sequence[Run], settings: Settings) -> None:
-    """Write what was measured as JSON, with the command that makes it and the machine."""
+    """Write the measurements as JSON, with their command and machine."""
     found: dict[str, Any] = {
         "command": _command(settings),
         "machine": describe_machine(settings.device),
@@ -111,9 +111,9 @@ def write_report(path: Path, runs: Sequence[Run], settings: Settings, notes: Seq
 
     Args:
         path: the file to write.
-        runs: what ``train`` returned.
-        settings: what it was given.
-        notes: sentences to put above the table.
+        runs: the result of ``train``.
+        settings: the argument of ``train``.
+        notes: sentences above the table.
     """
     where = "the CPU" if settings.device.type == "cpu" else "the GPU"
     levels = list(dict.fromkeys(run.level for run in runs))
@@ -225,7 +225,7 @@ def _losses(runs: Sequence[Run]) -> Markup:
 
 
 def _loss_scales(runs: Sequence[Run]) -> Markup:
-    # Runs that share all their scales share a line.
+    # Runs with equal scales share a line.
     sharing: dict[tuple[float, ...], list[int]] = {}
     for i, run in enumerate(runs):
         sharing.setdefault(tuple(run.loss_scales), []).append(i)
@@ -254,19 +254,19 @@ def _loss_scales(runs: Sequence[Run]) -> Markup:
 
 
 def _base(runs: Sequence[Run]) -> Run:
-    """The run that others are compared with."""
+    """Choose the run for comparison: O0, or the first run."""
     return next((run for run in runs if run.level == "O0"), runs[0])
 
 
 def _computed(dtype: torch.dtype, device: torch.device) -> str:
-    """How a device computes convolutions in a dtype; they are nearly all of the classifier's work."""
+    """Describe the computation of convolutions, nearly all of the classifier's work, in a dtype on a device."""
     if dtype is torch.float32:
         return "fp32"
     return "units" if has_units(device, dtype, "convolution") else "emulated"
 
 
 def _command(settings: Settings) -> str:
-    # Without --dtype there is one more run.
+    # Without --dtype the demo makes one additional run.
     dtype = "" if settings.beside is not None else f"--dtype {dtype_name(settings.dtype)} "
     return (
         f"halfstep demo --device {settings.device.type} {dtype}--levels {','.join(settings.levels)} "
@@ -275,7 +275,7 @@ def _command(settings: Settings) -> str:
 
 
 def _finite(value: float) -> float | None:
-    """A number for JSON, which knows neither inf nor NaN."""
+    """Convert a number for JSON, which has neither inf nor NaN."""
     return value if math.isfinite(value) else None
 
 
@@ -288,7 +288,7 @@ def _mebibytes(count: int) -> str:
 
 
 def _scale(scale: float) -> str:
-    """A loss scale as a short text; those of the demo are powers of 2."""
+    """Format a loss scale; the demo's loss scales are powers of 2."""
     exponent = math.log2(scale)
     return f"2^{exponent:.0f}" if exponent >= 10 and exponent == int(exponent) else f"{scale:g}"
 
@@ -302,7 +302,7 @@ def _log10(value: float) -> float:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Where to label a logarithmic axis: 1, 2 and 5 times powers of 10; the powers alone where these are many."""
+    """Choose the labels of a logarithmic axis: 1, 2 and 5 times powers of 10, or only powers of 10 for a long axis."""
     whole = range(math.floor(low), math.ceil(high) + 1)
     fine = [decade + math.log10(factor) for decade in whole for factor in (1, 2, 5)]
     shown = [at for at in fine if low <= at <= high]
@@ -312,7 +312,7 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def _smooth(values: Sequence[float], reach: int = 5) -> list[float]:
-    """The geometric mean over ``reach`` values before and after each; a loss that is not positive stays as it is."""
+    """Smooth by the geometric mean over ``reach`` values on both sides; values are unchanged if one is not positive."""
     if any(not 0 < value < math.inf for value in values):
         return list(values)
     windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))

@@ -1,7 +1,7 @@
-"""The demo's training, to be read from top to bottom: a convolutional classifier of handwritten digits.
+"""The demo's training, written to be read from top to bottom: a convolutional classifier of handwritten digits.
 
 The call of ``amp.initialize`` in ``start`` and the block around ``backward`` in ``train_step`` make it mixed precision.
-The rest would stand in an fp32 script too, or measures.
+All other lines would be the same in an fp32 script, or measure.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EPOCH_STEPS = 1437 // BATCH_SIZE
 WARM_UP = 5
 """Steps at the start of a run that do not count in its median step time."""
 LOSS_SCALE = DynamicLossScale(init_scale=2.0**24, growth_interval=20)
-"""The loss scale of float16 where it is dynamic: so high and so quick that a short run shows overflows and growth."""
+"""The dynamic loss scale for float16, so high and so fast that a short run shows overflows and growth."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Digits:
 
 
 def load_digits(device: torch.device) -> Digits:
-    """The digits that come with scikit-learn, twice as wide and high, standardized, split always the same way."""
+    """Load scikit-learn's digits in double width and height, standardized, with a fixed split."""
     from sklearn import datasets
 
     bundle = datasets.load_digits()
@@ -69,7 +69,7 @@ def load_digits(device: torch.device) -> Digits:
 
 
 def make_model(width: int = 64) -> nn.Module:
-    """Five 3x3 convolutions with BatchNorm. Every inner width is a multiple of 8, which 16-bit units ask for."""
+    """Make five 3x3 convolutions with BatchNorm. Every inner width is a multiple of 8, which 16-bit units require."""
 
     def conv(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
@@ -93,13 +93,13 @@ class Settings:
     """The runs of the demo: their levels, their classifier and their device.
 
     Attributes:
-        levels: one run for each.
-        device: of all runs.
-        dtype: of the levels above O0.
+        levels: the levels, one run each.
+        device: the device of all runs.
+        dtype: the dtype of the levels above O0.
         epochs: passes over the data.
-        seed: of the initial weights and the data order.
-        width: channels of the first layer.
-        beside: the dtype of one more run at O2; None for no such run.
+        seed: the seed of the initial weights and the data order.
+        width: the number of channels of the first layer.
+        beside: the dtype of an additional run at O2; None for no such run.
     """
 
     levels: Sequence[str]
@@ -111,21 +111,21 @@ class Settings:
     beside: torch.dtype | None = None
 
     def runs(self) -> list[tuple[str, torch.dtype]]:
-        """The level and the dtype of each run."""
+        """Return the level and the dtype of each run."""
         planned = [(level, torch.float32 if level == "O0" else self.dtype) for level in self.levels]
         return planned if self.beside is None else [*planned, ("O2", self.beside)]
 
 
 @dataclass
 class Run:
-    """A model in training at one opt level, and what was measured on the way.
+    """A model in training at one opt level, with its measurements.
 
     Attributes:
-        losses: of each step.
-        loss_scales: by which the loss of each step was multiplied.
-        step_seconds: how long each step took.
-        held_bytes: of weights, buffers, masters, gradients and optimizer state.
-        peak_bytes: the most in a step, with activations.
+        losses: the loss of each step.
+        loss_scales: the loss scale of each step.
+        step_seconds: the duration of each step.
+        held_bytes: the bytes of weights, buffers, masters, gradients and optimizer state.
+        peak_bytes: the peak during a step, including activations.
     """
 
     level: str
@@ -142,29 +142,29 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Such as "O2 bfloat16"."""
+        """The level and dtype, such as "O2 bfloat16"."""
         return f"{self.level} {dtype_name(self.dtype)}"
 
     @property
     def median_step(self) -> float:
-        """Seconds."""
+        """The median step time in seconds, without warm-up steps."""
         return statistics.median(self.step_seconds[WARM_UP:] or self.step_seconds)
 
     @property
     def step_spread(self) -> float:
-        """Half of the distance between the quartiles of the step times, in seconds."""
+        """Half the interquartile range of the step times, in seconds."""
         times = self.step_seconds[WARM_UP:] or self.step_seconds
         low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (0.0, 0.0, 0.0)
         return (high - low) / 2
 
     @property
     def final_loss(self) -> float:
-        """The mean over the last epoch."""
+        """The mean loss of the last epoch."""
         return statistics.fmean(self.losses[-EPOCH_STEPS:])
 
 
 def start(level: str, dtype: torch.dtype, settings: Settings) -> Run:
-    """A fresh model and optimizer, the same for every level, brought to that level."""
+    """Make a new model and optimizer, equal for all levels, and prepare them at a level."""
     torch.manual_seed(settings.seed)
     model = make_model(settings.width).to(settings.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=5e-4)
@@ -175,7 +175,7 @@ def start(level: str, dtype: torch.dtype, settings: Settings) -> Run:
 
 
 def train_step(run: Run, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """One step of any level."""
+    """Run one step at any level."""
     run.optimizer.zero_grad()
     loss = F.cross_entropy(run.model(images), labels)
     with amp.scale_loss(loss, run.optimizer) as scaled_loss:
@@ -189,14 +189,14 @@ def train(
     on_step: Callable[[str], None] = lambda name: None,
     on_epoch: Callable[[int, Sequence[Run]], None] = lambda epoch, runs: None,
 ) -> list[Run]:
-    """Train at each level from the same seed and in the same data order, an epoch of each level in turn.
+    """Train at each level with the same seed and data order, one epoch of each level in turn.
 
-    A machine's speed drifts. Taking turns, every level gets its share of the slow minutes, and step times compare.
+    A machine's speed drifts. Because levels take turns, slow minutes affect all of them, and step times are comparable.
 
     Args:
-        settings: what to train.
-        on_step: called with the name of a run after each of its steps.
-        on_epoch: called after each epoch of all runs with its number, from 1 on, and the runs.
+        settings: the runs to train.
+        on_step: a function to call with the name of a run after each of its steps.
+        on_epoch: a function to call after each epoch of all runs, with its number (from 1) and the runs.
 
     Returns:
         The runs, in the order of ``settings.runs()``.
@@ -207,7 +207,7 @@ def train(
         runs = [start(level, dtype, settings) for level, dtype in settings.runs()]
         for epoch in range(1, settings.epochs + 1):
             order = torch.randperm(len(digits.train_labels), generator=shuffle, device="cpu").to(settings.device)
-            batches = order.split(BATCH_SIZE)[:EPOCH_STEPS]  # without the last batch, which is smaller
+            batches = order.split(BATCH_SIZE)[:EPOCH_STEPS]  # without the last, smaller batch
             for run in runs:
                 _train_epoch(run, digits, batches, on_step)
             on_epoch(epoch, runs)
@@ -235,7 +235,7 @@ def _train_epoch(run: Run, digits: Digits, batches: Sequence[torch.Tensor], on_s
 
 
 def _measure_peak(run: Run, digits: Digits) -> None:
-    """Take a step more, of which neither the time nor the loss counts."""
+    """Run an additional step whose time and loss do not count."""
     run.model.train()
     run.optimizer.zero_grad()
     with PeakMemory(digits.train_images.device, memory(run.model, run.optimizer).total) as peak:

@@ -1,6 +1,6 @@
-"""The module that Python imports at the start of each process that a script under ``halfstep run`` starts.
+"""The module that Python imports at the start of each child process of a script under ``halfstep run``.
 
-Nothing of halfstep is imported until the process imports Apex.
+It does not import halfstep until the process imports Apex.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 
 class _UntilApex:
-    """Calls ``install`` when Apex is imported first, and then steps aside."""
+    """Calls ``install`` at the first import of Apex, and then steps aside."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """None for anything but Apex and its extensions. ``torch._six`` is left to the finder that it puts last."""
+        """Find Apex and its extensions; None for other modules. The finder that it puts last has ``torch._six``."""
         if name == "torch._six":
             from halfstep.compat.torch_past import bring_back_six
 
@@ -33,13 +33,13 @@ class _UntilApex:
         if os.environ.get("HALFSTEP_RUN_DEVICE") == "cpu":
             self.on_cpu = cuda_on_cpu()
             self.on_cpu.__enter__()
-            atexit.register(self.on_cpu.__exit__, None, None, None)  # keeps it for as long as the process runs
+            atexit.register(self.on_cpu.__exit__, None, None, None)  # keeps it until the process ends
         return importlib.util.find_spec(name)
 
 
 sys.meta_path.insert(0, _UntilApex())
 
-# The sitecustomize that would have been imported without this one.
+# Import the sitecustomize that this module shadows.
 _here = os.path.dirname(os.path.abspath(__file__))
 _next = PathFinder.find_spec("sitecustomize", [place for place in sys.path if os.path.abspath(place) != _here])
 if _next is not None and _next.loader is not None:
