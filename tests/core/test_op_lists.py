@@ -21,34 +21,17 @@ from halfstep.oplists import LIST_LEVELS, RULES, Entry, entries, resolve
 # ---- names
 
 
-@pytest.mark.parametrize(
-    ("name", "op"),
-    [
-        ("softmax", "softmax"),
-        ("  softmax ", "softmax"),
-        ("aten::softmax", "softmax"),
-        ("aten::softmax.int", "softmax"),
-        ("aten::add_.Tensor", "add"),
-        ("F.softmax", "softmax"),
-        ("torch.nn.functional.softmax", "softmax"),
-        ("torch.Tensor.add_", "add"),
-        ("torch.linalg.norm", "linalg_norm"),
-        ("linalg.norm", "linalg_norm"),
-        ("torch.fft.rfft", "fft_rfft"),
-        ("torch.special.expm1", "expm1"),
-        ("torch.special.erfcx", "special_erfcx"),
-        ("__matmul__", "matmul"),
-        ("__iadd__", "add"),
-        ("__rsub__", "sub"),
-        ("true_divide", "div"),
-        ("concat", "cat"),
-        ("arccos_", "acos"),
-        ("reduce_sum", "sum"),
-        ("elementwise_add", "add"),
-    ],
-)
-def test_a_name_may_be_written_in_many_ways(name: str, op: str) -> None:
-    assert resolve(name) == (op,)
+SPELLINGS = pairs("""
+    softmax=softmax aten::softmax=softmax aten::softmax.int=softmax aten::add_.Tensor=add F.softmax=softmax
+    torch.nn.functional.softmax=softmax torch.Tensor.add_=add torch.linalg.norm=linalg_norm linalg.norm=linalg_norm
+    torch.fft.rfft=fft_rfft torch.special.expm1=expm1 torch.special.erfcx=special_erfcx __matmul__=matmul __iadd__=add
+    __rsub__=sub true_divide=div concat=cat arccos_=acos reduce_sum=sum elementwise_add=add
+    """)
+
+
+@pytest.mark.parametrize("name", [*SPELLINGS, "  softmax "])
+def test_a_name_may_be_written_in_many_ways(name: str) -> None:
+    assert resolve(name) == (SPELLINGS[name.strip()],)
 
 
 def test_a_name_of_paddle_may_stand_for_several_ops() -> None:
@@ -144,44 +127,25 @@ def test_views_factories_and_conversions_do_not_compute() -> None:
 # ---- rules
 
 
-@pytest.mark.parametrize(
-    ("lists", "op", "rule", "reason"),
-    [
-        (OpLists.default(), torch.matmul, "half", "matrix-unit"),
-        (OpLists.default(), "exp", "float", None),
-        (OpLists.default(), "torch.add", "promote", ""),
-        (OpLists.default(), "torch.cat", "sequence-promote", ""),
-        (OpLists.default(), "binary_cross_entropy", "banned", "overflow"),
-        (OpLists.default(), "relu", "free", ""),
-        (OpLists.custom(level="O2"), "exp", "free", ""),
-        (OpLists.custom(level="O2"), "mse_loss", "promote", ""),
-        (OpLists.custom(level="O2"), "binary_cross_entropy", "float", "loss"),
-        (OpLists.custom(level="O2", use_promote=False), "exp", "half", "default"),
-        (OpLists.custom(level="O2", use_promote=False), "view", "free", ""),
-        (OpLists.custom(level="OD"), "exp", "float", None),
-        (OpLists.custom(level="OD"), "relu", "float", "default"),
-        (OpLists.custom(level="OD"), "linear", "half", "matrix-unit"),
-        (OpLists.custom(level="OD"), "view", "free", ""),
-        (OpLists.native(), "matmul", "free", ""),
-        (OpLists.custom(["exp"], ["matmul"]), "exp", "half", "custom"),
-        (OpLists.custom(["exp"], ["matmul"]), "matmul", "float", "custom"),
-        (OpLists.custom(free=["exp"]), "exp", "free", "custom"),
-        (OpLists.custom(free=["matmul"]), "matmul", "free", "custom"),
-        (OpLists.custom(free=["matmul"], level="OD"), "matmul", "free", "custom"),
-        (OpLists.custom(free=["binary_cross_entropy"]), "binary_cross_entropy", "free", "custom"),
-    ],
-    ids=str,
-)
-def test_an_op_has_a_rule_and_a_reason(lists: OpLists, op: object, rule: str, reason: str | None) -> None:
-    assert lists.rule(op) == rule
+RULED = pairs("""
+    O1/torch.matmul=half,matrix-unit O1/exp=float,exp-range O1/torch.add=promote, O1/torch.cat=sequence-promote,
+    O1/binary_cross_entropy=banned,overflow O1/relu=free, O2/exp=free, O2/mse_loss=promote,
+    O2/binary_cross_entropy=float,loss O2!promote/exp=half,default O2!promote/view=free, OD/exp=float,exp-range
+    OD/relu=float,default OD/linear=half,matrix-unit OD/view=free, native/matmul=free, O1+exp-matmul/exp=half,custom
+    O1+exp-matmul/matmul=float,custom O1~exp/exp=free,custom O1~matmul/matmul=free,custom OD~matmul/matmul=free,custom
+    O1~binary_cross_entropy/binary_cross_entropy=free,custom
+    """)
+
+
+@pytest.mark.parametrize("asked", RULED)
+def test_an_op_has_a_rule_and_a_reason(asked: str) -> None:
+    text, op = asked.split("/")
+    lists, (rule, reason) = OpLists.parse(text), RULED[asked].split(",")
     (name,) = resolve(op)
     (entry,) = entries([op], lists=lists)
-    assert (entry.op, entry.rule) == (name, rule)
-    assert entry.reason == lists.reason(name)
-    if reason is None:
-        assert entry.reason
-    else:
-        assert entry.reason == reason
+    assert lists.rule(op) == rule == entry.rule
+    assert (entry.op, entry.reason) == (name, reason)
+    assert lists.reason(name) == reason
 
 
 def test_a_name_for_ops_of_different_rules_has_none() -> None:

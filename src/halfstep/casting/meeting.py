@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..core.dtypes import HALF_DTYPES
-from ..core.oplists import OpLists
+from ..core.oplists.dtypes import ANY, FIRST, FLOAT, HALF, read_in, refused_row
 from ..core.oplists.names import computes, spellings
 from ..core.oplists.tables import row_of
 from ..core.torch_compat import OpOverload, OpOverloadPacket, is_any_autocast_enabled, qualified_name
@@ -22,11 +22,10 @@ from .composites import composite_rule, has_question
 from .containers import map_tensors, tensors_in
 from .dispatch import CastMode, Rule, note_meeting
 from .finite import narrow_finite
-from .rules import bind, match_self, promote, to_float, without_native
+from .rules import CASTABLE, bind, match_self, promote, to_float, without_native
 
-__all__ = ["call_again", "met", "recorded_rule"]
+__all__ = ["call_again", "refused_rule"]
 
-_MEETING = (*HALF_DTYPES, torch.float32)
 _ASSIGNMENTS = ("__setitem__", "index_put_", "put_")
 _FILLS = (*_ASSIGNMENTS, "fill")
 
@@ -46,7 +45,7 @@ def call_again(
     Returns:
         Whether a call was taken, and what it returned.
     """
-    floating = [t for t in tensors_in(args, kwargs) if t.dtype in _MEETING]
+    floating = [t for t in tensors_in(args, kwargs) if t.dtype in CASTABLE]
     halves = [t for t in floating if t.dtype in HALF_DTYPES]
     name, _ = spellings().get(func, (getattr(func, "__name__", ""), False))
     foreign = any(t.device.type not in mode.config.devices for t in floating)
@@ -94,11 +93,8 @@ def _computes(func: Callable[..., Any], name: str) -> bool:
     if isinstance(func, (OpOverload, OpOverloadPacket)):
         return qualified_name(func).startswith("aten::")
     if isinstance(func, FunctionType):
-        return func in spellings() or func.__module__ in _OF_FUNCTIONS
+        return func in spellings() or func.__module__ in ("torch.nn.functional", "torch.functional")
     return func in spellings() or name in _ASSIGNMENTS or hasattr(torch.ops.aten, name)
-
-
-_OF_FUNCTIONS = ("torch.nn.functional", "torch.functional")
 
 
 def _in_place(func: Callable[..., Any], name: str) -> bool:
@@ -109,7 +105,7 @@ def _in_place(func: Callable[..., Any], name: str) -> bool:
 def _target(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
     """The 16-bit or fp32 tensor that an op writes to; None for any other op."""
     target = args[0] if args and _in_place(func, name) else None
-    return target if isinstance(target, torch.Tensor) and target.dtype in _MEETING else None
+    return target if isinstance(target, torch.Tensor) and target.dtype in CASTABLE else None
 
 
 def _candidates(
@@ -122,19 +118,16 @@ def _candidates(
         if target is not None and any(t.dtype is not target.dtype for t in floating):
             yield target.dtype
         return
-    if _LISTS.rule_of(name) == "half":
+    if read_in(refused_row(row_of(name), False)) == HALF:
         yield half
     yield torch.float32
 
 
-_LISTS = OpLists.default()
-
-
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype in _MEETING else tensor, value)
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype in CASTABLE else tensor, value)
 
 
-def met(
+def _met(
     rule: Rule,
     otherwise: Rule | None,
     mixed: bool,
@@ -161,29 +154,25 @@ def met(
     return rule(mode, func, args, kwargs)
 
 
-def recorded_rule(name: str, inplace: bool, otherwise: Rule | None) -> Rule | None:
-    """The rule of an op that is recorded and runs later, so that it cannot be called again.
+def refused_rule(name: str, inplace: bool, otherwise: Rule | None) -> Rule | None:
+    """The rule of an op that is recorded, and cannot be called again when it runs: its row says what torch refuses.
 
-    It casts what ``call_again`` would: dtypes that differ, and 16 bits where a kind of ops has no kernel for them.
+    So it does of ops that torch takes, and whose result or gradient is wrong. An op on no list is left alone unless
+    torch has no kernel for it.
 
     Args:
         name: of the op.
         inplace: whether it writes to its first argument.
-        otherwise: its rule where its dtypes agree.
+        otherwise: its rule where torch takes it.
     """
-    listed, op = _LISTS.rule_of(name), row_of(name)
-    if inplace:
-        matches = op.in_place != "any" and op.result != "given" and not name.startswith("_")
-        return bind(met, match_self, otherwise, True) if matches else otherwise
-    if listed == "half":
-        return bind(met, bind(_in_half, otherwise), otherwise, True)
-    if op.reads == "half-first":
-        return bind(_unless_half, bind(met, bind(to_float, name), otherwise, True), otherwise)
-    if listed == "float":
-        return bind(met, bind(to_float, name), otherwise, op.reason not in ("linalg", "fft", "complex"))
-    if listed == "promote" and op.reads != "any":
-        return bind(met, bind(promote, name), otherwise, True)
-    return otherwise
+    op = refused_row(row_of(name), inplace)
+    read = read_in(op, inplace)
+    silent = name.startswith("_") or op.result == "given" if inplace else op.list == "free" and op.kernels == "all"
+    if read == ANY or silent:
+        return otherwise
+    casts = {HALF: bind(_in_half, otherwise), FLOAT: bind(to_float, name), FIRST: match_self}
+    rule = bind(_met, casts.get(read) or bind(promote, name), otherwise, inplace or op.kernels not in ("none", "wrong"))
+    return bind(_unless_half, rule, otherwise) if op.reads == "half-first" else rule
 
 
 def _unless_half(

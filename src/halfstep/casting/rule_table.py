@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from ..core.oplists import OpLists
+from ..core.oplists.dtypes import FIRST, FLOAT, HALF, WIDEST, read_in
 from ..core.oplists.names import dispatcher_spellings, spellings
-from ..core.oplists.tables import BANNED, NATIVE, row_of
+from ..core.oplists.tables import NATIVE, Op, row_of
 from . import rules
 from .composites import composite_rule, is_composite_of
 from .dispatch import Rule, method_name
 from .finite import ATTENTION, FILLS, finite_fill, finite_mask, finite_number
 from .logits import from_logits, remember_logits
-from .meeting import met, recorded_rule
+from .meeting import refused_rule
 
 __all__ = ["build_table"]
 
@@ -51,33 +52,31 @@ def build_table(
         return {}
 
     @functools.cache
+    def row(name: str) -> Op:
+        if lists is not None and lists.level != "native":
+            return lists.row(name)
+        natively = [row_of(name).native(device) for device in devices if lists is not None and device in NATIVE]
+        return row_of(name)._replace(list=natively[0] if natively else "free")
+
+    @functools.cache
     def rule_of(name: str, inplace: bool, within: str) -> Rule | None:
-        natively = {row_of(within).native(device) for device in devices}
-        rule = _cast_rule(name, inplace, natively, lists, explicit, verbose)
-        if lists is not None and lists.level == "native":
-            listed = next((row_of(name).native(device) for device in devices if device in NATIVE), "free")
-        else:
-            listed = "free" if lists is None else lists.rule_of(name)
-        kind = row_of(name).kind
-        if inplace or kind not in kinds or listed in ("float", "banned"):
+        op, natively = row(name), {row_of(within).native(device) for device in devices}
+        rule = _cast_rule(op, inplace, natively, lists, explicit, verbose)
+        if inplace or op.kind not in kinds or op.list in ("float", "banned"):
             return rule
-        return rules.bind(rules.emulated, name, kind, listed == "half", rule)
+        return rules.bind(rules.emulated, name, op.kind, op.list == "half", rule)
 
     casts = lists is not None or meets
     table: dict[Callable[..., Any] | str, Rule] = {}
     for func, (name, inplace) in spellings().items():
         # 2 / x is written as x.reciprocal() * 2, and native autocast runs reciprocal in fp32 on CUDA.
         rule = rule_of(name, inplace, "reciprocal" if func is torch.Tensor.__rdiv__ else name)
-        if rule is not None and name == ATTENTION and (lists is None or lists.rule_of(name) != "float"):
+        if rule is not None and name == ATTENTION and row(name).list != "float":
             rule = rules.bind(finite_mask, lists is not None, rule)
-        kernels = row_of(name).kernels
-        if meets and recorded and kernels in ("none", "one") and rule is None and not inplace:
-            rule = rules.bind(met, rules.bind(rules.to_float, name), None, kernels == "one")
-        elif lists is None and meets and recorded:
-            rule = recorded_rule(name, inplace, rule)
-        if lists is None and meets and kernels in ("wrong", "one"):
-            inner = rules.match_self if inplace else rules.bind(rules.to_float, name)
-            rule = rules.bind(met, inner, rule, kernels == "one")
+        known = ("none", "one") if recorded else ("wrong", "one")  # eagerly torch says itself that it has no kernel
+        asked = meets and (lists is None or (recorded and rule is None and not inplace))
+        if asked and (row(name).kernels in known or (recorded and lists is None)):
+            rule = refused_rule(name, inplace, rule)
         if casts and name in FILLS and inplace:
             rule = rules.bind(finite_fill, rule or rules.match_self)
         elif casts and name in ("where", *FILLS) and name != "fill":
@@ -109,32 +108,29 @@ def build_table(
 
 
 def _cast_rule(
-    name: str, inplace: bool, natively: set[str], lists: OpLists | None, explicit: bool, verbose: bool
+    op: Op, inplace: bool, natively: set[str], lists: OpLists | None, explicit: bool, verbose: bool
 ) -> Rule | None:
-    """The rule that casts an op as the lists say, given the rules of native autocast; None if nothing is to do."""
+    """The rule that casts an op as its row says, given the rules of native autocast; None if nothing is to do."""
     if lists is None or lists.level == "native":
         return rules.without_native if explicit and lists is None and natively != {"free"} else None
-    rule = lists.rule_of(name)
     if explicit and natively != {"free"}:
         natively |= {"half", "float"}  # it must be off, whatever the op is
+    name, read = op.name, read_in(op, inplace)
     if inplace:
-        moves = row_of(name).in_place == "moves"  # scatter_ writes numbers, as scatter_add_ does, and computes none
-        if rule == "float" and not moves:
+        if read == FLOAT:
             return rules.bind(rules.float_inplace, name)
-        strict = moves or rule == "half" or (rule == "promote" and row_of(name).in_place != "any")
-        return rules.match_self if strict else None
-    if rule == "half":
+        return rules.match_self if read == FIRST and op.list != "free" else None
+    if read == HALF:
         if natively == {"half"} and not verbose:
             return rules.half_native
         return rules.bind(rules.to_half, name, native_off=bool(natively & {"float", "banned"}))
-    moved = name in lists.white or name in lists.black or name in lists.free
-    if rule == "float":
-        off = moved or bool(row_of(name).inside) or bool(natively & {"half", "banned"})
-        return rules.bind(rules.to_float, name, native_off=off)
-    if rule == "banned":
-        return rules.bind(rules.banned, name, BANNED[name], native_off=True)
+    if op.list == "banned":
+        return rules.bind(rules.banned, name, op.note, native_off=True)
+    off = bool(op.inside or natively & {"half", "banned"})
+    if op.list == "float":
+        return rules.bind(rules.to_float, name, native_off=off or op.reason == "custom")
     # Native promotion on a CPU refuses 16-bit tensors of the dtype that it does not compute in.
-    off = bool(row_of(name).inside) or bool(natively & {"half", "float", "banned", "promote"})
-    if rule == "promote" and (off or row_of(name).reads != "any"):
+    off = off or bool(natively & {"float", "promote"})
+    if op.list == "promote" and (off or read == WIDEST):
         return rules.bind(rules.promote, name, native_off=off)
     return rules.without_native if off else None

@@ -26,6 +26,7 @@ from .operands import MIN_ELEMENTS, STEPWISE, Kept, Operand, run_product
 from .weight_cache import WeightCache
 
 __all__ = [
+    "CASTABLE",
     "SPARSE_PRODUCTS",
     "backward",
     "banned",
@@ -48,7 +49,9 @@ _is_compiling = torch.compiler.is_compiling
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 _CONTAINERS = (list, tuple, Mapping)
-_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes that are cast. float64 and integers never are."""
+
 _ORDINARY = {torch.Tensor, Parameter}
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 SPARSE_PRODUCTS = {torch.sparse.mm: "mm", torch.sparse.addmm: "addmm"}
@@ -121,7 +124,7 @@ def _cast(mode: CastMode, value: Any, target: torch.dtype | None, name: str, cac
             return map_tensors(lambda tensor: _cast(mode, tensor, target, name, cache), value)
         return value
     dtype = value.dtype
-    if dtype is target or dtype not in _CASTABLE:
+    if dtype is target or dtype not in CASTABLE:
         return value
     if target is None:
         target = mode.half_of(value)
@@ -197,7 +200,7 @@ def _widest_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:
 
     Scalars (tensors of no dimension) count only where there is nothing else, as in torch.
     """
-    floating = [t for t in tensors if t.dtype in _CASTABLE or t.dtype is torch.float64]
+    floating = [t for t in tensors if t.dtype in CASTABLE or t.dtype is torch.float64]
     if len({t.dtype for t in floating}) < 2:
         return None
     return functools.reduce(torch.promote_types, {t.dtype for t in floating if t.dim()} or {t.dtype for t in floating})
@@ -251,11 +254,11 @@ def dense_only(
 def match_self(mode: CastMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """An in-place op keeps the dtype of the tensor that it writes to; the other arguments are cast to it."""
     target = args[0].dtype if args else None
-    if target not in _CASTABLE:
+    if target not in CASTABLE:
         return func(*args, **kwargs)
 
     def match(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(target) if tensor.dtype in _CASTABLE and mode.casts(tensor) else tensor
+        return tensor.to(target) if tensor.dtype in CASTABLE and mode.casts(tensor) else tensor
 
     return _call_without_native(mode, func, [args[0], *map_tensors(match, args[1:])], map_tensors(match, kwargs))
 
@@ -321,7 +324,7 @@ def _rounded(mode: CastMode, half: torch.dtype, name: str, values: Iterable[Any]
         if not isinstance(value, torch.Tensor):
             if isinstance(value, _CONTAINERS):
                 value = map_tensors(lambda tensor: _rounded(mode, half, name, [tensor], kept)[0], value)
-        elif value.dtype not in _CASTABLE:
+        elif value.dtype not in CASTABLE:
             pass
         elif cache is not None and value.is_leaf and (value.requires_grad or type(value) is Parameter):
             if mode.config.verbose:
@@ -362,7 +365,7 @@ def _emulated_dtype(mode: CastMode, args: Any, kwargs: dict[str, Any], kind: str
     if half is None:
         dtype, fits = tensors[0].dtype, len(dtypes) == 1
     else:
-        dtype, fits = half, dtypes.issubset(_CASTABLE)
+        dtype, fits = half, dtypes.issubset(CASTABLE)
     return dtype if fits and (device, dtype, kind) in mode.config.emulated else None
 
 

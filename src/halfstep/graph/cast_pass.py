@@ -14,21 +14,23 @@ from ..casting.emulation import Emulate
 from ..core.compiler_compat import codegen_of
 from ..core.dtypes import dtype_name
 from ..core.oplists import OpLists
-from ..core.oplists.tables import row_of, words
+from ..core.oplists.dtypes import ANY, FLOAT, HALF, dtypes
+from ..core.oplists.tables import Op, words
 from .emulated_products import emulate_products, op_name
 from .grouped_casts import cast_together
 from .min_cut import fewest_casts
 
-__all__ = ["GUARD", "Casting", "Row", "cast_graph"]
+__all__ = ["GUARD", "NAMES", "Casting", "Row", "cast_graph"]
 
 GUARD = "halfstep_fp16_guard"
 """The key under which ``fp16_guard`` marks nodes."""
 
 _CASTS = words("to _to_copy type_as")
-_NAMES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss"}
+NAMES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss"}
+"""The rows of ops that a graph calls by another name."""
+
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SMALL = 2**14  # elements
-_HALF, _FLOAT, _ANY = "half", "float", "any"
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,13 @@ class _CastPass:
         self._classify(frozenset())
         if outside:
             params = [n for n in self.graph.nodes if self._is_param(n)]
-            fit = {n for n in params if {self.demand.get((n, reader)) for reader in n.users} == {_HALF}}
+            fit = {n for n in params if {self.demand.get((n, reader)) for reader in n.users} == {HALF}}
             self.casting.half_params = frozenset(str(node.target) for node in fit)
             self._classify(self.casting.half_params)
         self._count_eager()
         self._choose()
         self._insert()
-        halves = [node for node in self.graph.nodes if self.label.get(node) == _HALF]
+        halves = [node for node in self.graph.nodes if self.label.get(node) == HALF]
         emulate_products(self.graph, halves, self.casts.union(self.label), self.half, emulate, opaque)
         self.graph.lint()
         self.module.recompile()
@@ -144,7 +146,7 @@ class _CastPass:
             if node.op == "call_function":
                 self._classify_call(node, [source for source in node.all_input_nodes if source in self.label])
             elif node.op in ("placeholder", "get_attr") and _floating(node):
-                self.label[node] = _HALF if str(node.target) in half_params else _precision(node)
+                self.label[node] = HALF if str(node.target) in half_params else _precision(node)
 
     def _classify_call(self, node: fx.Node, inputs: list[fx.Node]) -> None:
         name = op_name(node)
@@ -158,35 +160,31 @@ class _CastPass:
         if not inputs:
             self.label[node] = _precision(node)
             return
-        first = self.label[inputs[0]]
         if name in _CASTS or _asks_for_dtype(node):
             self.rule[node] = "asked for"
             in_fp32 = _several(node) or _val(node).dtype is torch.float32
-            self._set(node, inputs, _FLOAT if in_fp32 else _HALF, _ANY)
-        elif _in_place(name):
+            self._set(node, inputs, FLOAT if in_fp32 else HALF, ANY)
+            return
+        in_place = _in_place(name)
+        op, self.rule[node] = self._row_of(node, name.removesuffix("_") if in_place else name)
+        reads, result = dtypes(op, [self.label[source] for source in inputs], in_place)
+        if in_place:
             self.rule[node] = "in place"
-            self._set(node, inputs, first, _ANY)
-        elif row_of(name).reads == "moves" and len(inputs) == 1:
+        elif op.reads == "moves" and op.list == "free" and len(inputs) == 1:
+            reads = result
             self.moves.add(node)
-            self._set(node, inputs, first, first)
-        else:
-            self.rule[node] = rule = self._rule(node, name)
-            if rule == "half":
-                self._set(node, inputs, _HALF, _HALF)
-            elif rule in ("float", "banned", "outside guard", "black value"):
-                self._set(node, inputs, _FLOAT, _FLOAT)
-            elif row_of(name).reads == "first":
-                self._set(node, inputs, first, _ANY)
-            else:
-                widest = _FLOAT if _FLOAT in {self.label[source] for source in inputs} else _HALF
-                self._set(node, inputs, widest, _ANY if row_of(name).reads == "any" else widest)
+        self._set(node, inputs, result, reads)
 
-    def _rule(self, node: fx.Node, name: str) -> str:
+    def _row_of(self, node: fx.Node, name: str) -> tuple[Op, str]:
+        """The row of an op as it holds for a node, and what decides there."""
+        op = self.lists.row(NAMES.get(name, name))
+        if op.reads == "moves" and op.list == "free":
+            return op, "free"
         if node.name in self.black_values:
-            return "black value"
+            return op._replace(list="float"), "black value"
         if self.guarded and not (node.meta.get("custom") or {}).get(GUARD):
-            return "outside guard"
-        return self.lists.rule_of(_NAMES.get(name, name))
+            return op._replace(list="float"), "outside guard"
+        return op, op.list
 
     def _set(self, node: fx.Node, inputs: list[fx.Node], label: str, demand: str) -> None:
         self.label[node] = label
@@ -201,7 +199,7 @@ class _CastPass:
     def _count_eager(self) -> None:
         once: set[fx.Node] = set()
         for (source, reader), wanted in self.demand.items():
-            if wanted != _ANY and reader not in self.moves and self.label[source] != wanted and source not in once:
+            if wanted != ANY and reader not in self.moves and self.label[source] != wanted and source not in once:
                 self.casting.casts_before += 1
                 if source.op == "get_attr":
                     once.add(source)
@@ -215,7 +213,7 @@ class _CastPass:
         free = {node for node in self.moves if not self._must_stay(node)}
         readers: dict[Any, list[Any]] = {}
         for (source, reader), wanted in self.demand.items():
-            if wanted != _ANY:
+            if wanted != ANY:
                 readers.setdefault(source, []).append(
                     reader if reader in free else self.label[reader] if reader in self.moves else wanted
                 )
@@ -237,14 +235,14 @@ class _CastPass:
         source = node
         while source in self.moves:
             source = next(s for s in source.all_input_nodes if s in self.label)
-        if self.label[source] == _HALF:
+        if self.label[source] == HALF:
             return False
         waiting = list(node.users)
         while waiting:
             reader = waiting.pop()
             if reader in self.moves:
                 waiting.extend(reader.users)
-            elif _HALF not in {self.demand.get((source, reader)) for source in reader.all_input_nodes}:
+            elif HALF not in {self.demand.get((source, reader)) for source in reader.all_input_nodes}:
                 return True
         return False
 
@@ -259,8 +257,8 @@ class _CastPass:
                 self._row(node, name)
             replaced: dict[fx.Node, fx.Node] = {}
             for source in node.all_input_nodes:
-                wanted = self.demand.get((source, node), _ANY)
-                if wanted != _ANY and self.label[source] != wanted:
+                wanted = self.demand.get((source, node), ANY)
+                if wanted != ANY and self.label[source] != wanted:
                     replaced[source] = self._as(source, wanted, node, made)
             for source, cast in replaced.items():
                 node.replace_input_with(source, cast)
@@ -272,8 +270,8 @@ class _CastPass:
         params = [
             node
             for node in self.graph.nodes
-            if self._is_param(node) and self.label[node] == _FLOAT and _val(node).numel() <= self.together
-            if _HALF in {self.demand.get((node, reader)) for reader in node.users}
+            if self._is_param(node) and self.label[node] == FLOAT and _val(node).numel() <= self.together
+            if HALF in {self.demand.get((node, reader)) for reader in node.users}
         ]
         if not params:
             return {}
@@ -282,19 +280,19 @@ class _CastPass:
         made = {}
         with self.graph.inserting_after(together):
             for i, param in reversed(list(enumerate(params))):
-                made[param, _HALF] = self.graph.call_function(operator.getitem, (together, i))
+                made[param, HALF] = self.graph.call_function(operator.getitem, (together, i))
         self.casts.update(made.values())
         self.casting.casts_after += 1
         return made
 
     def _as(self, source: fx.Node, wanted: str, before: fx.Node, made: dict[tuple[fx.Node, str], fx.Node]) -> fx.Node:
         """The value in a dtype, cast once for all of its readers; a widened value narrows to what it came from."""
-        if op_name(source) in _CASTS and wanted == _HALF:
+        if op_name(source) in _CASTS and wanted == HALF:
             origin = next((s for s in source.all_input_nodes if s in self.label), None)
-            if origin is not None and self.label[origin] == _HALF:
+            if origin is not None and self.label[origin] == HALF:
                 return origin
         if (source, wanted) not in made:
-            dtype = self.half if wanted == _HALF else torch.float32
+            dtype = self.half if wanted == HALF else torch.float32
             with self.graph.inserting_before(before):
                 cast = self.graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
             made[source, wanted] = cast
@@ -303,11 +301,11 @@ class _CastPass:
         return made[source, wanted]
 
     def _row(self, node: fx.Node, name: str) -> None:
-        reads = {self.demand.get((s, node), _ANY) for s in node.all_input_nodes if (s, node) in self.demand}
-        wanted = next(iter(reads)) if len(reads) == 1 else _ANY
-        names = {_HALF: dtype_name(self.half), _FLOAT: "float32", _ANY: "as it is"}
+        reads = {self.demand.get((s, node), ANY) for s in node.all_input_nodes if (s, node) in self.demand}
+        wanted = next(iter(reads)) if len(reads) == 1 else ANY
+        names = {HALF: dtype_name(self.half), FLOAT: "float32", ANY: "as it is"}
         rule = self.rule[node]
-        why = self.lists.reason(_NAMES.get(name, name)) if rule in ("half", "float", "banned") else ""
+        why = self.lists.reason(NAMES.get(name, name)) if rule in ("half", "float", "banned") else ""
         self.casting.rows.append(
             Row(node.name, name, names[wanted], names[self.label[node]], f"{rule} ({why})" if why else rule)
         )
@@ -323,7 +321,7 @@ def _floating(node: fx.Node) -> bool:
 
 
 def _precision(node: fx.Node) -> str:
-    return _HALF if _val(node).dtype in (torch.float16, torch.bfloat16) else _FLOAT
+    return HALF if _val(node).dtype in (torch.float16, torch.bfloat16) else FLOAT
 
 
 def _in_place(name: str) -> bool:

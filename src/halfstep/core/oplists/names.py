@@ -59,15 +59,13 @@ _CALLABLES = (types.BuiltinFunctionType, types.FunctionType, types.MethodDescrip
 @functools.cache
 def _aten() -> frozenset[str]:
     """The base names of all ATen ops."""
-    names = all_op_names()
-    return frozenset(name[6:].partition(".")[0] for name in names if name.startswith("aten::"))
+    return frozenset(name[6:].partition(".")[0] for name in all_op_names() if name.startswith("aten::"))
 
 
 @functools.cache
 def _composites() -> frozenset[str]:
     """Functions in Python that torch offers to function modes, such as ``gumbel_softmax``."""
-    found = get_overridable_functions()
-    spaces = (torch.nn.functional, torch.functional)
+    spaces, found = (torch.nn.functional, torch.functional), get_overridable_functions()
     return frozenset(f.__name__ for space in spaces for f in found.get(space, ()))
 
 
@@ -116,8 +114,7 @@ def spellings() -> dict[Callable[..., Any], Spelling]:
 @functools.cache
 def dispatcher_spellings() -> dict[str, Spelling]:
     """The same for the names of torch's dispatcher: ``"aten::mm"``."""
-    found = {f"aten::{name}": _canonical(name) for name in _aten()}
-    return {name: spelling for name, spelling in found.items() if spelling is not None}
+    return {f"aten::{name}": spelling for name in _aten() if (spelling := _canonical(name)) is not None}
 
 
 def resolve(op: object) -> tuple[str, ...]:
@@ -187,9 +184,7 @@ def computes(name: str) -> bool:
         return True
     if row_of(name).result == "given" or name not in known_names() or name.startswith(_INTERNAL_PREFIXES):
         return False
-    schemas = schemas_of_op(f"aten::{name}")
-    pure = [s for s in schemas if not any(a.is_out for a in s.arguments)]
-    return any(_makes_values(schema) for schema in pure)
+    return any(_makes_values(s) for s in schemas_of_op(f"aten::{name}") if not any(a.is_out for a in s.arguments))
 
 
 def _makes_values(schema: FunctionSchema) -> bool:
