@@ -130,10 +130,7 @@ assert {2!r} in t.{0}
             "approximate: ",
         ),
         ("from halfstep.kernels.backends import triton as t\nt.OPTIONS.clear()", "fused: "),
-        (
-            "from halfstep.kernels.backends import launch_config as a\na.DEFAULT = a.LaunchConfig(8192, 4)",
-            "spills: ",
-        ),
+        ("from halfstep.kernels.backends import launch_config as a\na.DEFAULT = a.LaunchConfig(8192, 4)", "spills: "),
         (
             "from halfstep.kernels.backends import triton_source as t\nloads = t._loads\n"
             "again = ['again = tl.load(exp_avg0 + i, mask=alive, other=0, volatile=True)']\n"

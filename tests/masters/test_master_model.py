@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from halfstep import amp
 
@@ -40,6 +42,15 @@ def test_every_part_is_fp32(fused: bool) -> None:
     assert torch.equal(weight, model[2].weight.float())
     assert masters.offset.tolist() == [1.5, 1.5]
     assert model[2].weight.dtype is torch.bfloat16, "the model itself has not changed"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, AveragedModel, amp.master_model])
+def test_copies_of_16_bit_weights_are_logged_and_those_of_masters_are_not(copied: Any, caplog: Any) -> None:
+    model, _, _ = start(fused=True)
+    with caplog.at_level("INFO", "halfstep"):
+        copied(nn.DataParallel(model))
+    told = ["average amp.master_model(model)" in record.getMessage() for record in caplog.records]
+    assert told == ([] if copied is amp.master_model else [True])
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])

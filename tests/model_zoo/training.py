@@ -21,11 +21,7 @@ class Losses(NamedTuple):
 
 
 def train(
-    kind: Kind,
-    level: str | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    steps: int | None = None,
-    **options: Any,
+    kind: Kind, level: str | None = None, dtype: torch.dtype = torch.bfloat16, steps: int | None = None, **options: Any
 ) -> Losses:
     """Train a new model of a kind.
 

@@ -17,10 +17,7 @@ __all__ = ["give_masters", "has_masters"]
 
 
 def give_masters(
-    optimizer: torch.optim.Optimizer,
-    weights: Mapping[torch.Tensor, torch.Tensor] | None = None,
-    *,
-    fused: bool = True,
+    optimizer: torch.optim.Optimizer, weights: Mapping[torch.Tensor, torch.Tensor] | None = None, *, fused: bool = True
 ) -> torch.optim.Optimizer:
     """Give fp32 masters to an optimizer whose model was cast to 16 bits before, without it.
 

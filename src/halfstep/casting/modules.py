@@ -7,6 +7,7 @@ Whatever hangs on a module is a hook that pickles and copies by value. So a ``co
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -49,6 +50,8 @@ __all__ = [
 
 PARALLEL = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
 """Wrappers that a model must get after it was cast: they keep what they know of its parameters."""
+
+logger = logging.getLogger("halfstep")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -99,6 +102,8 @@ class ModuleHooks:
         copied.updated = copy.deepcopy(self.updated, memo)  # nobody asks it for masters: a copy has none
         if self.casting is not None:
             keep_session(self.casting, copied)
+        if self.weight is not None:  # of a whole model; `amp.master_model` makes copies without these hooks
+            logger.info("The copy of a 16-bit model is 16-bit, too. For an EMA average amp.master_model(model), in fp32.")
         return copied
 
     def attach_to(self, module: nn.Module) -> ModuleHooks:

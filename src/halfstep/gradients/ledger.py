@@ -121,10 +121,7 @@ class Gradients:
     # ---- around a backward pass
 
     def begin(
-        self,
-        scale: torch.Tensor | None,
-        block: object,
-        in_place: Callable[[list[Slot]], list[Slot]] | None = None,
+        self, scale: torch.Tensor | None, block: object, in_place: Callable[[list[Slot]], list[Slot]] | None = None
     ) -> None:
         """Set aside the present gradients, so that a pass scaled by ``scale`` brings only its own.
 

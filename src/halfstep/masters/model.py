@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..casting.modules import remove_hooks
+from ..casting.modules import ModuleHooks, remove_hooks
 from ..core.checks import check_kind
 from ..core.errors import UsageError
+from ..core.torch_compat import forward_hooks
 from ..gradients.master_registry import keeper_of
 
 __all__ = ["master_model"]
@@ -46,7 +48,8 @@ def master_model(model: nn.Module) -> nn.Module:
             "amp.master_model was given a model that fully_shard (FSDP2) has cut, and torch copies no such model. Its "
             "fp32 values are in model.state_dict(), and amp.master_params(optimizer) has the masters of this rank."
         )
-    memo: dict[int, Any] = {}
+    tables = (forward_hooks(module).values() for module in model.modules())
+    memo: dict[int, Any] = {id(hook): hook for hook in chain(*tables) if isinstance(hook, ModuleHooks)}  # removed below
     for tensor in [*model.parameters(), *model.buffers()]:
         memo[id(tensor)] = _wide(tensor)
     twin = copy.deepcopy(model, memo)
