@@ -20,6 +20,7 @@ from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, LossScal
 from halfstep.core.loss_scale import DynamicLossScale, StaticLossScale
 from tests.support.apex_recording import golden
 from tests.support.scaling_reference import FLAGS, RULES, reference
+from tests.support.worlds import advance
 
 PADDLE = golden("paddle_grad_scaler")
 # What the recordings ran with where they name nothing: the defaults of Paddle 3.3, which its guide does not have.
@@ -651,10 +652,7 @@ def test_overflows_are_counted() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler = amp.GradScaler(init_loss_scaling=4.0)
     for factor in (1.0, math.inf, 1.0, math.inf, math.inf):
-        scaler.scale(weight * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        advance(weight * factor, optimizer, scaler)
     assert scaler.overflows() == 3
     assert amp.GradScaler(False).overflows() == 0
 
@@ -666,10 +664,7 @@ def test_an_interval_shorter_than_what_is_counted_lets_the_scale_grow_at_the_nex
     optimizer = torch.optim.SGD([param], lr=0.1)
 
     def batch() -> float:
-        scaler.scale(param.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        advance(param.sum(), optimizer, scaler)
         return scaler.get_scale()
 
     assert [batch() for _ in range(5)] == [4.0] * 5

@@ -18,6 +18,7 @@ from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.optimizers import FusedAdam
 from tests.support.apex_recording import fill, grid
 from tests.support.processes import Ranks
+from tests.support.worlds import scaled_backward, step_and_clear
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,8 +75,7 @@ def micro_step(
         loss = model(x, *used).float().square().mean()
         if poison:
             loss = loss * float("inf")
-        with amp.scale_loss(loss, optim, delay_unscale=how in "dx") as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, optim, delay_unscale=how in "dx")
     model.require_backward_grad_sync = True
 
 
@@ -116,8 +116,7 @@ def train(
             micro_step(model, optim, how, data(rank, step, micro), poison == (rank, step, micro))
         scales.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
         grads.append([p.grad.clone() for p in amp.master_params(optim) if p.grad is not None])
-        optim.step()
-        optim.zero_grad()
+        step_and_clear(optim)
     scales.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
     result = {
         "masters": [p.detach().clone() for p in amp.master_params(optim)],
@@ -247,8 +246,7 @@ def train_branches(rank: int, level: str, case: str, optimizer: str, loss_scale:
         for micro, (how, *used) in enumerate(window):
             micro_step(ddp, optim, how, data(rank, step, micro), used=used[rank : rank + 1])
         optim.clip_master_grads(0.5)
-        optim.step()
-        optim.zero_grad()
+        step_and_clear(optim)
     result = {
         "masters": [p.detach().clone() for p in amp.master_params(optim)],
         "params": [p.detach().clone() for p in model.parameters()],
@@ -275,8 +273,7 @@ def test_branches_that_not_every_pass_uses(
             for rank in range(2):
                 (model(data(rank, step, micro).double(), used[rank]).square().mean() / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optim.step()
-        optim.zero_grad()
+        step_and_clear(optim)
     assert results[0]["skipped"] == 0
     assert_near(results, [p.detach() for p in model.parameters()], level, "fp16")
 
@@ -315,8 +312,7 @@ def count_reductions(rank: int, level: str, pattern: str, loss_scale: float) -> 
     def window(step: int) -> None:
         for micro, how in enumerate(pattern):
             micro_step(ddp, optim, how, data(rank, step, micro))
-        optim.step()
-        optim.zero_grad()
+        step_and_clear(optim)
 
     window(0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -430,8 +426,7 @@ def train_fp16_optimizer(rank: int, pattern: str, poison: tuple[int, int, int] |
             with model.no_sync() if how == "u" else nullcontext():
                 loss = model(data(rank, step, micro).half()).float().square().mean()
                 optim.backward(loss * (float("inf") if poison == (rank, step, micro) else 1.0))
-        optim.step()
-        optim.zero_grad()
+        step_and_clear(optim)
     masters = [p.detach().clone() for group in optim.fp32_from_fp16_groups for p in group]
     params = [p.detach().clone() for p in model.parameters()]
     return {"masters": masters, "params": params, "scales": [optim.loss_scale], "skipped": 0}
@@ -510,8 +505,7 @@ def test_sparse_gradients_become_means_too(ranks: Ranks, level: str, pattern: st
     for step in range(3):
         losses = [model(words(rank, step, micro)).square().mean() for rank in range(2) for micro in range(len(pattern))]
         (sum(losses) / 2).backward()  # type: ignore[union-attr]
-        optim.step()
-        optim.zero_grad()
+        step_and_clear(optim)
     results = ranks.run(train_words, level, pattern)
     assert_same(results)
     assert (results[0]["skipped"], results[0]["sparse"]) == (0, [True] * 3)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from halfstep import amp
 from tests.distributed.test_sharded_levels import assert_near, cut, loss_of, net, whole
 from tests.support.processes import Ranks
+from tests.support.worlds import advance
 
 BF16 = torch.bfloat16
 
@@ -26,10 +27,7 @@ def prepared(kind: str, level: str) -> tuple[Any, Any]:
 
 def step(model: Any, optimizer: Any, i: int) -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
-    with amp.scale_loss(loss_of(model(x), torch.tensor(1.0)), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(loss_of(model(x), torch.tensor(1.0)), optimizer)
 
 
 def state_of(model: Any, optimizer: Any) -> list[torch.Tensor]:

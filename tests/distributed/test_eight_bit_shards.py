@@ -13,6 +13,7 @@ from torch import nn
 from halfstep import optimizers
 from tests.distributed.test_fsdp import whole
 from tests.support.processes import Ranks
+from tests.support.worlds import unscaled_step
 
 
 def make(state_dtype: Any = "8bit") -> tuple[Any, Any]:
@@ -28,9 +29,7 @@ def make(state_dtype: Any = "8bit") -> tuple[Any, Any]:
 def some_steps(model: Any, optimizer: Any, first: int, last: int) -> None:
     for step in range(first, last):
         torch.manual_seed(step)
-        model(torch.randn(8, 64).bfloat16()).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(model(torch.randn(8, 64).bfloat16()).float().square().mean(), optimizer)
 
 
 def found_in(model: Any, optimizer: Any) -> list[Any]:

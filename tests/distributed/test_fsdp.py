@@ -19,6 +19,7 @@ from halfstep.core.errors import UsageError
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.kernels import multi_tensor
 from tests.support.processes import Ranks
+from tests.support.worlds import scaled_backward, step_and_clear
 
 BF16 = torch.bfloat16
 STEPS = 4
@@ -103,8 +104,7 @@ def train(rank: int, name: str, face: str, poison: int | None = None, micros: in
             if face == "GradScaler":
                 scaler.scale(loss).backward()
             elif face == "scale_loss":
-                with amp.scale_loss(loss, inner) as scaled:
-                    scaled.backward()
+                scaled_backward(loss, inner)
             else:
                 loss.backward()
         if face == "GradScaler":
@@ -182,8 +182,7 @@ def halves(rank: int, masters: Any, micros: int) -> dict[str, Any]:
             model.set_requires_gradient_sync(micro == micros - 1)
             loss = loss_of(model, data(rank, step, micro))
             optimizer.backward(loss) if masters == "FP16_Optimizer" else loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     params = list(model.parameters())
     if masters == "FP16_Optimizer":
         kept = [p for group in optimizer.fp32_from_fp16_groups for p in group]
@@ -210,8 +209,7 @@ def halves_alone(masters: str, micros: int) -> dict[str, Any]:
                 p.grad = None
         for p, g in zip(model.parameters(), sums, strict=True):
             p.grad = g.to(BF16)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     name = {"split": "remainder"}.get(masters, "master")
     params = list(model.parameters())
     return {"params": [p.detach() for p in params], "kept": [optimizer.state[p][name] for p in params]}
@@ -235,8 +233,7 @@ def norms(rank: int, p: float) -> list[float]:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
-    with amp.scale_loss(loss_of(model, data(rank, 0)), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(loss_of(model, data(rank, 0)), optimizer)
     found = optimizer.clip_master_grads(0.25, p).item()  # type: ignore[attr-defined]
     after = torch.cat([g.flatten() for g in whole(q.grad for q in model.parameters())])
     amp.deactivate()
@@ -265,10 +262,8 @@ def computed_in_16_bits(rank: int, level: str) -> str:
         if level == "policy":
             loss.backward()
         else:
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            scaled_backward(loss, optimizer)
+        step_and_clear(optimizer)
     assert loss.item() < before / 2
     amp.deactivate()
     return str({p.dtype for p in model.parameters()})
@@ -325,8 +320,7 @@ def make(masters: Any) -> tuple[Any, Any]:
 def some_steps(model: Any, optimizer: Any, first: int, last: int) -> None:
     for step in range(first, last):
         loss_of(model, data(0, step)).backward()  # every rank the same, so that their number does not matter
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
 
 
 def save(rank: int, folder: str, masters: Any) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_fsdp import OPTIMIZERS, data, net
 from tests.support.processes import Ranks
+from tests.support.worlds import scaled_backward, scaled_step, step_and_clear
 
 FLAT = [False, True]
 CUT = "FullyShardedDataParallel (FSDP1) has cut these parameters"
@@ -43,11 +44,9 @@ def train(rank: int, name: str, level: str, orig: bool) -> list[torch.Tensor]:
         if level == "no amp":
             loss_of(model, rank, step).backward()
         else:
-            with amp.scale_loss(loss_of(model, rank, step), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss_of(model, rank, step), optimizer)
         model.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     amp.deactivate()
     with FullyShardedDataParallel.summon_full_params(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -63,8 +62,7 @@ def test_steps_without_norms_and_scales_are_right(ranks: Ranks, name: str, level
     for step in range(4):
         sum(loss_of(model, rank, step) / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
     for found in ranks.run(train, name, level, orig):
         found = torch.cat([p.flatten() for p in found])[: len(expected)]
@@ -80,8 +78,7 @@ def refused(rank: int, what: str, orig: bool) -> str:
         amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
     try:
         if what == "scale_loss":
-            with amp.scale_loss(loss_of(model, rank, 0), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss_of(model, rank, 0), optimizer)
         else:
             scaler.scale(loss_of(model, rank, 0)).backward()
             if what == "clip_grad_norm_":
@@ -115,9 +112,7 @@ def cast(rank: int, level: str, orig: bool, late: bool) -> str:
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=torch.bfloat16, verbosity=0)
         if late:
             model = flat(model, orig)
-            with amp.scale_loss(loss_of(model, rank, 0), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            scaled_step(loss_of(model, rank, 0), optimizer)
     except UsageError as error:
         return str(error)
     finally:

@@ -15,6 +15,7 @@ from halfstep.kernels.tensor_table import AddressTable, PointerTable, ScalarTabl
 from halfstep.optimizers.param_rows import GroupRows, ParamRows
 from tests.distributed.test_fsdp import OPTIMIZERS, data, loss_of, sharded
 from tests.support.processes import Ranks
+from tests.support.worlds import scaled_backward
 
 PLANS = (GroupRows, ParamRows, TensorTable, AddressTable, PointerTable, ScalarTable, TensorGroups)
 
@@ -56,8 +57,7 @@ def train(rank: int, name: str, face: str, micros: int, steps: int, anew: bool) 
                 model.set_requires_gradient_sync(micro == micros - 1)
                 loss = loss_of(model, data(rank, step, micro))
                 if face == "scale_loss":
-                    with amp.scale_loss(loss, optimizer) as scaled:
-                        scaled.backward()
+                    scaled_backward(loss, optimizer)
                 else:
                     (scaler.scale(loss) if face == "GradScaler" else loss).backward()
             if face == "GradScaler":

@@ -15,6 +15,7 @@ from halfstep.kernels.multi_tensor import TensorGroups
 from halfstep.kernels.tensor_table import TensorTable
 from tests.distributed.test_fsdp import OPTIMIZERS
 from tests.support.processes import Ranks
+from tests.support.worlds import step_and_clear
 
 KINDS = ("plain", "replicated", "sharded")
 ORDERS = [("plain", "replicated", "sharded"), ("sharded", "replicated", "plain"), ("replicated", "plain", "replicated")]
@@ -51,8 +52,7 @@ def train(rank: int, name: str, kinds: tuple[str, ...]) -> list[torch.Tensor]:
         for i, (param, kind) in enumerate(zip(params, kinds, strict=True)):
             if (i, step) != (1, 2):  # another set of rows for one step
                 param.grad = placed(values(i, step), kind, where)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     return [whole(p) for p in params]
 
 
@@ -72,8 +72,7 @@ def train_alone(name: str, count: int) -> list[torch.Tensor]:
         for i, param in enumerate(params):
             if (i, step) != (1, 2):
                 param.grad = values(i, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     return [p.detach().clone() for p in params]
 
 

@@ -23,6 +23,7 @@ from halfstep.parallel import (
     create_syncbn_process_group,
 )
 from tests.support.processes import Ranks
+from tests.support.worlds import scaled_backward, step_and_clear
 
 # ---- DistributedDataParallel
 
@@ -36,8 +37,7 @@ def wrapped(rank: int, level: str, options: dict[str, Any]) -> list[float]:
     start = model.weight.detach().float().flatten().tolist()
     for micro in range(2):
         parallel.enable_allreduce() if micro else parallel.disable_allreduce()
-        with amp.scale_loss(parallel(torch.full((1, 3), 1.0 + rank)).sum(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(parallel(torch.full((1, 3), 1.0 + rank)).sum(), optimizer)
     grads = next(iter(amp.master_params(optimizer))).grad.float().flatten().tolist()
     optimizer.step()
     amp.deactivate()
@@ -278,10 +278,8 @@ def wrapped_for_a_while(rank: int, level: str) -> list[Any]:
                 called(x).float().square().mean().backward()
                 dtypes.append(model[0].weight.grad.dtype)
                 optimizer.zero_grad()
-                with amp.scale_loss(called(x).float().square().mean(), optimizer) as scaled:
-                    scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                scaled_backward(called(x).float().square().mean(), optimizer)
+            step_and_clear(optimizer)
         del called
         masters.append([p.detach().clone() for p in amp.master_params(optimizer)])
     amp.deactivate()

@@ -16,6 +16,7 @@ from halfstep import HalfstepError, amp, parallel
 from halfstep.core.dtypes import dtype_name
 from halfstep.parallel import LARC
 from tests.support.apex_recording import assert_near, batch, flat, golden, grid, net
+from tests.support.worlds import scaled_backward, step_and_clear
 
 FACTS = golden("apex_parallel")
 
@@ -66,10 +67,8 @@ def test_larc_under_amp(level: str) -> None:
         x, y, _ = batch(t)
         loss = F.cross_entropy(model(x), y)
         assert_near([loss.item()], [expected], loose)
-        with amp.scale_loss(loss, inner) as scaled:
-            scaled.backward()
-        larc.step()
-        larc.zero_grad()
+        scaled_backward(loss, inner)
+        step_and_clear(larc)
     for param, expected in zip(amp.master_params(inner), case["final_masters"], strict=True):
         assert_near(flat(param), expected, loose)
     assert [dtype_name(p.dtype) for p in amp.master_params(inner)] == case["master_dtypes"]

@@ -15,6 +15,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_fsdp import data, net, sharded
 from tests.support.processes import Ranks
+from tests.support.worlds import scaled_backward, scaled_step, step_and_clear
 
 
 def mesh() -> Any:
@@ -57,9 +58,7 @@ def wrapped_late(rank: int, level: str, wrap: Callable[[Any], Any]) -> tuple[str
         for param in model.parameters():
             param.register_hook(lambda _: passed.append(True))
         try:
-            with amp.scale_loss(whole(data(rank, 0)).float().square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            scaled_step(whole(data(rank, 0)).float().square().mean(), optimizer)
         except UsageError as error:
             return str(error), found, bool(passed)
         finally:
@@ -124,11 +123,9 @@ def kept_whole(rank: int) -> int:
     for step in range(3):
         for micro in range(2):
             model.set_requires_gradient_sync(micro == 1)
-            with amp.scale_loss(model(data(rank, step, micro)).square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(model(data(rank, step, micro)).square().mean(), optimizer)
         others = sum(id(p) not in shards for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
         model.reshard()
     amp.deactivate()
     return others

@@ -20,6 +20,7 @@ import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from tests.support.processes import Ranks
+from tests.support.worlds import advance, scaled_backward, step_and_clear
 
 pytestmark = pytest.mark.exhaustive  # they start processes
 
@@ -106,15 +107,13 @@ def train(
             if step is not None:
                 step(x, weight)
                 continue
-            with amp.scale_loss(loss_of(model(x), weight), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss_of(model(x), weight), optimizer)
         if clip == "torch":
             norms.append(whole(torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)))
         elif clip == "halfstep":
             norms.append(whole(optimizer.clip_master_grads(0.5)))
         if step is None:
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_clear(optimizer)
     found = {
         "dtypes": {p.dtype for p in model.parameters()},
         "masters": [whole(p) for p in amp.master_params(optimizer)],
@@ -215,8 +214,7 @@ def by_hand(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             grads.append(list(torch.autograd.grad(loss_of(model(x), torch.tensor(1.0)), list(model.parameters()))))
         for param, *each in zip(model.parameters(), *grads, strict=True):
             param.grad = torch.stack([g.float() for g in each]).mean(0).to(BF16).float()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     expected = [whole(p) for p in amp.master_params(optimizer)]
     amp.deactivate()
     return found, expected
@@ -284,10 +282,7 @@ def resumed(rank: int, kind: str, name: str, folder: str, stop: int | None) -> l
             state, optimizer_state = get_state_dict(model, optimizer)
             dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i))  # every rank the same: any number of them
-        with amp.scale_loss(loss_of(model(x), torch.tensor(1.0)), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(loss_of(model(x), torch.tensor(1.0)), optimizer)
     masters = [whole(p) for p in amp.master_params(optimizer)]
     amp.deactivate()
     return masters

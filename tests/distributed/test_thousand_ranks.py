@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import amp, optimizers
+from tests.support.worlds import advance, unscaled_step
 
 BF16, FP16 = torch.bfloat16, torch.float16
 WORLDS = (4, 8, 1000)
@@ -77,10 +78,7 @@ def of_halfstep(kind: str, size: int, dtype: torch.dtype, *, clips: bool) -> lis
         parallel = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
         for _ in range(3):  # the first two make what is made once
             with Sent() as sent:
-                with amp.scale_loss(parallel(torch.ones(4, 8)).float().square().mean(), optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                advance(parallel(torch.ones(4, 8)).float().square().mean(), optimizer)
         return sent.calls
 
 
@@ -100,9 +98,7 @@ def of_torch(kind: str, size: int, dtype: torch.dtype) -> list[Call]:
             parallel.register_comm_hook(None, averages)  # the fake group has no future for the reducer's own
         for _ in range(3):
             with Sent() as sent:
-                parallel(torch.ones(4, 8)).float().square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                unscaled_step(parallel(torch.ones(4, 8)).float().square().mean(), optimizer)
         return sent.calls
 
 

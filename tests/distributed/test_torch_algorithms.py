@@ -18,6 +18,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_sharded_levels import OPTIMIZERS, assert_near, batches, cut, loss_of, net, whole
 from tests.support.processes import Ranks
+from tests.support.worlds import advance, scaled_backward, step_and_clear
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ONE = torch.tensor(1.0)
@@ -57,8 +58,7 @@ def local_sgd(rank: int, ways: list[str], name: str, dtype: torch.dtype) -> dict
         model, optimizer = started(model, optimizer, dtype)
         stepped = PostLocalSGDOptimizer(optimizer, averager) if way == "a wrapper of amp's" else optimizer
         for i in range(4):
-            with amp.scale_loss(loss_of(model(inputs(i, rank)), ONE), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss_of(model(inputs(i, rank)), ONE), optimizer)
             stepped.step()
             if way == "weights":
                 averager.average_parameters(model.parameters())
@@ -101,11 +101,9 @@ def averaged(rank: int, kind: str) -> list[torch.Tensor]:
     for i in range(6):
         for batch in mine:
             weight = torch.tensor(float("inf") if (i, batch) == (3, 1) else 1.0 / len(mine))
-            with amp.scale_loss(loss_of(model(inputs(i, batch)), weight), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss_of(model(inputs(i, batch)), weight), optimizer)
         before = whole(masters[0])
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
         if i % 2 and not torch.equal(whole(masters[0]), before):  # every second step, if it was taken
             with torch.no_grad():
                 for kept, now in zip(average, masters, strict=True):
@@ -138,10 +136,7 @@ def zero(rank: int, saved: dict[str, Any] | None) -> tuple[dict[str, Any], list[
             optimizer_state = [optimizer.state_dict() if rank == 0 else None]
             dist.broadcast_object_list(optimizer_state, src=0)
             kept = copy.deepcopy({"model": dict(model.state_dict()), "optimizer": optimizer_state[0]})
-        with amp.scale_loss(loss_of(parallel(inputs(i, rank)), ONE), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(loss_of(parallel(inputs(i, rank)), ONE), optimizer)
     masters = [whole(p) for p in model.state_dict().values()]
     amp.deactivate()
     return kept, masters
@@ -199,13 +194,11 @@ def hooked(rank: int, level: str, dtype: torch.dtype) -> tuple[dict[str, list[fl
             grads = [torch.autograd.grad(loss_of(model(inputs(i, r)), ONE), list(model.parameters())) for r in (0, 1)]
             mean = sum(torch.cat([grad.float().flatten() for grad in each]) for each in grads) / 2
             weight = torch.tensor(float("inf") if (i, rank) == (3, 1) and dtype is FP16 else 1.0)
-            with amp.scale_loss(loss_of(wrapper(inputs(i, rank)), weight), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss_of(wrapper(inputs(i, rank)), weight), optimizer)
             got = torch.cat([p.grad.float().flatten() for p in model.parameters()])
             errors.append(((got - mean).norm() / mean.norm()).item())
             third[hook] = got if i == 2 else third.get(hook, got)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_clear(optimizer)
         amp.deactivate()
     return found, third
 

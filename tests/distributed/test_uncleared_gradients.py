@@ -15,6 +15,7 @@ import halfstep
 from halfstep import amp
 from tests.distributed.test_fsdp import OPTIMIZERS, data, loss_of, sharded, whole
 from tests.support.processes import Ranks
+from tests.support.worlds import scaled_backward, scaled_step
 
 STEPS, OVERFLOWS = 5, 2
 
@@ -35,8 +36,7 @@ def train(rank: int, level: str, fused: bool, unsynced: str, always: bool) -> li
             factor = torch.inf if (i, turn, rank) == (OVERFLOWS, 0, 1) else 1.0
             with wrapped.no_sync() if turn in map(int, unsynced) else nullcontext():
                 loss = wrapped(torch.full((2, 4), 0.1 * (rank + i + turn))).float().square().mean() * factor
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                scaled_backward(loss, optimizer)
         optimizer.step()
         skips.append(bool(optimizer.step_was_skipped))
         if always or not skips[-1]:
@@ -65,9 +65,7 @@ def train_shards(rank: int, optimizer: str, always: bool) -> list[Any]:
     skips = []
     for i in range(STEPS):
         factor = torch.inf if (i, rank) == (OVERFLOWS, 1) else 1.0
-        with amp.scale_loss(loss_of(model, data(rank, i)) * factor, made) as scaled_loss:
-            scaled_loss.backward()
-        made.step()
+        scaled_step(loss_of(model, data(rank, i)) * factor, made)
         skips.append(bool(made.step_was_skipped))
         if always or not skips[-1]:
             model.zero_grad()
@@ -133,8 +131,7 @@ def train_through(rank: int, door: str, wrapper: str, early: bool) -> dict[str, 
                     if early and turn == 0:  # as many scripts do: between the forward and the backward pass
                         clear(wrapped, optimizer)
                     if "block" in door or (door == "mixed" and turn == 0):
-                        with amp.scale_loss(loss, optimizer) as scaled_loss:
-                            scaled_loss.backward()
+                        scaled_backward(loss, optimizer)
                     else:
                         scaler.scale(loss).backward()
             if door == "clipped":

@@ -15,6 +15,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_accumulation_across_processes import data, net, words_net
 from tests.support.processes import Ranks
+from tests.support.worlds import scaled_backward, step_and_clear
 
 # One string a rank, one word a window, one letter a micro-step: u is unsynced, s is synced, - is no pass, c clips.
 PASSES, CLIPS = "had different numbers of backward passes in no_sync()", "called clip_master_grads"
@@ -47,10 +48,8 @@ def train(rank: int, plans: tuple[str, str], level: str, scale: float, backends:
                     elif kind != "-":
                         with nullcontext() if kind == "s" else ddp.no_sync():
                             loss = ddp(data(rank, step, micro)).float().square().mean()
-                            with amp.scale_loss(loss, optim) as scaled:
-                                scaled.backward()
-                optim.step()
-                optim.zero_grad()
+                            scaled_backward(loss, optim)
+                step_and_clear(optim)
                 steps += 1
             return steps, "", [p.detach().clone() for p in amp.master_params(optim)]
         except UsageError as error:
@@ -101,8 +100,7 @@ def use_words(rank: int) -> list[torch.Tensor]:
     with ddp.no_sync():
         outputs = ddp(torch.tensor([[0, 1, 2]])).float()
         loss = outputs.sum() if rank else ddp.module[2].bias.float().sum() + 0.0 * outputs.sum().detach()
-        with amp.scale_loss(loss, optim) as scaled:
-            scaled.backward()
+        scaled_backward(loss, optim)
     optim.step()
     assert model[0].weight.grad.is_sparse
     amp.deactivate()
@@ -124,8 +122,7 @@ def losses_of_their_own(rank: int, losses: tuple[int, int]) -> str:
     try:
         with ddp.no_sync():
             for loss_id in (0, losses[rank]):
-                with amp.scale_loss(ddp(torch.ones(2, 3)).float().sum(), optim, loss_id=loss_id) as scaled:
-                    scaled.backward()
+                scaled_backward(ddp(torch.ones(2, 3)).float().sum(), optim, loss_id=loss_id)
         optim.step()
     except UsageError as error:
         return str(error)

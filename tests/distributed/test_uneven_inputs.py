@@ -16,6 +16,7 @@ from halfstep import amp
 from halfstep.core.errors import UsageError
 from tests.distributed.test_accumulation_across_processes import OPTIMIZERS, WRAPPERS, data, micro_step, net
 from tests.support.processes import Ranks
+from tests.support.worlds import step_and_clear
 
 
 def train(
@@ -36,8 +37,7 @@ def train(
 
     def step(number: int, how: str) -> None:
         micro_step(ddp, optim, how, data(rank, number, 0))
-        optim.step()
-        optim.zero_grad()
+        step_and_clear(optim)
         steps.append([p.detach().float().clone() for p in amp.master_params(optim)])
 
     for once in range(rounds):
@@ -61,8 +61,7 @@ def by_hand(batches: tuple[int, int], initial: bool, rounds: int) -> list[torch.
             for rank in active:
                 divisor = 2 if initial else len(active)
                 (model(data(rank, number, 0)).square().mean() / divisor).backward()
-            optim.step()
-            optim.zero_grad()
+            step_and_clear(optim)
     return [p.detach() for p in model.parameters()]
 
 
@@ -104,8 +103,7 @@ def masters_after(rank: int, optimizer: str, grouped: bool) -> list[Any]:
     with warnings.catch_warnings(), Join([ddp]) if grouped else ddp.join():
         for i in range(2 + 2 * rank):
             micro_step(ddp, optim, "s", data(rank, i, 0))
-            optim.step()
-            optim.zero_grad()
+            step_and_clear(optim)
         own = [p.detach().clone() for p in amp.master_params(optim)]
     joined = [p.detach().clone() for p in amp.master_params(optim)]
     saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -143,8 +141,7 @@ def over(rank: int) -> list[Any]:
     with warnings.catch_warnings(), ddp.join():
         for i in range(1 + rank):
             micro_step(ddp, optim, "s", data(rank, i, 0))
-            optim.step()
-            optim.zero_grad()
+            step_and_clear(optim)
     micro_step(ddp, optim, "u", data(rank, 7, 0))
     optim.step()
     masters = [p.detach().clone() for p in amp.master_params(optim)]

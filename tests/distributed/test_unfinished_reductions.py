@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import amp
 from tests.support.processes import RankFailed, Ranks
+from tests.support.worlds import scaled_backward
 
 
 def train(rank: int, level: str, door: str, frozen: bool) -> None:
@@ -29,8 +30,7 @@ def train(rank: int, level: str, door: str, frozen: bool) -> None:
                 model[1].forward = lambda x: x
         loss = wrapped(torch.ones(2, 4)).float().square().mean()
         if "block" in door:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss, optimizer)
         else:
             scaler.scale(loss).backward()
         scaler.step(optimizer)

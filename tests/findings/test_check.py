@@ -14,6 +14,7 @@ import halfstep
 from halfstep import Finding, amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from halfstep.findings.finding import grouped, share
+from tests.support.worlds import scaled_step
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -104,16 +105,12 @@ def test_right_recipes_are_healthy(
     assert healthy()
     for _ in range(2):
         if recipe.__name__ in ("O1", "O2"):
-            with amp.scale_loss(loss(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
+            scaled_step(loss(), optimizer)
         elif scaler is None:
             loss().backward()
             optimizer.step()
         else:
-            scaler.scale(loss()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            scaled_step(loss(), optimizer, scaler)
         optimizer.zero_grad()
     assert healthy()
 

@@ -19,6 +19,7 @@ from halfstep import amp
 from halfstep.core.errors import ArgumentValueError
 from halfstep.model import CheckPrecision
 from tests.support.python import python
+from tests.support.worlds import scaled_step
 
 # ---- the callback
 
@@ -243,9 +244,7 @@ def test_a_forgotten_optimizer_is_named_after_its_first_step(
     amp.decorate(model, optimizer if given else None, level="O2", dtype="bfloat16")
     scaler = amp.GradScaler(enable=scaled)
     for _ in range(2):
-        scaler.scale(model(torch.ones(2, 8)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(model(torch.ones(2, 8)).sum(), optimizer, scaler)
     lines = [record.getMessage() for record in caplog.records if "HS101" in record.getMessage()]
     assert len(lines) == (not given)
     assert all("bfloat16 weights, AdamW keeps no masters" in line for line in lines)

@@ -16,6 +16,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError
 from halfstep.findings.memory import OPTIMIZERS, Line, lines
 from tests.support.backends import skip_without_compiler
+from tests.support.worlds import scaled_backward, step_and_clear
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch.optim.SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -52,11 +53,9 @@ def test_a_live_count_is_what_the_table_says(line: Line) -> None:
     if "release" in line.optimizer:
         optimizer.attach(model)  # type: ignore[attr-defined]
     for passes in range(2):
-        with amp.scale_loss(model(torch.ones(2, 64)).float().mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(torch.ones(2, 64)).float().mean(), optimizer)
         if passes == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_clear(optimizer)
     found = halfstep.memory(model, optimizer)
     counts = found.weights, found.masters, found.state, found.gradients
     assert found.parameters == 64 * 64

@@ -14,7 +14,7 @@ import halfstep
 from halfstep import Finding, amp, optimizers
 from halfstep.findings import rules_of_model
 from halfstep.findings.checking import RULES
-from tests.support.worlds import Applies
+from tests.support.worlds import Applies, step_and_clear
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -647,8 +647,7 @@ def test_gradients_that_are_zero_from_the_start(kind: str, dtype: torch.dtype) -
         for after in ("backward", "second backward"):
             (model(torch.randn(16, 32).to(dtype)).float().square().mean() * factor).backward()
             found[factor, after] = "HS121" in codes(halfstep.check(model, optimizer))
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_clear(optimizer)
         (model(torch.randn(16, 32).to(dtype)).float().square().mean() * factor).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)

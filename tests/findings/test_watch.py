@@ -12,6 +12,7 @@ from torch import nn
 import halfstep
 from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
+from tests.support.worlds import advance, scaled_step
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -76,10 +77,7 @@ def test_masters_lose_nothing(level: str, fused: bool, dtype: torch.dtype) -> No
     watch = halfstep.watch(optimizer, every=1)
     for _ in range(3):
         loss = model(torch.randn(16, 32)).square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(loss, optimizer)
         assert watch.findings() == []
     assert watch.fraction is not None
     assert watch.fraction < 0.01
@@ -98,9 +96,7 @@ def test_attached_after_it_is_watched() -> None:
 def test_a_skipped_step_does_not_count(fused: bool) -> None:
     model, optimizer = attached("O2", fused, torch.float16)
     watch = halfstep.watch(optimizer, every=1)
-    with amp.scale_loss(model(torch.full((16, 32), torch.inf)).square().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    scaled_step(model(torch.full((16, 32), torch.inf)).square().mean(), optimizer)
     assert watch.findings() == []
     assert watch.fraction is None
 

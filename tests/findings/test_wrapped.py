@@ -12,6 +12,7 @@ from torch import nn
 
 import halfstep
 from halfstep import amp
+from tests.support.worlds import advance
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 
@@ -35,10 +36,7 @@ def test_ddp(dtype: torch.dtype) -> None:
     wrapper = nn.parallel.DistributedDataParallel(model)
     for _ in range(2):
         assert halfstep.check(wrapper, optimizer, batch=torch.randn(8, 32)) == []
-        with amp.scale_loss(wrapper(torch.randn(8, 32)).square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(wrapper(torch.randn(8, 32)).square().mean(), optimizer)
 
 
 def test_ddp_without_masters() -> None:

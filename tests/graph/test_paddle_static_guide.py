@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from halfstep import static
+from tests.support.worlds import unscaled_step
 
 epochs = 2
 input_size = 32
@@ -79,9 +80,7 @@ def eager_fp32_losses(lr: float) -> list[float]:
     for _ in range(epochs):
         for train_data, train_label in loader:
             loss = nn.functional.mse_loss(model(train_data), train_label)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            unscaled_step(loss, optimizer)
             losses.append(loss.item())
     return losses
 

@@ -23,6 +23,7 @@ from halfstep import DynamicLossScale, Policy, amp
 from halfstep.core.errors import UsageError
 from halfstep.integrations.accelerate import attach
 from tests.integrations import direct_loop as direct
+from tests.support.worlds import scaled_backward
 
 
 def forget() -> None:
@@ -256,8 +257,7 @@ def test_initialize_takes_what_prepare_has_wrapped(door: str) -> None:
         for x, y in direct.batches(5):
             loss = F.cross_entropy(model(x), y)
             if door == "scale_loss":
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                scaled_backward(loss, optimizer)
             else:
                 scaler.scale(loss).backward()
             scaler.step(optimizer)

@@ -17,6 +17,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import UsageError
 from halfstep.integrations.lightning import HalfstepFabricPrecision
 from tests.integrations import direct_loop as direct
+from tests.support.worlds import advance, step_and_clear
 
 
 class Run:
@@ -38,8 +39,7 @@ class Run:
             if (i + 1) % accumulate == 0:
                 if clip is not None:
                     self.fabric.clip_gradients(self.model, self.optimizer, **clip)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                step_and_clear(self.optimizer)
         return self
 
     def state(self) -> dict[str, Any]:
@@ -108,9 +108,6 @@ def test_initialize_takes_what_setup_has_wrapped(optimizer: str) -> None:
             both = Fabric(accelerator="cpu", devices=1).setup(*both)
         model, stepper = amp.initialize(*both, opt_level="O2", dtype="bfloat16", verbosity=0)
         for x, y in direct.batches(5):
-            with amp.scale_loss(F.cross_entropy(model(x), y), stepper) as scaled_loss:
-                scaled_loss.backward()
-            stepper.step()
-            stepper.zero_grad()
+            advance(F.cross_entropy(model(x), y), stepper)
         masters.append(torch.cat([p.detach().flatten() for p in amp.master_params(stepper)]))
     assert torch.equal(*masters)

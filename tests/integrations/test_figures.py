@@ -15,6 +15,7 @@ from halfstep import amp
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError
 from halfstep.integrations.figures import FiguresCallback, figures, sink
 from tests.integrations import direct_loop as direct
+from tests.support.worlds import unscaled_step
 
 
 class Measured:
@@ -57,9 +58,7 @@ def test_a_monitor_of_numerics_is_logged_too() -> None:
         for _ in range(3):
             with amp.auto_cast(level="O2", dtype="bfloat16"):
                 loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            unscaled_step(loss, optimizer)
         found = figures(model, optimizer, None, monitor)
     measured = {name: value for name, value in found.items() if name.startswith("numerics/")}
     assert measured == monitor.latest()

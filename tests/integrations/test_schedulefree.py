@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from halfstep import amp
 from tests.integrations import direct_loop as direct
+from tests.support.worlds import advance
 
 schedulefree = pytest.importorskip(
     "schedulefree", reason="schedulefree is not installed; `make integrations` installs it"
@@ -31,10 +32,7 @@ def losses(model: nn.Module, optimizer: Any) -> list[float]:
         optimizer.train()
         for x, y in data:
             loss = F.cross_entropy(model(x), y)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(loss, optimizer)
             seen.append(loss.item())
         optimizer.eval()
         with torch.no_grad():

@@ -18,6 +18,7 @@ from torch.optim import swa_utils
 
 from halfstep import amp
 from tests.integrations import direct_loop as direct
+from tests.support.worlds import step_and_clear, unscaled_step
 
 
 def missing(package: str) -> str:
@@ -31,9 +32,7 @@ def fit(model: nn.Module, optimizer: Any, steps: int = 4, after_step: Callable[[
     for _ in range(steps):
         with amp.auto_cast(level="O2", dtype="bfloat16"):
             loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(loss, optimizer)
         if after_step is not None:
             after_step()
         losses.append(loss.item())
@@ -278,8 +277,7 @@ def test_float8_linears_of_torchao_train(level: str, dtype: str, emulate: bool) 
             loss = (model(x).float() - x[:, :16]).square().mean()
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_clear(optimizer)
             seen.append(loss.item())
         losses.append(seen)
     assert losses[1] == pytest.approx(losses[0], rel=0.02)

@@ -20,6 +20,7 @@ from halfstep.core.errors import ArgumentTypeError
 from halfstep.model import Callback
 from halfstep.model.configs import read_configs
 from tests.support import digits as sklearn_digits
+from tests.support.worlds import step_and_clear
 
 RECORDED = json.loads((Path(__file__).parents[1] / "golden/paddle_hapi.json").read_text())
 
@@ -73,8 +74,7 @@ def test_windows_are_averaged_the_last_one_over_what_is_left(level: str) -> None
             with amp.auto_cast(enable=level != "O0", level=level, dtype="bfloat16"):
                 loss = nn.functional.cross_entropy(net(x).float(), y)
             (loss / len(window)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)
     for ours, theirs in zip(model.network.state_dict().values(), net.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfstep import amp
+from tests.support.worlds import scaled_backward
 
 from .kinds import Kind
 
@@ -52,8 +53,7 @@ def train(
             if level is None:
                 loss.backward()
             else:
-                with amp.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
+                scaled_backward(loss, optimizer)
             optimizer.step()
             skipped |= level is not None and bool(optimizer.step_was_skipped)
             total += loss.item()

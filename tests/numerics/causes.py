@@ -14,6 +14,7 @@ import halfstep
 from halfstep import amp, numerics
 from tests.numerics.faults import Small, cancellation, flushed, loss, overflow, rounded, rounded_in_a_kernel
 from tests.numerics.models import MODELS, Trial
+from tests.support.worlds import advance
 
 __all__ = ["CAUSES", "Case", "draw", "named"]
 
@@ -149,10 +150,7 @@ def named(case: Case) -> tuple[str, str]:
         return ("", "") if first is None else (_BY_COMPARISON[first.why], first.module)
     with numerics.Monitor(model, optimizer, every=1) as monitor:
         for _ in range(_STEPS):
-            with amp.scale_loss(case.trial.step(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(case.trial.step(), optimizer)
     for finding in monitor.findings():
         module = finding.evidence.get("module", "")
         return _BY_MONITOR[finding.code], "" if finding.code == "HS120" else module

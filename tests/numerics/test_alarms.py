@@ -16,6 +16,7 @@ from halfstep import Finding, amp
 from halfstep.numerics import Monitor, Row, load_rows, save_rows, write_report
 from halfstep.numerics.alarms import findings_in
 from tests.numerics.models import MODELS
+from tests.support.worlds import advance, unscaled_step
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -180,10 +181,7 @@ def trained(name: str, level: str, dtype: torch.dtype | None, kind: str, times: 
     trial.model, optimizer = amp.initialize(trial.model, optimizer, opt_level=level, dtype=dtype, verbosity=0)
     with Monitor(trial.model, optimizer, every=1) as monitor:
         for _ in range(steps):
-            with amp.scale_loss(trial.step(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(trial.step(), optimizer)
     return monitor
 
 
@@ -283,9 +281,7 @@ def test_an_overflow_after_a_step_that_was_too_large_is_not_blamed_on_its_module
     optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
     with Monitor(model, optimizer, every=1) as monitor:
         for _ in range(30):
-            model(torch.ones(4, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            unscaled_step(model(torch.ones(4, 8)).square().mean(), optimizer)
     codes = [each.code for each in monitor.findings()]
     assert codes[:2] == ["HS120", "HS116"]
     assert monitor.findings()[1].fix == "lower the learning rate first: HS120 came before"
@@ -322,9 +318,7 @@ def steps_of(model: nn.Module, dtype: torch.dtype, factor: float, steps: int = 2
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with Monitor(model, optimizer, every=1) as monitor:
         for _ in range(steps):
-            (model(torch.randn(16, 8).to(dtype)).float().square().mean() * factor).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            unscaled_step(model(torch.randn(16, 8).to(dtype)).float().square().mean() * factor, optimizer)
     return [each for each in monitor.findings() if each.code == "HS121"]
 
 
@@ -353,7 +347,5 @@ def test_gradients_that_come_later_were_not_zero_from_the_start() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with Monitor(model, optimizer, every=1) as monitor:
         for factor in (0.0, 1.0):
-            (model(torch.randn(16, 8)).square().mean() * factor).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            unscaled_step(model(torch.randn(16, 8)).square().mean() * factor, optimizer)
     assert monitor.findings() == []

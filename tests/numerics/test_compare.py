@@ -17,6 +17,7 @@ from halfstep.core.errors import ArgumentValueError
 from halfstep.numerics import Monitor, Row, compare, save_rows
 from tests.numerics.faults import draw
 from tests.numerics.models import MODELS, Trial
+from tests.support.worlds import unscaled_step
 
 HALVES = [torch.float16, torch.bfloat16]
 PROBE = tuple(math.sin(i) for i in range(1, 65))
@@ -175,9 +176,7 @@ def watched(trial: Trial, dtype: torch.dtype | None, steps: int) -> list[Row]:
         for _ in range(steps):
             with amp.auto_cast(enable=dtype is not None, dtype=dtype or "bfloat16"):
                 loss = trial.step()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            unscaled_step(loss, optimizer)
     trial.model.load_state_dict(before)
     return monitor.rows()
 

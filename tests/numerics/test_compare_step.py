@@ -21,7 +21,7 @@ from halfstep import Policy, amp, numerics
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.numerics import Comparison, Entry
 from tests.support.processes import Ranks
-from tests.support.worlds import Applies
+from tests.support.worlds import Applies, scaled_step
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -141,9 +141,7 @@ def with_scale_loss(model: nn.Module) -> tuple[Callable[[], None], Callable[[], 
 
     def step() -> None:
         loss = loss_of(model)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        scaled_step(loss, optimizer)
 
     return step, amp.state_dict
 
@@ -162,9 +160,7 @@ def scaled_by(scaler: Any, model: nn.Module) -> tuple[Callable[[], None], Callab
     def step() -> None:
         with amp.auto_cast(dtype="float16"):
             loss = loss_of(model)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(loss, optimizer, scaler)
 
     return step, scaler.state_dict
 
@@ -235,9 +231,7 @@ def test_a_model_that_was_brought_up_is_compared_as_it_is(level: str, dtype: tor
     found = numerics.compare_step(lambda: loss_of(model), model)
     assert top(found) == ("1", "cancellation")
     assert same(before, state_of(model))
-    with amp.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    scaled_step(loss_of(model), optimizer)
     assert not same(before["tensors"], state_of(model)["tensors"])
 
 

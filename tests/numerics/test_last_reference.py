@@ -13,6 +13,7 @@ from torch import nn
 import halfstep
 from halfstep import amp, numerics
 from halfstep.amp import debugging
+from tests.support.worlds import scaled_step
 
 X, Y = torch.ones(4, 4), torch.tensor([0, 1, 0, 1])
 
@@ -22,9 +23,7 @@ def loss(model: nn.Module) -> torch.Tensor:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with amp.scale_loss(loss(model), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    scaled_step(loss(model), optimizer)
 
 
 def monitor(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

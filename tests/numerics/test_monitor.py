@@ -21,6 +21,7 @@ from halfstep import amp, optimizers
 from halfstep.core.errors import ArgumentTypeError, ArgumentValueError, UsageError
 from halfstep.fp16_utils import FP16_Optimizer
 from halfstep.numerics import Monitor, Row, load_rows
+from tests.support.worlds import advance, scaled_backward, scaled_step, step_and_clear, unscaled_step
 
 HALVES = [torch.float16, torch.bfloat16]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -49,10 +50,7 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def by_block(model: nn.Module, optimizer: Any, step: int) -> None:
-    with amp.scale_loss(loss_of(model, step), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(loss_of(model, step), optimizer)
 
 
 def prepared(level: str, dtype: torch.dtype, kind: str, **options: Any) -> tuple[nn.Module, Any]:
@@ -190,8 +188,7 @@ def test_gradients_are_those_of_the_backward_pass_without_their_scale(
     loss_scale = 1024.0 if dtype is torch.float16 else 1.0
     model, optimizer = prepared(level, dtype, kind, loss_scale=loss_scale)
     with Monitor(model, optimizer, every=1) as monitor:
-        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(loss_of(model, 0), optimizer)
         grads = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
     rows = of(monitor.rows(), "grad")
@@ -230,9 +227,7 @@ def test_updates_are_those_of_the_masters() -> None:
 def test_a_skipped_step_has_no_updates_and_its_overflow_is_seen() -> None:
     model, optimizer = prepared("O2", torch.float16, "AdamW", loss_scale=2.0**20)
     with Monitor(model, optimizer, every=1) as monitor:
-        with amp.scale_loss(loss_of(model, 0) * 1e4, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        scaled_step(loss_of(model, 0) * 1e4, optimizer)
     rows = monitor.rows()
     assert not of(rows, "update")
     assert max(row.overflow + row.nan for row in of(rows, "grad")) >= 1.0
@@ -243,12 +238,10 @@ def test_gradients_of_all_steps_are_in_the_row_of_the_sampled_one() -> None:
     largest: dict[str, float] = {}
     with Monitor(model, optimizer, every=4, tensors=("grad",)) as monitor:
         for step in range(5):
-            with amp.scale_loss(loss_of(model, step) * (100.0 if step == 2 else 1.0), optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(loss_of(model, step) * (100.0 if step == 2 else 1.0), optimizer)
             if step == 2:
                 largest = {name: float(p.grad.abs().max()) for name, p in model.named_parameters()}
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_clear(optimizer)
     first, second = (of(monitor.rows(), "grad", step=step) for step in (0, 4))
     assert {row.merged for row in first} == {1}
     assert {row.merged for row in second} == {4}
@@ -383,8 +376,7 @@ def test_gradients_of_all_steps_count_when_other_parameters_have_them() -> None:
             for name, p in model.named_parameters():
                 if 0 < step <= 4 and p.grad is not None:
                     largest[name] = max(largest.get(name, 0.0), float(p.grad.abs().max()))
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_clear(optimizer)
     rows = of(monitor.rows(), "grad", step=4)
     assert {row.module: row.amax for row in rows} == pytest.approx(largest, rel=1e-6)
     assert {row.module: row.merged for row in rows} == {"0.weight": 2, "0.bias": 2, "1.weight": 2, "1.bias": 2}
@@ -492,8 +484,7 @@ def test_passes_of_one_step_are_added_up() -> None:
     model, optimizer = prepared("O2", torch.bfloat16, "AdamW")
     with Monitor(model, optimizer, every=1) as monitor:
         for step in range(3):
-            with amp.scale_loss(loss_of(model, step), optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(loss_of(model, step), optimizer)
         optimizer.step()
     rows = monitor.rows()
     assert {row.step for row in rows} == {0}
@@ -781,10 +772,7 @@ def test_a_ramp_of_activations_is_announced_before_the_first_skipped_step(caplog
             for step in range(200):
                 gain.factor = 65504.0 * growth ** (step - 60)
                 noise = 1 + 0.1 * torch.randn((), generator=random)
-                with amp.scale_loss(model(batch(step) * noise).float().square().mean() * 1e-7, optimizer) as scaled:
-                    scaled.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                advance(model(batch(step) * noise).float().square().mean() * 1e-7, optimizer)
                 if announced is None and monitor.findings():
                     announced = step
                 if optimizer.step_was_skipped:
@@ -835,9 +823,7 @@ def test_flushed_gradients_are_found_and_logged_once(caplog: pytest.LogCaptureFi
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     with caplog.at_level(logging.INFO, "halfstep"), Monitor(model, optimizer, every=1) as monitor:
         for step in range(3):
-            (model(batch(step).half()).float().square().mean() * 1e-5).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            unscaled_step(model(batch(step).half()).float().square().mean() * 1e-5, optimizer)
     (finding,) = monitor.findings()
     assert finding.code == "HS117"
     assert finding.evidence["flushed"] > 0.01

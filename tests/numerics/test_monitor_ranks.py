@@ -12,6 +12,7 @@ from torch import nn
 from halfstep import amp, optimizers
 from halfstep.numerics import Monitor, Row, merge_rows
 from tests.support.processes import Ranks
+from tests.support.worlds import advance, unscaled_step
 
 
 def net() -> nn.Sequential:
@@ -32,10 +33,7 @@ def under_ddp(rank: int, watching: list[int]) -> tuple[list[Row], list[torch.Ten
     if rank in watching:
         monitor.attach()
     for step in range(3):
-        with amp.scale_loss(wrapper(data(rank, step)).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(wrapper(data(rank, step)).float().square().mean(), optimizer)
     monitor.detach()
     return monitor.rows(), [p.detach() for p in model.parameters()]
 
@@ -53,9 +51,7 @@ def under_fsdp(rank: int, watching: list[int], clip: float | None) -> tuple[list
     if rank in watching:
         monitor.attach()
     for step in range(3):
-        model(data(rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        unscaled_step(model(data(rank, step)).square().mean(), optimizer)
     monitor.detach()
     return monitor.rows(), [p.full_tensor().detach() for p in model.parameters()]
 

@@ -18,6 +18,7 @@ from halfstep.numerics import OpTable
 from halfstep.observe.ops import OpCall
 from halfstep.observe.watch import Watch
 from tests.support.processes import Ranks
+from tests.support.worlds import scaled_step
 
 
 class Net(nn.Module):
@@ -264,9 +265,7 @@ def o1(model: nn.Module) -> Callable[[], None]:
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", dtype="float16", verbosity=0)
 
     def step() -> None:
-        with amp.scale_loss(loss_of(model), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        scaled_step(loss_of(model), optimizer)
 
     return step
 
@@ -276,9 +275,7 @@ def o2(model: nn.Module) -> Callable[[], None]:
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
 
     def step() -> None:
-        with amp.scale_loss(loss_of(model), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        scaled_step(loss_of(model), optimizer)
 
     return step
 

@@ -26,6 +26,7 @@ from halfstep.kernels import backend
 from halfstep.kernels.backends import compiler
 from halfstep.optimizers import release as release_file
 from tests.support.backends import needs_compiler
+from tests.support.worlds import scaled_backward, scaled_step, step_and_clear
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -318,9 +319,7 @@ def test_an_overflow_at_the_loss_changes_nothing() -> None:
     model, optim = make("Adam", level="O2", dtype=FP16, released=True, loss_scale="dynamic")
     train(model, optim, batches(1))
     before = copy.deepcopy([[*model.parameters()], optim.state_dict()["state"]])
-    with amp.scale_loss(loss_of(model, batches(1)[0]) * math.inf, optim) as loss:
-        loss.backward()
-    optim.step()
+    scaled_step(loss_of(model, batches(1)[0]) * math.inf, optim)
     assert optim.step_was_skipped
     for param, old in zip(model.parameters(), before[0], strict=True):
         assert torch.equal(param, old)
@@ -332,8 +331,7 @@ def test_two_blocks_of_a_step_have_an_overflow_each() -> None:
     first, last = model[0], model[5]  # type: ignore[index]
     scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
     for layer, x, factor in ((first, torch.ones(2, 6), math.inf), (last, torch.ones(2, 16), 1.0)):
-        with amp.scale_loss(layer(x.half()).float().mean() * factor, optim) as loss:
-            loss.backward()
+        scaled_backward(layer(x.half()).float().mean() * factor, optim)
     optim.step()
     assert optim.step_was_skipped
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": scale / 2, "unskipped": 1}
@@ -343,8 +341,7 @@ def test_two_blocks_of_a_step_have_an_overflow_each() -> None:
 def test_a_block_without_gradients_does_not_count() -> None:
     model, optim = make("Adam", level="O2", dtype=FP16, released=True, loss_scale="dynamic")
     for loss in (loss_of(model, batches(1)[0]), torch.ones((), requires_grad=True)):
-        with amp.scale_loss(loss, optim) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, optim)
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
 
 
@@ -518,12 +515,10 @@ def test_a_block_over_gradients_of_an_earlier_pass_is_refused() -> None:
     optim.attach(model)  # which may come while there are gradients: a loop clears them next
     before = [param.grad for param in model.parameters()]
     with pytest.raises(UsageError, match=r"call optimizer.zero_grad\(\)"):
-        with amp.scale_loss(loss_of(model, batches(1)[0]), optim) as loss:
-            loss.backward()
+        scaled_backward(loss_of(model, batches(1)[0]), optim)
     assert all(param.grad is grad for param, grad in zip(model.parameters(), before, strict=True))
     optim.zero_grad(set_to_none=False)
-    with amp.scale_loss(loss_of(model, batches(1)[0]), optim) as loss:
-        loss.backward()
+    scaled_backward(loss_of(model, batches(1)[0]), optim)
     assert all(state["step"] == 2 for state in optim.state.values())
 
 
@@ -549,9 +544,7 @@ def test_a_parameter_without_a_hook_steps_in_step_once() -> None:
         model, optim = make("Adam", level="O2", dtype=BF16, released=released)
         optim.add_param_group({"params": [extra := nn.Parameter(torch.ones(3, dtype=BF16))]})
         for x in batches(2):
-            with amp.scale_loss((model(x).float() * extra.float()).square().mean(), optim) as loss:
-                loss.backward()
-            optim.step()
+            scaled_step((model(x).float() * extra.float()).square().mean(), optim)
             if not released:
                 optim.zero_grad()
             assert extra.grad is None
@@ -616,8 +609,7 @@ def test_remove_brings_the_ordinary_step_back() -> None:
             if released and turn % 3 == 1:
                 handle.remove()
                 assert optim.release is None
-        with amp.scale_loss(loss_of(model, batches(1)[0]), optim) as loss:
-            loss.backward()
+        scaled_backward(loss_of(model, batches(1)[0]), optim)
         assert all(p.grad is not None for p in model.parameters())
         runs.append((model, optim))
     assert_same(*runs)
@@ -690,8 +682,7 @@ def test_unfuse_ends_it() -> None:
     optimizers.unfuse(optim)
     loss_of(model, batches(1)[0]).backward()
     assert all(p.grad is not None for p in model.parameters())
-    optim.step()
-    optim.zero_grad()
+    step_and_clear(optim)
     assert all(state["step"] == 2 for state in optim.state.values())
 
 
@@ -701,9 +692,7 @@ def test_a_step_that_the_scaler_leaves_out_ends_the_step() -> None:
     train(model, optim, batches(1))
     own = optim.step
     optim.step = lambda *args, **kwargs: own(*args, **kwargs)
-    with amp.scale_loss(loss_of(model, batches(1)[0]) * math.inf, optim) as loss:
-        loss.backward()
-    optim.step()
+    scaled_step(loss_of(model, batches(1)[0]) * math.inf, optim)
     assert optim.step_was_skipped
     train(model, optim, batches(1))
     assert all(state["step"] == 2 for state in optim.state.values())

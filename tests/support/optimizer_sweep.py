@@ -20,6 +20,7 @@ from torch import nn
 from halfstep import amp
 from tests.support.op_sweep import HALVES
 from tests.support.sweeps import Found, command
+from tests.support.worlds import advance
 
 LEFT_OUT = {"LBFGS": "steps only with a closure", "SparseAdam": "takes sparse gradients only"}
 HOWS = ("plain", "fused")
@@ -74,10 +75,7 @@ class Training:
             for p, gradient in zip(self.wanted.parameters(), gradients, strict=True):
                 p.grad = gradient.float()
             self.reference.step()
-            with amp.scale_loss(self.net(*gradients), self.optim) as scaled:
-                scaled.backward()
-            self.optim.step()
-            self.optim.zero_grad()
+            advance(self.net(*gradients), self.optim)
             for scheduler in self.schedulers:
                 scheduler.step()
 
